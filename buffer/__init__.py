@@ -1,1 +1,1 @@
-"""Everything with a cursor that must survive a restart: tasks, groups, attempts, batches, versions."""
+"""The state that must survive a restart: tasks, groups, attempts, batches and policy versions."""

@@ -1,9 +1,9 @@
-"""Trajectories as bytes: compact, versioned, no pickle.
+"""The encoding of trajectories as bytes: compact, versioned, without pickle.
 
 Invariants:
-- `decode(encode(t))` has equal arrays, spans and temperature; the same trajectory always gives the same bytes.
-- Any damaged or foreign input ends in CodecError, after at most `MAX_BYTES` of memory: frames carry a checksum of
-  their content (those written by the first versions do not).
+- `decode(encode(t))` has equal arrays, spans and temperature; the same trajectory always has the same bytes.
+- Damaged or foreign input raises CodecError, after at most `MAX_BYTES` of memory: frames contain a checksum of their
+  content (those written by the first versions do not).
 
 Layout (little endian) inside one zstandard frame: `HRT`, format byte, temperature f8, number of rows u4; per row:
 tokens u4, spans u4; per span: start, end, epoch (its highest bit: stale keys and values), step u4 each; then tokens
@@ -25,7 +25,7 @@ from headrace.buffer.versions import PolicyVersion
 FORMAT = 1
 MAX_BYTES = 1 << 30
 MAX_STORED_BYTES = 900_000_000
-"""Uncompressed; SQLite takes a blob of at most 1e9 bytes (https://www.sqlite.org/limits.html)."""
+"""Uncompressed; SQLite accepts a blob of at most 1e9 bytes (https://www.sqlite.org/limits.html)."""
 _MAGIC = b"HRT"
 _HEADER = struct.Struct("<3sBdI")
 _ROW = struct.Struct("<II")
@@ -36,8 +36,8 @@ _LEVEL = 1
 
 
 def refuse_unstorable(trajectory: Trajectory) -> None:
-    """Raises CodecError, TypeError or ValueError unless `encode` takes the trajectory and `decode` gives it back
-    equal."""
+    """Raise CodecError, TypeError or ValueError unless `encode` accepts the trajectory and `decode` returns an equal
+    one."""
     plain_float(trajectory.temperature)
     spans = [span for row in trajectory.rows for span in row.versions]
     size = _HEADER.size + sum(_ROW.size + 9 * len(row.tokens_T) + 1 for row in trajectory.rows)
@@ -55,21 +55,24 @@ def refuse_unstorable(trajectory: Trajectory) -> None:
 
 
 def _refuse_array(array: object, kinds: str, bounds: np.iinfo[np.int32] | np.finfo[np.float32] | None) -> None:
-    """Raises CodecError unless it is one row of such numbers, all of them within the bounds of the stored type."""
+    """Raise CodecError unless an array is one row of such numbers, all within the bounds of the stored type."""
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
         raise CodecError(f"a row holds {getattr(array, 'dtype', type(array).__name__)} where {kinds!r} is expected")
     if bounds is None or array.dtype == bounds.dtype or not array.size:
         return
-    # NaN passes here: who counts the tokens refuses it.
+    # NaN passes here: counting the trained tokens refuses it.
     if array.max() > bounds.max or array.min() < bounds.min:
-        raise CodecError(f"a row holds numbers that {bounds.dtype} does not")
+        raise CodecError(f"a row holds numbers outside the range of {bounds.dtype}")
 
 
 def encode(trajectory: Trajectory) -> bytes:
-    """Bytes of a trajectory. Raises CodecError when it is larger than MAX_STORED_BYTES."""
+    """Encode a trajectory. Raises CodecError when it is larger than MAX_STORED_BYTES."""
     parts = [_HEADER.pack(_MAGIC, FORMAT, trajectory.temperature, len(trajectory.rows))]
     for row in trajectory.rows:
-        spans = [word for span in row.versions for word in _span_words(span)]
+        spans = [
+            (span.start, span.end, span.version.epoch | (_STALE_KV if span.stale_kv else 0), span.version.step)
+            for span in row.versions
+        ]
         parts += [
             _ROW.pack(len(row.tokens_T), len(row.versions)),
             np.asarray(spans, dtype="<u4").tobytes(),
@@ -87,30 +90,23 @@ def _too_large(size: int) -> str:
     return f"a trajectory of {size} bytes exceeds {MAX_STORED_BYTES}: lower the token budget of a rollout"
 
 
-def _span_words(span: VersionSpan) -> tuple[int, int, int, int]:
-    return span.start, span.end, span.version.epoch | (_STALE_KV if span.stale_kv else 0), span.version.step
-
-
 def decode(data: bytes) -> Trajectory:
-    """The trajectory in `data`. Raises CodecError."""
+    """Decode a trajectory. Raises CodecError."""
     try:
         if not 0 <= zstandard.frame_content_size(data) <= MAX_BYTES:
-            raise CodecError("a trajectory without a sane size")
-        return _decode(zstandard.ZstdDecompressor().decompress(data))
+            raise CodecError("not a readable trajectory: its size is missing or too large")
+        plain = zstandard.ZstdDecompressor().decompress(data)
+        magic, version, temperature, row_count = _HEADER.unpack_from(plain)
+        if magic != _MAGIC or version != FORMAT:
+            raise CodecError(f"trajectory format {magic!r} {version}, this headrace reads {_MAGIC!r} {FORMAT}")
+        rows, offset = [], _HEADER.size
+        for _ in range(row_count):
+            row, offset = _decode_row(plain, offset)
+            rows.append(row)
     except (zstandard.ZstdError, struct.error, ValueError) as error:
         raise CodecError(f"not a readable trajectory: {error}") from error
-
-
-def _decode(plain: bytes) -> Trajectory:
-    magic, version, temperature, row_count = _HEADER.unpack_from(plain)
-    if magic != _MAGIC or version != FORMAT:
-        raise CodecError(f"trajectory format {magic!r} {version}, this headrace reads {_MAGIC!r} {FORMAT}")
-    rows, offset = [], _HEADER.size
-    for _ in range(row_count):
-        row, offset = _decode_row(plain, offset)
-        rows.append(row)
     if offset != len(plain):
-        raise CodecError("bytes are left over behind the last row")
+        raise CodecError("not a readable trajectory: there are bytes after the last row")
     return Trajectory(rows=tuple(rows), temperature=temperature)
 
 

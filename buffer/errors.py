@@ -1,30 +1,30 @@
-"""Errors of the buffer. All are picklable (plain message) and name the knob or the fix.
+"""Errors of the buffer. All are picklable (plain message) and name the setting or the fix.
 
 ReplayError
-├── StaleEpoch            a call of an older learner incarnation: fenced
+├── StaleEpoch            a call of an older learner incarnation
 ├── LeaseError            a batch that is not leased to the caller, or committed out of order
 ├── BatchUntrainable      a batch ended the learner as often as it may be tried
-├── VersionMismatch       a version that is not the one the ledger expects next
+├── VersionMismatch       a version that is not the one that the ledger expects next
 ├── DataExhausted         the passes over the data are done, and no batch can be filled any more
 ├── LedgerError
 │   ├── LedgerRefused     the file cannot be used here: network file system, full disk, other run, newer schema, other
 │   │                     tasks
 │   ├── LedgerInUse       another process holds the ledger
-│   ├── LedgerBroken      a write failed: the store has ended
-│   └── LedgerMismatch    ledger and checkpoint tell different histories
+│   ├── LedgerBroken      a write failed, and the store has ended
+│   └── LedgerMismatch    ledger and checkpoint have different histories
 │       ├── CheckpointMissing  the ledger recorded a checkpoint, and the learner has none
-│       ├── LedgerBehind  the checkpoint holds batches that the ledger does not know
-│       └── CheckpointMissing  the ledger recorded a checkpoint, and the learner has none
+│       └── LedgerBehind  the checkpoint holds batches that the ledger does not know
 ├── TaskNotParked         a task that is to be released is not parked
-├── ExportRefused         the place or the tools for an export are not there
-└── CodecError            bytes that are no trajectory
+├── ExportRefused         the folder or the tools for an export are missing
+└── CodecError            bytes that are not a trajectory
+TaskFileError             a task file, or one line of it, cannot be used: one line with file, line number, key and fix
 """
 
 from __future__ import annotations
 
 
 class ReplayError(Exception):
-    """Any error of this folder."""
+    """Base class of the errors of the buffer and its ledger."""
 
 
 class StaleEpoch(ReplayError):
@@ -36,7 +36,7 @@ class LeaseError(ReplayError):
 
 
 class BatchUntrainable(ReplayError):
-    """No learner gets through a step on this batch: the run ends, and goes on without it or with another learner."""
+    """Every step on this batch failed: the run ends, and can continue without the batch or after a fix."""
 
 
 class VersionMismatch(ReplayError):
@@ -48,11 +48,11 @@ class TaskNotParked(ReplayError):
 
 
 class DataExhausted(ReplayError):
-    """No more groups are opened, and what is left does not fill a batch: the run is at its end."""
+    """No more groups can be opened, and the remaining rollouts do not fill a batch: the run is complete."""
 
 
 class LedgerError(ReplayError):
-    """The ledger on disk."""
+    """Base class of the errors of the ledger on disk."""
 
 
 class LedgerRefused(LedgerError):
@@ -64,11 +64,11 @@ class LedgerInUse(LedgerError):
 
 
 class LedgerBroken(LedgerError):
-    """A write failed: what is on disk is consistent, but this store must not answer any more."""
+    """A write failed: the files on disk are consistent, but this store must not answer any more."""
 
 
 class LedgerMismatch(LedgerError):
-    """The ledger and a checkpoint tell different histories; nothing was changed."""
+    """The ledger and a checkpoint have different histories; nothing was changed."""
 
 
 class CheckpointMissing(LedgerMismatch):
@@ -85,3 +85,7 @@ class ExportRefused(ReplayError):
 
 class CodecError(ReplayError):
     """The bytes are not a trajectory of a known format, or the trajectory cannot be encoded."""
+
+
+class TaskFileError(Exception):
+    """A task file cannot be used. `str()` is one line: `FILE:LINE: key: error; fix`."""

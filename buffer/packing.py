@@ -1,4 +1,4 @@
-"""Which rows go through the model together.
+"""The packing of rows into micro-batches.
 
 Invariants:
 - Every row is in exactly one micro-batch.
@@ -20,7 +20,7 @@ class RowOverBudget(ValueError):
 
 
 def pack(lengths: Sequence[int], *, token_budget: int) -> list[tuple[int, ...]]:
-    """Indices of `lengths` (tokens per row) in micro-batches of at most `token_budget` padded tokens.
+    """Return the indices of `lengths` (tokens per row) in micro-batches of at most `token_budget` padded tokens.
 
     First fit by decreasing length: the first row of a micro-batch is its longest. Rows of equal length keep their
     order. Raises RowOverBudget when one row alone exceeds the budget.

@@ -1,6 +1,6 @@
-"""Tasks about a git repository: where it is, how its tests run, and which results are reward 1.
+"""The specification of repository tasks: the repository, its tests, and the results with reward 1.
 
-Invariant: a spec that `why_unusable` passes can be graded; what cannot is refused before anything boots.
+Invariant: a spec that `why_unusable` passes can be graded; others are refused before anything boots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestIds:
     """FAIL_TO_PASS and PASS_TO_PASS rows: pytest runs the files of these ids after `test_patch` is applied. Reward 1
-    when every id passed; one that is missing did not. An id is cut at its first blank, as SWE-bench writes them."""
+    when every id passed; a missing one did not. An id is cut at its first blank, as SWE-bench writes them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     __test__: ClassVar[bool] = False
@@ -41,7 +41,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """`eval_cmd`: a shell command that runs pytest. Scored as a script is; its exit code decides nothing."""
+    """`eval_cmd`: a shell command that runs pytest. Scored as a script is; its exit code is ignored."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -71,37 +71,37 @@ Grader = Annotated[TestIds | Script | Command | Swepro, Discriminator("kind")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositorySpec:
-    """A repository at `workdir` (absolute, in the image or from the task's files), and what grades a patch to it."""
+    """A repository at `workdir` (absolute, in the image or from the task's files), and the grader of a patch to it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     workdir: str
     grader: Grader
     base_commit: str = ""
-    """Checked out before anything else, where the image's HEAD is another one."""
+    """Commit that is checked out first, where the image's HEAD is another one."""
     prepare: tuple[str, ...] = ()
     """Shell commands run as root in `workdir` before the agent starts, and again in every clean sandbox."""
     python: str = "/usr/bin/python3"
     """Absolute path of the interpreter that runs the tests, 3.7 or later."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of the tests."""
+    """Environment variables of the tests."""
     user: str = "agent"
-    """Who runs the tests, and whom the tree then belongs to, besides the tests themselves. As root nothing keeps the
-    code under test from changing them while they run."""
+    """User that runs the tests and owns the tree, except the tests themselves. As root the code under test could change
+    the tests while they run."""
     test_files: tuple[str, ...] = ()
-    """Paths in the repository, files or folders, that stay the base's whatever the patch says; further ones follow
-    from the grader and from names (`tests/`, `test_*.py`)."""
+    """Files and folders in the repository that a patch cannot change; the grader and names (`tests/`, `test_*.py`) add
+    further ones."""
 
 
 def required_ids(grader: TestIds | Script | Command | Swepro) -> tuple[str, ...]:
-    """What must pass, without repetition; empty where the grader names none."""
+    """Return the test ids that must pass, without duplicates; empty where the grader names none."""
     if isinstance(grader, TestIds | Swepro):
         return tuple(dict.fromkeys((*grader.fail_to_pass, *grader.pass_to_pass)))
     return ()
 
 
 def why_unusable(spec: RepositorySpec) -> str | None:
-    """Key and reason of the first value that types alone let through; None when there is none."""
+    """Return key and reason of the first invalid value that the types allow; None when there is none."""
     grader = spec.grader
     if not is_plain_path(spec.workdir):
         return f"workdir: {spec.workdir!r} must be an absolute path without '.' or '..'"
@@ -111,11 +111,11 @@ def why_unusable(spec: RepositorySpec) -> str | None:
         if not is_plain_path(f"/{path}"):
             return f"test_files: {path!r} must be a path in the repository without '.' or '..'"
     if isinstance(grader, TestIds | Swepro) and not required_ids(grader):
-        return "grader.fail_to_pass: is empty; without a test that must pass nothing could be solved"
+        return "grader.fail_to_pass: is empty; name at least one test that must pass"
     if isinstance(grader, TestIds):
         for test_id in required_ids(grader):
             if not is_plain_path("/" + test_id.split("::")[0]) or "::" not in test_id:
-                return f"grader.fail_to_pass: {test_id!r} is no test id of pytest (path::name)"
+                return f"grader.fail_to_pass: {test_id!r} is not a test id of pytest (path::name)"
     for name in ("script", "command", "run_script", "parser_script"):
         if not getattr(grader, name, "x").strip():
             return f"grader.{name}: is empty"
@@ -123,6 +123,6 @@ def why_unusable(spec: RepositorySpec) -> str | None:
 
 
 def is_plain_path(path: str) -> bool:
-    """Absolute, without empty parts, `.` and `..`."""
+    """Whether a path is absolute, without empty parts, `.` and `..`."""
     parts = path.split("/")
     return len(parts) > 1 and parts[0] == "" and all(parts[1:]) and not {".", ".."} & set(parts) and "\0" not in path

@@ -1,8 +1,8 @@
-"""What may enter the ledger: text that UTF-8 can hold, whole numbers of 64 bits, finite floats, of Python's own types.
+"""The sanitizer of values for the ledger: UTF-8 text, whole numbers of 64 bits, finite floats, in Python's own types.
 
 Invariants:
-- What these functions return, SQLite and JSON take, and give back equal.
-- Text is cleaned, never refused; a number that cannot be kept is a TypeError, ValueError or OverflowError.
+- SQLite and JSON accept the returned values, and read them back equal.
+- Text is cleaned, never refused; a number that cannot be stored is a TypeError, ValueError or OverflowError.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from headrace.buffer.types import BatchId, CheckpointRef
 from headrace.buffer.versions import PolicyVersion
 
 MAX_TEXT = 65_536
-"""Characters of one text: agents write some of them, and a row must stay small."""
+"""Largest number of characters of one text: agents write some of them, and a row must stay small."""
 MAX_WHOLE = 2**63 - 1
 
 
 def clean_text(text: object) -> str:
-    """`text` without lone surrogates (agents print them), cut at MAX_TEXT characters."""
+    """Return `text` without lone surrogates (agents print them), cut at MAX_TEXT characters."""
     return str(text)[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")
 
 
 def plain_int(value: object, *, most: int = MAX_WHOLE) -> int:
-    """A whole number from 0 to `most`, of numpy too. Raises TypeError, ValueError."""
+    """Return a whole number from 0 to `most`, also given one of numpy. Raises TypeError, ValueError."""
     number = int(operator.index(cast("SupportsIndex", value)))
     if not 0 <= number <= most:
-        # Python prints no number of thousands of digits.
+        # Python refuses to print a number of thousands of digits.
         size = "a negative one" if number < 0 else f"one of {number.bit_length()} bits"
         raise ValueError(f"expected a whole number from 0 to {most}, not {size}")
     return number
 
 
 def plain_float(value: object) -> float:
-    """A finite number, of numpy too. Raises TypeError, ValueError, OverflowError."""
+    """Return a finite float, also given one of numpy. Raises TypeError, ValueError, OverflowError."""
     number = float(cast("SupportsFloat", value))
     if not math.isfinite(number):
         raise ValueError(f"{number} is not a finite number")
@@ -45,15 +45,15 @@ def plain_float(value: object) -> float:
 
 
 def plain_version(version: PolicyVersion) -> PolicyVersion:
-    """The version with numbers of Python instead of numpy's. Raises VersionMismatch when it has none."""
+    """Return the version with Python integers instead of numpy's. Raises VersionMismatch when it has no integers."""
     try:
         return PolicyVersion(int(operator.index(version.epoch)), int(operator.index(version.step)))
     except (AttributeError, TypeError) as error:
-        raise VersionMismatch(f"{version!r} is no version: pass a PolicyVersion of two whole numbers") from error
+        raise VersionMismatch(f"{version!r} is not a version: pass a PolicyVersion of two whole numbers") from error
 
 
 def plain_checkpoint(ref: CheckpointRef) -> CheckpointRef:
-    """The reference with texts and numbers of Python; the name of a folder need not be UTF-8. Raises
+    """Return the reference with Python texts and numbers; the name of a folder need not be UTF-8. Raises
     VersionMismatch."""
     return CheckpointRef(
         path=clean_text(ref.path),
@@ -64,8 +64,8 @@ def plain_checkpoint(ref: CheckpointRef) -> CheckpointRef:
 
 
 def plain_metrics(metrics: object) -> tuple[dict[str, float], int]:
-    """The metrics that are numbers, and how many are not: a step that was done must be kept, whatever was measured.
-    NaN and infinities stay."""
+    """Return the metrics that are numbers, and how many are not: a completed step must be recorded whatever its
+    metrics. NaN and infinities stay."""
     kept: dict[str, float] = {}
     items = list(metrics.items()) if isinstance(metrics, Mapping) else []
     for name, value in items:

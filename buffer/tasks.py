@@ -1,8 +1,9 @@
-"""Tasks: one problem each, read from JSONL with a documented schema (docs/tasks.md).
+"""Tasks: one problem each, read from JSONL files with a documented schema (docs/tasks.md).
 
 Invariants:
-- A task file is used whole or not at all: the first bad line refuses it, naming file, line, key and fix.
-- Ids are unique in a file. A task is frozen data: what its `{"file": ...}` references held when it was read, it holds.
+- A task file is accepted as a whole or not at all: the first bad line refuses it, naming file, line, key and fix.
+- Ids are unique in a file. A task is frozen data: it holds the contents that its `{"file": ...}` references had when it
+  was read.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NewType
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from headrace.buffer.errors import TaskFileError
 from headrace.buffer.repositories import RepositorySpec, is_plain_path, why_unusable
-from headrace.buffer.task_errors import TaskFileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +35,7 @@ PYTHON: Final = "/usr/bin/python3"
 
 
 class EvaluatorKind(StrEnum):
-    """How what the agent left is scored."""
+    """Kind of evaluator, which scores the files that the agent left."""
 
     STATE = "state"
     """The agent's frozen data paths are mounted read-only in a clean sandbox, where `check` runs."""
@@ -43,26 +44,26 @@ class EvaluatorKind(StrEnum):
     `hidden_files`, and `check` runs there. The agent never saw the hidden files."""
     COMPARE = "compare"
     """As `patch`, but `check` only computes: it runs as another user and binds `result` to plain data, which is
-    compared with `expected` outside the sandbox. Nothing that the agent's code does to its process helps it."""
+    compared with `expected` outside the sandbox. The agent's code cannot gain by manipulating its process."""
     REPOSITORY = "repository"
     """The change of a git repository is filtered, applied to a clean copy and graded by its tests (`repository`); a
     `check` with `expected`, where given, is compared too."""
     PLUGIN = "plugin"
-    """A function of another package scores what the agent left (`plugin`; docs/extending.md)."""
+    """A function of another package scores the files that the agent left (`plugin`; docs/extending.md)."""
     NONE = "none"
     """Reward 1 for every finished rollout, no sandbox: for measuring the orchestration only."""
     SIMULATED = "simulated"
-    """No sandbox: after `seconds` the reward is 1 with chance `success`, by a draw from the attempt's name; both stand
-    in `expected`."""
+    """No sandbox: after `seconds` the reward is 1 with probability `success`, drawn from the attempt's name; both are
+    given in `expected`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatorSpec:
-    """`check` is Python source; exit code 0 means reward 1, exit code 1 means reward 0, anything else means the
-    evaluator broke. One that binds `reward` gives that instead (docs/tasks.md). `python` is the interpreter in the
-    image that runs it. `data_paths` are absolute paths in the agent's sandbox; nothing else of it is looked at.
-    `hidden_files` maps absolute paths to text; `test_files` are absolute paths that stay the task's (compare).
-    `expected` is JSON."""
+    """Evaluator of a task. `check` is Python source; exit code 0 means reward 1, exit code 1 means reward 0, any other
+    exit code means that the evaluator failed. A check that binds `reward` returns that reward instead (docs/tasks.md).
+    `python` is the interpreter in the image that runs it. `data_paths` are absolute paths in the agent's sandbox;
+    nothing else in it is evaluated. `hidden_files` maps absolute paths to text; `test_files` are absolute paths whose
+    files are always the task's own (compare). `expected` is JSON."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -76,36 +77,37 @@ class EvaluatorSpec:
     repository: RepositorySpec | None = None
     python: str = PYTHON
     plugin: str = ""
-    """Of the kind plugin: `package.module:function`, or the name of an entry point. `check` and `expected` are then
-    whatever that function reads in them."""
+    """Function of the kind plugin: `package.module:function`, or the name of an entry point. The function defines the
+    meaning of `check` and `expected`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedVerdict:
-    """What a simulated evaluator does: chance of reward 1, and its time."""
+    """Verdict of a simulated evaluator: probability of reward 1, and its duration."""
 
     success: float
     seconds: float = 0.0
 
     @classmethod
     def parse(cls, expected: str) -> Self:
-        """From `EvaluatorSpec.expected`. ValueError."""
+        """Parse `EvaluatorSpec.expected`. Raises ValueError."""
         document = json.loads(expected)
         if not isinstance(document, dict) or not set(document) <= {"success", "seconds"} or "success" not in document:
-            raise ValueError("is no object with success, and perhaps seconds")
+            raise ValueError("must be an object with success and optionally seconds")
         verdict = cls(**{key: float(value) for key, value in document.items()})
         if not 0 <= verdict.success <= 1 or not 0 <= verdict.seconds < float("inf"):
-            raise ValueError("success is not from 0 to 1, or seconds is below 0")
+            raise ValueError("success must be from 0 to 1, and seconds must not be negative")
         return verdict
 
     def expected(self) -> str:
-        """The inverse of `parse`."""
+        """Return the text that `parse` reads."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One problem. `files` (absolute path inside the sandbox -> text) are written before the agent starts."""
+    """A problem for the agent. `files` (absolute path inside the sandbox -> text) are written before the agent
+    starts."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -118,7 +120,7 @@ class Task:
 
 
 def load_tasks(path: Path) -> tuple[Task, ...]:
-    """Read a JSONL file of tasks in its order. Raises TaskFileError for the first thing that is wrong."""
+    """Read a JSONL file of tasks, in order. Raises TaskFileError for the first error."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -133,11 +135,11 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
         if task.id in tasks:
             before = first_lines[task.id]
             raise TaskFileError(
-                f"{path}:{number}: id: {task.id!r} already stands in line {before}; give each task its own id"
+                f"{path}:{number}: id: {task.id!r} is a duplicate of line {before}; give each task its own id"
             )
         tasks[task.id], first_lines[task.id] = task, number
     if not tasks:
-        raise TaskFileError(f"{path}: holds no task; see docs/tasks.md for the format")
+        raise TaskFileError(f"{path}: has no tasks; see docs/tasks.md for the format")
     return tuple(tasks.values())
 
 
@@ -147,18 +149,18 @@ def write_tasks(path: Path, tasks: Iterable[Task]) -> None:
 
 
 def task_digest(task: Task) -> str:
-    """SHA-256 over every field of a task, hexadecimal; equal exactly when the tasks are."""
+    """Return the SHA-256 over every field of a task, hexadecimal; equal exactly when the tasks are."""
     return hashlib.sha256(_canonical(task).encode()).hexdigest()
 
 
 def tasks_digest(tasks: Iterable[Task]) -> str:
-    """SHA-256 over the digests of tasks in their order, hexadecimal."""
+    """Return the SHA-256 over the digests of tasks, in order, hexadecimal."""
     return hashlib.sha256("\n".join(map(task_digest, tasks)).encode()).hexdigest()
 
 
 def _canonical(task: Task) -> str:
     document = asdict(task)
-    # Later fields: left out, so that the digests of older runs' tasks stay what they are.
+    # Fields of later versions are left out at their defaults, so that the digests of older runs' tasks do not change.
     for name, default in (("python", PYTHON), ("plugin", "")):
         if document["evaluator"][name] == default:
             del document["evaluator"][name]
@@ -168,41 +170,13 @@ def _canonical(task: Task) -> str:
 def _parse_line(line: str, folder: Path, *, where: str) -> Task:
     try:
         document = json.loads(line, object_pairs_hook=_unique_keys)
-    except _RepeatedKey as error:
-        raise TaskFileError(f"{where}: {error}: stands twice in one object; keep one") from error
+    except _DuplicateKey as error:
+        raise TaskFileError(f"{where}: {error}: duplicate key; keep one") from error
     except ValueError as error:
-        raise TaskFileError(f"{where}: is no JSON: {error}; write one JSON object per line") from error
+        raise TaskFileError(f"{where}: not valid JSON: {error}; write one JSON object per line") from error
     if not isinstance(document, dict):
         raise TaskFileError(f"{where}: must be one JSON object, not {type(document).__name__}; see docs/tasks.md")
-    _read_references(document, folder, where=where)
-    try:
-        task = _adapter().validate_json(json.dumps(document))
-    except ValidationError as error:
-        raise TaskFileError(f"{where}: {_explain(error)}") from error
-    _check_values(task, where=where)
-    return task
-
-
-@cache
-def _adapter() -> TypeAdapter[Task]:
-    return TypeAdapter(Task)
-
-
-class _RepeatedKey(ValueError):
-    """A JSON object names a key twice; the message is the key."""
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _RepeatedKey(key)
-        found[key] = value
-    return found
-
-
-def _read_references(document: dict[str, Any], folder: Path, *, where: str) -> None:
-    """Replace every `{"file": "relative/path"}` by the text of that file, in place."""
+    # Replace every `{"file": "relative/path"}` by the text of that file.
     evaluator = document.get("evaluator")
     holders: list[tuple[str, Any]] = [("files", document.get("files"))]
     if isinstance(evaluator, dict):
@@ -213,6 +187,31 @@ def _read_references(document: dict[str, Any], folder: Path, *, where: str) -> N
         for name, value in holder.items() if isinstance(holder, dict) else ():
             if isinstance(value, dict):
                 holder[name] = _read_reference(value, folder, where=f"{where}: {key}.{name}")
+    try:
+        task = _adapter().validate_json(json.dumps(document))
+    except ValidationError as error:
+        raise TaskFileError(f"{where}: {_explain(error)}") from error
+    _check_values(task, where=where)
+    return task
+
+
+@cache
+def _adapter() -> TypeAdapter[Task]:
+    # Built on first use, because that takes long.
+    return TypeAdapter(Task)
+
+
+class _DuplicateKey(ValueError):
+    """A JSON object has a duplicate key; the message is the key."""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _DuplicateKey(key)
+        found[key] = value
+    return found
 
 
 def _read_reference(reference: dict[str, Any], folder: Path, *, where: str) -> str:
@@ -230,7 +229,7 @@ def _read_reference(reference: dict[str, Any], folder: Path, *, where: str) -> s
 
 
 def _explain(error: ValidationError) -> str:
-    """The first thing pydantic found: key, what is wrong and the fix, on one line."""
+    """Return the first error of pydantic on one line: key, error and fix."""
     first = error.errors(include_url=False)[0]
     key = ".".join(map(str, first["loc"])) or "the task"
     match first["type"]:
@@ -243,11 +242,11 @@ def _explain(error: ValidationError) -> str:
 
 
 def _check_values(task: Task, *, where: str) -> None:
-    """What types alone do not say."""
+    """Check what the types do not express. Raises TaskFileError."""
     evaluator = task.evaluator
     for key, text in (("id", task.id), ("instruction", task.instruction), ("image", task.image)):
         if not text:
-            raise TaskFileError(f"{where}: {key}: is empty; say something")
+            raise TaskFileError(f"{where}: {key}: is empty; write a text")
     lists = {"data_paths": evaluator.data_paths, "test_files": evaluator.test_files}
     named = (("files", task.files), ("evaluator.hidden_files", evaluator.hidden_files))
     for key, paths in (*named, *((f"evaluator.{key}", paths) for key, paths in lists.items())):
@@ -284,7 +283,7 @@ def _data_path_above(path: str, evaluator: EvaluatorSpec) -> str | None:
 
 
 def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
-    """What this kind needs is there, and nothing that only another kind reads."""
+    """Check that what this kind of evaluator needs is given, and nothing that only another kind uses."""
     is_repository = evaluator.kind is EvaluatorKind.REPOSITORY
     if is_repository != (evaluator.repository is not None):
         raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")
@@ -295,30 +294,24 @@ def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
     if evaluator.plugin:
         return
     if evaluator.kind is EvaluatorKind.SIMULATED:
-        _check_chance(evaluator.expected, where=f"{where}.expected")
+        try:
+            SimulatedVerdict.parse(evaluator.expected)
+        except ValueError as error:
+            example = '{"success": 0.5, "seconds": 2}'
+            raise TaskFileError(f"{where}.expected: {error}; write {example}") from error
         return
     if evaluator.kind is not EvaluatorKind.NONE and not (is_repository and not evaluator.check):
-        _check_source(evaluator.check, where=f"{where}.check")
+        if not evaluator.check.strip():
+            raise TaskFileError(f"{where}.check: is empty; write Python that exits with 0 (solved) or 1 (not solved)")
+        try:
+            compile(evaluator.check, "check", "exec")
+        except (SyntaxError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise TaskFileError(f"{where}.check: not valid Python: {reason}; correct it") from error
     if evaluator.kind is EvaluatorKind.COMPARE or (is_repository and evaluator.check):
         try:
             json.loads(evaluator.expected)
         except ValueError as error:
-            raise TaskFileError(f"{where}.expected: is no JSON: {error}; write the value of `result`") from error
+            raise TaskFileError(f"{where}.expected: not valid JSON: {error}; write the value of `result`") from error
     elif evaluator.expected:
         raise TaskFileError(f"{where}.expected: is compared with a check of the kinds compare and repository only")
-
-
-def _check_chance(expected: str, *, where: str) -> None:
-    try:
-        SimulatedVerdict.parse(expected)
-    except ValueError as error:
-        raise TaskFileError(f'{where}: {error}; write {{"success": 0.5, "seconds": 2}}') from error
-
-
-def _check_source(source: str, *, where: str) -> None:
-    if not source.strip():
-        raise TaskFileError(f"{where}: is empty; write Python that exits with 0 (solved) or 1 (not solved)")
-    try:
-        compile(source, "check", "exec")
-    except (SyntaxError, ValueError) as error:
-        raise TaskFileError(f"{where}: is no Python source: {' '.join(str(error).split())}; correct it") from error

@@ -31,11 +31,12 @@ MAX_REWARD = 1e6
 recomputed; a reward beyond this is a defect of the evaluator, for example an overflow."""
 
 SOLVED_REWARD = 1.0
-"""Where only a reward is given, the task is solved from this reward on."""
+"""Least reward of a solved task, where only a reward is known."""
 
 
 def check_reward(value: object) -> float:
-    """The reward as a float. Raises ValueError unless it is a finite number of at most MAX_REWARD in absolute value."""
+    """Return the reward as a float. Raises ValueError unless it is a finite number of at most MAX_REWARD in absolute
+    value."""
     if not isinstance(value, numbers.Real):
         raise ValueError(f"the reward is not a number ({type(value).__name__})")
     try:
@@ -49,12 +50,12 @@ def check_reward(value: object) -> float:
 
 
 class Cause(StrEnum):
-    """Why a rollout ended."""
+    """Cause of the end of a rollout."""
 
     SOLVED = "solved"
-    """The evaluator decided: the task is solved."""
+    """The evaluator decided that the task is solved."""
     FAILED = "failed"
-    """The evaluator decided: the task is not solved. The reward may be any number."""
+    """The evaluator decided that the task is not solved. The reward may be any number."""
     BUDGET = "budget"
     """The agent used up turns, tokens or time; the evaluator still ran."""
     INVALID = "invalid"
@@ -62,18 +63,18 @@ class Cause(StrEnum):
     INFRA = "infra"
     """Sandbox, engine, gateway or network failed: no reward, a new attempt."""
     EVALUATOR = "evaluator"
-    """The evaluator itself broke: no reward, evaluated again, then a new attempt."""
+    """The evaluator itself failed: no reward, another evaluation, then a new attempt."""
     POISON = "poison"
-    """k attempts died of infra: parked and reported."""
+    """`max_attempts` attempts failed for infrastructure: parked and reported."""
     CANCELLED = "cancelled"
-    """By policy (staleness, shutdown)."""
+    """Cancelled by policy (staleness, shutdown)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a rollout ended. `reward` is None exactly when the outcome tells nothing about the policy. `solved` is the
-    evaluator's word, independent of the reward's size: true with the cause `solved`, false with `failed` and `invalid`,
-    either with `budget`."""
+    """End of a rollout. `reward` is None exactly when the outcome has no information about the policy. `solved` is the
+    evaluator's verdict, independent of the reward's size: true with the cause `solved`, false with `failed` and
+    `invalid`, either with `budget`."""
 
     reward: float | None
     trainable: bool
@@ -88,7 +89,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Row positions `[start, end)` were sampled by `version`; with `stale_kv` on keys and values that older weights had
+    """Row positions `[start, end)` that `version` sampled; with `stale_kv` on keys and values that older weights had
     left in the engine's cache (a push that does not recompute them)."""
 
     start: int
@@ -99,7 +100,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One token sequence. `tokens_T` int32, `loss_mask_T` bool (True where sampled and trained), `logprobs_T` float32
+    """A token sequence. `tokens_T` int32, `loss_mask_T` bool (True where sampled and trained), `logprobs_T` float32
     under the temperature-scaled behaviour distribution. `versions` covers exactly the sampled positions."""
 
     tokens_T: npt.NDArray[np.int32]
@@ -108,14 +109,14 @@ class Row:
     versions: tuple[VersionSpan, ...]
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Few plain objects instead of many: messages carry hundreds of rows, and each object has its price."""
+        # Few plain objects instead of many: messages carry hundreds of rows, and each object costs time.
         arrays = ((self.tokens_T, np.int32), (self.loss_mask_T, np.bool_), (self.logprobs_T, np.float32))
         spans = [(span.start, span.end, span.version.epoch, span.version.step, span.stale_kv) for span in self.versions]
         return _row, (*(np.asarray(array, dtype).tobytes() for array, dtype in arrays), spans)
 
 
 def _row(tokens: bytes, loss_mask: bytes, logprobs: bytes, spans: list[tuple[int, int, int, int, bool]]) -> Row:
-    """The arrays are read-only."""
+    """Unpickle a row; its arrays are read-only."""
     versions = {(epoch, step): PolicyVersion(epoch, step) for _, _, epoch, step, _ in spans}
     return Row(
         tokens_T=np.frombuffer(tokens, np.int32),
@@ -137,17 +138,17 @@ class Trajectory:
 
 
 class Purpose(StrEnum):
-    """What a rollout is for."""
+    """Purpose of a rollout."""
 
     TRAIN = "train"
-    """Enters groups and batches."""
+    """Training: it enters groups and batches."""
     EVALUATION = "evaluation"
-    """Held-out task: never in a batch or the inventory."""
+    """Evaluation of a held-out task: never in a batch or the inventory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOrder:
-    """One attempt to run. `attempt` (from 1) is the fence: results of an older attempt are refused."""
+    """Order to run one attempt. `attempt` (from 1) is the fence: results of an older attempt are refused."""
 
     rollout_id: RolloutId
     group_id: GroupId
@@ -156,14 +157,14 @@ class RolloutOrder:
     purpose: Purpose = Purpose.TRAIN
     traceparent: str = ""
     avoid: tuple[str, ...] = ()
-    """Hosts on which its sandbox should not boot while there are others."""
+    """Hosts to avoid for its sandbox, as long as there are others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutResult:
-    """What a worker offers. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare, agent, evaluate.
-    `trajectory` is None when nothing was sampled. `host` is where its sandbox ran, as far as that is known;
-    `engine_failed`: what ended it was a failure of engine or gateway."""
+    """Result of an attempt, as a worker offers it. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare,
+    agent, evaluate. `trajectory` is None when nothing was sampled. `host` is where its sandbox ran, as far as that is
+    known; `engine_failed` means that a failure of engine or gateway ended it."""
 
     rollout_id: RolloutId
     attempt: int
@@ -177,12 +178,12 @@ class RolloutResult:
 
 
 class ReceiptStatus(StrEnum):
-    """What became of an offer."""
+    """Fate of an offered result."""
 
     ACCEPTED = "accepted"
-    """Durable now."""
+    """Accepted and durable."""
     DUPLICATE = "duplicate"
-    """This attempt's result is already here; counted."""
+    """The result of this attempt is known already; counted."""
     LATE = "late"
     """A newer attempt exists, or the rollout is closed; refused and counted."""
     UNKNOWN = "unknown"
@@ -191,6 +192,8 @@ class ReceiptStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
+    """Answer to one offered result."""
+
     rollout_id: RolloutId
     attempt: int
     status: ReceiptStatus
@@ -198,7 +201,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchItem:
-    """One sealed rollout of a batch. `staleness` is in optimizer updates against the version the batch is trained
+    """A sealed rollout of a batch. `staleness` is in optimizer updates against the version the batch is trained
     at."""
 
     rollout_id: RolloutId
@@ -228,24 +231,25 @@ class Batch:
     items: tuple[BatchItem, ...]
 
     def digest(self) -> bytes:
-        """SHA-256 over the batch id and the ordered (rollout, attempt) pairs: one link of the hash chain."""
+        """Return the SHA-256 over the batch id and the ordered (rollout, attempt) pairs: one link of the hash chain."""
         return batch_digest(self.lease.batch_id, tuple((item.rollout_id, item.attempt) for item in self.items))
 
 
 def batch_digest(batch_id: BatchId, members: tuple[tuple[RolloutId, int], ...]) -> bytes:
-    """The digest of `Batch.digest` from plain ids, so that the ledger can recompute it."""
+    """Return `Batch.digest` from plain ids, so that the ledger can recompute it."""
     lines = [batch_id, *(f"{rollout} {attempt}" for rollout, attempt in members)]
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
 def extend_chain(chain: str, digest: bytes) -> str:
-    """Next value of the hash chain of trained batches, hexadecimal. The empty chain is the empty string."""
+    """Return the next value of the hash chain of trained batches, hexadecimal. The empty chain is the empty string."""
     return hashlib.sha256(bytes.fromhex(chain) + digest).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One optimizer step. `version` is the version after it (unchanged when skipped: the weights did not change).
+    """Report of an optimizer step. `version` is the version after it (unchanged when skipped: the weights did not
+    change).
 
     `metrics` are floats in the units their names say (loss, grad_norm, entropy, clip_fraction, tokens, seconds...).
     """

@@ -1,10 +1,10 @@
-"""Policy versions and the tree they form.
+"""Policy versions and the tree that they form.
 
 Invariants:
 - A version is never reused: a resume opens a new epoch at the step it resumes from, so `2.40` has the weights of
   `1.40` when epoch 2 was forked at `1.40`.
-- A place in the tree stands for weights: a resumed step over the same chain of batches leads to the place that the
-  undone step had (`2.41` is where `1.41` was), so an epoch forks where its batches first differ, not where it opened.
+- A place in the tree represents weights: a resumed step over the same chain of batches leads to the place of the undone
+  step (`2.41` is where `1.41` was), so an epoch forks where its batches first differ, not where it opened.
 - Staleness is the number of optimizer updates on the path between two places in that tree.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, order=True)
 class PolicyVersion:
-    """Which weights: `epoch` counts learner incarnations from 1, `step` counts optimizer updates since step 0 of the
-    run."""
+    """Version of the weights: `epoch` counts learner incarnations from 1, `step` counts optimizer updates since step 0
+    of the run."""
 
     epoch: int
     step: int
@@ -26,7 +26,7 @@ class PolicyVersion:
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """`"2.41"` -> `PolicyVersion(2, 41)`; ValueError when the text is not `epoch.step`."""
+        """Parse `"2.41"` as `PolicyVersion(2, 41)`. Raises ValueError when the text is not `epoch.step`."""
         epoch, _, step = text.partition(".")
         return cls(int(epoch), int(step))
 
@@ -34,13 +34,13 @@ class PolicyVersion:
 @dataclass(slots=True)
 class VersionTree:
     """Forks by epoch: `forks[e]` is the newest version of an earlier epoch that is on the line of epoch `e`, None for a
-    root. The line opens there or before, and every step that it repeats moves its fork on."""
+    root. The line opens there or before, and every step that it repeats moves its fork forward."""
 
     forks: dict[int, PolicyVersion | None] = field(default_factory=dict)
 
     def open_epoch(self, epoch: int, parent: PolicyVersion | None) -> None:
-        """Record that `epoch` starts at `parent`'s weights. ValueError if the epoch exists or the parent's epoch is
-        unknown."""
+        """Record that `epoch` starts at `parent`'s weights. Raises ValueError if the epoch exists or the parent's epoch
+        is unknown."""
         if epoch in self.forks:
             raise ValueError(f"epoch {epoch} is already open")
         if parent is not None and parent.epoch not in self.forks:
@@ -48,16 +48,17 @@ class VersionTree:
         self.forks[epoch] = parent
 
     def following(self, epoch: int, fork: PolicyVersion | None) -> VersionTree:
-        """The same tree, but for the fork of one epoch."""
+        """Return the same tree with another fork of one epoch."""
         return VersionTree(self.forks | {epoch: fork})
 
     def repeats(self, version: PolicyVersion) -> bool:
-        """Whether the line of its epoch is, up to this version, one that an earlier epoch went."""
+        """Whether all steps of its epoch up to this version repeat those of an earlier epoch."""
         fork = self.forks[version.epoch]
         return fork is not None and version.step <= fork.step
 
     def staleness(self, trained_at: PolicyVersion, sampled: PolicyVersion) -> int:
-        """Optimizer updates on the path between the two versions (2.41 against 1.45 forked at 1.40: 1 + 5 = 6)."""
+        """Return the number of optimizer updates on the path between two versions (2.41 against 1.45 forked at 1.40: 1
+        + 5 = 6)."""
         left, right, distance = trained_at, sampled, 0
         while left.epoch != right.epoch:
             if left.epoch > right.epoch:
@@ -72,7 +73,7 @@ class VersionTree:
         return self.staleness(later, earlier) == later.step - earlier.step
 
     def _climb(self, version: PolicyVersion) -> tuple[PolicyVersion, int]:
-        """To the line of an earlier epoch, and the updates on the way."""
+        """Return the place on the line of an earlier epoch, and the number of updates to there."""
         fork = self.forks[version.epoch]
         if fork is None:
             raise ValueError(f"version {version} shares no ancestor with the other")

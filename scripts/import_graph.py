@@ -30,7 +30,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "simulated",
     ),
     "buffer": (
-        *("errors", "repositories", "task_errors", "tasks", "versions", "types", "sanitizer", "codec", "packing"),
+        *("errors", "repositories", "tasks", "versions", "types", "sanitizer", "codec", "packing"),
         *("primitives", "core", "ledger", "audit", "datasets"),
     ),
     "policies": (

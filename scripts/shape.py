@@ -13,14 +13,9 @@ MAX_LINES, MAX_P95 = 70, 40
 MAX_CLASS_LINES, MAX_METHODS = 300, 25
 MAX_MODULES = 20
 LARGE_CLASSES = {
-    "ReplayStore": (459, 51),
-    "BatchBook": (379, 34),
     "EngineGroup": (360, 30),
-    "ReplayState": (333, 42),
     "Dispatcher": (329, 29),
-    "ReplayBuffer": (301, 39),
     "SGLangEngine": (230, 29),
-    "Replay": (201, 28),
     "EngineRegistry": (157, 27),
 }
 """Classes that were larger when the bounds came: lines and methods, which may only become fewer."""

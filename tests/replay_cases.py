@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import (
     BatchLease,
@@ -99,14 +99,15 @@ def step(buffer, version, epoch=1, *, skipped=False):
 
 def checkpoint(buffer, version, path="checkpoints/x"):
     """What a learner that saved now would hand over."""
-    commits = tuple(commit.batch_id for commit in buffer.state.commits.values())
-    return CheckpointRef(path=path, version=version, batch_ids=commits, chain=buffer.state.chain)
+    commits = tuple(commit.batch_id for commit in buffer.state.path.commits.values())
+    return CheckpointRef(path=path, version=version, batch_ids=commits, chain=buffer.state.path.chain)
 
 
 def tables(buffer):
     """All that a core knows, comparable."""
     state = buffer.state
-    known = {name: value for name, value in vars(state).items() if not name.startswith("_")}
+    fields = vars(state) | vars(state.path)
+    known = {name: value for name, value in fields.items() if not name.startswith("_") and name != "path"}
     del known["changes_made"]
     return known | {
         "by_state": {name: set(ids) for name, ids in state.by_state.items()},

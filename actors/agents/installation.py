@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.agents import versions
+from headrace.buffer.primitives.file_lock import FileLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -131,8 +131,7 @@ def install(agent: str, *, latest: bool = False, python: str | None = None) -> P
 
 @contextmanager
 def _alone(cache: Path) -> Iterator[None]:
-    with (cache / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(cache / ".lock"):
         for left in (*cache.glob(f"{_BUILDING}*"), *cache.glob(f"{_NPM}*")):
             shutil.rmtree(left, ignore_errors=True)
         yield

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from headrace.actors.errors import ActorError, RunError
-from headrace.buffer.errors import ReplayError
-from headrace.buffer.task_errors import TaskFileError
+from headrace.buffer.errors import ReplayError, TaskFileError
 from headrace.policies.errors import PolicyError
 from headrace.policies.learner_errors import LearnerError
 from headrace.sandboxes.errors import SandboxError

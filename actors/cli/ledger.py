@@ -67,7 +67,7 @@ def retry_lost(run_dir: Run, json: Json = None) -> None:
 
 async def _drop_batch(config: RunConfig, directory: RunDirectory, batch_id: BatchId | None) -> BatchRecord:
     async with idle_store(config, directory) as store:
-        return await store.drop_batch(batch_id)
+        return await store.operators.drop_batch(batch_id)
 
 
 async def _retry_lost(config: RunConfig, directory: RunDirectory) -> tuple[RolloutId, ...]:
@@ -78,7 +78,9 @@ async def _retry_lost(config: RunConfig, directory: RunDirectory) -> tuple[Rollo
     async with idle_store(config, directory) as store:
         with streamed(directory.path) as evidence:
             lost = lost_rollouts(evidence)
-        return await store.retry_lost(lost, usable_checkpoint(directory.checkpoints).checkpoint) if lost else ()
+        return (
+            await store.operators.retry_lost(lost, usable_checkpoint(directory.checkpoints).checkpoint) if lost else ()
+        )
 
 
 @asynccontextmanager

@@ -71,4 +71,4 @@ def unpark(
 async def _unpark(config: RunConfig, directory: RunDirectory, tasks: Sequence[str] | None) -> tuple[str, ...]:
     """All that are parked when `tasks` is None. Raises TaskNotParked, with nothing changed."""
     async with idle_store(config, directory) as store:
-        return await store.unpark(tasks)
+        return await store.operators.unpark(tasks)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import orjson
 
 from headrace.actors.errors import RunMissing
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.tasks import write_tasks
 from headrace.sandboxes.leftovers import IDENTITY_FILE
 
@@ -123,9 +123,8 @@ class RunDirectory:
         """Return True while a live process drives this run."""
         if not self.lock.exists():
             return False
-        with self.lock.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            return False
+        try:
+            FileLock(self.lock, blocking=False).release()
+        except BlockingIOError:
+            return True
+        return False

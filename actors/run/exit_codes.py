@@ -30,9 +30,9 @@ from headrace.buffer.errors import (
     LedgerInUse,
     LedgerMismatch,
     LedgerRefused,
+    TaskFileError,
     TaskNotParked,
 )
-from headrace.buffer.task_errors import TaskFileError
 from headrace.policies.errors import EngineError, EngineSettingsInvalid, ModelInvalid, PushError, RequestInvalid
 from headrace.policies.learner_errors import NonFiniteRun, RowUnusable
 from headrace.sandboxes.errors import PermanentSandboxError, TransientSandboxError

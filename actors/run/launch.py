@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import re
 import shutil
@@ -52,6 +51,7 @@ from headrace.actors.runtime.runtime import RayRuntime, check_ray_folder, start_
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.models.model_files import check_model_files
@@ -206,19 +206,15 @@ def sole_driver(directory: RunDirectory) -> Iterator[None]:
     """Hold the run's lock; the kernel drops it when this process dies. Raises RunExists when another process drives
     the run, ConfigError when nothing can be written there."""
     try:
-        opened = directory.lock.open("a")
+        lock = FileLock(directory.lock, blocking=False)
+    except BlockingIOError as error:
+        raise RunExists(f"{directory.path} is being driven by another process; stop that one first") from error
     except OSError as error:
         raise ConfigError(
             f"{directory.path} cannot be written: {error.strerror}; copy it to a disk that can"
         ) from error
-    with opened as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunExists(f"{directory.path} is being driven by another process; stop that one first") from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+    with lock:
+        directory.lock.write_text(str(os.getpid()))
         yield
 
 

@@ -133,11 +133,11 @@ class Resuming:
 
     async def _try_again(self) -> None:
         async with await self._open_store() as store:
-            await store.retry_batches()
+            await store.operators.retry_batches()
 
     async def _refuse_lost_history(self) -> None:
         async with await self._open_store() as store:
-            await store.refuse_lost_history(None)
+            await store.operators.refuse_lost_history(None)
 
     async def _begin_again(self) -> int:
         """Undo all steps in the ledger; returns how many rollouts must be run again."""
@@ -145,7 +145,7 @@ class Resuming:
             await store.open_epoch(None, from_start=True)
             with streamed(self._directory.path) as evidence:
                 lost = lost_rollouts(evidence)
-            return len(await store.retry_lost(lost, None))
+            return len(await store.operators.retry_lost(lost, None))
 
     def _bring_up_to_date(self) -> None:
         """Before the report: to read a ledger of an older version as it lies takes as long as to migrate it."""

@@ -1,13 +1,13 @@
 """The learner loop: take, step, commit, push, checkpoint.
 
 Invariants:
-- A new incarnation opens a new epoch from the newest complete checkpoint, and pushes its weights before it takes
-  anything. Engines that serve weights which the undone steps, trained again, lead to keep them until the learner is
-  there: what they sample meanwhile is as fresh as before the crash.
+- A new incarnation opens a new epoch from the newest complete checkpoint, and pushes its weights before it takes a
+  batch. Engines that serve weights which repeating the undone steps leads to keep them until the learner has caught up:
+  what they sample meanwhile is as fresh as before the crash.
 - Order of a step: commit durable, then push. Order of a checkpoint: directory renamed, then the ledger row.
-- The next step runs while the weights of the last one are sent; at most one push is under way.
-- A batch is never given back after its step began. A step that fails is tried again, a refused row in place, all else
-  by a new process; after `buffer.batch_tries` the run ends with the batch and the reason.
+- The next step runs while the weights of the last one are sent; at most one push is running.
+- A batch is never given back after its step began. A failed step is tried again: in place after a refused row, else by
+  a new process. After `buffer.batch_tries` tries the run ends with the batch and the reason.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import logging
 import os
 import random
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
@@ -38,7 +39,7 @@ from headrace.policies.learners.checkpoints import usable_checkpoint
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import Iterator
     from types import TracebackType
 
     from headrace.actors.engine_group.group import EngineGroup
@@ -57,35 +58,35 @@ TAKE_POLL_S = 5.0
 
 
 class RewardControl(StrEnum):
-    """What the learner is told about rewards."""
+    """Rewards that the learner trains on."""
 
     TRUE = "true"
     """The evaluator's rewards."""
     SHUFFLED = "shuffled"
-    """The negative control: rewards and advantages are shuffled over the batch; nothing must be learned."""
+    """The negative control: rewards and advantages are shuffled over the batch, so that nothing can be learned."""
 
 
 class Stage(StrEnum):
-    """What the learner is doing."""
+    """Stage of the learner loop."""
 
     WAITING = "waiting"
-    """For a batch, or for being run."""
+    """Waiting for a batch, or for the call of `run`."""
     OPENING = "opening"
     """Loading a checkpoint."""
     STEPPING = "stepping"
     """An optimizer step, with its commit."""
     PUSHING = "pushing"
-    """Waiting for the push before, or taking the snapshot of the next one."""
+    """Waiting for the previous push, or taking the snapshot of the next one."""
     SAVING = "saving"
     """Writing a checkpoint."""
 
 
 ENDING_STAGES = frozenset({Stage.OPENING, Stage.STEPPING, Stage.SAVING})
-"""Stages that end by themselves, unless the learner hangs."""
+"""Stages that end on their own, unless the learner hangs."""
 
 
 class LearnerLoopConfig(BaseModel):
-    """How long the loop runs and how often it saves."""
+    """Length of the learner loop, and its checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -94,15 +95,15 @@ class LearnerLoopConfig(BaseModel):
     save_every: int = Field(default=10, ge=1)
     """Optimizer updates between checkpoints; the last one is always saved."""
     stage_timeout_s: float = Field(default=1800.0, gt=0)  # derived in a run, see `clocks`
-    """A step, a save or an opening that takes longer is hung: the learner is killed, and a new one goes on from the
-    last checkpoint."""
+    """A step, a save or an opening that takes longer is considered hung: the learner is killed, and a new one continues
+    from the last checkpoint."""
     rewards: RewardControl = RewardControl.TRUE
     """`shuffled` is the negative control of `scripts/bench control`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerStatus:
-    """`idle_share` is the share of the loop's time spent waiting for a batch, of this incarnation."""
+    """State of the learner. `idle_share` is the share of this incarnation's time spent waiting for a batch."""
 
     version: PolicyVersion | None
     last: StepReport | None
@@ -113,12 +114,12 @@ class LearnerStatus:
     stage_s: float = 0.0
     """Seconds in this stage so far."""
     stages: int = 0
-    """Stages that ended, openings left out."""
+    """Number of stages that ended, openings excluded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEnd:
-    """How the loop ended: `used_up` when the buffer has no further batch, else with all steps done or drained."""
+    """End of the loop: `used_up` when the buffer has no further batch, else all steps are done or it was drained."""
 
     version: PolicyVersion
     used_up: bool
@@ -126,8 +127,7 @@ class TrainingEnd:
 
 @dataclass(slots=True)
 class _Clock:
-    """Where the loop's time went, in seconds: waiting for a batch, stepping and committing, waiting for the push
-    before."""
+    """Time of the loop, in seconds: waiting for a batch, stepping and committing, waiting for the previous push."""
 
     idle_s: float = 0.0
     step_s: float = 0.0
@@ -139,12 +139,12 @@ class _Clock:
         return self.idle_s / total if total else 0.0
 
     def since(self, earlier: _Clock) -> _Clock:
-        """The time between an earlier reading and this one."""
+        """Return the time between an earlier reading and this one."""
         return _Clock(self.idle_s - earlier.idle_s, self.step_s - earlier.step_s, self.push_s - earlier.push_s)
 
 
 class LearnerLoop:
-    """Owns the one learner of its process."""
+    """Owner of the only learner of its process."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class LearnerLoop:
         self._tokens = 0
         self._stage, self._stage_since_s = Stage.WAITING, 0.0
         self._stages = 0
-        self._on_the_way_back = False
+        self._catching_up = False
         self._stepping: BatchLease | None = None
         self._draining = asyncio.Event()
         self._opening = asyncio.Lock()
@@ -175,7 +175,11 @@ class LearnerLoop:
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("learner"))
         self._metrics = self._observing.metrics()
-        self._learner = await _make_learner(self._learner_config)
+        if isinstance(self._learner_config, SimulatedLearnerConfig):
+            self._learner: Learner = SimulatedLearner(self._learner_config)
+        else:
+            # In a thread: importing megatron-core takes seconds, and an actor that does not answer counts as hung.
+            self._learner = await asyncio.to_thread(_make_megatron_learner, self._learner_config)
         self._stack.push_async_callback(self._learner.close)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._running: SingleFlight[TrainingEnd] = SingleFlight(tasks)
@@ -188,8 +192,8 @@ class LearnerLoop:
         await self._stack.aclose()
 
     async def run(self) -> TrainingEnd:
-        """Train until `steps` updates are done, the data set is used up, or `drain` was called. A call that comes while
-        another runs waits for the same end.
+        """Train until `steps` updates are done, the data set is used up, or `drain` was called. A call made while
+        another one runs waits for the same end.
 
         Raises NonFiniteRun (K skipped steps in a row), LedgerBehind (the ledger does not know the checkpoint's
         batches), EngineUnavailable (no engine took a push), ActorGone.
@@ -199,7 +203,7 @@ class LearnerLoop:
         except (StaleEpoch, BaseExceptionGroup) as error:
             if not isinstance(first_cause(error), StaleEpoch):
                 raise
-            logger.warning("a newer learner was opened: this one ends, and the next opens a newer one")
+            logger.warning("a newer learner was opened: this process ends, and its successor opens a new epoch")
             end_actor()
 
     async def _train(self) -> TrainingEnd:
@@ -207,31 +211,49 @@ class LearnerLoop:
         assert self._version is not None
         used_up = False
         self._pushing: asyncio.Task[None] | None = None
-        async with self._excusing_batch(), asyncio.TaskGroup() as pushes:
-            while self._version.step < self._config.steps and not self._draining.is_set():
-                try:
-                    batch = await self._take()
-                except DataExhausted:
-                    used_up = True
-                    break
-                if batch is None:
-                    continue
-                report = await self._step(batch)
-                await self._push_behind(report, pushes)
-                if report.version.step % self._config.save_every == 0 and not report.skipped:
-                    await self._save()
+        try:
+            async with asyncio.TaskGroup() as pushes:
+                while self._version.step < self._config.steps and not self._draining.is_set():
+                    start = _now()
+                    try:
+                        batch = await until_back(partial(self._replay.take, self._version, timeout_s=TAKE_POLL_S))
+                    except DataExhausted:
+                        used_up = True
+                        break
+                    self._clock.idle_s += _now() - start
+                    if batch is None:
+                        continue
+                    report = await self._step(batch)
+                    await self._push_behind(report, pushes)
+                    if report.version.step % self._config.save_every == 0 and not report.skipped:
+                        await self._save()
+        except BaseExceptionGroup:
+            # A step that another error interrupted, for example of a push, does not count as a try of its batch.
+            if (lease := self._stepping) is not None:
+                with suppress(ActorError, ReplayError):
+                    await self._replay.step_interrupted(lease)
+            raise
         await self._save()
         return TrainingEnd(version=self._version, used_up=used_up)
 
     async def open(self) -> None:
-        """Open a new epoch from the newest checkpoint and push its weights; nothing when this incarnation has done
+        """Open a new epoch from the newest checkpoint and push its weights; does nothing when this incarnation has done
         so."""
         async with self._opening:
-            if self._version is None:
-                self._version = await self._open()
+            if self._version is not None:
+                return
+            checkpoint = await self._newest_checkpoint()
+            version = await until_back(lambda: self._replay.open_epoch(checkpoint))
+            with self._in(Stage.OPENING):
+                await self._learner.open(checkpoint, epoch=version.epoch)
+            self._saved_at = version.step if checkpoint is not None else -1
+            self._catching_up = await self._engines_are_ahead()
+            if not self._catching_up:
+                await self._send(await self._learner.snapshot())
+            self._version = version
 
     async def drain(self) -> None:
-        """End `run` after the step under way: save and return."""
+        """Let `run` end after the current step: save and return."""
         self._draining.set()
 
     async def status(self) -> LearnerStatus:
@@ -251,21 +273,10 @@ class LearnerLoop:
         self._stage, self._stage_since_s = stage, _now()
         try:
             yield
-            # A learner that dies again and again opens again and again.
+            # Openings do not count: a learner that dies repeatedly opens repeatedly.
             self._stages += stage is not Stage.OPENING
         finally:
             self._stage, self._stage_since_s = Stage.WAITING, _now()
-
-    async def _open(self) -> PolicyVersion:
-        checkpoint = await self._newest_checkpoint()
-        version = await until_back(lambda: self._replay.open_epoch(checkpoint))
-        with self._in(Stage.OPENING):
-            await self._learner.open(checkpoint, epoch=version.epoch)
-        self._saved_at = version.step if checkpoint is not None else -1
-        self._on_the_way_back = await self._engines_are_ahead()
-        if not self._on_the_way_back:
-            await self._send(await self._learner.snapshot())
-        return version
 
     async def _newest_checkpoint(self) -> CheckpointRef | None:
         folder = self._learner_config.checkpoint_dir
@@ -278,7 +289,7 @@ class LearnerLoop:
             usable = await asyncio.to_thread(usable_checkpoint, folder)
         for damaged in usable.set_aside:
             logger.error(
-                "checkpoint %s is damaged (%s): it is kept as %s, and the learner goes on from the one before, %s",
+                "checkpoint %s is damaged (%s): it is kept as %s, and the learner continues from the previous one, %s",
                 damaged.name,
                 damaged.reason,
                 damaged.kept_as,
@@ -287,22 +298,16 @@ class LearnerLoop:
         return usable.checkpoint
 
     async def _engines_are_ahead(self) -> bool:
-        """Whether the engines serve what this learner is on its way back to. The buffer is told: it may be new."""
+        """Whether the engines serve weights that this learner will reach by repeating steps. Also reports their version
+        to the buffer, whose process may be new."""
         served = await until_back(self._engines.served_version)
         if served is None or not await until_back(lambda: self._replay.lies_ahead(served)):
             return False
         await until_back(lambda: self._replay.served(served))
         return True
 
-    async def _take(self) -> Batch | None:
-        version = self._version
-        assert version is not None
-        start = _now()
-        batch = await until_back(lambda: self._replay.take(version, timeout_s=TAKE_POLL_S))
-        self._clock.idle_s += _now() - start
-        return batch
-
     async def _step(self, batch: Batch) -> StepReport:
+        """Train and commit a batch. Raises BatchUntrainable, NonFiniteRun."""
         start = _now()
         with self._in(Stage.STEPPING), tracer.start_as_current_span("step"):
             self._stepping = batch.lease
@@ -317,50 +322,34 @@ class LearnerLoop:
         return report
 
     async def _tried(self, batch: Batch) -> StepReport:
-        """The step, again if the learner refused a row. Raises BatchUntrainable, NonFiniteRun."""
+        """Run the step, again if the learner refused a row. Raises BatchUntrainable, NonFiniteRun."""
+        trained = batch
+        if self._config.rewards is RewardControl.SHUFFLED:
+            trained = shuffle_rewards(batch, seed=self._learner_config.seed)
         while True:
             try:
-                return await self._learner.step(self._controlled(batch))
+                return await self._learner.step(trained)
             except (NonFiniteRun, LearnerNotOpen):
-                # No fault of this batch.
+                # The batch did not cause these.
                 raise
             except Exception as error:
-                # Nothing was changed by a row that was refused; after anything else the process is in doubt.
+                # A refused row changed nothing; after any other error the state of the process is uncertain.
                 in_place = isinstance(error, RowUnusable | RowOverBudget)
-                reason = f"{type(error).__name__}: {error} ({_largest_row(batch)})"
-                verdict = await self._failed(batch.lease, reason, again=in_place)
+                # A step is most likely to run out of memory on its longest row.
+                rows = [(len(row.tokens_T), item.rollout_id) for item in batch.items for row in item.trajectory.rows]
+                tokens, largest = max(rows, key=lambda row: row[0])
+                reason = f"{type(error).__name__}: {error} (the longest row has {tokens} tokens, of {largest})"
+                verdict = await until_back(partial(self._replay.step_failed, batch.lease, reason, again=in_place))
                 if verdict:
+                    # This try counts, so it must not be reported as interrupted.
+                    self._stepping = None
                     raise BatchUntrainable(verdict) from error
                 logger.exception("the step on batch %s failed and is tried again", batch.lease.batch_id)
                 if not in_place:
                     end_actor()
 
-    async def _failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
-        """Have the failure of a step kept; why the batch is not tried again, empty when it is."""
-        verdict = await until_back(lambda: self._replay.step_failed(lease, reason, again=again))
-        if verdict:
-            # It counts: this try is not excused.
-            self._stepping = None
-        return verdict
-
-    @asynccontextmanager
-    async def _excusing_batch(self) -> AsyncIterator[None]:
-        """A step that another error broke off, for example of a push, does not count as a try of its batch."""
-        try:
-            yield
-        except BaseExceptionGroup:
-            if (lease := self._stepping) is not None:
-                with suppress(ActorError, ReplayError):
-                    await self._replay.step_interrupted(lease)
-            raise
-
-    def _controlled(self, batch: Batch) -> Batch:
-        if self._config.rewards is RewardControl.TRUE:
-            return batch
-        return shuffle_rewards(batch, seed=self._learner_config.seed)
-
     async def _push_behind(self, report: StepReport, pushes: asyncio.TaskGroup) -> None:
-        """Start sending the new weights and return; waits only for the push before."""
+        """Start sending the new weights and return; waits only for the previous push."""
         if report.skipped:
             return
         start = _now()
@@ -368,9 +357,9 @@ class LearnerLoop:
             if self._pushing is not None:
                 await self._pushing
             self._clock.push_s += _now() - start
-            if self._on_the_way_back and await self._engines_are_ahead():
+            if self._catching_up and await self._engines_are_ahead():
                 return
-            self._on_the_way_back = False
+            self._catching_up = False
             self._pushing = pushes.create_task(self._send(await self._learner.snapshot()))
 
     async def _send(self, snapshot: WeightsSnapshot) -> None:
@@ -390,13 +379,6 @@ class LearnerLoop:
         self._clock.step_s += _now() - start
 
 
-async def _make_learner(config: LearnerConfig | SimulatedLearnerConfig) -> Learner:
-    if isinstance(config, SimulatedLearnerConfig):
-        return SimulatedLearner(config)
-    # In a thread: importing megatron-core takes seconds, and who does not answer meanwhile counts as hung.
-    return await asyncio.to_thread(_make_megatron_learner, config)
-
-
 def _make_megatron_learner(config: LearnerConfig) -> Learner:
     from headrace.policies.learners.megatron import MegatronLearner
 
@@ -404,20 +386,13 @@ def _make_megatron_learner(config: LearnerConfig) -> Learner:
 
 
 def _now() -> float:
-    """Of the event loop, which may be one of virtual time."""
+    """Return the time of the event loop, which may be virtual."""
     return asyncio.get_running_loop().time()
 
 
-def _largest_row(batch: Batch) -> str:
-    """What a step is most likely to have failed on for want of memory."""
-    sizes = {item.rollout_id: max(len(row.tokens_T) for row in item.trajectory.rows) for item in batch.items}
-    largest = max(sizes, key=lambda rollout_id: sizes[rollout_id])
-    return f"the longest row has {sizes[largest]} tokens, of {largest}"
-
-
 def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:
-    """The batch with (reward, advantage) pairs permuted over its items; the same permutation for the same seed and
-    batch."""
+    """Return the batch with its (reward, advantage) pairs permuted over its items; the permutation depends on seed and
+    batch only."""
     pairs = [(item.reward, item.advantage) for item in batch.items]
     random.Random(f"{seed} {batch.lease.batch_id}").shuffle(pairs)
     items = tuple(

@@ -1,6 +1,6 @@
-"""What a run says of tasks that are not issued any more, because their rollouts died again and again.
+"""The messages about parked tasks, which are not issued any more because their rollouts failed repeatedly.
 
-Invariant: a data set that is used up is an end in order; one of which every task is parked is an error.
+Invariant: a run whose data set is used up ends normally; a run whose tasks are all parked ends with an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def parked_line(parked: Mapping[TaskId, str]) -> str:
-    """How many are parked, and the last one with its failure; empty when none is."""
+    """Return how many tasks are parked, and the last one with its failure; empty when none is."""
     if not parked:
         return ""
     task, failure = list(parked.items())[-1]
@@ -24,11 +24,11 @@ def parked_line(parked: Mapping[TaskId, str]) -> str:
 
 
 def refuse_all_parked(parked: Mapping[TaskId, str], *, tasks: int, step: int) -> None:
-    """For a run that gets no further batch after `step` optimizer updates. Raises TasksParked when none of its tasks is
-    left."""
+    """Raise TasksParked when all tasks of a run, which gets no further batch after `step` optimizer updates, are
+    parked."""
     if len(parked) == tasks:
         raise TasksParked(
             f"no task is left to train on after {step} steps: {parked_line(parked)}; `headrace report` names the "
-            "failure of each: mend it, release them with `headrace tasks unpark RUN --all`, and resume; or start a "
+            "failure of each: fix it, release them with `headrace tasks unpark RUN --all`, and resume; or start a "
             "new run with a larger buffer.max_attempts or buffer.park_after"
         )

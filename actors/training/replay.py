@@ -1,8 +1,10 @@
-"""The replay buffer actor: `headrace.buffer.ledger.store.ReplayStore` under the run's directory, or in memory.
+"""The replay buffer actor: a `ReplayStore` in the run's directory, or in memory.
 
-Invariant: whatever the store broke on ends this process, so that Ray starts a new one that folds itself from the disk
-again. One dispatcher is given orders at a time: the one that reconciled last. Orders begin with the version that the
-engines serve; while that is over the bound, as after a fork, they wait until the engines serve another.
+Invariants:
+- A broken store ends this process, so that Ray starts a new one that folds itself from the disk again.
+- One dispatcher gets orders at a time: the one that reconciled last.
+- Orders begin with the version that the engines serve; while that is over the bound, as after a fork, they wait until
+  the engines serve another.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IN_MEMORY = "in memory"
-"""What a ledger without a directory knows its run by."""
+"""Run id of a ledger without a directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """What may start, and what runs in vain: over the staleness bound, or left out when its group was sealed."""
+    """Attempts to start, and attempts to cancel: over the staleness bound, or left out when their group was sealed."""
 
     orders: tuple[RolloutOrder, ...]
     to_cancel: tuple[tuple[RolloutId, int], ...]
@@ -57,15 +59,15 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """What the ledger holds of one evaluation rollout: the number of its last attempt, and its reward if it has one,
-    with whether that attempt solved the task."""
+    """Recorded result of one evaluation rollout: the number of its last attempt, and its reward if it has one, with
+    whether that attempt solved the task."""
 
     attempts: int
     reward: float | None
     solved: bool = False
 
     def after(self, attempt: int, reward: float | None, *, solved: bool) -> Evaluated:
-        """With one more attempt. The first reward stands."""
+        """Return the result with one more attempt. The first reward counts."""
         if self.reward is not None:
             reward, solved = self.reward, self.solved
         return Evaluated(attempts=max(self.attempts, attempt), reward=reward, solved=solved)
@@ -75,7 +77,7 @@ NEVER_EVALUATED = Evaluated(attempts=0, reward=None)
 
 
 class Replay:
-    """The one owner of the run's ledger. Without a directory it is in memory, over `tasks`; `clock` gives Unix
+    """The only owner of the run's ledger. Without a directory it is in memory, over `tasks`; `clock` gives Unix
     seconds."""
 
     def __init__(
@@ -94,11 +96,7 @@ class Replay:
         self._clock = clock
         self._stack = AsyncExitStack()
         self._opened = asyncio.Event()
-        self._dispatcher = ""
-        self._issuing: asyncio.Timeout | None = None
         self._closing = False
-        self._served: PolicyVersion | None = None
-        self._asked: PolicyVersion | None = None
 
     async def __aenter__(self) -> Self:
         directory = self._directory
@@ -111,6 +109,7 @@ class Replay:
             clock=self._clock,
         )
         self._store = await self._stack.enter_async_context(await store)
+        self._orders = _Orders(self._store)
         if self._store.head is not None:
             self._opened.set()
         return self
@@ -122,34 +121,23 @@ class Replay:
         await self._stack.aclose()
 
     async def issue(self, limit: int, dispatcher: str, *, timeout_s: float) -> Issued:
-        """Up to `limit` attempts to run, durable; waits up to `timeout_s` for the first. None before a learner
-        opened, and none for a dispatcher that another one has followed."""
+        """Issue up to `limit` attempts, durable; waits up to `timeout_s` for the first. Nothing is issued before a
+        learner opened, nor to a dispatcher that another one has replaced."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._opened.wait()
-            if self._dispatcher in ("", dispatcher):
-                return await self._issue(limit, timeout_s)
+            if self._orders.dispatcher in ("", dispatcher):
+                with self._ending():
+                    orders = await self._orders.issue(limit, timeout_s)
+                    return Issued(orders=orders, to_cancel=self._store.to_cancel(_head(self._store)))
         except TimeoutError:
             pass
         return Issued(orders=(), to_cancel=())
 
-    async def _issue(self, limit: int, timeout_s: float) -> Issued:
-        """Raises TimeoutError when another dispatcher takes over meanwhile, or another version is served; nothing is
-        handed out then."""
-        with self._ending():
-            async with asyncio.timeout(None) as issuing:
-                self._issuing, self._asked = issuing, self._serving()
-                try:
-                    orders = await self._store.issue(limit, self._asked, timeout_s=timeout_s)
-                finally:
-                    # A timeout that is over cannot be moved any more.
-                    self._issuing = None if self._issuing is issuing else self._issuing
-            return Issued(orders=orders, to_cancel=self._store.to_cancel(self._head()))
-
     async def cancellations(
         self, known: list[tuple[RolloutId, int]], *, timeout_s: float
     ) -> tuple[tuple[RolloutId, int], ...] | None:
-        """Attempts that run in vain, as soon as there are others than `known`; None when there are not within
+        """Return the attempts to cancel, as soon as there are others than `known`; None when there are none within
         `timeout_s`."""
         with self._ending():
             return await self._store.cancellations(known, timeout_s=timeout_s)
@@ -163,16 +151,16 @@ class Replay:
             return await self._store.abandon(attempts)
 
     async def reconcile(self, carried: list[tuple[RolloutId, int]], dispatcher: str) -> int:
-        """Abandon every attempt in flight that nobody carries; returns how many. From here on orders go to this
-        dispatcher alone: what one before it still waits for would be carried by nobody."""
-        if dispatcher != self._dispatcher:
-            self._stop_issuing()
-        self._dispatcher = dispatcher
+        """Withdraw every attempt in flight that is not `carried`; return how many. From now on orders go to this
+        dispatcher only: nobody would run those that an earlier one still waits for."""
+        if dispatcher != self._orders.dispatcher:
+            self._orders.interrupt()
+        self._orders.dispatcher = dispatcher
         with self._ending():
             return await self._store.keep_in_flight(carried)
 
     async def engines(self, *, serving: bool) -> None:
-        """Whether an engine serves from now on; while none does, nothing is issued and no task is charged."""
+        """Record whether any engine serves from now on; while none does, nothing is issued and no task is charged."""
         with self._ending():
             await self._store.engines(serving=serving)
 
@@ -203,47 +191,43 @@ class Replay:
         return version
 
     async def lies_ahead(self, version: PolicyVersion) -> bool:
-        """Whether a resumed learner is on its way back to the weights of `version`: engines that serve them stay as
-        they are, and what they sample is not stale when it is trained."""
+        """Whether a resumed learner will reach the weights of `version` by repeating steps: engines that serve them
+        need no push, and what they sample is not stale when it is trained."""
         with self._ending():
             return self._store.lies_ahead(version)
 
     async def served(self, version: PolicyVersion) -> None:
-        """The engines serve this version now: what is issued from here on begins with it."""
-        self._served = version
+        """Record that the engines serve this version now: attempts issued from now on begin with it."""
         with self._ending():
-            in_vain = self._asked is not None and not self._store.may_begin(self._asked)
-        if in_vain or self._config.mode != "async":
-            # What waits asked for another version.
-            self._stop_issuing()
+            self._orders.serve(version, always_interrupt=self._config.mode != "async")
 
     async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None:
-        """Keep outcomes of evaluation rollouts; the tag is the order's group."""
+        """Record outcomes of evaluation rollouts; the tag is the order's group."""
         by_tag: dict[GroupId, list[tuple[RolloutResult, TaskId]]] = {}
         for order, result in ended:
             by_tag.setdefault(order.group_id, []).append((result, order.task.id))
         with self._ending():
             for tag, results in by_tag.items():
-                await self._store.record_evaluations(results, tag=tag, version=self._head())
+                await self._store.evaluations.record(results, tag=tag, version=_head(self._store))
 
     async def evaluated(self, tag: GroupId) -> dict[RolloutId, Evaluated]:
-        """What is known of an evaluation's rollouts."""
+        """Return the recorded results of an evaluation, by rollout."""
         known: dict[RolloutId, Evaluated] = {}
         with self._ending():
-            for record in await self._store.evaluations(tag):
+            for record in await self._store.evaluations.recorded(tag):
                 before = known.get(record.rollout_id, NEVER_EVALUATED)
                 known[record.rollout_id] = before.after(record.attempt, record.reward, solved=record.solved)
         return known
 
     async def end_evaluation(self, tag: GroupId, step: int, summary: dict[str, Any]) -> None:
-        """Nothing more will be recorded under this tag; idempotent."""
+        """End the evaluation with this tag: nothing more will be recorded under it. Idempotent."""
         with self._ending():
-            await self._store.end_evaluation(tag, step, summary)
+            await self._store.evaluations.end(tag, step, summary)
 
     async def ended_evaluations(self) -> dict[str, float | None]:
-        """The success of evaluations that have ended, by tag."""
+        """Return the success of evaluations that have ended, by tag."""
         with self._ending():
-            return await self._store.ended_evaluations()
+            return await self._store.evaluations.ended()
 
     async def export(self, folder: Path) -> None:
         """Copy the ledger, trajectories too, into a folder that `ledger verify` reads. Raises OSError."""
@@ -254,18 +238,6 @@ class Replay:
         with self._ending():
             return self._store.status()
 
-    def _serving(self) -> PolicyVersion:
-        """What the engines serve, as far as this process was told; else the ledger's newest version."""
-        return self._served or self._head()
-
-    def _stop_issuing(self) -> None:
-        """Whoever waits for orders gets none, and asks again."""
-        if self._issuing is not None and not self._issuing.expired():
-            self._issuing.reschedule(0.0)
-
-    def _head(self) -> PolicyVersion:
-        return self._store.head or PolicyVersion(1, 0)
-
     @contextmanager
     def _ending(self) -> Iterator[None]:
         try:
@@ -273,5 +245,43 @@ class Replay:
         except LedgerBroken:
             if self._closing:
                 raise
-            logger.exception("the ledger broke; this process ends and starts again from the disk")
+            logger.exception("the ledger is broken; this process ends, and a new one starts from the disk")
             end_actor()
+
+
+class _Orders:
+    """Orders for one dispatcher at a time, with the version that the engines serve."""
+
+    def __init__(self, store: ReplayStore) -> None:
+        self._store = store
+        self.dispatcher = ""
+        self._waiting: asyncio.Timeout | None = None
+        self._served: PolicyVersion | None = None
+        self._requested: PolicyVersion | None = None
+
+    async def issue(self, limit: int, timeout_s: float) -> tuple[RolloutOrder, ...]:
+        """Raise TimeoutError on `interrupt`; nothing is issued then."""
+        async with asyncio.timeout(None) as waiting:
+            # As long as this process has no report from the engines: the ledger's newest version.
+            self._waiting, self._requested = waiting, self._served or _head(self._store)
+            try:
+                return await self._store.issue(limit, self._requested, timeout_s=timeout_s)
+            finally:
+                # A timeout that has ended can no longer be rescheduled.
+                self._waiting = None if self._waiting is waiting else self._waiting
+
+    def serve(self, version: PolicyVersion, *, always_interrupt: bool) -> None:
+        """Use this version from now on. A waiting call is interrupted if its own version is over the bound."""
+        self._served = version
+        over = self._requested is not None and not self._store.may_begin(self._requested)
+        if over or always_interrupt:
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """Make a waiting call return without orders; its dispatcher asks again."""
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(0.0)
+
+
+def _head(store: ReplayStore) -> PolicyVersion:
+    return store.head or PolicyVersion(1, 0)

@@ -1,1 +1,1 @@
-"""What is told and checked of a run by reading its ledger: verification, reports, exports."""
+"""Audits of a run by reading its ledger: verification, reports, exports."""

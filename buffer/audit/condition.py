@@ -1,4 +1,4 @@
-"""What a run's ledger says of its condition right now: parked tasks and outages, without reading its history.
+"""The current condition of a run, from its ledger: parked tasks and outages.
 
 Invariant: it reads two small tables, whatever the size of the ledger, and changes nothing.
 """
@@ -40,12 +40,14 @@ class OpenOutage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
+    """Parked tasks and open outages of a run."""
+
     parked: tuple[ParkedTask, ...] = ()
     outages: tuple[OpenOutage, ...] = ()
 
 
 def read_condition(run_dir: Path) -> Condition:
-    """Of a run that may be driven; empty before anything was recorded. Raises LedgerRefused."""
+    """Read the condition of a run, which may be running; empty before anything was recorded. Raises LedgerRefused."""
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
         return Condition()

@@ -1,11 +1,11 @@
-"""What a run directory holds, read without changing it.
+"""The contents of a run directory as evidence for audits, read without changing it.
 
 Invariants:
-- A ledger of an older schema is migrated in memory; the file stays as it is.
+- A ledger of an older schema is migrated in a copy; the file does not change.
 - Databases are opened read-only, so a killed process's write-ahead log is read, and neither it nor the database is
-  changed. (SQLite may make an index of the log, `*-shm`, beside it.)
-- Records of closed groups and undone steps are here too; nothing is taken from memory of a running buffer.
-- The ledger is read before its archive: what moves meanwhile is in both, and counts as the ledger has it.
+  changed. (SQLite may create an index of the log, `*-shm`, beside it.)
+- Records of closed groups and undone steps are included; nothing comes from the memory of a running buffer.
+- The ledger is read before its archive: rows that move meanwhile are in both, and the ledger's ones count.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 _COMPLETE = re.compile(r"\d+\.\d+")
 B = TypeVar("B")
 READINGS: Final = 20
-"""Of the checkpoints, until none is saved or removed meanwhile."""
+"""Largest number of readings of the checkpoints, until none is saved or removed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """A checkpoint directory's own account: (batch id, digest) since the previous one, and the hash chain before and
-    after them."""
+    """Record of a checkpoint directory about its batches: (batch id, digest) since the previous checkpoint, and the
+    hash chain before and after them."""
 
     path: Path
     version: PolicyVersion
@@ -67,8 +67,8 @@ class Witness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What a run directory holds beside groups and batches. `files` maps an attempt to the number of the trajectory
-    file it was written to. `damage` are plain sentences."""
+    """Contents of a run directory other than groups and batches. `files` maps an attempt to the number of the
+    trajectory file it was written to. `damage` holds plain sentences."""
 
     run_dir: Path
     epochs: tuple[EpochRecord, ...]
@@ -82,16 +82,16 @@ class Steps:
 
     @property
     def surviving(self) -> list[CommitRecord]:
-        """The steps that no resume undid, in their order."""
+        """Steps that no resume undid, in order."""
         return [commit for commit in self.commits if commit.rolled_back_by is None]
 
     @property
     def undone(self) -> list[CommitRecord]:
-        """The steps of the surviving path that a return to the newest checkpoint undoes; none without a checkpoint."""
+        """Steps of the surviving path that a return to the newest checkpoint undoes; none without a checkpoint."""
         return _undone(self.commits, self.witnesses)
 
     def tree(self) -> VersionTree:
-        """All epochs with their forks; the caller's own."""
+        """Return a new version tree of all epochs with their forks."""
         tree = VersionTree()
         for epoch in self.epochs:
             known = epoch.follows is not None and epoch.follows.epoch in tree.forks
@@ -101,7 +101,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """What the ledger counts of its archive: rollouts by state, surviving steps with an update."""
+    """Totals of the archive in the ledger: rollouts by state, surviving steps with an update."""
 
     rollouts: Mapping[RolloutState, int]
     steps: int
@@ -109,27 +109,28 @@ class Closed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence(Steps):
-    """All rows in memory: for runs of days, or what is open in one of months. Those of months are `streamed`."""
+    """All rows in memory, for runs of days, or the open rows of longer runs. All rows of longer runs are `streamed`."""
 
     groups: tuple[GroupRecord, ...]
     rollouts: tuple[RolloutRecord, ...]
     attempts: tuple[AttemptRecord, ...]
     batches: tuple[BatchRecord, ...]
     closed: Closed | None = None
-    """What is left out: None says that everything is here."""
+    """Totals of the rows that are left out; None when all rows are here."""
 
     def histories(self) -> Iterator[GroupHistory]:
-        """Groups with members and attempts, in the order of sealing, those that are not sealed last."""
+        """Yield groups with members and attempts, in the order of sealing, unsealed ones last."""
         groups = sorted(self.groups, key=lambda group: (group.seal_order is None, group.seal_order or group.ordinal))
         return histories_of(groups, self.rollouts, self.attempts)
 
     def count(self, table: str) -> int:
+        """Return the number of rows of a table."""
         return len(getattr(self, table))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedEvidence(Steps):
-    """Groups, rollouts, attempts and batches are read whenever they are asked for."""
+    """Evidence whose groups, rollouts, attempts and batches are read from disk on each use."""
 
     rows: JoinedRows
 
@@ -138,12 +139,12 @@ class StreamedEvidence(Steps):
         return self.rows.of(BatchRecord, "ordinal")
 
     def offered(self) -> tuple[int, float | None]:
-        """How many attempts ended with a result, and when the first of all was issued."""
+        """Return the number of attempts that ended with a result, and the time when the first attempt was issued."""
         found = self.rows.select("attempts", ("coalesce(sum(offered), 0)", "min(issued_at_s)")).fetchall()
         return sum(count for count, _ in found), min((at_s for _, at_s in found if at_s is not None), default=None)
 
     def histories(self) -> Iterator[GroupHistory]:
-        """See `Evidence.histories`."""
+        """Yield groups as `Evidence.histories` does."""
         return self.rows.histories()
 
     def count(self, table: str) -> int:
@@ -155,43 +156,38 @@ class StreamedEvidence(Steps):
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether anything was recorded: false without a ledger, and for one whose process died while it made the file.
-    Raises LedgerRefused when it is not readable, or is not there while there is what only a ledger leads to."""
+    """Whether anything was recorded: false without a ledger, and for one whose process died while it created the file.
+    Raises LedgerRefused when it is not readable, or is missing although there are checkpoints or trajectories."""
     path = run_dir / "ledger.db"
-    begun = path.is_file() and _holds_anything(path)
-    if not begun and (left := next(_left_of_a_ledger(run_dir), None)) is not None:
+    if path.is_file():
+        try:
+            with closing(read_only(path)) as database:
+                (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+                (schema,) = database.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise unreadable(path, error) from error
+        if tables or schema:
+            return True
+    checkpoints = sorted((run_dir / "checkpoints").glob("[0-9]*.[0-9]*"))
+    left = next(iter((*checkpoints, *sorted((run_dir / "trajectories").glob("*.db")))), None)
+    if left is not None:
         raise LedgerRefused(
             f"{path} is missing or empty, but there is {left}: put the ledger back; the newest checkpoint has a copy, "
             "ledger.db"
         )
-    return begun
-
-
-def _left_of_a_ledger(run_dir: Path) -> Iterator[Path]:
-    yield from sorted((run_dir / "checkpoints").glob("[0-9]*.[0-9]*"))
-    yield from sorted((run_dir / "trajectories").glob("*.db"))
-
-
-def _holds_anything(path: Path) -> bool:
-    try:
-        with closing(read_only(path)) as database:
-            (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            (schema,) = database.execute("PRAGMA user_version").fetchone()
-            return bool(tables or schema)
-    except sqlite3.DatabaseError as error:
-        raise unreadable(path, error) from error
+    return False
 
 
 def read_evidence(run_dir: Path) -> Evidence:
-    """Everything, in memory. Raises LedgerRefused when there is no ledger, or none that this headrace reads."""
+    """Read everything into memory. Raises LedgerRefused when there is no ledger that this headrace can read."""
     with streamed(run_dir) as evidence:
         return _in_memory(evidence)
 
 
 def read_open(run_dir: Path) -> Evidence:
-    """What the archive does not hold, however long the run: open groups, the steps that a resume may undo, and the
-    newest checkpoint. Everything, where that checkpoint goes back to steps in the archive, or there is none yet.
-    Raises LedgerRefused."""
+    """Read the rows outside the archive, so that the time does not depend on the length of the run: open groups, the
+    steps that a resume may undo, and the newest checkpoint. Reads everything where that checkpoint returns to archived
+    steps, or there is no checkpoint yet. Raises LedgerRefused."""
     with _reading(run_dir) as database:
         _, newest = _at_one_moment(database, run_dir, _newest_witness, lambda: begin(database))
         totals = totals_of(database)
@@ -219,8 +215,8 @@ def _in_memory(evidence: StreamedEvidence) -> Evidence:
 
 @contextmanager
 def streamed(run_dir: Path) -> Iterator[StreamedEvidence]:
-    """Everything `verify` needs, as it was at one moment. Raises LedgerRefused when there is no ledger, or none that
-    this headrace reads."""
+    """Open the evidence that `verify` needs, as it was at one moment. Raises LedgerRefused when there is no ledger that
+    this headrace can read."""
     path = run_dir / "ledger.db"
     with _reading(run_dir) as database:
         archive = path.with_name(ARCHIVE)
@@ -240,8 +236,8 @@ def _at_one_moment(
     read: Callable[[Path], tuple[list[Witness], list[str]]],
     begin_reading: Callable[[], B],
 ) -> tuple[B, tuple[list[Witness], list[str]]]:
-    """Begin one read transaction, for a live buffer may go on writing, and read the checkpoints that belong to it: with
-    one that is saved meanwhile, or removed, both are read again."""
+    """Begin one read transaction, since a live buffer may continue to write, and read the checkpoints that belong to
+    it. When a checkpoint is saved or removed meanwhile, read both again."""
     root = run_dir / "checkpoints"
     for left in reversed(range(READINGS)):
         before = _checkpoints(root)
@@ -261,32 +257,26 @@ def begin(database: sqlite3.Connection) -> None:
 
 
 def begin_with_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, list[str]]:
-    """Begin one read transaction over a ledger and the archive beside it: whether there is one that fits the ledger,
-    as `archive`, and what is wrong with it. A live buffer may begin its archive meanwhile."""
+    """Begin one read transaction over a ledger and the archive beside it. Return whether there is one that fits the
+    ledger, attached as `archive`, and what is wrong with it."""
     while True:
-        there = path.is_file()
-        damage = _attach(database, path) if there else []
-        # The ledger first: what has left it by then is in the archive.
+        there, damage = path.is_file(), ""
+        attached = {name for _, name, _ in database.execute("PRAGMA database_list")}
+        if there and "archive" not in attached:
+            try:
+                database.execute("ATTACH ? AS archive", (_uri(path),))
+            except sqlite3.DatabaseError as error:
+                damage = f"{ARCHIVE} is not readable: {error}"
+        # The ledger first: rows that have left it by then are in the archive.
         begin(database)
+        # A live buffer may create its archive meanwhile.
         if there or not path.is_file():
-            return (False, damage) if damage else _fits(database, there=there)
+            break
         database.execute("ROLLBACK")
-
-
-def _attach(database: sqlite3.Connection, path: Path) -> list[str]:
-    """What is wrong with it."""
-    attached = {name for _, name, _ in database.execute("PRAGMA database_list")}
-    try:
-        if "archive" not in attached:
-            database.execute("ATTACH ? AS archive", (_uri(path),))
-    except sqlite3.DatabaseError as error:
-        return [f"{ARCHIVE} is not readable: {error}"]
-    return []
-
-
-def _fits(database: sqlite3.Connection, *, there: bool) -> tuple[bool, list[str]]:
     closed = sum(closed_rollouts(totals_of(database)).values())
     missing = [f"{ARCHIVE} is missing: {closed} rollouts of closed groups are in it"] if closed else []
+    if damage:
+        return False, [damage]
     if not there:
         return False, missing
     try:
@@ -295,7 +285,7 @@ def _fits(database: sqlite3.Connection, *, there: bool) -> tuple[bool, list[str]
     except sqlite3.DatabaseError as error:
         return False, [f"{ARCHIVE} is not readable: {error}"]
     if not tables and not schema:
-        # It is being begun just now, or whoever began it died.
+        # It is just being created, or its creator died.
         return False, missing
     if schema != SCHEMA_VERSION:
         return False, [f"{ARCHIVE} has schema {schema}, the ledger {SCHEMA_VERSION}"]
@@ -304,10 +294,10 @@ def _fits(database: sqlite3.Connection, *, there: bool) -> tuple[bool, list[str]
 
 @contextmanager
 def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
-    """The ledger, of today's schema; an older one is migrated in a copy that is in no folder of the run."""
+    """Open the ledger in today's schema; an older one is migrated in a copy outside the run directory."""
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
-        raise LedgerRefused(f"{run_dir} holds no ledger.db, or one in which nothing is: name the directory of a run")
+        raise LedgerRefused(f"{run_dir} has no ledger.db, or an empty one: name the directory of a run")
     try:
         with closing(read_only(path)) as database:
             (schema,) = database.execute("PRAGMA user_version").fetchone()
@@ -316,7 +306,10 @@ def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
             if schema == SCHEMA_VERSION:
                 yield database
                 return
-            with closing(_migrated_copy(database, schema)) as copy:
+            # Without a name it is a temporary file, because the ledger of a long run may not fit in memory.
+            with closing(sqlite3.connect("", isolation_level=None)) as copy:
+                database.backup(copy)
+                migrate(copy, schema)
                 yield copy
     except sqlite3.DatabaseError as error:
         raise unreadable(path, error) from error
@@ -329,13 +322,20 @@ def _steps(
     found: tuple[list[Witness], list[str]],
     damage: list[str],
 ) -> dict[str, Any]:
-    """The fields of `Steps`."""
+    """Return the fields of `Steps`."""
     witnesses, unreadable_ones = found
     damage += unreadable_ones
     damage += [f"ledger.db: {row[0]}" for row in database.execute("PRAGMA main.quick_check") if row[0] != "ok"]
     dangling = database.execute("PRAGMA main.foreign_key_check")
     damage += [f"ledger.db: dangling reference in {row[0]}" for row in dangling]
     commits = tuple(rows.of(CommitRecord, "sequence"))
+    # Of closed groups only those trained in undone steps need their files.
+    files, these = _files(JoinedRows(database, attached=False)), "IN (SELECT value FROM json_each(?))"
+    if undone := _undone(commits, witnesses):
+        ids = json.dumps([commit.batch_id for commit in undone])
+        found_batches = rows.select("batches", ("members",), where=f"batch_id {these}", values=(ids,))
+        members = json.dumps([rollout_id for (text,) in found_batches for rollout_id, *_ in json.loads(text)])
+        files |= _files(rows, f"rollout_id {these}", (members,))
     return {
         "run_dir": run_dir,
         "epochs": tuple(rows.of(EpochRecord, "epoch")),
@@ -343,8 +343,7 @@ def _steps(
         "checkpoints": tuple(rows.of(CheckpointRecord, "version")),
         "tasks": tuple(rows.of(TaskRecord, "task_id")),
         "interventions": tuple(rows.of(InterventionRecord, "sequence")),
-        # What else is closed is in no file that must be there.
-        "files": _files(JoinedRows(database, attached=False)) | _files_of(rows, _undone(commits, witnesses)),
+        "files": files,
         "witnesses": tuple(witnesses),
         "damage": tuple(damage),
     }
@@ -361,38 +360,16 @@ def _undone(commits: Sequence[CommitRecord], witnesses: Sequence[Witness]) -> li
     return path[places[0] :] if places else path
 
 
-def _files_of(rows: JoinedRows, steps: Sequence[CommitRecord]) -> dict[tuple[RolloutId, int], int]:
-    """Of the rollouts that these steps trained."""
-    if not steps:
-        return {}
-    these = "batch_id IN (SELECT value FROM json_each(?))"
-    found = rows.select("batches", ("members",), where=these, values=(json.dumps([step.batch_id for step in steps]),))
-    members = json.dumps([rollout_id for (text,) in found for rollout_id, *_ in json.loads(text)])
-    return _files(rows, "rollout_id IN (SELECT value FROM json_each(?))", (members,))
-
-
 def _files(rows: JoinedRows, where: str = "true", values: tuple[object, ...] = ()) -> dict[tuple[RolloutId, int], int]:
     columns = ("rollout_id", "attempt", "trajectory_file")
     stored = rows.select("attempts", columns, where=f"trajectory_file IS NOT NULL AND {where}", values=values)
     return {(RolloutId(rollout), attempt): number for rollout, attempt, number in stored}
 
 
-def _migrated_copy(database: sqlite3.Connection, schema: int) -> sqlite3.Connection:
-    # Without a name: a temporary file, which a ledger of months needs.
-    copy = sqlite3.connect("", isolation_level=None)
-    try:
-        database.backup(copy)
-        migrate(copy, schema)
-    except BaseException:
-        copy.close()
-        raise
-    return copy
-
-
 def read_trajectories(
     evidence: Steps, wanted: set[tuple[RolloutId, int]]
 ) -> Iterator[tuple[tuple[RolloutId, int], Trajectory | None]]:
-    """The trajectories of these attempts; None for one that is missing or damaged."""
+    """Yield the trajectories of these attempts; None for one that is missing or damaged."""
     by_file: dict[int, list[tuple[RolloutId, int]]] = {}
     for key in sorted(wanted):
         by_file.setdefault(evidence.files.get(key, 0), []).append(key)
@@ -403,21 +380,22 @@ def read_trajectories(
             continue
         with closing(read_only(path)) as database:
             for key in keys:
-                yield key, _trajectory(database, key)
+                yield key, read_trajectory(database, *key)
 
 
-def _trajectory(database: sqlite3.Connection, key: tuple[RolloutId, int]) -> Trajectory | None:
+def read_trajectory(database: sqlite3.Connection, rollout_id: str, attempt: int) -> Trajectory | None:
+    """Return a trajectory of an open trajectory file; None when it is missing or damaged."""
     query = "SELECT data FROM trajectories WHERE rollout_id = ? AND attempt = ?"
     try:
-        row = database.execute(query, key).fetchone()
+        row = database.execute(query, (rollout_id, attempt)).fetchone()
         return decode(row[0]) if row else None
     except (sqlite3.DatabaseError, CodecError):
         return None
 
 
 def read_only(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing. On a disk that cannot be written SQLite can make no index of a log: without
-    one it takes the file as it is."""
+    """Open a connection that changes nothing. On a read-only disk SQLite cannot create an index of the log; where there
+    is no log, it reads the file as it is."""
     return sqlite3.connect(_uri(path), uri=True, isolation_level=None)
 
 
@@ -428,7 +406,7 @@ def _uri(path: Path) -> str:
 
 
 def _witnesses(root: Path) -> tuple[list[Witness], list[str]]:
-    """What checkpoints say, and which cannot be read."""
+    """Return the records of all checkpoints, and which cannot be read."""
     found, damage = [], []
     for path in _checkpoints(root):
         try:
@@ -439,7 +417,7 @@ def _witnesses(root: Path) -> tuple[list[Witness], list[str]]:
 
 
 def _newest_witness(root: Path) -> tuple[list[Witness], list[str]]:
-    """Of the newest checkpoint alone, and what is wrong with it."""
+    """Return the record of the newest checkpoint alone, and what is wrong with it."""
     newest = max(_checkpoints(root), key=lambda path: PolicyVersion.parse(path.name), default=None)
     if newest is None:
         return [], []

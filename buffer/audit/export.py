@@ -1,9 +1,9 @@
-"""The ledger of a run as Parquet files, for notebooks and other programs.
+"""The export of a run's ledger to Parquet files, for notebooks and other programs.
 
 Invariants:
 - Reading only: it works on a run whose process was killed and on one that is running, and changes neither.
-- The folder appears complete or not at all. One file a table, with the table's own columns; `trajectories.parquet` has
-  a row for each token sequence that can be read.
+- The folder appears complete or not at all. There is one file per table, with the table's own columns;
+  `trajectories.parquet` has a row for each token sequence that can be read.
 - Memory is bounded by `ROWS_AT_ONCE` trajectories and `TABLE_ROWS_AT_ONCE` rows, however long the run. Closed groups
   and covered steps are read from the ledger's archive.
 
@@ -19,20 +19,19 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer.audit.evidence import begin, begin_with_archive, read_only
+from headrace.buffer.audit.evidence import begin, begin_with_archive, read_only, read_trajectory
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.buffer.codec import decode
-from headrace.buffer.errors import CodecError, ExportRefused, LedgerRefused
+from headrace.buffer.errors import ExportRefused, LedgerRefused
 from headrace.buffer.ledger.archive import ARCHIVE
 from headrace.buffer.ledger.ledger import check_schema
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.primitives.durable_files import publish_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from headrace.buffer.types import Trajectory, VersionSpan
+    from headrace.buffer.types import Trajectory
 
 ROWS_AT_ONCE = 64
 TABLE_ROWS_AT_ONCE = 20_000
@@ -41,7 +40,7 @@ _TYPES = {"TEXT": "string", "INTEGER": "int64", "REAL": "float64", "BLOB": "bina
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """`rows` by file; `unreadable`: attempts whose trajectory is gone or damaged."""
+    """Result of an export: `rows` by file, and the number of attempts whose trajectory is missing or damaged."""
 
     folder: str
     rows: dict[str, int]
@@ -52,9 +51,9 @@ def export(run_dir: Path, folder: Path) -> ExportReport:
     """Write the ledger of a run to `folder`, which must not exist. Raises ExportRefused, LedgerRefused."""
     path = run_dir / "ledger.db"
     if not path.is_file():
-        raise LedgerRefused(f"{run_dir} holds no ledger.db: name the directory of a run")
+        raise LedgerRefused(f"{run_dir} has no ledger.db: name the directory of a run")
     if folder.exists():
-        raise ExportRefused(f"--out {folder} exists: choose another")
+        raise ExportRefused(f"--out {folder} already exists: choose another folder")
     staged = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         with closing(read_only(path)) as database:
@@ -62,14 +61,16 @@ def export(run_dir: Path, folder: Path) -> ExportReport:
             (application,) = database.execute("PRAGMA application_id").fetchone()
             check_schema(schema, application, path)
             staged.mkdir(parents=True)
-            # One read transaction: a live buffer may go on writing.
+            # One read transaction, since a live buffer may continue to write.
             if schema == SCHEMA_VERSION:
                 attached, _ = begin_with_archive(database, path.with_name(ARCHIVE))
             else:
                 attached = False
                 begin(database)
             tables = JoinedRows(database, attached=attached)
-            rows = {name: _write_table(database, tables, name, staged) for name in _tables(database)}
+            found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
+            names = [name for (name,) in found if not name.startswith("sqlite_")]
+            rows = {name: _write_table(database, tables, name, staged) for name in names}
             rows["trajectories"], unreadable = _write_trajectories(tables, run_dir, staged)
         publish_folder(staged, folder)
     except sqlite3.DatabaseError as error:
@@ -82,17 +83,12 @@ def export(run_dir: Path, folder: Path) -> ExportReport:
 
 
 def _parquet() -> Any:
-    """pyarrow's Parquet module. Raises ExportRefused when it is not installed."""
+    """Return pyarrow's Parquet module. Raises ExportRefused when it is not installed."""
     try:
         from pyarrow import parquet
     except ImportError as error:
         raise ExportRefused("exports need pyarrow: pip install 'headrace[parquet]'") from error
     return parquet
-
-
-def _tables(database: sqlite3.Connection) -> list[str]:
-    found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
-    return [name for (name,) in found if not name.startswith("sqlite_")]
 
 
 def _write_table(database: sqlite3.Connection, tables: JoinedRows, name: str, folder: Path) -> int:
@@ -111,24 +107,6 @@ def _write_table(database: sqlite3.Connection, tables: JoinedRows, name: str, fo
             writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
             count += len(some)
     return count
-
-
-def _write_trajectories(tables: JoinedRows, run_dir: Path, folder: Path) -> tuple[int, int]:
-    """How many token sequences were written, and how many attempts could not be read."""
-    parquet = _parquet()
-    schema = export_schema()
-    written = unreadable = 0
-    rows: list[dict[str, Any]] = []
-    with parquet.ParquetWriter(folder / "trajectories.parquet", schema, compression="zstd") as writer:
-        for rollout_id, attempt, trajectory in _trajectories(tables, run_dir):
-            if trajectory is None:
-                unreadable += 1
-                continue
-            rows += _rows(rollout_id, attempt, trajectory)
-            if len(rows) >= ROWS_AT_ONCE:
-                written += _flush(writer, rows, schema)
-        written += _flush(writer, rows, schema)
-    return written, unreadable
 
 
 def export_schema() -> Any:
@@ -157,22 +135,37 @@ def export_schema() -> Any:
     )
 
 
-def _rows(rollout_id: str, attempt: int, trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    for number, row in enumerate(trajectory.rows):
-        yield {
-            "rollout_id": rollout_id,
-            "attempt": attempt,
-            "row": number,
-            "temperature": trajectory.temperature,
-            "tokens": row.tokens_T,
-            "loss_mask": row.loss_mask_T,
-            "logprobs": row.logprobs_T,
-            "versions": [_span_fields(span) for span in row.versions],
-        }
-
-
-def _span_fields(span: VersionSpan) -> dict[str, object]:
-    return {"start": span.start, "end": span.end, "version": str(span.version), "stale_kv": span.stale_kv}
+def _write_trajectories(tables: JoinedRows, run_dir: Path, folder: Path) -> tuple[int, int]:
+    """Return how many token sequences were written, and how many attempts could not be read."""
+    parquet = _parquet()
+    schema = export_schema()
+    written = unreadable = 0
+    rows: list[dict[str, Any]] = []
+    with parquet.ParquetWriter(folder / "trajectories.parquet", schema, compression="zstd") as writer:
+        for rollout_id, attempt, trajectory in _trajectories(tables, run_dir):
+            if trajectory is None:
+                unreadable += 1
+                continue
+            rows += (
+                {
+                    "rollout_id": rollout_id,
+                    "attempt": attempt,
+                    "row": number,
+                    "temperature": trajectory.temperature,
+                    "tokens": row.tokens_T,
+                    "loss_mask": row.loss_mask_T,
+                    "logprobs": row.logprobs_T,
+                    "versions": [
+                        {"start": one.start, "end": one.end, "version": str(one.version), "stale_kv": one.stale_kv}
+                        for one in row.versions
+                    ],
+                }
+                for number, row in enumerate(trajectory.rows)
+            )
+            if len(rows) >= ROWS_AT_ONCE:
+                written += _flush(writer, rows, schema)
+        written += _flush(writer, rows, schema)
+    return written, unreadable
 
 
 def _flush(writer: Any, rows: list[dict[str, Any]], schema: Any) -> int:
@@ -186,7 +179,7 @@ def _flush(writer: Any, rows: list[dict[str, Any]], schema: Any) -> int:
 
 
 def _trajectories(tables: JoinedRows, run_dir: Path) -> Iterator[tuple[str, int, Trajectory | None]]:
-    """Every attempt that has a trajectory, by file; None for what is gone or damaged."""
+    """Yield every attempt that has a trajectory, by file; None for one that is missing or damaged."""
     stored = tables.select("attempts", ("DISTINCT trajectory_file",), where="trajectory_file IS NOT NULL")
     for number in sorted({number for (number,) in stored}):
         order = "rollout_id, attempt"
@@ -198,15 +191,5 @@ def _trajectories(tables: JoinedRows, run_dir: Path) -> Iterator[tuple[str, int,
             yield from ((rollout_id, attempt, None) for rollout_id, attempt in keys.fetchall())
             continue
         with closing(read_only(path)) as blobs:
-            yield from _read(blobs, keys.fetchall())
-
-
-def _read(blobs: sqlite3.Connection, keys: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int, Trajectory | None]]:
-    query = "SELECT data FROM trajectories WHERE rollout_id = ? AND attempt = ?"
-    for rollout_id, attempt in keys:
-        try:
-            found = blobs.execute(query, (rollout_id, attempt)).fetchone()
-            trajectory = decode(found[0]) if found else None
-        except (sqlite3.DatabaseError, CodecError):
-            trajectory = None
-        yield rollout_id, attempt, trajectory
+            for rollout_id, attempt in keys.fetchall():
+                yield rollout_id, attempt, read_trajectory(blobs, rollout_id, attempt)

@@ -1,10 +1,10 @@
-"""The rows of a ledger and of its archive as one, for readers.
+"""The rows of a ledger and its archive, joined for readers.
 
 Invariants:
-- A row of the ledger overrules the archive's row of the same key, and rows of groups in the ledger all those of the
-  archive of the same groups. What the ledger has not given out yet does not count (see `archive`).
-- The ledger is read before the archive: what moves meanwhile is in both.
-- Nothing is held in memory but what is asked for: `histories` reads some groups at a time.
+- A row of the ledger overrides the archive's row of the same key, and a group in the ledger overrides all rows of the
+  same group in the archive. Rows whose number the ledger has not assigned yet do not count (see `archive`).
+- The ledger is read before the archive: rows that move meanwhile are in both.
+- Only requested rows are in memory: `histories` reads some groups at a time.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class GroupHistory:
     attempts: Mapping[RolloutId, Sequence[AttemptRecord]]
 
     def current(self, rollout: RolloutRecord) -> AttemptRecord | None:
-        """The attempt that counts; None before the first."""
+        """Return the current attempt of a member; None before the first."""
         tries = self.attempts.get(rollout.rollout_id, ())
         return next((attempt for attempt in tries if attempt.attempt == rollout.attempt), None)
 
     def first_result(self, rollout: RolloutRecord) -> AttemptRecord | None:
-        """The first attempt with a reward."""
+        """Return the first attempt of a member with a reward."""
         tries = self.attempts.get(rollout.rollout_id, ())
         return next((attempt for attempt in tries if attempt.reward is not None), None)
 
@@ -52,7 +52,7 @@ class GroupHistory:
 def histories_of(
     groups: Iterable[GroupRecord], rollouts: Iterable[RolloutRecord], attempts: Iterable[AttemptRecord]
 ) -> Iterator[GroupHistory]:
-    """Put together what belongs together; attempts in order."""
+    """Yield each group with its members and attempts. Attempts must come in order."""
     tries: dict[RolloutId, list[AttemptRecord]] = {}
     for attempt in attempts:
         tries.setdefault(attempt.rollout_id, []).append(attempt)
@@ -69,14 +69,14 @@ def histories_of(
 
 
 class JoinedRows:
-    """Of an open connection whose `main` is the ledger, in a transaction; the archive is attached as `archive`."""
+    """Rows of an open connection whose `main` is the ledger, in a transaction; the archive is attached as `archive`."""
 
     def __init__(self, database: sqlite3.Connection, *, attached: bool) -> None:
         self._database = database
         self._archived = _archived(next_numbers(database)) if attached else {}
 
     def of(self, kind: type[R], order: str = "") -> Iterator[R]:
-        """All records of a kind."""
+        """Yield all records of a kind."""
         table = TABLES[kind]
         for row in self.select(table.name, table.columns, order=order):
             yield table.load(row)  # type: ignore[misc]
@@ -90,18 +90,19 @@ class JoinedRows:
         order: str = "",
         values: tuple[object, ...] = (),
     ) -> sqlite3.Cursor:
-        """These columns of all rows."""
+        """Select these columns of all rows."""
         names = ", ".join(columns)
         query = f"SELECT {names} FROM main.{table} WHERE {where}"
         if table in self._archived:
             query += f" UNION ALL SELECT {names} FROM archive.{table} WHERE {where} AND {self._archived[table]}"
             values = values * 2
         if order:
-            # By name, as the terms of a compound query want it.
+            # A compound query can only be ordered by column names, from outside.
             query = f"SELECT * FROM ({query}) ORDER BY {order}"
         return self._database.execute(query, values)
 
     def count(self, table: str) -> int:
+        """Return the number of rows of a table."""
         (number,) = self._database.execute(f"SELECT count(*) FROM main.{table}").fetchone()
         if table in self._archived:
             archived = f"SELECT count(*) FROM archive.{table} WHERE {self._archived[table]}"
@@ -109,7 +110,7 @@ class JoinedRows:
         return int(number)
 
     def histories(self) -> Iterator[GroupHistory]:
-        """All groups, in the order of sealing, those that are not sealed last."""
+        """Yield all groups, in the order of sealing, unsealed ones last."""
         groups = self.of(GroupRecord, ORDER_OF_SEALING)
         while some := list(islice(groups, GROUPS_AT_ONCE)):
             ids = json.dumps([group.group_id for group in some])
@@ -125,7 +126,7 @@ class JoinedRows:
 
 
 def _archived(numbers: dict[str, int]) -> dict[str, str]:
-    """By table, which rows of the archive count."""
+    """Return, by table, the condition on the rows of the archive that count."""
     future = f"SELECT group_id FROM archive.groups WHERE ordinal >= {numbers['next_ordinal']}"
     not_these = f"SELECT group_id FROM main.groups UNION {future}"
     rollouts = (

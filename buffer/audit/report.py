@@ -1,9 +1,9 @@
-"""What acceptance and the staleness bound did to long rollouts, from the evidence of a run.
+"""The effect of acceptance and the staleness bound on long rollouts, from the evidence of a run.
 
 Invariants:
 - Every finished attempt is in exactly one decile of duration and has exactly one fate.
-- What was cancelled has no duration, only the time it had run: it stands in the decile of that time, or a higher one
-  had it gone on.
+- A cancelled attempt has no duration, only the time it had run: it counts in the decile of that time, which is a lower
+  bound.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from headrace.buffer.core.records import Action, GroupState, RolloutState
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Sequence
 
     from headrace.buffer.audit.evidence import Evidence, StreamedEvidence
     from headrace.buffer.audit.joined_rows import GroupHistory
-    from headrace.buffer.core.records import AttemptRecord, RolloutRecord
+    from headrace.buffer.core.records import AttemptRecord
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.types import GroupId
 
@@ -37,10 +37,10 @@ _FATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecileReport:
-    """A tenth of the finished attempts, by duration from issue to offer. `finished` is the sum of `trained`,
-    `evicted` (over the bound, issued again or not), `undone` (issued again because the result was lost, or a resume
-    undid the steps that its policy came from), `filtered` and `held` (may still be trained). `cancelled` ones did not
-    finish. `mean_reward` is over the finished ones, None without any."""
+    """A tenth of the finished attempts, by duration from issue to offer. `finished` is the sum of `trained`, `evicted`
+    (over the bound, issued again or not), `undone` (issued again because the result was lost, or a resume undid the
+    steps that its policy came from), `filtered` and `held` (may still be trained). `cancelled` attempts did not finish.
+    `mean_reward` is over the finished ones, None without any."""
 
     decile: int
     shortest_s: float
@@ -57,8 +57,8 @@ class DecileReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """One group that was sealed with members unfinished. Means are over first results; None without any. Durations
-    are from issue to offer."""
+    """A group that was sealed with unfinished members. Means are over first results; None without any. Durations are
+    from issue to offer."""
 
     group_id: GroupId
     task_id: TaskId
@@ -74,9 +74,9 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """What became of all attempts: `causes` counts those that ended, `evicted` how often a rollout went over the bound,
-    whether it was issued again or ended by it. `deciles` are shortest first,
-    empty before anything finished. `left_out` is in the order of opening."""
+    """Ends of all attempts: `causes` counts those that ended, `evicted` how often a rollout exceeded the bound, whether
+    it was issued again or ended by it. `deciles` are shortest first, empty before anything finished. `left_out` is in
+    the order of opening."""
 
     deciles: tuple[DecileReport, ...]
     left_out: tuple[LeftOut, ...]
@@ -85,7 +85,7 @@ class Acceptance:
 
 
 def acceptance(evidence: Evidence | StreamedEvidence) -> Acceptance:
-    """One pass over all groups."""
+    """Compute the report in one pass over all groups."""
     finished: list[_Finished] = []
     cancelled_s: list[float] = []
     causes: Counter[str] = Counter()
@@ -99,8 +99,13 @@ def acceptance(evidence: Evidence | StreamedEvidence) -> Acceptance:
                 if attempt.cause is not None:
                     causes[attempt.cause.value] += 1
                 if attempt.reward is not None:
-                    finished.append((_duration_s(attempt), _fate(attempt, rollout, lost), attempt.reward))
-                if _cancelled_by_policy(attempt, rollout):
+                    fate = _FATES.get(rollout.state, "held")
+                    if attempt.attempt != rollout.attempt or rollout.state is RolloutState.PENDING:
+                        fate = "evicted" if rollout.evictions and attempt.key not in lost else "undone"
+                    finished.append((_duration_s(attempt), fate, attempt.reward))
+                # Cancelled by policy, or left out; not those whose driver or order was lost.
+                left_out = rollout.state is RolloutState.CANCELLED and rollout.attempt == attempt.attempt
+                if attempt.cause is Cause.CANCELLED and (attempt.offered or left_out):
                     cancelled_s.append(_duration_s(attempt))
         if history.group.state is GroupState.SEALED and any(member.late for member in history.members):
             groups.append((history.group.ordinal, _left_out(history)))
@@ -125,24 +130,24 @@ def _deciles(finished: list[_Finished], cancelled_s: Sequence[float]) -> tuple[D
     tenths = [tenth for tenth in tenths if tenth]
     longest_s = [tenth[-1][0] for tenth in tenths]
     cancelled = Counter(min(bisect_left(longest_s, seconds), len(tenths) - 1) for seconds in cancelled_s)
-    return tuple(_decile(place, tenth, cancelled[place]) for place, tenth in enumerate(tenths))
-
-
-def _decile(place: int, tenth: Sequence[_Finished], cancelled: int) -> DecileReport:
-    fates = Counter(fate for _, fate, _ in tenth)
-    return DecileReport(
-        decile=place + 1,
-        shortest_s=tenth[0][0],
-        longest_s=tenth[-1][0],
-        finished=len(tenth),
-        trained=fates["trained"],
-        evicted=fates["evicted"],
-        undone=fates["undone"],
-        filtered=fates["filtered"],
-        held=fates["held"],
-        cancelled=cancelled,
-        mean_reward=_mean([reward for _, _, reward in tenth]),
-    )
+    reports = []
+    for place, tenth in enumerate(tenths):
+        fates = Counter(fate for _, fate, _ in tenth)
+        report = DecileReport(
+            decile=place + 1,
+            shortest_s=tenth[0][0],
+            longest_s=tenth[-1][0],
+            finished=len(tenth),
+            trained=fates["trained"],
+            evicted=fates["evicted"],
+            undone=fates["undone"],
+            filtered=fates["filtered"],
+            held=fates["held"],
+            cancelled=cancelled[place],
+            mean_reward=_mean([reward for _, _, reward in tenth]),
+        )
+        reports.append(report)
+    return tuple(reports)
 
 
 def _left_out(history: GroupHistory) -> LeftOut:
@@ -165,21 +170,8 @@ def _left_out(history: GroupHistory) -> LeftOut:
     )
 
 
-def _fate(attempt: AttemptRecord, rollout: RolloutRecord, lost: Container[tuple[str, int | None]]) -> str:
-    if attempt.attempt != rollout.attempt or rollout.state is RolloutState.PENDING:
-        return "evicted" if rollout.evictions and attempt.key not in lost else "undone"
-    return _FATES.get(rollout.state, "held")
-
-
-def _cancelled_by_policy(attempt: AttemptRecord, rollout: RolloutRecord) -> bool:
-    """Told to end, or left out; not those whose driver or order was lost."""
-    if attempt.cause is not Cause.CANCELLED:
-        return False
-    return attempt.offered or (rollout.state is RolloutState.CANCELLED and rollout.attempt == attempt.attempt)
-
-
 def _duration_s(attempt: AttemptRecord) -> float:
-    """The clock may have jumped back."""
+    # The clock may have been set back.
     return max(0.0, (attempt.ended_at_s or attempt.issued_at_s) - attempt.issued_at_s)
 
 

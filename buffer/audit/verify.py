@@ -1,10 +1,9 @@
-"""`headrace ledger verify`: recompute what must hold from the rows and the checkpoints, not from the buffer's own
-words.
+"""The checks of `headrace ledger verify`, recomputed from rows and checkpoints without the buffer's own logic.
 
 Invariants:
-- Pure reading: see `evidence`. It works on a run whose process was killed and on one that is running.
+- Reading only (see `evidence`): it works on a run whose process was killed and on one that is running.
 - The surviving path, every rollout's state, every staleness and the hash chain are derived again from attempts,
-  commits and forks, and compared with what is stored; so are baselines and advantages (`verify_groups`).
+  commits and forks, and compared with the stored values; so are baselines and advantages (`verify_groups`).
 - A resumed line counts as the line before it only as far as the hash chains of their steps agree.
 """
 
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
 
     from headrace.buffer.audit.evidence import Evidence, StreamedEvidence, Witness
     from headrace.buffer.audit.joined_rows import GroupHistory
-    from headrace.buffer.core.records import AttemptRecord, BatchRecord, CommitRecord, RolloutRecord
+    from headrace.buffer.core.records import AttemptRecord, CommitRecord, RolloutRecord
     from headrace.buffer.types import BatchId, RolloutId
 
     Progress = Callable[[int, int], object]
 
 PROGRESS_GROUPS: Final = 4096
-"""Progress is told after so many groups."""
+"""Number of groups between two reports of progress."""
 _LIVE = frozenset({RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
 _UNTRAINED_ENDS = {
     GroupState.OPEN: {RolloutState.WAITING},
@@ -46,12 +45,12 @@ _UNTRAINED_ENDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """`issued` counts the rollouts of all opened groups and equals the sum of the counts from `trained` to
-    `cancelled`: `pending` never had an attempt, or had one that was evicted; `infra` wait for their next one;
-    `cancelled` do too, or were left out when their group was sealed. Staleness is in optimizer updates;
+    """Result of `verify`. `issued` counts the rollouts of all opened groups and equals the sum of the counts from
+    `trained` to `cancelled`: `pending` never had an attempt, or had one that was evicted; `infra` wait for their next
+    one; `cancelled` do too, or were left out when their group was sealed. Staleness is in optimizer updates;
     `max_staleness` is the bound of the newest step. `lost` counts rollouts whose stored state their history does not
-    support, `trained_twice` those in more than one step of the surviving path. What operators did: `batches_dropped`,
-    whose rollouts are among the filtered, and how many lost results were `retried`."""
+    support, `trained_twice` those in more than one step of the surviving path. `batches_dropped` by operators have
+    their rollouts among the filtered; `retried` counts the lost results that operators retried."""
 
     issued: int
     trained: int
@@ -80,7 +79,7 @@ class VerifyReport:
 
     @property
     def clean(self) -> bool:
-        """Nothing contradicts."""
+        """Whether no check failed."""
         return not self.problems
 
 
@@ -91,20 +90,16 @@ def verify(run_dir: Path, progress: Progress | None = None) -> VerifyReport:
 
 
 def audit(evidence: Evidence | StreamedEvidence, progress: Progress | None = None) -> VerifyReport:
-    """`verify` for who has read the evidence; trajectories are read here. `progress` is called with the groups checked
-    and the groups in all."""
-    return _Audit(evidence).report(progress or _in_silence)
+    """Check evidence that was read before; trajectories are read here. `progress` is called with the number of groups
+    checked and of all groups."""
+    return _Audit(evidence).report(progress)
 
 
 def lost_rollouts(evidence: Evidence | StreamedEvidence) -> dict[RolloutId, str]:
-    """What `audit` counts as lost, with the reason."""
+    """Return the rollouts that `audit` counts as lost, with the reason."""
     auditing = _Audit(evidence)
-    auditing.report(_in_silence)
+    auditing.report(None)
     return auditing.lost
-
-
-def _in_silence(done: int, total: int) -> None:
-    """No progress is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +112,7 @@ class _Training:
 
 
 class _Audit:
-    """One pass over the batches and one over the groups; findings gather in `problems`."""
+    """One pass over the batches and one over the groups; findings are collected in `problems`."""
 
     def __init__(self, evidence: Evidence | StreamedEvidence) -> None:
         self.evidence = evidence
@@ -138,22 +133,33 @@ class _Audit:
         self.counts: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
 
-    def report(self, progress: Progress) -> VerifyReport:
+    def report(self, progress: Progress | None) -> VerifyReport:
         self._read_batches()
         self._check_forks()
         self._check_chain()
-        twice = self._trained_twice()
-        self._check_dropped()
-        self._check_groups(progress)
+        twice = sorted(rollout_id for rollout_id, places in self.trained.items() if len(places) > 1)
+        if twice:
+            self.problems.append(f"{len(twice)} rollouts were trained more than once, {twice[0]} first")
+        if self.evidence.closed is None:
+            # Only operators drop batches.
+            noted = {entry.subject for entry in self.evidence.interventions if entry.action is Action.DROP_BATCH}
+            for batch_id in sorted(noted.symmetric_difference(self.dropped)):
+                self.problems.append(f"{batch_id} was dropped without an entry in the journal, or the other way round")
+        self._check_groups(progress or (lambda done, total: None))
         for witness in self.evidence.witnesses:
             self._check_witness(witness)
-        self._check_recorded_checkpoints()
+        chains = {witness.version: witness.chain for witness in self.evidence.witnesses}
+        for checkpoint in self.evidence.checkpoints:
+            if chains.get(checkpoint.version, checkpoint.chain) != checkpoint.chain:
+                self.problems.append(
+                    f"checkpoint {checkpoint.version}: directory and ledger have different hash chains"
+                )
         bounds = [commit.max_staleness for commit in self.path]
         seen = self.staleness.total()
         return VerifyReport(
             issued=self.counts.total(),
             **{name: self.counts[name] for name in _COUNTS},
-            trained_twice=twice,
+            trained_twice=len(twice),
             lost=len(self.lost),
             steps=sum(not commit.skipped for commit in self.path),
             steps_skipped=sum(commit.skipped for commit in self.path),
@@ -168,7 +174,7 @@ class _Audit:
         )
 
     def _surviving_path(self) -> list[CommitRecord]:
-        """Replay the forks: each epoch keeps the steps up to the chain it was opened at."""
+        """Return the surviving steps, from the forks: each epoch keeps the steps up to the chain it was opened at."""
         if self.evidence.closed is not None:
             return self.evidence.surviving
         path: list[CommitRecord] = []
@@ -184,8 +190,8 @@ class _Audit:
         return path
 
     def _check_forks(self) -> None:
-        """No epoch follows an earlier one further than both were trained on the same batches. Places are numbered by
-        the steps that lead to them, whatever the versions are called."""
+        """Check that no epoch follows an earlier one further than both were trained on the same batches. Places are
+        numbered by the steps that lead to them, whatever the names of the versions."""
         if self.evidence.closed is not None:
             return
         by_epoch: dict[int, list[CommitRecord]] = {}
@@ -210,7 +216,7 @@ class _Audit:
                 )
 
     def _read_batches(self) -> None:
-        """Their digests, and where their members are."""
+        """Collect the digests of batches, and the places of their members."""
         steps: dict[BatchId, list[CommitRecord]] = {}
         for commit in self.path:
             steps.setdefault(commit.batch_id, []).append(commit)
@@ -218,7 +224,8 @@ class _Audit:
         for batch in self.evidence.batches:
             if batch.batch_id in undone:
                 self.again.update(member.rollout_id for member in batch.members)
-            self.digests[batch.batch_id] = _digest(batch)
+            members = tuple((member.rollout_id, member.attempt) for member in batch.members)
+            self.digests[batch.batch_id] = batch_digest(batch.batch_id, members)
             if batch.state in self.held:
                 self.held[batch.state].update(member.rollout_id for member in batch.members)
             if batch.state is BatchState.DROPPED:
@@ -250,22 +257,8 @@ class _Audit:
                 self.problems.append(f"step {commit.sequence} goes from {commit.trained_at} to {commit.version}")
             before = commit.version
 
-    def _trained_twice(self) -> int:
-        twice = sorted(rollout_id for rollout_id, places in self.trained.items() if len(places) > 1)
-        if twice:
-            self.problems.append(f"{len(twice)} rollouts were trained more than once, {twice[0]} first")
-        return len(twice)
-
-    def _check_dropped(self) -> None:
-        """Batches are dropped by operators only."""
-        if self.evidence.closed is not None:
-            return
-        noted = {entry.subject for entry in self.evidence.interventions if entry.action is Action.DROP_BATCH}
-        for batch_id in sorted(noted.symmetric_difference(self.dropped)):
-            self.problems.append(f"{batch_id} was dropped without an entry in the journal, or the other way round")
-
     def _check_groups(self, progress: Progress) -> None:
-        """Every rollout with its attempts, once."""
+        """Check every rollout with its attempts, once."""
         total, ordinals = self.evidence.count("groups"), 0
         by_group = GroupAudit(self.retried, has_history=self.evidence.closed is None)
         wanted: dict[tuple[RolloutId, int], AttemptRecord] = {}
@@ -276,7 +269,7 @@ class _Audit:
             for rollout in history.members:
                 self._check_rollout(rollout, history)
                 attempt = history.current(rollout)
-                # Files of what a checkpoint covers may be gone, also where a return to an earlier step opened a group.
+                # Files that a checkpoint covers may be gone, also where a return to an earlier step opened a group.
                 trained = rollout.state is RolloutState.TRAINED and bool(self.evidence.witnesses)
                 covered = (history.group.closed or trained) and rollout.rollout_id not in self.again
                 closed = covered or self._known_lost(rollout)
@@ -287,11 +280,17 @@ class _Audit:
         whole = self.evidence.closed is None
         if whole and ordinals != total:
             self.problems.append("the ordinals of the groups have gaps")
-        # What is left has no row at all; unless its group is in an archive that is not read.
+        # The rollouts left have no row at all, unless their group is in an archive that is not read.
         for rollout_id, places in self.trained.items() if whole else ():
             self._check_staleness(rollout_id, places, {})
         self.problems += by_group.finish(self.evidence.tasks if whole else None)
-        self._check_trajectories(wanted)
+        # A rollout that may still be trained, or be trained again after a return to the last checkpoint, needs a
+        # trajectory that is readable and as recorded.
+        for key, trajectory in read_trajectories(self.evidence, set(wanted)):
+            if trajectory is None:
+                self._lose(key[0], f"attempt {key[1]}: its trajectory is missing or damaged")
+            elif trained_tokens(trajectory, self.tree) != wanted[key].trained:
+                self.problems.append(f"{key[0]} attempt {key[1]}: its spans are not those of its trajectory")
 
     def _check_rollout(self, rollout: RolloutRecord, history: GroupHistory) -> None:
         name, tries = rollout.rollout_id, history.attempts.get(rollout.rollout_id, ())
@@ -309,16 +308,19 @@ class _Audit:
             self.problems.append(f"{name} counts {rollout.failures} failures, not its attempts'")
         reserved = rollout.state is RolloutState.SEALED and rollout.batch_id is not None
         if reserved != (name in self.held[BatchState.QUEUED]):
-            self._lose(name, "is held for a batch that does not wait, or the other way round")
+            self._lose(name, "is held for a batch that is not queued, or the other way round")
         if (rollout.reason is FilterReason.BATCH_DROPPED) != (name in self.held[BatchState.DROPPED]):
             self._lose(name, "was filtered for a batch that was not dropped, or the other way round")
         self._check_staleness(name, trained, {one.attempt: one for one in tries})
-        self.counts[_count_as(rollout, attempt)] += 1
+        count_as = rollout.state.value
+        if rollout.state is RolloutState.PENDING and attempt is not None and attempt.reward is None:
+            count_as = "cancelled" if attempt.cause is Cause.CANCELLED else "infra"
+        self.counts[count_as] += 1
 
     def _allowed(
         self, rollout: RolloutRecord, group: GroupState, attempt: AttemptRecord | None, *, trained: bool
     ) -> set[RolloutState]:
-        """The states that a rollout's attempts, group and batches allow."""
+        """Return the states that a rollout's attempts, group and batches allow."""
         if trained:
             return {RolloutState.TRAINED}
         if rollout.rollout_id in self.held[BatchState.LEASED]:
@@ -339,19 +341,10 @@ class _Audit:
             return {RolloutState.PENDING, RolloutState.POISON, *left_out}
         return {RolloutState.PENDING, RolloutState.EVICTED, *left_out}
 
-    def _check_trajectories(self, wanted: dict[tuple[RolloutId, int], AttemptRecord]) -> None:
-        """What may still be trained, or be trained again after a return to the last checkpoint, must be readable and
-        as recorded."""
-        for key, trajectory in read_trajectories(self.evidence, set(wanted)):
-            if trajectory is None:
-                self._lose(key[0], f"attempt {key[1]}: its trajectory is missing or damaged")
-            elif trained_tokens(trajectory, self.tree) != wanted[key].trained:
-                self.problems.append(f"{key[0]} attempt {key[1]}: its spans are not those of its trajectory")
-
     def _check_staleness(
         self, rollout_id: RolloutId, places: tuple[_Training, ...], tries: Mapping[int, AttemptRecord]
     ) -> None:
-        """In every updating or skipped step of the surviving path, from stored spans and the step's version."""
+        """Check a rollout in every step of the surviving path, from stored spans and the step's version."""
         for place in places:
             commit, attempt = place.commit, tries.get(place.attempt)
             if attempt is None or not attempt.trained:
@@ -365,7 +358,7 @@ class _Audit:
                 self.problems.append(f"{rollout_id} has staleness {staleness}, stored is {place.staleness}")
 
     def _check_witness(self, witness: Witness) -> None:
-        """A checkpoint's account must be a stretch of the ledger's history, on the surviving path or undone."""
+        """Check that a checkpoint's batches are a part of the ledger's history, on the surviving path or undone."""
         name = witness.path.name
         digests = (digest for _, digest in witness.batches)
         if reduce(extend_chain, digests, witness.previous_chain) != witness.chain:
@@ -381,16 +374,8 @@ class _Audit:
             if known != digest and (known is not None or self.evidence.closed is None):
                 self.problems.append(f"checkpoint {name}: batch {batch_id} is not the ledger's")
 
-    def _check_recorded_checkpoints(self) -> None:
-        chains = {witness.version: witness.chain for witness in self.evidence.witnesses}
-        for checkpoint in self.evidence.checkpoints:
-            if chains.get(checkpoint.version, checkpoint.chain) != checkpoint.chain:
-                self.problems.append(
-                    f"checkpoint {checkpoint.version}: directory and ledger have different hash chains"
-                )
-
     def _known_lost(self, rollout: RolloutRecord) -> bool:
-        """An operator accepted that the result is lost of what a checkpoint's weights hold already."""
+        """Whether an operator accepted the loss of a result that the weights of a checkpoint contain already."""
         return rollout.state is RolloutState.TRAINED and (rollout.rollout_id, rollout.attempt) in self.retried
 
     def _lose(self, rollout_id: RolloutId, why: str) -> None:
@@ -398,14 +383,4 @@ class _Audit:
         self.problems.append(f"{rollout_id} {why}")
 
 
-def _count_as(rollout: RolloutRecord, attempt: AttemptRecord | None) -> str:
-    if rollout.state is not RolloutState.PENDING or attempt is None or attempt.reward is not None:
-        return rollout.state.value
-    return "cancelled" if attempt.cause is Cause.CANCELLED else "infra"
-
-
 _COUNTS = (*(state.value for state in RolloutState), "infra")
-
-
-def _digest(batch: BatchRecord) -> bytes:
-    return batch_digest(batch.batch_id, tuple((member.rollout_id, member.attempt) for member in batch.members))

@@ -1,6 +1,7 @@
-"""The part of `verify` about groups: baselines, scales, advantages and the history of tasks, from attempts alone.
+"""The checks of `verify` about groups: baselines, scales, advantages and the history of tasks.
 
-Invariant: times, rewards and causes of attempts are the evidence; what rollouts, groups and tasks say must follow.
+Invariant: times, rewards and causes of attempts are the evidence; the records of rollouts, groups and tasks must follow
+from them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class _Sealed:
 
 
 class GroupAudit:
-    """What contradicts, as plain sentences: `check` each group once, in the order of sealing, then `finish`."""
+    """Finds contradictions in groups, as plain sentences: `check` each group once, in the order of sealing, then
+    `finish`."""
 
     def __init__(self, retried: Collection[tuple[str, int | None]], *, has_history: bool = True) -> None:
         """`retried` are the attempts (rollout, number) whose lost results an operator issued again. Without the groups
@@ -65,25 +67,45 @@ class GroupAudit:
         self._counts: dict[TaskId, Counter[str]] = defaultdict(Counter)
 
     def check(self, history: GroupHistory) -> Iterator[str]:
-        """What contradicts in one group."""
+        """Yield the contradictions in one group."""
         group, members = history.group, history.members
         numbers = [member.member for member in members]
         whole = numbers == list(range(len(numbers)))
         self._sizes[len(numbers) if whole else -1].append(group.group_id)
         for rollout in members:
-            yield from _first_reward(rollout, history)
-            yield from _evictions(rollout, history)
+            tries, first = history.attempts.get(rollout.rollout_id, ()), history.first_result(rollout)
+            if rollout.first_reward != (first.reward if first else None):
+                yield f"{rollout.rollout_id} counts {rollout.first_reward} in its group, not its first result"
+            if rollout.evictions > group.max_evictions:
+                yield f"{rollout.rollout_id} was issued again {rollout.evictions} times, over its group's cap"
+            # Each eviction is of an attempt that ended.
+            ends = sum(one.reward is not None or (one.cause is Cause.CANCELLED and one.offered) for one in tries)
+            if rollout.evictions + (rollout.state is RolloutState.EVICTED) > ends:
+                yield f"{rollout.rollout_id} counts more evictions than its attempts have ends"
         complete = group.state is GroupState.SEALED and all(
             member.finished or member.state is RolloutState.POISON for member in members
         )
         if complete != (group.complete_before is not None):
-            yield f"{group.group_id} says it is {'not ' if complete else ''}complete, its members say otherwise"
+            marked = "incomplete" if complete else "complete"
+            yield f"{group.group_id} is marked as {marked}, which its members contradict"
         if group.state is GroupState.SEALED and self._has_history:
             yield from self._sealed(history)
-        self._count(history)
+        counts = self._counts[group.task_id]
+        counts["groups"] += 1
+        if group.complete_before is not None:
+            counts["complete_members"] += sum(member.finished for member in members)
+        for rollout in members:
+            counts["poison"] += rollout.state is RolloutState.POISON
+            counts["cancelled"] += rollout.state is RolloutState.CANCELLED
+            counts["evicted"] += rollout.evictions + (rollout.state is RolloutState.EVICTED)
+        for tries in history.attempts.values():
+            for attempt in tries:
+                counts["finished"] += attempt.reward is not None
+                counts["solved"] += attempt.solved
+                counts["infra"] += attempt.cause in FAILED
 
     def finish(self, tasks: Iterable[TaskRecord] | None) -> Iterator[str]:
-        """What contradicts over all groups: sizes, and the counts of each task record, unless that is None."""
+        """Yield the contradictions over all groups: sizes, and the counts of each task record, unless that is None."""
         size = max(self._sizes, default=0)
         for found, groups in self._sizes.items():
             for group_id in groups if found != size else ():
@@ -98,7 +120,7 @@ class GroupAudit:
                     yield f"task {task_id} counts {getattr(record, name)} {name}, the ledger has {counts[name]}"
 
     def _sealed(self, history: GroupHistory) -> Iterator[str]:
-        """With the history that it had when it was sealed."""
+        """Yield the contradictions in a sealed group, given the history at its sealing."""
         group, members = history.group, history.members
         while self._coming and self._coming[0][0] <= (group.seal_order or 0):
             _, _, task_id, (squares, count) = heappop(self._coming)
@@ -109,8 +131,12 @@ class GroupAudit:
         if group.complete_before is not None and rewards:
             sums = (deviation_square_sum(rewards), len(rewards))
             heappush(self._coming, (group.complete_before, group.ordinal, group.task_id, sums))
-        if self._is_unwitnessed(history):
+        # A result that was acknowledged and never stored: its time is unknown, and baselines may depend on it. An
+        # operator has retried it, and its attempt has no token.
+        tries = (attempt for tries in history.attempts.values() for attempt in tries)
+        if self._retried and any(attempt.key in self._retried and not attempt.trained for attempt in tries):
             return
+        early = ((member.rollout_id, history.first_result(member)) for member in members if not member.late)
         try:
             yield from _sealed_group(
                 _Sealed(
@@ -118,7 +144,11 @@ class GroupAudit:
                     members=members,
                     rule=_rule(group.rule or ""),
                     min_members=group.min_members or 0,
-                    finishes=_finishes(history),
+                    finishes={
+                        rollout_id: Finish(at_s=first.ended_at_s or 0.0, reward=first.reward)
+                        for rollout_id, first in early
+                        if first is not None and first.reward is not None
+                    },
                     own=self._history[group.task_id],
                     pooled=self._history[None],
                 )
@@ -126,59 +156,9 @@ class GroupAudit:
         except ValueError as error:
             yield f"{group.group_id}: {error}"
 
-    def _is_unwitnessed(self, history: GroupHistory) -> bool:
-        """Sealed with a result that was acknowledged and never stored: nobody knows when it came, on which baselines
-        may depend. An operator has retried it, and its attempt has no token."""
-        if not self._retried:
-            return False
-        tries = (attempt for tries in history.attempts.values() for attempt in tries)
-        return any(attempt.key in self._retried and not attempt.trained for attempt in tries)
-
-    def _count(self, history: GroupHistory) -> None:
-        counts = self._counts[history.group.task_id]
-        counts["groups"] += 1
-        if history.group.complete_before is not None:
-            counts["complete_members"] += sum(member.finished for member in history.members)
-        for rollout in history.members:
-            counts["poison"] += rollout.state is RolloutState.POISON
-            counts["cancelled"] += rollout.state is RolloutState.CANCELLED
-            counts["evicted"] += rollout.evictions + (rollout.state is RolloutState.EVICTED)
-        for tries in history.attempts.values():
-            for attempt in tries:
-                counts["finished"] += attempt.reward is not None
-                counts["solved"] += attempt.solved
-                counts["infra"] += attempt.cause in FAILED
-
 
 _rule = lru_cache(parse_rule)
 _COUNTED = ("groups", "complete_members", "poison", "cancelled", "evicted", "finished", "solved", "infra")
-
-
-def _first_reward(rollout: RolloutRecord, history: GroupHistory) -> Iterator[str]:
-    first = history.first_result(rollout)
-    if rollout.first_reward != (first.reward if first else None):
-        yield f"{rollout.rollout_id} counts {rollout.first_reward} in its group, not its first result"
-
-
-def _evictions(rollout: RolloutRecord, history: GroupHistory) -> Iterator[str]:
-    """No more than the cap, and each of an attempt that ended."""
-    if rollout.evictions > history.group.max_evictions:
-        yield f"{rollout.rollout_id} was issued again {rollout.evictions} times, over its group's cap"
-    ends = sum(
-        attempt.reward is not None or (attempt.cause is Cause.CANCELLED and attempt.offered)
-        for attempt in history.attempts.get(rollout.rollout_id, ())
-    )
-    if rollout.evictions + (rollout.state is RolloutState.EVICTED) > ends:
-        yield f"{rollout.rollout_id} counts more evictions than its attempts have ends"
-
-
-def _finishes(history: GroupHistory) -> dict[RolloutId, Finish]:
-    early = ((member.rollout_id, history.first_result(member)) for member in history.members if not member.late)
-    return {
-        rollout_id: Finish(at_s=first.ended_at_s or 0.0, reward=first.reward)
-        for rollout_id, first in early
-        if first is not None and first.reward is not None
-    }
 
 
 def _sealed_group(sealed: _Sealed) -> Iterator[str]:
@@ -186,53 +166,41 @@ def _sealed_group(sealed: _Sealed) -> Iterator[str]:
     if len(sealed.finishes) < max(2, sealed.min_members):
         yield f"{name} was sealed with {len(sealed.finishes)} finished members"
         return
-    if not sealed.rule.expires and not _accepted(sealed):
-        yield f"{name} was sealed before its rule {sealed.rule.text} accepted"
-    scale = _scale(sealed)
-    for member in sealed.fixed:
-        expected = _baseline(sealed, member.rollout_id)
-        if member.baseline is None or not _close(member.baseline, expected):
-            yield f"{member.rollout_id} has baseline {member.baseline}, its group's results say {expected}"
-        elif member.scale is None or not _close(member.scale, scale):
-            yield f"{member.rollout_id} has scale {member.scale}, the history says {scale}"
-        elif not _consistent(member):
-            yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"
-
-
-def _baseline(sealed: _Sealed, rollout_id: RolloutId) -> float:
-    return baseline(
-        sealed.rule,
-        [finish for other, finish in sealed.finishes.items() if other != rollout_id],
-        size=len(sealed.members),
-        min_members=sealed.min_members,
-        opened_at_s=sealed.group.opened_at_s,
-    )
-
-
-def _accepted(sealed: _Sealed) -> bool:
+    group = sealed.group
     view = GroupView(
         size=len(sealed.members),
         finished=len(sealed.finishes),
         running=sum(member.late for member in sealed.members),
-        opened_at_s=sealed.group.opened_at_s,
+        opened_at_s=group.opened_at_s,
         last_finished_at_s=max(finish.at_s for finish in sealed.finishes.values()),
     )
-    return effective_since(sealed.rule, view, sealed.min_members) <= (sealed.group.ended_at_s or 0.0)
-
-
-def _scale(sealed: _Sealed) -> float:
-    if sealed.group.advantage == "centered":
-        return 1.0
+    accepts_at_s = effective_since(sealed.rule, view, sealed.min_members)
+    if not sealed.rule.expires and accepts_at_s > (group.ended_at_s or 0.0):
+        yield f"{name} was sealed before its rule {sealed.rule.text} accepted"
     ends = (member.rollout_id in sealed.finishes or member.state is RolloutState.POISON for member in sealed.members)
-    if all(ends) and not any(member.late for member in sealed.members):
-        return full_scale([finish.reward for finish in sealed.finishes.values()])
-    return history_scale(sealed.own, sealed.pooled)
-
-
-def _consistent(member: RolloutRecord) -> bool:
-    if member.advantage is None or member.reward is None:
-        return member.state not in _WITH_ADVANTAGE
-    return _close(member.advantage, advantage(member.reward, member.baseline or 0.0, member.scale or 1.0))
+    if group.advantage == "centered":
+        scale = 1.0
+    elif all(ends) and not any(member.late for member in sealed.members):
+        scale = full_scale([finish.reward for finish in sealed.finishes.values()])
+    else:
+        scale = history_scale(sealed.own, sealed.pooled)
+    for member in sealed.fixed:
+        expected = baseline(
+            sealed.rule,
+            [finish for other, finish in sealed.finishes.items() if other != member.rollout_id],
+            size=len(sealed.members),
+            min_members=sealed.min_members,
+            opened_at_s=group.opened_at_s,
+        )
+        if member.baseline is None or not _close(member.baseline, expected):
+            yield f"{member.rollout_id} has baseline {member.baseline}, its group's results give {expected}"
+        elif member.scale is None or not _close(member.scale, scale):
+            yield f"{member.rollout_id} has scale {member.scale}, the history gives {scale}"
+        elif member.advantage is None or member.reward is None:
+            if member.state in _WITH_ADVANTAGE:
+                yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"
+        elif not _close(member.advantage, advantage(member.reward, member.baseline, member.scale)):
+            yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"
 
 
 def _close(stored: float, expected: float) -> bool:

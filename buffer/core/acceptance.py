@@ -1,12 +1,12 @@
-"""When a group is sealed: small rules joined with `|` and `&`.
+"""Acceptance rules, which decide when a group is sealed, joined with `|` and `&`.
 
 Invariants:
 - A rule maps a `GroupView` to the time from which it accepts if no further member finishes; it has no memory and no
   clock.
 - Rules are monotone: a member that finishes earlier never makes the group wait longer.
-- Times run while the store is open: for a group that was open when the store was opened again they begin anew then, so
-  that a stop seals nothing and leaves nobody out.
-- In force is always `effective_since`: no member running, or enough finished and the rule accepts.
+- Times run while the store is open: for a group that was open when the store was opened again they restart then, so
+  that a stop seals no group and leaves no member out.
+- The rule in force is always `effective_since`: no member is running, or enough finished and the rule accepts.
 
 A rule is written as text: `all`, `count(6)`, `fraction(0.75) & grace(120)`, `all | expiring(1)`.
 """
@@ -28,9 +28,9 @@ LONGEST_TEXT: Final = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """What a rule sees. `size` is the number of members asked for, `running` those whose result is still to come.
-    `opened_at_s` is when its first attempt was issued, or the store was opened again since. `updates_left` is how many
-    optimizer updates the oldest finished member may still wait; None: not known."""
+    """Input of a rule. `size` is the number of members, `running` counts those without a result yet. `opened_at_s` is
+    when its first attempt was issued, or when the store was opened again since. `updates_left` is the number of
+    optimizer updates that the oldest finished member may still wait; None: not known."""
 
     size: int
     finished: int
@@ -42,8 +42,9 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRule:
-    """`first | second` accepts when either does, `first & second` when both do. `since` gives the time from which it
-    accepts, `ALWAYS` or `NEVER`; `expires`: it looks at versions too."""
+    """Rule by which a group is sealed. `first | second` accepts when either does, `first & second` when both do.
+    `since` returns the time from which it accepts, `ALWAYS` or `NEVER`; `expires` means that it depends on versions
+    too."""
 
     text: str
     since: Callable[[GroupView], float]
@@ -69,24 +70,24 @@ class AcceptanceRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a rule may ask for."""
+    """Limits on the arguments of rules."""
 
     group_size: int
     max_staleness: int
 
 
 def every_member() -> AcceptanceRule:
-    """The rule `all`: no member is running."""
+    """Return the rule `all`: no member is running."""
     return AcceptanceRule("all", lambda group: NEVER if group.running else ALWAYS)
 
 
 def count(members: int) -> AcceptanceRule:
-    """So many members have finished."""
+    """Return the rule that so many members have finished."""
     return AcceptanceRule(f"count({members})", lambda group: ALWAYS if group.finished >= members else NEVER)
 
 
 def fraction(share: float) -> AcceptanceRule:
-    """This share of the group's size, rounded up, has finished."""
+    """Return the rule that this share of the group's size, rounded up, has finished."""
     return AcceptanceRule(
         f"fraction({share})",
         # 0.28 * 25 is 7.000000000000001.
@@ -95,12 +96,12 @@ def fraction(share: float) -> AcceptanceRule:
 
 
 def deadline(seconds: float) -> AcceptanceRule:
-    """So long ago the group's first attempt was issued, or the store was opened again."""
+    """Return the rule that so many seconds have passed since the group's first attempt or the opening of the store."""
     return AcceptanceRule(f"deadline({seconds})", lambda group: group.opened_at_s + seconds)
 
 
 def grace(seconds: float) -> AcceptanceRule:
-    """One has finished, and no member for so long; nor was the store opened again."""
+    """Return the rule that a member has finished, and none within so many seconds since, nor was the store opened."""
 
     def since(group: GroupView) -> float:
         return max(group.last_finished_at_s, group.opened_at_s) + seconds if group.finished else NEVER
@@ -109,7 +110,7 @@ def grace(seconds: float) -> AcceptanceRule:
 
 
 def expiring(updates: int) -> AcceptanceRule:
-    """The oldest finished member may wait for at most so many more optimizer updates."""
+    """Return the rule that the oldest finished member may wait for at most so many more optimizer updates."""
 
     def since(group: GroupView) -> float:
         return ALWAYS if group.updates_left is not None and group.updates_left <= updates else NEVER
@@ -118,20 +119,20 @@ def expiring(updates: int) -> AcceptanceRule:
 
 
 def effective_since(rule: AcceptanceRule, group: GroupView, min_members: int) -> float:
-    """The time from which a group is to be sealed (or dropped) if no further member finishes."""
+    """Return the time from which a group is sealed (or dropped) if no further member finishes."""
     if not group.running:
         return ALWAYS
     return rule.since(group) if group.finished >= min_members else NEVER
 
 
 def parse_rule(text: str, limits: Limits | None = None) -> AcceptanceRule:
-    """The rule that a text describes. ValueError when it is none, or one that can never be met within `limits`."""
+    """Parse a rule. Raises ValueError when the text is not a rule, or one that can never be met within `limits`."""
     if len(text) > LONGEST_TEXT:
-        raise ValueError(f"a rule of {len(text)} characters: write it in {LONGEST_TEXT}")
+        raise ValueError(f"the rule has {len(text)} characters: use at most {LONGEST_TEXT}")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"rule {text!r} is not readable ({error.msg}): {_EXPECTED}") from None
+        raise ValueError(f"rule {text!r} is not valid ({error.msg}): {_EXPECTED}") from None
     return _build(tree, limits)
 
 
@@ -152,7 +153,7 @@ def _build(node: ast.expr, limits: Limits | None) -> AcceptanceRule:
 
 def _count(value: float, limits: Limits | None) -> AcceptanceRule:
     if value % 1 or value < 1:
-        raise ValueError(f"count({value}) asks for no whole number of members: give at least 1")
+        raise ValueError(f"count({value}) needs a whole number of members: give at least 1")
     if limits and value > limits.group_size:
         raise ValueError(
             f"count({value}) can never be met with group_size = {limits.group_size}: lower it, or raise group_size"
@@ -162,14 +163,14 @@ def _count(value: float, limits: Limits | None) -> AcceptanceRule:
 
 def _fraction(value: float, limits: Limits | None) -> AcceptanceRule:
     if not 0 < value <= 1:
-        raise ValueError(f"fraction({value}) can never be met or always is: give a number above 0 and up to 1")
+        raise ValueError(f"fraction({value}) needs a share: give a number above 0 and up to 1")
     return fraction(value)
 
 
 def _seconds(rule: Callable[[float], AcceptanceRule]) -> Callable[[float, Limits | None], AcceptanceRule]:
     def build(value: float, limits: Limits | None) -> AcceptanceRule:
         if not 0 < value < math.inf:
-            raise ValueError(f"{rule(value).text} is no time to wait: give seconds above 0")
+            raise ValueError(f"{rule(value).text} needs a waiting time: give seconds above 0")
         return rule(value)
 
     return build
@@ -177,7 +178,7 @@ def _seconds(rule: Callable[[float], AcceptanceRule]) -> Callable[[float, Limits
 
 def _expiring(value: float, limits: Limits | None) -> AcceptanceRule:
     if value % 1 or value < 0:
-        raise ValueError(f"expiring({value}) asks for no whole number of optimizer updates: give 0 or more")
+        raise ValueError(f"expiring({value}) needs a whole number of optimizer updates: give 0 or more")
     if limits and value >= limits.max_staleness:
         raise ValueError(
             f"expiring({value}) always holds with max_staleness = {limits.max_staleness}: lower it, or raise "

@@ -1,10 +1,10 @@
-"""Advantages of a sealed group: baselines and scales are fixed once, when it is sealed.
+"""Advantages of a sealed group, with baselines and scales that are fixed when it is sealed.
 
 Invariants:
-- A member's baseline never depends on its own speed or reward: it is the mean over the others that would have been in
-  if the member had finished at the group's start. (The mean over early finishers, applied to late ones, biases the
-  gradient as cancelling them does.)
-- A scale is the whole group's deviation, or that of complete groups before; never that of the early ones.
+- A member's baseline never depends on its own speed or reward: it is the mean over the others that would have finished
+  in time if the member had finished at the group's start. (The mean over early finishers, applied to late ones, biases
+  the gradient as cancelling them does.)
+- A scale is the deviation of the whole group, or of earlier complete groups; never that of the early finishers.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ if TYPE_CHECKING:
 AdvantageKind = Literal["grpo", "centered"]
 SCALE_EPSILON = 1e-6
 SCALE_FLOOR = 0.1
-"""Of a scale that is taken from history."""
+"""Least scale that is taken from history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Finish:
-    """When a member finished, and with what reward."""
+    """End of a member: its time and reward."""
 
     at_s: float
     reward: float
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """All rewards are equal: the group says nothing about which member did better."""
+    """Whether all rewards are equal, so that no member did better than another."""
     return max(rewards) == min(rewards)
 
 
 def mean(rewards: Sequence[float]) -> float:
-    """Exactly the common value of equal rewards. ValueError without any."""
+    """Return the mean; for equal rewards exactly their value. Raises ValueError without any."""
     return rewards[0] if zero_variance(rewards) else math.fsum(rewards) / len(rewards)
 
 
 def deviation_square_sum(rewards: Sequence[float]) -> float:
-    """Sum of squared distances from the mean."""
+    """Return the sum of squared distances from the mean."""
     center = mean(rewards)
     return math.fsum((reward - center) ** 2 for reward in rewards)
 
 
 def full_scale(rewards: Sequence[float]) -> float:
-    """`grpo` for a group that is complete: population deviation + 1e-6 (DeepSeekMath, arXiv:2402.03300).
+    """Return the scale of `grpo` for a complete group: population deviation + 1e-6 (DeepSeekMath, arXiv:2402.03300).
 
-    1 for equal rewards: their advantages are 0 anyway, and a member that is issued again may get another reward.
+    It is 1 for equal rewards: their advantages are 0 anyway, and a member that is issued again may get another reward.
     """
     if zero_variance(rewards):
         return 1.0
@@ -61,8 +61,8 @@ def full_scale(rewards: Sequence[float]) -> float:
 
 
 def history_scale(own: tuple[float, int], pooled: tuple[float, int]) -> float:
-    """`grpo` for a group with members still running: from (sum of squares within complete groups, their members) of
-    the task before, or else of all tasks; 1 without any."""
+    """Return the scale of `grpo` for a group with running members, from (sum of squares within complete groups, number
+    of their members) of the task so far, or else of all tasks; 1 without any."""
     for squares, members in (own, pooled):
         if members:
             return max(SCALE_FLOOR, math.sqrt(max(0.0, squares) / members))
@@ -72,11 +72,11 @@ def history_scale(own: tuple[float, int], pooled: tuple[float, int]) -> float:
 def baseline(
     rule: AcceptanceRule, others: Sequence[Finish], *, size: int, min_members: int, opened_at_s: float
 ) -> float:
-    """Mean reward of the other members in by the time the rule would have accepted, had this one finished at once
-    (leave-one-out, arXiv:2402.14740).
+    """Return the mean reward of the other members that finished by the time at which the rule would have accepted if
+    this member had finished at once (leave-one-out, arXiv:2402.14740).
 
-    `others` are those that had finished when the group was sealed, at least one. `expiring` counts as holding from the
-    sealing on. A member that is still running, or gone, is in no prefix.
+    `others` are those that had finished when the group was sealed, at least one. `expiring` counts as true from the
+    sealing on. A member that is running or has ended without a result is in no prefix.
     """
     ordered = sorted(others)
     for prefix in range(min_members - 1, len(ordered)):
@@ -88,5 +88,5 @@ def baseline(
 
 
 def advantage(reward: float, baseline: float, scale: float) -> float:
-    """`(reward - baseline) / scale`."""
+    """Return `(reward - baseline) / scale`."""
     return (reward - baseline) / scale

@@ -1,7 +1,7 @@
-"""What a result says, as the ledger counts it.
+"""The classification of results as the ledger counts them.
 
 Invariants:
-- A failure has no reward, whatever the worker says; a result that contradicts itself is a failure of ours.
+- A failure has no reward, whatever the worker reports; a result that contradicts itself counts as an infra failure.
 - Trained tokens are counted by the version that sampled them, from the trajectory itself.
 """
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from headrace.buffer.versions import PolicyVersion, VersionTree
 
 FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
-"""Ends that lead to a new attempt and count as a failure."""
+"""Causes that lead to a new attempt and count as a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A result as the ledger keeps it; every text and number is one that it can keep."""
+    """A result as the ledger stores it; every text and number in it can be stored."""
 
     outcome: Outcome
     trained: tuple[TrainedTokens, ...] = ()
@@ -39,11 +39,11 @@ class Account:
 
 
 def classify(result: RolloutResult, tree: VersionTree, *, masked: bool = False) -> Account:
-    """The result as the ledger counts it. With `masked`, tokens that cannot be trained count too: those of an
-    evaluation sampled at temperature 0, for one.
+    """Return the result as the ledger counts it. With `masked`, tokens that cannot be trained count too, for example
+    those of an evaluation sampled at temperature 0.
 
-    A failure has no reward, whatever the worker says, and a result that contradicts itself or cannot be kept is a
-    failure of ours.
+    A failure has no reward, whatever the worker reports; a result that contradicts itself or cannot be stored counts as
+    an infra failure.
     """
     try:
         outcome = _plain_outcome(result.outcome)
@@ -57,12 +57,12 @@ def classify(result: RolloutResult, tree: VersionTree, *, masked: bool = False) 
             host=clean_text(result.host),
             engine_failed=bool(result.engine_failed),
         )
-    except Exception as error:  # noqa: BLE001 - a worker of others may hand over anything; only its own result is lost
+    except Exception as error:  # noqa: BLE001 - a foreign worker may send anything; only its own result is lost
         return Account(outcome=Outcome.infra(clean_text(f"malformed result: {error}")))
 
 
 def _plain_outcome(outcome: Outcome) -> Outcome:
-    """Raises ValueError, TypeError."""
+    """Return an outcome that can be stored. Raises ValueError, TypeError."""
     plain = Outcome(
         reward=None,
         solved=bool(outcome.solved),
@@ -72,21 +72,17 @@ def _plain_outcome(outcome: Outcome) -> Outcome:
     )
     if plain.cause in FAILED or plain.cause is Cause.CANCELLED:
         return replace(plain, solved=False, trainable=False)
-    _check_solved(plain)
+    # A spent budget goes with either verdict.
+    if plain.cause is not Cause.BUDGET and plain.solved != (plain.cause is Cause.SOLVED):
+        raise ValueError(f"cause {plain.cause} with solved = {plain.solved}")
     return replace(plain, reward=check_reward(outcome.reward))
-
-
-def _check_solved(outcome: Outcome) -> None:
-    """Raises ValueError where `solved` contradicts the cause; a spent budget goes with either."""
-    if outcome.cause is not Cause.BUDGET and outcome.solved != (outcome.cause is Cause.SOLVED):
-        raise ValueError(f"cause {outcome.cause} with solved = {outcome.solved}")
 
 
 def trained_tokens(
     trajectory: Trajectory | None, tree: VersionTree, *, masked: bool = False
 ) -> tuple[TrainedTokens, ...]:
-    """How many trained tokens each version sampled; with `masked`, those in no loss too. Raises ValueError or
-    CodecError when arrays or spans do not fit, cannot be stored, or a version is unknown."""
+    """Return how many trained tokens each version sampled; with `masked`, tokens outside the loss count too. Raises
+    ValueError or CodecError when arrays or spans do not match, cannot be stored, or a version is unknown."""
     if trajectory is None:
         return ()
     refuse_unstorable(trajectory)
@@ -101,7 +97,7 @@ def trained_tokens(
 
 
 def stale_kv_tokens(trajectory: Trajectory) -> int:
-    """Trained tokens that were sampled on keys and values of older weights."""
+    """Return the number of trained tokens that were sampled on keys and values of older weights."""
     return sum(
         int(row.loss_mask_T[span.start : span.end].sum())
         for row in trajectory.rows
@@ -125,7 +121,7 @@ def _row_tokens(row: Row, *, masked: bool) -> list[tuple[PolicyVersion, int]]:
         if tokens := span.end - span.start if masked else in_loss:
             counts.append((span.version, tokens))
     if trained != int(cumulative[-1]):
-        raise ValueError("trained tokens lie outside the version spans")
+        raise ValueError("trained tokens are outside the version spans")
     if not np.isfinite(row.logprobs_T).all():
         raise ValueError("log-probabilities are not finite")
     return counts

@@ -1,4 +1,4 @@
-"""Settings of the replay buffer."""
+"""Configuration of the replay buffer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from headrace.buffer.core.acceptance import Limits, parse_rule
 from headrace.buffer.core.advantages import AdvantageKind
 from headrace.buffer.core.curriculum import Curriculum
+from headrace.buffer.core.staleness import StalenessBound
 
 if TYPE_CHECKING:
     from typing import Self
@@ -29,7 +30,7 @@ class BufferConfig(BaseModel):
     """`async` paces by inventory; `sync` starts only what the current batch needs, when the newest version is served;
     `one-step-off` starts what the next batch needs while the learner trains the one before."""
     max_attempts: int = Field(default=3, ge=1)
-    """A rollout that dies of infrastructure this often is poison and left out."""
+    """A rollout whose infrastructure fails this often is poison and left out."""
     min_members: int = Field(default=2, ge=2)
     """A group in which fewer members finish is dropped."""
     max_in_flight: int | None = Field(default=None, ge=1)
@@ -39,25 +40,31 @@ class BufferConfig(BaseModel):
     zero_variance: Literal["keep", "filter"] = "keep"
     """Groups with equal rewards: trained with advantage 0, or left out of batches."""
     rule: str = "all"
-    """When a group is sealed: `all`, `count(members)`, `fraction(share)`, `deadline(seconds)`, `grace(seconds)`,
-    `expiring(updates)`, joined with `|` and `&`. `fraction(0.75) & grace(120)`: three quarters have finished, and none
-    for two minutes. `all | expiring(1)`: all, or what is finished one update before it is too stale."""
+    """Rule by which a group is sealed: `all`, `count(members)`, `fraction(share)`, `deadline(seconds)`,
+    `grace(seconds)`, `expiring(updates)`, joined with `|` and `&`. `fraction(0.75) & grace(120)`: three quarters have
+    finished, and none for two minutes. `all | expiring(1)`: all members, or the finished ones one update before they
+    are too stale."""
     unfinished: Literal["carry", "abort"] = "carry"
-    """Members that still run when their group is sealed: trained later with a baseline fixed now, or cancelled.
-    `abort` biases training towards what is short."""
+    """Members that are still running when their group is sealed: trained later with a baseline fixed now, or cancelled.
+    `abort` biases training towards short rollouts."""
     batch_tries: int = Field(default=2, ge=1)
-    """How often a step on a batch may be begun and fail, or end the learner's process; then the run ends and names the
+    """Number of tries of a step on a batch that may fail or end the learner's process; then the run ends and names the
     batch."""
     max_evictions: int = Field(default=2, ge=0)
-    """How often a rollout that went over the staleness bound is issued again."""
+    """Number of times that a rollout over the staleness bound is issued again."""
     park_after: int = Field(default=2, ge=1)
-    """A task whose rollouts became poison this often in a row is parked: not issued any more."""
+    """A task is parked, that is not issued any more, when so many of its rollouts in a row became poison."""
     curriculum: Curriculum = "none"
-    """`frontier` prefers, among the next few tasks of a pass, those solved half of the time."""
+    """`frontier` prefers, among the next few tasks of a pass, those that are solved half of the time."""
     passes: int | None = Field(default=None, ge=1)
     """Passes over the data; None: no end. After the last one `take` raises DataExhausted once no batch is left."""
     keep_trajectories: bool = False
-    """Keep files of trajectories that no checkpoint directory needs any more, for exports. They grow for ever."""
+    """Keep trajectory files that no checkpoint directory needs any more, for exports. They grow without limit."""
+
+    @property
+    def bound(self) -> StalenessBound:
+        """Bound on the staleness of what may be trained."""
+        return StalenessBound(self.max_staleness)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

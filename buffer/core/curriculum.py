@@ -1,31 +1,67 @@
-"""Which task the next group is of.
+"""The order in which training tasks get their groups: passes over the data, and curricula.
 
 Invariants:
-- Each pass opens each task once, but for parked ones; the next pass begins when the last task of this one was opened.
-- What comes next depends on the seed and on the task records, hence on the ledger only: a resumed run goes on as the
+- Each pass is a permutation of its own, which depends on the seed, the number of the pass and the tasks only.
+- Each pass opens each task once, except parked ones; the next pass begins when the last task of this one was opened.
+- The next task depends on the seed and on the task records, hence on the ledger only: a resumed run continues as the
   first one would have.
 - A curriculum chooses among the next few tasks of the pass; it starves none.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.buffer.core.records import TaskRecord
     from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.core.task_stream import TaskStream
-    from headrace.buffer.tasks import TaskId
+    from headrace.buffer.tasks import Task, TaskId
 
 Curriculum = Literal["none", "frontier"]
 WINDOW: Final = 8
 """Tasks of the pass that `frontier` chooses among."""
 
 
+class TaskStream:
+    """The training tasks, in an order of their own for each pass. Raises ValueError without tasks or with a duplicate
+    id."""
+
+    def __init__(self, tasks: Sequence[Task], *, seed: int) -> None:
+        if not tasks:
+            raise ValueError("there are no training tasks: give a task file with at least one line")
+        self._tasks = tuple(tasks)
+        self._by_id = {task.id: task for task in tasks}
+        if len(self._by_id) != len(self._tasks):
+            raise ValueError("duplicate task ids: each training task needs an id of its own")
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def order(self, lap: int) -> list[TaskId]:
+        """Return the tasks of a pass (from 0), in order."""
+        order = [task.id for task in self._tasks]
+        random.Random(f"headrace tasks {self._seed} {lap}").shuffle(order)
+        return order
+
+    def by_id(self, task_id: TaskId) -> Task:
+        """Return a task. Raises KeyError when the stream does not have it."""
+        return self._by_id[task_id]
+
+    def digest(self) -> str:
+        """Return the SHA-256 over seed and ids in order, which a resumed run must find again."""
+        lines = [str(self._seed), *(task.id for task in self._tasks)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 class TaskCursor:
-    """The position in the passes over the data; `passes` of them, or endless."""
+    """Position in the passes over the data; `passes` of them, or endless."""
 
     def __init__(self, state: ReplayState, stream: TaskStream, *, curriculum: Curriculum, passes: int | None) -> None:
         self._state, self._stream = state, stream
@@ -33,7 +69,7 @@ class TaskCursor:
         self._begin(max((task.last_pass for task in state.tasks.values()), default=0))
 
     def left(self) -> int | None:
-        """How many more groups may be opened; None: no end."""
+        """Return how many more groups may be opened; None: no end."""
         self._skip_parked()
         able = len(self._stream) - len(self._state.parked)
         if self._passes is None and able:
@@ -41,13 +77,17 @@ class TaskCursor:
         return len(self._remaining) + able * max(0, (self._passes or 0) - self._lap - 1)
 
     def next(self) -> tuple[TaskId, int] | None:
-        """The next task and the pass it is of, taken from that pass; None when there is none."""
+        """Remove and return the next task, with the number of its pass; None when there is none."""
         if self.left() == 0:
             return None
         if not self._remaining:
             self._begin(self._lap + 1)
             self._skip_parked()
-        place = self._choose()
+        place = 0
+        if self._curriculum == "frontier":
+            window = islice(self._remaining, WINDOW)
+            distances = [abs(success(self._state.task(task)) - 0.5) for task in window]
+            place = distances.index(min(distances))
         task_id = self._remaining[place]
         del self._remaining[place]
         return task_id, self._lap
@@ -62,14 +102,8 @@ class TaskCursor:
             self._parked = parked
             self._remaining = deque(task for task in self._remaining if task not in self._state.parked)
 
-    def _choose(self) -> int:
-        if self._curriculum == "none":
-            return 0
-        window = islice(self._remaining, WINDOW)
-        distances = [abs(success(self._state.task(task)) - 0.5) for task in window]
-        return distances.index(min(distances))
-
 
 def success(task: TaskRecord) -> float:
-    """Estimated share of its rollouts that are solved; 0.5 when nothing is known (Laplace's rule of succession)."""
+    """Return the estimated share of a task's rollouts that are solved (Laplace's rule of succession); 0.5 when nothing
+    is known."""
     return (task.solved + 1) / (task.finished + 2)

@@ -1,11 +1,11 @@
-"""Groups and attempts: what is issued, and what comes back.
+"""Groups of rollouts and the results of their attempts.
 
 Invariants:
-- Results count once: by (rollout, attempt), and only while that attempt is in flight. Everything else is refused and
+- A result counts once: by (rollout, attempt), and only while that attempt is in flight. Everything else is refused and
   counted.
 - A failure of the infrastructure is never a reward: it leads to a new attempt, and after `max_attempts` to poison.
-  What an outage or a dead worker explains is no failure of the rollout (see `outages`).
-- What comes back goes to the sealing: members of open groups wait there, those of sealed groups travel on at once.
+  A failure that an outage or a dead worker explains does not count against the rollout (see `outages`).
+- Finished members of open groups wait for the sealing; those of sealed groups are sealed at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from numbers import Integral
 from typing import TYPE_CHECKING
 
 from headrace.buffer.core.classification import classify
-from headrace.buffer.core.eviction import evict
 from headrace.buffer.core.outages import COUNTED
 from headrace.buffer.core.records import (
     AttemptRecord,
@@ -24,6 +23,7 @@ from headrace.buffer.core.records import (
     RolloutRecord,
     RolloutState,
 )
+from headrace.buffer.core.staleness import evict
 from headrace.buffer.types import Cause, GroupId, Receipt, ReceiptStatus, RolloutId
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class GroupBook:
         self._outages = outages
 
     def open_group(self, task_id: TaskId, lap: int, now: float) -> None:
-        """A new group of `group_size` pending rollouts of a task."""
+        """Open a group of `group_size` pending rollouts of a task."""
         ordinal = self._state.next_ordinal
         group_id = GroupId(f"g{ordinal:06d}")
         self._state.put(
@@ -70,19 +70,19 @@ class GroupBook:
             )
 
     def start(self, rollout: RolloutRecord, version: PolicyVersion, now: float) -> RolloutRecord:
-        """The next attempt of a pending rollout, in flight from now on."""
+        """Start the next attempt of a pending rollout, which is in flight from now on."""
         attempt = rollout.attempt + 1
         self._state.put(AttemptRecord(rollout_id=rollout.rollout_id, attempt=attempt, version=version, issued_at_s=now))
         return self._state.move(rollout.rollout_id, RolloutState.IN_FLIGHT, attempt=attempt)
 
     def offer(self, result: RolloutResult, now: float) -> Receipt:
-        """Take a result in, or refuse and count it."""
+        """Accept a result, or refuse and count it."""
         status = self._judge(result.rollout_id, result.attempt)
         if status is not ReceiptStatus.ACCEPTED:
             self._sealing.aborted.pop((result.rollout_id, result.attempt), None)
             self._state.count(f"offers_{status}")
             return Receipt(rollout_id=result.rollout_id, attempt=result.attempt, status=status)
-        account = classify(result, self._state.tree)
+        account = classify(result, self._state.path.tree)
         attempt = replace(
             self._state.attempts[result.rollout_id],
             ended_at_s=now,
@@ -102,7 +102,7 @@ class GroupBook:
         return Receipt(rollout_id=attempt.rollout_id, attempt=attempt.attempt, status=status)
 
     def abandon(self, rollout_id: RolloutId, attempt: int, cause: Cause, detail: str, now: float) -> bool:
-        """End an attempt that nobody runs any more. False when it is not in flight."""
+        """End an attempt that nobody runs any more. Return False when it is not in flight."""
         if self._judge(rollout_id, attempt) is not ReceiptStatus.ACCEPTED:
             self._sealing.aborted.pop((rollout_id, attempt), None)
             return False
@@ -110,21 +110,20 @@ class GroupBook:
         self._end(replace(self._state.attempts[rollout_id], ended_at_s=now, cause=cause, detail=detail))
         return True
 
-    def over_bound(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
-        """Attempts in flight whose first version is over the bound already."""
-        return tuple(
+    def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
+        """Return the attempts whose result could not be trained at `version` or later: those in flight that were issued
+        at a version over the bound, and those of members that their group was sealed without."""
+        path = self._state.path
+        over_bound = (
             self._state.attempts[rollout_id].key
             for issued_at, rollouts in self._state.in_flight_by_version.items()
-            if self._state.staleness(self._state.horizon(version), issued_at) > self._config.max_staleness
+            if not self._config.bound.admits(path.expected_tree, path.horizon(version), (issued_at,))
             for rollout_id in rollouts
         )
+        return (*over_bound, *self._sealing.aborted)
 
-    def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
-        """Attempts that run in vain: over the bound, or of members that their group was sealed without."""
-        return (*self.over_bound(version), *self._sealing.aborted)
-
-    def carried_by_nobody(self, carried: Collection[tuple[RolloutId, int]]) -> list[tuple[RolloutId, int]]:
-        """Attempts in flight, or to be cancelled, that are not `carried`."""
+    def orphans(self, carried: Collection[tuple[RolloutId, int]]) -> list[tuple[RolloutId, int]]:
+        """Return the attempts in flight, or to be cancelled, that are not among those `carried`."""
         running = [self._state.attempts[rollout].key for rollout in self._state.by_state[RolloutState.IN_FLIGHT]]
         return [key for key in (*running, *self._sealing.aborted) if key not in carried]
 
@@ -133,7 +132,12 @@ class GroupBook:
             return ReceiptStatus.UNKNOWN
         rollout = self._state.rollouts.get(rollout_id)
         if rollout is None:
-            return ReceiptStatus.LATE if self._was_issued(rollout_id) else ReceiptStatus.UNKNOWN
+            # Closed groups are forgotten, but their ids hold their ordinal. Python refuses to parse a number of
+            # thousands of digits.
+            group, _, member = rollout_id.partition("-")
+            known_shape = group.startswith("g") and group[1:].isdecimal() and member.isdecimal() and len(group) < 20
+            was_issued = known_shape and int(group[1:]) < self._state.next_ordinal
+            return ReceiptStatus.LATE if was_issued else ReceiptStatus.UNKNOWN
         if attempt > rollout.attempt or attempt < 1:
             return ReceiptStatus.UNKNOWN
         if attempt < rollout.attempt:
@@ -142,54 +146,38 @@ class GroupBook:
             return ReceiptStatus.ACCEPTED
         return ReceiptStatus.DUPLICATE if self._state.attempts[rollout_id].offered else ReceiptStatus.LATE
 
-    def _was_issued(self, rollout_id: RolloutId) -> bool:
-        """Closed groups are forgotten, but ids tell their ordinal."""
-        group, _, member = rollout_id.partition("-")
-        known_shape = group.startswith("g") and group[1:].isdecimal() and member.isdecimal()
-        # Python refuses to read a number of thousands of digits.
-        return known_shape and len(group) < 20 and int(group[1:]) < self._state.next_ordinal
-
     def _end(self, attempt: AttemptRecord, *, engine_failed: bool = False) -> None:
         task_id, now = self._state.group_of(attempt.rollout_id).task_id, attempt.ended_at_s or 0.0
         charge = self._outages.charge(attempt, task_id, engine_failed=engine_failed, now=now)
         attempt = replace(attempt, charged_to=charge)
         self._state.put(attempt)
         if attempt.cause is Cause.CANCELLED:
-            self._cancel(attempt)
+            # It is not a failure; one that was over the bound already counts as evicted.
+            self._state.count("attempts_cancelled")
+            path = self._state.path
+            version = path.next_version
+            over = version and not self._config.bound.admits(path.expected_tree, version, (attempt.version,))
+            if attempt.offered and version and over:
+                evict(self._state, self._history, attempt.rollout_id, version)
+            else:
+                self._state.move(attempt.rollout_id, RolloutState.PENDING)
         elif charge is not None:
-            self._fail(attempt)
+            self._state.count(f"attempts_{attempt.cause}")
+            failures = self._state.rollouts[attempt.rollout_id].failures + (charge in COUNTED)
+            poison = failures >= self._config.max_attempts
+            state = RolloutState.POISON if poison else RolloutState.PENDING
+            self._state.move(attempt.rollout_id, state, failures=failures)
+            self._history.failed(task_id, attempt, poison=poison)
         else:
-            self._finish(attempt)
+            rollout = self._state.rollouts[attempt.rollout_id]
+            first = attempt.reward if rollout.first_reward is None else rollout.first_reward
+            self._state.move(rollout.rollout_id, RolloutState.WAITING, reward=attempt.reward, first_reward=first)
+            self._history.finished(task_id, attempt)
+            if self._state.group_of(rollout.rollout_id).state is GroupState.SEALED:
+                self._sealing.arrive(rollout.rollout_id)
         self._outages.ended(attempt, task_id, now)
         group = self._state.group_of(attempt.rollout_id)
         if group.state is GroupState.OPEN:
             self._sealing.watch(group.group_id)
         else:
             self._sealing.completed(group.group_id)
-
-    def _cancel(self, attempt: AttemptRecord) -> None:
-        """No failure. One that was over the bound already is issued again only so often."""
-        self._state.count("attempts_cancelled")
-        version = self._state.next_version
-        bound = self._config.max_staleness
-        if attempt.offered and version and self._state.staleness(version, attempt.version) > bound:
-            evict(self._state, self._history, attempt.rollout_id, version)
-        else:
-            self._state.move(attempt.rollout_id, RolloutState.PENDING)
-
-    def _fail(self, attempt: AttemptRecord) -> None:
-        self._state.count(f"attempts_{attempt.cause}")
-        failures = self._state.rollouts[attempt.rollout_id].failures + (attempt.charged_to in COUNTED)
-        poison = failures >= self._config.max_attempts
-        state = RolloutState.POISON if poison else RolloutState.PENDING
-        self._state.move(attempt.rollout_id, state, failures=failures)
-        task_id = self._state.group_of(attempt.rollout_id).task_id
-        self._history.failed(task_id, attempt, poison=poison)
-
-    def _finish(self, attempt: AttemptRecord) -> None:
-        rollout, group = self._state.rollouts[attempt.rollout_id], self._state.group_of(attempt.rollout_id)
-        first = attempt.reward if rollout.first_reward is None else rollout.first_reward
-        self._state.move(rollout.rollout_id, RolloutState.WAITING, reward=attempt.reward, first_reward=first)
-        self._history.finished(group.task_id, attempt)
-        if group.state is GroupState.SEALED:
-            self._sealing.arrive(rollout.rollout_id)

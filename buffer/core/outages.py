@@ -1,14 +1,13 @@
-"""What a failed attempt is charged to, and when no attempt may begin. Pure: the clock is an argument.
+"""Outages: the charging of failed attempts, and the times when no attempt may begin. Pure: the clock is an argument.
 
 Invariants:
 - A task is charged only with failures on different hosts at different times. Until then a failure counts against the
   host it happened on, or against the engines.
-- While no engine serves, and while the system is failing, no task is charged: what ended in such an outage, or ran
-  through a part of it, is charged to the outage.
-- The system is failing while more than half of the attempts that ended in the last `WINDOW_S` failed, those over at
-  least `LEAST_TASKS` tasks. Failures that an outage of the engines, a dead worker or a
-  suspect host explains do not count.
-- Outages are records, so that they survive restarts. The window is not: after a restart it fills again.
+- While no engine serves, and while the system is failing, no task is charged: an attempt that ended in such an outage,
+  or ran during a part of it, is charged to the outage.
+- The system is failing while more than half of the attempts that ended in the last `WINDOW_S` failed, over at least
+  `LEAST_TASKS` tasks. Failures that an outage of the engines, a dead worker or a suspect host explains do not count.
+- Outages are records, so that they survive restarts. The window is not a record: it fills again after a restart.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import TaskId
 
 WINDOW_S: Final = 600.0
-"""Of the ends that decide whether the system is failing."""
+"""Age up to which ends of attempts decide whether the system is failing."""
 LEAST_TASKS: Final = 5
-"""Fewer failing tasks say nothing about the system."""
+"""Least number of failing tasks from which the system counts as failing."""
 PROBE_S: Final = 60.0
-"""How often one attempt may begin while the system is failing: its success ends the outage."""
+"""Time between probes while the system is failing; the success of a probe ends the outage."""
 APART_S: Final = 60.0
-"""Failures that are closer together are of one time."""
+"""Failures that are closer together count as simultaneous."""
 
 COUNTED: Final = frozenset({Charge.TASK, Charge.HOST, Charge.ENGINES})
 """Failures that use up one of a rollout's `max_attempts`."""
@@ -46,7 +45,7 @@ COUNTED: Final = frozenset({Charge.TASK, Charge.HOST, Charge.ENGINES})
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """One attempt that ended."""
+    """End of an attempt."""
 
     at_s: float
     task_id: TaskId
@@ -54,24 +53,25 @@ class _End:
 
 
 class RecentEnds:
-    """The attempts that ended in the last `WINDOW_S`; outlives a core that is folded again."""
+    """Ends of attempts in the last `WINDOW_S`; survives when the core is folded again."""
 
     def __init__(self) -> None:
         self.ends: deque[_End] = deque()
         self.hosts = HostRecords()
         self.probed_s: float | None = None
-        """When an attempt last began while the system was failing."""
+        """Time of the last probe of a failing system."""
 
     def add(self, task_id: TaskId, *, failed: bool, now: float) -> None:
+        """Add the end of an attempt."""
         self.ends.append(_End(now, task_id, failed))
 
     def forget(self, now: float) -> None:
-        """What is older than the window, or of a clock that was set back since."""
+        """Forget ends that are older than the window, or of a clock that was set back since."""
         while self.ends and not 0.0 <= now - self.ends[0].at_s <= WINDOW_S:
             self.ends.popleft()
 
     def failing(self) -> str:
-        """Why the system counts as failing; empty while it does not."""
+        """Return why the system counts as failing; empty while it does not."""
         failed = [end.task_id for end in self.ends if end.failed]
         tasks = len(set(failed))
         if tasks < LEAST_TASKS or 2 * len(failed) <= len(self.ends):
@@ -80,13 +80,13 @@ class RecentEnds:
 
 
 class Outages:
-    """Charges failures, and says how many attempts may begin."""
+    """Charges failures, and limits how many attempts may begin."""
 
     def __init__(self, state: ReplayState, history: TaskHistory, recent: RecentEnds) -> None:
         self._state, self._history, self._recent = state, history, recent
 
     def engines(self, *, serving: bool, now: float) -> None:
-        """Whether an engine serves from now on; idempotent."""
+        """Record whether any engine serves from now on; idempotent."""
         current = self._open(Component.ENGINES)
         if serving and current is not None:
             self._end(current, now)
@@ -94,66 +94,66 @@ class Outages:
             self._begin(Component.ENGINES, "no engine serves", now)
 
     def allowed(self, now: float) -> int | None:
-        """How many attempts may begin now; None: as many as are admitted."""
+        """Return how many attempts may begin now; None: as many as are admitted."""
         if self._open(Component.ENGINES) is not None:
             return 0
-        self._look(now)
+        self._update(now)
         if self._open(Component.SYSTEM) is None:
             return None
         return int(self._probe_in_s(now) <= 0)
 
     def began(self, now: float) -> None:
-        """Attempts began."""
+        """Record that attempts began."""
         if self._open(Component.SYSTEM) is not None:
             self._recent.probed_s = now
 
     def to_spare(self) -> Collection[TaskId]:
-        """Tasks that a probe says less with than with others: their failures are why the system counts as failing, and
-        may be their own."""
+        """Return the tasks that a probe should avoid: they failed lately, possibly through their own fault, so that
+        their failure says little about the system."""
         if self._open(Component.SYSTEM) is None:
             return ()
         return {end.task_id for end in self._recent.ends if end.failed}
 
     def wakes_at(self, now: float) -> float | None:
-        """When the next probe may begin; None when nothing waits for one."""
+        """Return when the next probe may begin; None when no probe is due."""
         if self._open(Component.ENGINES) is not None or self._open(Component.SYSTEM) is None:
             return None
         return now + max(0.0, self._probe_in_s(now))
 
     def avoided(self, attempt: AttemptRecord | None, now: float) -> tuple[str, ...]:
-        """The hosts that the next attempt of a rollout should not run on: suspect ones, and the one where its last
-        attempt failed."""
+        """Return the hosts that the next attempt of a rollout should not run on: suspect hosts, and the one where its
+        last attempt failed."""
         failed_on = () if attempt is None or attempt.charged_to is None or not attempt.host else (attempt.host,)
         return tuple(dict.fromkeys((*self._recent.hosts.avoided(now), *failed_on)))
 
     def suspects(self) -> Mapping[str, str]:
-        """Hosts that get a probe a minute and nothing else, and why."""
+        """Return the hosts that get only one probe a minute, with the reason."""
         return self._recent.hosts.suspects()
 
     def held(self) -> str:
-        """Why no attempts begin; empty while they do."""
+        """Return why no attempts begin; empty while they do."""
         held = (self._open(component) for component in Component)
         return "; ".join(f"{outage.reason}, since {utc(outage.began_at_s)}" for outage in held if outage is not None)
 
     def charge(self, attempt: AttemptRecord, task_id: TaskId, *, engine_failed: bool, now: float) -> Charge | None:
-        """What an attempt that ended now is charged to, None when it did not fail."""
+        """Return what an attempt that ended now is charged to; None when it did not fail."""
         assert attempt.cause is not None
         if attempt.cause not in FAILED:
             return None
         if not attempt.offered:
             return Charge.WORKER
-        if self._during_outage(attempt):
+        if any(self._ran_during(attempt, component) for component in Component):
             return Charge.OUTAGE
         if engine_failed:
             return Charge.ENGINES
         return Charge.TASK if apart(self._history.failed_on(task_id, attempt.host, now)) else Charge.HOST
 
     def ended(self, attempt: AttemptRecord, task_id: TaskId, now: float) -> None:
-        """Take the end of an attempt into account, after it was charged."""
+        """Add the end of an attempt to the window, after it was charged."""
         if not attempt.offered or attempt.cause is Cause.CANCELLED:
             return
         failed = attempt.charged_to is not None
-        if failed and self._ran_through(attempt, Component.ENGINES):
+        if failed and self._ran_during(attempt, Component.ENGINES):
             return
         if attempt.charged_to is not Charge.ENGINES:
             self._recent.hosts.add(attempt.host, failed=failed)
@@ -161,13 +161,13 @@ class Outages:
             return
         current = self._open(Component.SYSTEM)
         if not failed and current is not None and attempt.issued_at_s >= current.began_at_s:
-            # A probe went well: what failed before says nothing about now.
+            # A probe succeeded: earlier failures no longer describe the system.
             self._recent.ends.clear()
         self._recent.add(task_id, failed=failed, now=now)
-        self._look(now)
+        self._update(now)
 
-    def _look(self, now: float) -> None:
-        """Begin or end the outage of the system."""
+    def _update(self, now: float) -> None:
+        """Begin or end the outage of the system, as the window requires."""
         self._recent.forget(now)
         reason, current = self._recent.failing(), self._open(Component.SYSTEM)
         if reason and current is None:
@@ -184,15 +184,12 @@ class Outages:
         since_s = PROBE_S if self._recent.probed_s is None else now - self._recent.probed_s
         return PROBE_S - since_s if since_s >= 0 else 0.0
 
-    def _during_outage(self, attempt: AttemptRecord) -> bool:
-        return any(self._ran_through(attempt, component) for component in Component)
-
-    def _ran_through(self, attempt: AttemptRecord, component: Component) -> bool:
-        """Whether such an outage lasted at any time of the attempt."""
+    def _ran_during(self, attempt: AttemptRecord, component: Component) -> bool:
+        """Whether there was an outage of the component at any time of the attempt."""
         return any(
             outage.component is component
             and outage.began_at_s <= (attempt.ended_at_s or 0.0)
-            # What an outage's end lets begin has its time.
+            # Attempts that begin at the end of an outage have the same time.
             and (outage.ended_at_s is None or outage.ended_at_s > attempt.issued_at_s)
             for outage in self._state.outages.values()
         )
@@ -226,5 +223,5 @@ def apart(failures: tuple[HostFailures, ...]) -> bool:
 
 
 def utc(seconds: float) -> str:
-    """A Unix time for people."""
+    """Return a Unix time as text."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

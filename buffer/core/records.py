@@ -1,4 +1,4 @@
-"""The rows of the ledger, as the core holds them.
+"""The records of the ledger, as the core holds them.
 
 Invariants:
 - A record is frozen; the core replaces it and hands the replacement to the shell, so that ledger and core hold equal
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 
 
 class RolloutState(StrEnum):
-    """Where a rollout is. The last five are final, except that a rollback takes TRAINED back to SEALED."""
+    """State of a rollout. The last five are final, except that a rollback takes TRAINED back to SEALED."""
 
     PENDING = "pending"
-    """Waits for its first or next attempt."""
+    """It waits for its first or next attempt."""
     IN_FLIGHT = "in_flight"
-    """Its current attempt was handed out."""
+    """Its current attempt was issued."""
     WAITING = "waiting"
-    """Finished; its group is open."""
+    """It finished, and its group is open."""
     SEALED = "sealed"
-    """Has its advantage; with a `batch_id`, held for the same batch to be issued again."""
+    """It has its advantage; with a `batch_id` it is reserved for that queued batch."""
     LEASED = "leased"
-    """In a batch that the learner holds."""
+    """It is in a batch that the learner holds."""
     TRAINED = "trained"
-    """In a committed batch (also when that step was skipped)."""
+    """It is in a committed batch (also when that step was skipped)."""
     EVICTED = "evicted"
-    """Over the staleness bound, and issued again as often as it may be."""
+    """It exceeded the staleness bound more often than it may be issued again."""
     FILTERED = "filtered"
-    """Nothing to train on; `reason` is a `FilterReason`."""
+    """It has nothing to train on; `reason` is a `FilterReason`."""
     POISON = "poison"
-    """`max_attempts` attempts died of infra."""
+    """`max_attempts` of its attempts failed for infrastructure."""
     CANCELLED = "cancelled"
-    """Unfinished when its group was sealed, and `unfinished = "abort"`."""
+    """It was unfinished when its group was sealed, and `unfinished = "abort"`."""
 
 
 OUTAGES_KEPT = 64
-"""How many a core knows, the newest ones; the ledger has all."""
+"""Number of newest outages that a core knows; the ledger has all."""
 
 FINAL = frozenset(
     {
@@ -63,12 +63,12 @@ FINAL = frozenset(
 
 
 class FilterReason(StrEnum):
-    """Why a finished rollout is not trained; also the counter `filtered_<reason>`."""
+    """Reason why a finished rollout is not trained; also the counter `filtered_<reason>`."""
 
     NO_TOKENS = "no_tokens"
-    """No trained token in any row; its reward counts in the baseline."""
+    """It has no trained token in any row; its reward counts in the baseline."""
     NOT_TRAINABLE = "not_trainable"
-    """The outcome said so; its reward counts in the baseline."""
+    """Its outcome is not trainable; its reward counts in the baseline."""
     ZERO_VARIANCE = "zero_variance"
     """All rewards of the group are equal and `zero_variance = "filter"`."""
     GROUP_DROPPED = "group_dropped"
@@ -78,36 +78,36 @@ class FilterReason(StrEnum):
 
 
 class GroupState(StrEnum):
-    """Where a group is."""
+    """State of a group."""
 
     OPEN = "open"
-    """Members are missing."""
+    """It waits for results of members."""
     SEALED = "sealed"
-    """Its members have fixed baselines and scales, also those that still run."""
+    """Its members have fixed baselines and scales, including running ones."""
     DROPPED = "dropped"
-    """Fewer than `min_members` finished."""
+    """Fewer than `min_members` of its members finished."""
 
 
 class BatchState(StrEnum):
-    """Where a batch is."""
+    """State of a batch."""
 
     LEASED = "leased"
     """A learner incarnation holds it."""
     QUEUED = "queued"
-    """Released or rolled back: the same batch is issued again."""
+    """It was released or rolled back, and is issued again as the same batch."""
     COMMITTED = "committed"
-    """Trained on the surviving path (or its step was skipped)."""
+    """It was trained on the surviving path (or its step was skipped)."""
     DISSOLVED = "dissolved"
-    """A member went over the bound, or was lost, before it was issued again; the others went back to the front."""
+    """A member exceeded the bound or was lost before it was issued again; the others are free sealed rollouts."""
     DROPPED = "dropped"
-    """An operator dropped it, as the learner cannot train it; no member of it is trained any more."""
+    """An operator dropped it because the learner cannot train it; none of its members will be trained."""
 
 
 class Action(StrEnum):
-    """What an operator did to the ledger of a run that nobody drove."""
+    """Action of an operator on the ledger of a stopped run."""
 
     DROP_BATCH = "drop-batch"
-    """A batch left the run; `subject` is its id."""
+    """A batch was dropped; `subject` is its id."""
     RETRY_LOST = "retry-lost"
     """The result of an attempt was lost; `subject` is its rollout, which was issued again unless it is trained."""
     UNPARK = "unpark"
@@ -116,9 +116,9 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """`ordinal` counts the groups opened, `seal_order` those sealed. Times of its rule run from `opened_at_s`, which is
-    set anew when the store is opened again while the group is open. `closed`: nothing can change any more short of a
-    return to an older checkpoint; the core has forgotten it.
+    """A group of rollouts of one task. `ordinal` counts the groups opened, `seal_order` those sealed. Times of its rule
+    run from `opened_at_s`, which is set anew when the store is opened again while the group is open. `closed`: nothing
+    can change any more short of a return to an older checkpoint; the core has forgotten it.
 
     `rule`, `min_members` and `advantage` are those it was sealed by. The group is complete when each member finished or
     is poison: groups with a `seal_order` of at least `complete_before` were sealed after that."""
@@ -144,8 +144,8 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """`attempt` is the current one (0: none yet), `failures` counts attempts that died of infra, `evictions` those that
-    went over the staleness bound by themselves, not by a fork.
+    """A rollout. `attempt` is the current one (0: none yet), `failures` counts attempts that failed for infrastructure,
+    `evictions` those that went over the staleness bound by themselves, not by a fork.
 
     `reward` and `advantage` are of the current attempt. `first_reward` is that of the first attempt that finished, and
     counts in the group's statistics. `baseline` and `scale` are fixed when the group is sealed. `late`: unfinished
@@ -173,25 +173,25 @@ class RolloutRecord:
 
     @property
     def finished(self) -> bool:
-        """Some attempt had a result that counts."""
+        """Whether some attempt had a result that counts."""
         return self.first_reward is not None
 
     @property
     def running(self) -> bool:
-        """Its first result that counts is still to come."""
+        """Whether it has no result that counts yet, and may still get one."""
         return self.first_reward is None and self.state not in FINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
-    """How many trained tokens of a trajectory `version` sampled."""
+    """Number of trained tokens of a trajectory that `version` sampled."""
 
     version: PolicyVersion
     tokens: int
 
 
 class Charge(StrEnum):
-    """What a failed attempt is charged to."""
+    """Party that a failed attempt is charged to."""
 
     TASK = "task"
     """Failures on different hosts at different times: counts towards parking."""
@@ -200,13 +200,13 @@ class Charge(StrEnum):
     ENGINES = "engines"
     """A failure of engine or gateway, while others served."""
     WORKER = "worker"
-    """Its worker died. It counts to nothing."""
+    """Its worker died. It is not counted."""
     OUTAGE = "outage"
-    """No engine served, or the system was failing. It counts to nothing."""
+    """No engine served, or the system was failing. It is not counted."""
 
 
 class Component(StrEnum):
-    """What an outage is of."""
+    """Component that an outage affects."""
 
     ENGINES = "engines"
     """No engine serves."""
@@ -216,7 +216,7 @@ class Component(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostFailures:
-    """When a task's first and last failure on a host were, since it last finished."""
+    """Times of a task's first and last failure on a host since it last finished."""
 
     host: str
     first_at_s: float
@@ -225,7 +225,7 @@ class HostFailures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutageRecord:
-    """A time in which orders are held and no task is charged."""
+    """A period in which no orders are issued and no task is charged."""
 
     number: int
     component: Component
@@ -240,8 +240,9 @@ class OutageRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """One try. `version` was served when it was issued. `offered` tells a result from an abandoned attempt. `solved` is
-    the evaluator's word, false without a reward. `host` is where its sandbox ran, empty when that is unknown."""
+    """An attempt of a rollout. `version` was served when it was issued. `offered` is true for a result and false for an
+    abandoned attempt. `solved` is the evaluator's verdict, false without a reward. `host` is where its sandbox ran,
+    empty when that is unknown."""
 
     rollout_id: RolloutId
     attempt: int
@@ -268,7 +269,7 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMember:
-    """`staleness` in optimizer updates against the batch's version."""
+    """Member of a batch. `staleness` is in optimizer updates at the batch's version."""
 
     rollout_id: RolloutId
     attempt: int
@@ -277,7 +278,7 @@ class BatchMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """`version` is the one the batch is trained at; `queue_order` is its place among batches to be issued again.
+    """A batch. `version` is the one it is trained at; `queue_order` is its place among batches to be issued again.
     `closed` as in `GroupRecord`. `tries` counts the steps that were begun on it since one was committed, the one under
     way too; `failure` is why the last one failed, empty when the learner's process died in it."""
 
@@ -300,8 +301,8 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord:
-    """One step. `trained_at` is the version before it, `version` the one after, `chain` the hash chain after it,
-    `max_staleness` the bound in force. `rolled_back_by` is the epoch that undid it."""
+    """A committed step. `trained_at` is the version before it, `version` the one after, `chain` the hash chain after
+    it, `max_staleness` the bound in force. `rolled_back_by` is the epoch that undid it."""
 
     sequence: int
     batch_id: BatchId
@@ -323,7 +324,7 @@ class CommitRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord:
     """A learner incarnation: opened at `parent`, where the hash chain was `chain`. `follows` is the newest version of
-    an earlier epoch that its line has come to: `parent`, and then each undone step that it repeated."""
+    an earlier epoch that its line has reached: `parent`, and then each undone step that it repeated."""
 
     epoch: int
     parent: PolicyVersion | None
@@ -353,7 +354,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """One finished evaluation rollout. `version` is the one it was asked for, `sampled` what really sampled it."""
+    """A finished evaluation rollout. `version` is the requested one, `sampled` the versions that really sampled it."""
 
     rollout_id: RolloutId
     attempt: int
@@ -374,12 +375,12 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecord:
-    """What is known of a task: for scales, parking and curricula.
+    """History of a task, for scales, parking and curricula.
 
     `last_pass` is the pass over the data that opened its newest group. `finished` counts results with a reward,
     `solved` those of them that solved the task, `duration_s` is the sum of their durations. `complete_members`,
     `reward_sum`, `reward_square_sum` and `deviation_square_sum` (within groups) cover complete groups. `poison_streak`
-    counts members that became poison since one finished, `failed_on` tells where it failed since then."""
+    counts members that became poison since one finished, `failed_on` lists where it failed since then."""
 
     task_id: TaskId
     last_pass: int = -1
@@ -408,7 +409,7 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterventionRecord:
-    """One entry of the operators' journal, in order. `attempt` goes with a rollout. `detail` is for people."""
+    """Entry of the operators' journal, in order. `attempt` is set for a rollout. `detail` is for people."""
 
     sequence: int
     action: Action
@@ -424,7 +425,7 @@ class InterventionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterRecord:
-    """A count of something that changes no rollout: refused offers, filtered members, rolled-back batches."""
+    """Counter of events: refused offers, filtered members, rolled-back batches."""
 
     name: str
     value: int
@@ -452,9 +453,9 @@ Record = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What a core is folded from. `closed` counts the rollouts of closed groups, whose records are not here, nor are
-    those of `steps_closed` surviving steps and `evaluations_closed` evaluation rollouts. Batches before `first_batch`
-    are known to the ledger alone."""
+    """State that a core is folded from. `closed` counts the rollouts of closed groups, whose records are not here, nor
+    are those of `steps_closed` surviving steps and `evaluations_closed` evaluation rollouts. Batches before
+    `first_batch` are in the ledger only."""
 
     records: tuple[Record, ...] = ()
     evaluations: frozenset[tuple[RolloutId, int]] = frozenset()

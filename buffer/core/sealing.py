@@ -1,10 +1,11 @@
-"""When open groups are sealed, and what that fixes.
+"""The sealing of open groups, which fixes their baselines and scales.
 
 Invariants:
-- Every open group is watched: by the time from which its rule accepts if nothing else happens. `tick` settles what is
-  due; so the core needs no clock, and the shell need only come back at `due_at`.
-- A sealed group's members, finished or not, have fixed baselines and scales; whoever finishes later is sealed at once.
-- Members without a result at the sealing are flagged `late`: what a rule left out can be told for each group.
+- Every open group is watched by the time from which its rule accepts if nothing else happens. `tick` seals the groups
+  that are due, so the core needs no clock, and the shell calls it again at `due_at`.
+- A sealed group's members, finished or not, have fixed baselines and scales; a member that finishes later is sealed at
+  once.
+- Members without a result at the sealing are flagged `late`, so that each group shows what its rule left out.
 """
 
 from __future__ import annotations
@@ -30,80 +31,32 @@ if TYPE_CHECKING:
 
 
 class Sealing:
-    """Watches open groups. `aborted` holds attempts that run although their rollout is cancelled."""
+    """Watches open groups and seals them. `aborted` holds attempts that still run although their rollout is
+    cancelled."""
 
     def __init__(self, state: ReplayState, config: BufferConfig, rule: AcceptanceRule, history: TaskHistory) -> None:
         self._state, self._config, self._rule, self._history = state, config, rule, history
         self._due: dict[GroupId, float] = {}
         self._queue: list[tuple[float, GroupId]] = []
-        self._seen = state.next_version
-        self.aborted = dict.fromkeys(self._unheard())
+        self._seen = state.path.next_version
+        # Attempts of cancelled rollouts that have no result may still run. Those of closed groups are forgotten by a
+        # restart; their results will be late.
+        cancelled = (state.attempts.get(rollout_id) for rollout_id in state.by_state[RolloutState.CANCELLED])
+        unheard = (attempt.key for attempt in cancelled if attempt is not None and not attempt.offered)
+        self.aborted: dict[tuple[RolloutId, int], None] = dict.fromkeys(unheard)
         for group_id in state.open_groups():
             self.watch(group_id)
 
     def watch(self, group_id: GroupId) -> None:
-        """Something happened in an open group: learn when it is due."""
-        since = effective_since(self._rule, self._view(group_id), self._config.min_members)
-        if self._due.get(group_id, NEVER) == since:
-            return
-        self._due[group_id] = since
-        if since < NEVER:
-            heappush(self._queue, (since, group_id))
-
-    def restart_clocks(self, now: float) -> None:
-        """The times of rules begin anew, for every open group."""
-        for group_id in self._state.open_groups():
-            self._state.put(replace(self._state.groups[group_id], opened_at_s=now))
-            self.watch(group_id)
-
-    def due_at(self) -> float | None:
-        """When the next group is due if nothing happens before."""
-        while self._queue and self._due.get(self._queue[0][1]) != self._queue[0][0]:
-            heappop(self._queue)
-        return self._queue[0][0] if self._queue else None
-
-    def tick(self, now: float) -> None:
-        """Seal or drop every group that is due."""
-        if self._rule.expires and self._seen != (version := self._state.next_version):
-            self._seen = version
-            for group_id in self._state.open_groups():
-                self.watch(group_id)
-        while (due := self.due_at()) is not None and due <= now:
-            _, group_id = heappop(self._queue)
-            del self._due[group_id]
-            self._settle(group_id, now)
-
-    def arrive(self, rollout_id: RolloutId) -> None:
-        """A member of a sealed group finished, late or again: its advantage follows."""
-        rollout, group = self._state.rollouts[rollout_id], self._state.group_of(rollout_id)
-        self._seal_member(rollout, flat=False)
-        self.completed(group.group_id)
-
-    def completed(self, group_id: GroupId) -> None:
-        """Tell the history of a sealed group once its last member is in."""
-        group, members = self._state.groups[group_id], self._state.rollouts_of(group_id)
-        if group.state is not GroupState.SEALED or group.complete_before is not None or not _complete(members):
-            return
-        self._state.put(replace(group, complete_before=self._state.next_seal))
-        self._history.completed(
-            group.task_id, [member.first_reward for member in members if member.first_reward is not None]
-        )
-
-    def _unheard(self) -> list[tuple[RolloutId, int]]:
-        """Attempts of cancelled rollouts that no result came from: somebody may still run them. Those of closed groups
-        are forgotten by a restart; their results will be late."""
-        cancelled = (self._state.attempts.get(rollout) for rollout in self._state.by_state[RolloutState.CANCELLED])
-        return [attempt.key for attempt in cancelled if attempt is not None and not attempt.offered]
-
-    def _view(self, group_id: GroupId) -> GroupView:
+        """Compute when an open group is due, after a change in it."""
         members = self._state.rollouts_of(group_id)
         finished = [self._state.attempts[member.rollout_id] for member in members if member.finished]
         opened = self._state.groups[group_id].opened_at_s
         updates_left = None
-        if self._rule.expires and finished and (version := self._state.next_version):
-            stalest = max(self._state.staleness(version, attempt.version) for attempt in finished)
-            updates_left = self._config.max_staleness - stalest
-        return GroupView(
+        if self._rule.expires and finished and (version := self._state.path.next_version):
+            sampled = (attempt.version for attempt in finished)
+            updates_left = self._config.bound.updates_left(self._state.path.expected_tree, version, sampled)
+        view = GroupView(
             size=len(members),
             finished=len(finished),
             running=sum(member.running for member in members),
@@ -111,21 +64,60 @@ class Sealing:
             last_finished_at_s=max((attempt.ended_at_s or 0.0 for attempt in finished), default=opened),
             updates_left=updates_left,
         )
+        since = effective_since(self._rule, view, self._config.min_members)
+        if self._due.get(group_id, NEVER) == since:
+            return
+        self._due[group_id] = since
+        if since < NEVER:
+            heappush(self._queue, (since, group_id))
 
-    def _settle(self, group_id: GroupId, now: float) -> None:
-        members = self._state.rollouts_of(group_id)
-        finished = [member for member in members if member.finished]
-        if len(finished) < self._config.min_members:
-            self._drop(group_id, finished, now)
-        else:
-            self._seal(self._state.groups[group_id], members, now)
-            self.completed(group_id)
+    def restart_clocks(self, now: float) -> None:
+        """Measure the times of rules from now on, for every open group."""
+        for group_id in self._state.open_groups():
+            self._state.put(replace(self._state.groups[group_id], opened_at_s=now))
+            self.watch(group_id)
 
-    def _drop(self, group_id: GroupId, finished: Sequence[RolloutRecord], now: float) -> None:
-        self._state.put(replace(self._state.groups[group_id], state=GroupState.DROPPED, ended_at_s=now))
-        self._state.count("groups_dropped")
-        for rollout in finished:
-            self._filter(rollout, FilterReason.GROUP_DROPPED)
+    def due_at(self) -> float | None:
+        """Return when the next group is due if nothing happens before."""
+        while self._queue and self._due.get(self._queue[0][1]) != self._queue[0][0]:
+            heappop(self._queue)
+        return self._queue[0][0] if self._queue else None
+
+    def tick(self, now: float) -> None:
+        """Seal or drop every group that is due."""
+        if self._rule.expires and self._seen != (version := self._state.path.next_version):
+            self._seen = version
+            for group_id in self._state.open_groups():
+                self.watch(group_id)
+        while (due := self.due_at()) is not None and due <= now:
+            _, group_id = heappop(self._queue)
+            del self._due[group_id]
+            members = self._state.rollouts_of(group_id)
+            finished = [member for member in members if member.finished]
+            if len(finished) >= self._config.min_members:
+                self._seal(self._state.groups[group_id], members, now)
+                self.completed(group_id)
+                continue
+            self._state.put(replace(self._state.groups[group_id], state=GroupState.DROPPED, ended_at_s=now))
+            self._state.count("groups_dropped")
+            for rollout in finished:
+                self._filter(rollout, FilterReason.GROUP_DROPPED)
+
+    def arrive(self, rollout_id: RolloutId) -> None:
+        """Seal a member of a sealed group that finished late or again."""
+        rollout, group = self._state.rollouts[rollout_id], self._state.group_of(rollout_id)
+        self._seal_member(rollout, flat=False)
+        self.completed(group.group_id)
+
+    def completed(self, group_id: GroupId) -> None:
+        """Add a sealed group to the history of its task once its last member has finished."""
+        group, members = self._state.groups[group_id], self._state.rollouts_of(group_id)
+        if group.state is not GroupState.SEALED or group.complete_before is not None or not _complete(members):
+            return
+        self._state.put(replace(group, complete_before=self._state.next_seal))
+        self._history.completed(
+            group.task_id, [member.first_reward for member in members if member.first_reward is not None]
+        )
 
     def _seal(self, group: GroupRecord, members: Sequence[RolloutRecord], now: float) -> None:
         sealed = replace(
@@ -148,13 +140,16 @@ class Sealing:
         if flat:
             self._state.count("groups_zero_variance")
         for member in fixed:
-            if member.running:
-                self._leave_behind(member, now)
-            elif member.finished:
-                self._seal_member(member, flat=flat)
+            if not member.running:
+                if member.finished:
+                    self._seal_member(member, flat=flat)
+            elif self._config.unfinished == "carry":
+                self._state.put(replace(member, late=True))
+            else:
+                self._abort(member, now)
 
     def _fix(self, group: GroupRecord, members: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-        """The members with their baselines and scales."""
+        """Return the members with their baselines and scales."""
         attempts = self._state.attempts
         finishes = {
             member.rollout_id: Finish(
@@ -163,7 +158,16 @@ class Sealing:
             for member in members
             if member.finished
         }
-        scale = self._scale(group, members)
+        if self._config.advantage == "centered":
+            scale = 1.0
+        elif _complete(members):
+            scale = full_scale([member.first_reward for member in members if member.first_reward is not None])
+        else:
+            task, state = self._state.task(group.task_id), self._state
+            scale = history_scale(
+                (task.deviation_square_sum, task.complete_members),
+                (float(state.deviation_square_sum), state.complete_members),
+            )
         return [
             replace(
                 member,
@@ -181,22 +185,8 @@ class Sealing:
             for member in members
         ]
 
-    def _scale(self, group: GroupRecord, members: Sequence[RolloutRecord]) -> float:
-        if self._config.advantage == "centered":
-            return 1.0
-        if _complete(members):
-            return full_scale([member.first_reward for member in members if member.first_reward is not None])
-        task, state = self._state.task(group.task_id), self._state
-        return history_scale(
-            (task.deviation_square_sum, task.complete_members),
-            (float(state.deviation_square_sum), state.complete_members),
-        )
-
-    def _leave_behind(self, member: RolloutRecord, now: float) -> None:
-        """A member that was unfinished at the sealing goes on, or ends here."""
-        if self._config.unfinished == "carry":
-            self._state.put(replace(member, late=True))
-            return
+    def _abort(self, member: RolloutRecord, now: float) -> None:
+        """Cancel a member that was unfinished at the sealing."""
         self._history.cancelled(self._state.groups[member.group_id].task_id)
         self._state.count("rollouts_cancelled")
         if member.state is RolloutState.IN_FLIGHT:
@@ -210,20 +200,16 @@ class Sealing:
         assert member.reward is not None
         assert member.baseline is not None
         assert member.scale is not None
-        reason = self._reason_to_filter(member.rollout_id, flat=flat)
-        if reason is not None:
-            self._filter(member, reason)
-            return
-        value = advantage(member.reward, member.baseline, member.scale)
-        self._state.put(replace(member, state=RolloutState.SEALED, advantage=value))
-
-    def _reason_to_filter(self, rollout_id: RolloutId, *, flat: bool) -> FilterReason | None:
-        attempt = self._state.attempts[rollout_id]
+        attempt = self._state.attempts[member.rollout_id]
         if not attempt.trainable:
-            return FilterReason.NOT_TRAINABLE
-        if not attempt.trained:
-            return FilterReason.NO_TOKENS
-        return FilterReason.ZERO_VARIANCE if flat and self._config.zero_variance == "filter" else None
+            self._filter(member, FilterReason.NOT_TRAINABLE)
+        elif not attempt.trained:
+            self._filter(member, FilterReason.NO_TOKENS)
+        elif flat and self._config.zero_variance == "filter":
+            self._filter(member, FilterReason.ZERO_VARIANCE)
+        else:
+            value = advantage(member.reward, member.baseline, member.scale)
+            self._state.put(replace(member, state=RolloutState.SEALED, advantage=value))
 
     def _filter(self, rollout: RolloutRecord, reason: FilterReason) -> None:
         self._state.put(replace(rollout, state=RolloutState.FILTERED, reason=reason))
@@ -231,5 +217,5 @@ class Sealing:
 
 
 def _complete(members: Sequence[RolloutRecord]) -> bool:
-    """Every member finished or is poison: nothing was left out for being slow."""
+    """Whether every member finished or is poison, so that none was left out for being slow."""
     return all(member.finished or member.state is RolloutState.POISON for member in members)

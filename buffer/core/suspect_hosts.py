@@ -1,7 +1,7 @@
-"""Which hosts fail significantly more often than the others: they get no orders but a probe. Pure.
+"""Detection of hosts that fail significantly more often than the others: they get only probes. Pure.
 
 Invariant: a host is suspect while the failures in its last `ATTEMPTS` attempts are above those of the other hosts by a
-one-sided exact test (Fisher's) at the level `LEVEL`. On one host alone there is nothing to compare with.
+one-sided exact test (Fisher's) at the level `LEVEL`. A single host is never suspect.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ if TYPE_CHECKING:
 ATTEMPTS: Final = 20
 LEVEL: Final = 0.01
 PROBE_S: Final = 60.0
-"""How often a suspect host may get an attempt."""
+"""Time between attempts on a suspect host."""
 
 
 class HostRecords:
-    """How the last attempts on each host ended."""
+    """Ends of the last attempts on each host."""
 
     def __init__(self) -> None:
         self._ends: dict[str, deque[bool]] = {}
         self._probed_s: dict[str, float] = {}
 
     def add(self, host: str, *, failed: bool) -> None:
-        """One more end; those of unknown hosts say nothing."""
+        """Add the end of an attempt; ends on unknown hosts are ignored."""
         if host:
             self._ends.setdefault(host, deque(maxlen=ATTEMPTS)).append(failed)
 
     def suspects(self) -> Mapping[str, str]:
-        """Suspect hosts, and why."""
-        return {
-            host: f"{sum(ends)} of its last {len(ends)} attempts failed"
-            for host, ends in self._ends.items()
-            if self._is_suspect(host)
-        }
+        """Return the suspect hosts, with the reason."""
+        suspects = {}
+        for host, ends in self._ends.items():
+            others = [end for other, seen in self._ends.items() if other != host for end in seen]
+            if others and exact_test(sum(ends), len(ends), sum(others), len(others)) < LEVEL:
+                suspects[host] = f"{sum(ends)} of its last {len(ends)} attempts failed"
+        return suspects
 
     def avoided(self, now: float) -> tuple[str, ...]:
-        """The hosts that an attempt beginning now has to avoid; one that is due for a probe is left out once."""
+        """Return the hosts that an attempt beginning now must avoid; a host that is due for a probe is omitted once."""
         avoided = []
         for host in self.suspects():
             since_s = now - self._probed_s.setdefault(host, now)
@@ -51,15 +52,10 @@ class HostRecords:
                 self._probed_s[host] = now
         return tuple(avoided)
 
-    def _is_suspect(self, host: str) -> bool:
-        ends = self._ends[host]
-        others = [end for other, seen in self._ends.items() if other != host for end in seen]
-        return bool(others) and exact_test(sum(ends), len(ends), sum(others), len(others)) < LEVEL
-
 
 def exact_test(failed: int, attempts: int, others_failed: int, others: int) -> float:
-    """Fisher's exact test, one-sided: the chance of at least `failed` of all failures among `attempts`, were all
-    attempts alike."""
+    """Return the p-value of Fisher's exact test, one-sided: the probability that at least `failed` of all failures are
+    among `attempts`, if all attempts are alike."""
     failures, whole = failed + others_failed, attempts + others
     most = min(attempts, failures)
     ways = sum(comb(failures, k) * comb(whole - failures, attempts - k) for k in range(failed, most + 1))

@@ -1,8 +1,8 @@
-"""What is remembered of tasks: written with each change, so that it survives restarts and closed groups.
+"""The history of each task, written with each change, so that it survives restarts and closed groups.
 
 Invariants:
-- Statistics of rewards come from complete groups only: those whose members all finished or are poison. What a rule
-  left out would bias them.
+- Statistics of rewards come from complete groups only: those whose members all finished or are poison. Groups that a
+  rule sealed early would bias them.
 - A task whose members became poison `park_after` times in a row, and that failed on different hosts at different
   times meanwhile, is parked: no more groups of it are opened until it is released.
 """
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 HOSTS_KEPT: Final = 8
-"""Of one task."""
+"""Hosts of failures remembered for one task."""
 
 
 class TaskHistory:
-    """Keeps the task records."""
+    """Updates the task records."""
 
     def __init__(self, state: ReplayState, *, park_after: int) -> None:
         self._state, self._park_after = state, park_after
 
     def opened(self, task_id: TaskId, lap: int) -> None:
-        """A group of it was opened in this pass."""
+        """Record that a group of a task was opened in this pass."""
         task = self._state.task(task_id)
         self._state.put(replace(task, groups=task.groups + 1, last_pass=lap))
 
     def finished(self, task_id: TaskId, attempt: AttemptRecord) -> None:
-        """An attempt ended with a reward."""
+        """Record that an attempt ended with a reward."""
         task = self._state.task(task_id)
         self._state.put(
             replace(
@@ -54,7 +54,7 @@ class TaskHistory:
         )
 
     def unfinished(self, task_id: TaskId, attempt: AttemptRecord) -> None:
-        """The result of a finished attempt was lost before its group was sealed."""
+        """Record that the result of a finished attempt was lost before its group was sealed."""
         task = self._state.task(task_id)
         self._state.put(
             replace(
@@ -66,11 +66,11 @@ class TaskHistory:
         )
 
     def failed_on(self, task_id: TaskId, host: str, now: float) -> tuple[HostFailures, ...]:
-        """Where it failed since it last finished, a failure on `host` now included."""
+        """Return where a task failed since it last finished, including a failure on `host` now."""
         return with_failure(self._state.task(task_id).failed_on, host, now)
 
     def failed(self, task_id: TaskId, attempt: AttemptRecord, *, poison: bool) -> None:
-        """An attempt ended without a reward; with `poison` it was the member's last."""
+        """Record that an attempt ended without a reward; with `poison` it was the member's last."""
         task = self._state.task(task_id)
         if attempt.charged_to not in (Charge.TASK, Charge.HOST):
             self._state.put(replace(task, infra=task.infra + 1, poison=task.poison + poison))
@@ -95,7 +95,8 @@ class TaskHistory:
         )
 
     def forgive(self, task_id: TaskId, *, since_s: float) -> None:
-        """What it did since then was the system's fault: it begins anew, and is released if that had parked it."""
+        """Clear the failures of a task since a time, because the system caused them. Release the task if they had
+        parked it."""
         task = self._state.task(task_id)
         if not task.parked:
             self._state.put(replace(task, poison_streak=0, failed_on=()))
@@ -103,7 +104,7 @@ class TaskHistory:
             self.release(task_id)
 
     def release(self, task_id: TaskId) -> bool:
-        """Unpark it, with a clean record. False when it is not parked."""
+        """Unpark a task, with its failures cleared. Return False when it is not parked."""
         task = self._state.task(task_id)
         if not task.parked:
             return False
@@ -112,17 +113,17 @@ class TaskHistory:
         return True
 
     def evicted(self, task_id: TaskId) -> None:
-        """A rollout of it went over the staleness bound."""
+        """Record that a rollout of a task exceeded the staleness bound."""
         task = self._state.task(task_id)
         self._state.put(replace(task, evicted=task.evicted + 1))
 
     def cancelled(self, task_id: TaskId) -> None:
-        """A rollout of it was aborted at the sealing of its group."""
+        """Record that a rollout of a task was aborted at the sealing of its group."""
         task = self._state.task(task_id)
         self._state.put(replace(task, cancelled=task.cancelled + 1))
 
     def completed(self, task_id: TaskId, rewards: Sequence[float]) -> None:
-        """A sealed group of it is complete, with these rewards by member."""
+        """Record that a sealed group of a task is complete, with these rewards of its members."""
         task = self._state.task(task_id)
         self._state.put(
             replace(
@@ -136,7 +137,7 @@ class TaskHistory:
 
 
 def with_failure(failures: tuple[HostFailures, ...], host: str, now: float) -> tuple[HostFailures, ...]:
-    """With one more failure; one on an unknown host says nothing."""
+    """Return the failures with one more; a failure on an unknown host is ignored."""
     if not host:
         return failures
     known = next((item for item in failures if item.host == host), HostFailures(host, now, now))

@@ -1,6 +1,6 @@
-"""Converters of data sets to headrace tasks, by the name of their form.
+"""The registry of converters of data sets to headrace tasks, by the name of their form.
 
-Invariant: each row becomes a task or a refusal that says why; what is written can be read back by `load_tasks`.
+Invariant: each row becomes a task, or a refusal with the reason; `load_tasks` can read the written file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TASKS, REFUSALS = "tasks.jsonl", "refused.jsonl"
 
 
 class SettingsRefused(ValueError):
-    """A form does not take these settings; the message says which it takes."""
+    """A converter does not accept these settings; the message names the known ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """Where the tasks are, how many, and the rows that are none."""
+    """Result of a conversion: path and number of the tasks, and the refused rows."""
 
     tasks: Path
     count: int
@@ -53,7 +53,7 @@ def _software_engineering(source: Path, settings: Mapping[str, Any]) -> tuple[tu
 
 def _function(found: object) -> Converter:
     if not callable(found):
-        raise TypeError("it is no function of a path and settings")
+        raise TypeError("it must be a function of a path and settings")
     converter: Converter = found
     return converter
 
@@ -64,8 +64,8 @@ CONVERTERS: Final[Registry[Converter]] = Registry(
 
 
 def convert(source: Path, folder: Path, *, form: str, settings: Mapping[str, Any]) -> Converted:
-    """Write the tasks of a data file, and the rows refused, into a folder. Raises PartRefused, OSError, TaskFileError
-    for tasks that cannot be read back, SettingsRefused."""
+    """Convert a data file; write the tasks and the refused rows into a folder. Raises PartRefused, OSError,
+    SettingsRefused, and TaskFileError for tasks that cannot be read back."""
     tasks, refusals = CONVERTERS.find(form)(source, settings)
     folder.mkdir(parents=True, exist_ok=True)
     write_tasks(folder / TASKS, tasks)

@@ -1,10 +1,10 @@
-"""Converts rows of software-engineering data sets to tasks of kind repository.
+"""The converter of software-engineering data sets to tasks of kind repository.
 
 Rows of three forms: flat SWE-bench and SWE-Gym rows (FAIL_TO_PASS, PASS_TO_PASS, test_patch), and rows with `metadata`
 that hold `swepro`, `eval_cmd` or `remote_env_info` (with `f2p_script`, or the fields of a flat row). Invariants:
 - A row becomes a task that can be graded, or a refusal with its line and the reason, before anything boots. Of several
   graders the first of swepro, eval_cmd, f2p_script, test ids counts.
-- Nothing that grades is in the instruction or in the files that the agent sees; the gold patch is not kept at all.
+- No part of the grader is in the instruction or in the files that the agent sees; the gold patch is not stored at all.
 - Scripts named by path are read from the folder of the data file or below it, and from nowhere else.
 """
 
@@ -33,7 +33,7 @@ class RowRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweEnvironment:
-    """What rows do not say. `image` may hold `{instance_id}`; it counts for rows that name none themselves."""
+    """Settings that rows do not contain. `image` may contain `{instance_id}`; it is used for rows without an image."""
 
     image: str = ""
     workdir: str = "/testbed"
@@ -45,12 +45,14 @@ class SweEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
+    """A row that cannot become a task."""
+
     line: int
     reason: str
 
 
 class _Model(BaseModel):
-    # Carriers add columns of their own; those that are read have to be of the right type.
+    # Publishers add columns of their own; only those that are read must have the right type.
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
 
@@ -64,7 +66,7 @@ class _Swepro(_Model):
 
 
 class _Instance(_Model):
-    """A flat row, or `remote_env_info`."""
+    """A flat row, or the value of `remote_env_info`."""
 
     instance_id: str | None = None
     repo: str | None = None
@@ -93,7 +95,7 @@ class _Row(_Model):
 
 
 def read_rows(path: Path, environment: SweEnvironment) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
-    """Tasks and refusals of a JSONL file, in its order. Raises OSError."""
+    """Convert a JSONL file to tasks and refusals, in its order. Raises OSError."""
     tasks: list[Task] = []
     refusals: list[Refusal] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
@@ -107,7 +109,7 @@ def read_rows(path: Path, environment: SweEnvironment) -> tuple[tuple[Task, ...]
 
 
 def task_of(row: object, environment: SweEnvironment, folder: Path) -> Task:
-    """The task of one row; scripts are read from `folder`. Raises RowRefused."""
+    """Convert one row to a task; scripts are read from `folder`. Raises RowRefused."""
     try:
         wrapped = _Row.model_validate(row)
         given = wrapped.metadata or _Metadata.model_validate(row)
@@ -117,7 +119,13 @@ def task_of(row: object, environment: SweEnvironment, folder: Path) -> Task:
     info = given.remote_env_info or given
     instance_id = given.instance_id or info.instance_id or wrapped.label or ""
     image = given.image or info.image or info.image_url or environment.image
-    problem = given.problem_statement or info.problem_statement or _prompt_text(wrapped.prompt)
+    problem = given.problem_statement or info.problem_statement
+    if not problem:
+        # The prompt itself, or the first text of the user in it.
+        texts: list[object] = [wrapped.prompt]
+        if isinstance(wrapped.prompt, list):
+            texts = [message.get("content") for message in wrapped.prompt if message.get("role") == "user"]
+        problem = next((text for text in texts if isinstance(text, str)), "")
     for name, value in (("instance_id", instance_id), ("image", image), ("problem_statement", problem)):
         if not value:
             raise RowRefused(f"{name}: is missing")
@@ -144,11 +152,14 @@ def _repository(given: _Metadata, info: _Instance, environment: SweEnvironment, 
         base = found[1] if found else ""
     if isinstance(grader, TestIds) and not base:
         raise RowRefused("base_commit: is missing")
+    # A list, or one text with escaped line ends.
+    commands = given.pre_commands or info.pre_commands
+    prepare = commands.replace("\\n", "\n") if isinstance(commands, str) else "\n".join(commands or [])
     return RepositorySpec(
         workdir=given.workdir or info.workdir or environment.workdir,
         grader=grader,
         base_commit=base,
-        prepare=_commands(given.pre_commands or info.pre_commands),
+        prepare=(prepare,) if prepare.strip() else (),
         python=environment.python,
         environment=environment.environment,
         user=environment.user,
@@ -157,31 +168,27 @@ def _repository(given: _Metadata, info: _Instance, environment: SweEnvironment, 
 
 def _grader(given: _Metadata, info: _Instance, folder: Path) -> TestIds | Script | Command | Swepro:
     if given.swepro is not None:
-        return _swepro(given.swepro, folder)
+        return Swepro(
+            run_script=_script(given.swepro.run_script_path, folder),
+            parser_script=_script(given.swepro.parser_script_path, folder),
+            before_repo_set_cmd=given.swepro.before_repo_set_cmd or "",
+            selected_test_files=tuple(given.swepro.selected_test_files),
+            fail_to_pass=tuple(given.swepro.fail_to_pass),
+            pass_to_pass=tuple(given.swepro.pass_to_pass),
+        )
     if given.eval_cmd:
         return Command(command=given.eval_cmd)
     script = info.f2p_script or given.f2p_script
     if script:
         return Script(script=script)
     if info.FAIL_TO_PASS is None:
-        raise RowRefused("none of swepro, eval_cmd, f2p_script and FAIL_TO_PASS is there: nothing grades this row")
+        raise RowRefused("the row has no grader: add one of swepro, eval_cmd, f2p_script and FAIL_TO_PASS")
     if not (info.test_patch or "").strip():
         raise RowRefused("test_patch: is missing")
     return TestIds(
         fail_to_pass=_ids(info.FAIL_TO_PASS, "FAIL_TO_PASS"),
         pass_to_pass=_ids(info.PASS_TO_PASS or [], "PASS_TO_PASS"),
         test_patch=info.test_patch or "",
-    )
-
-
-def _swepro(given: _Swepro, folder: Path) -> Swepro:
-    return Swepro(
-        run_script=_script(given.run_script_path, folder),
-        parser_script=_script(given.parser_script_path, folder),
-        before_repo_set_cmd=given.before_repo_set_cmd or "",
-        selected_test_files=tuple(given.selected_test_files),
-        fail_to_pass=tuple(given.fail_to_pass),
-        pass_to_pass=tuple(given.pass_to_pass),
     )
 
 
@@ -196,27 +203,13 @@ def _script(name: str, folder: Path) -> str:
 
 
 def _ids(given: list[str] | str, name: str) -> tuple[str, ...]:
-    """A list, or the JSON text of one, as SWE-bench has it."""
+    """Return the test ids of a list, or of the JSON text of one, as SWE-bench has it."""
     ids = given
     if isinstance(given, str):
         try:
             ids = json.loads(given)
         except ValueError as error:
-            raise RowRefused(f"{name}: is neither a list nor the JSON text of one") from error
+            raise RowRefused(f"{name}: must be a list, or the JSON text of one") from error
     if not isinstance(ids, list) or not all(isinstance(test_id, str) for test_id in ids):
-        raise RowRefused(f"{name}: is no list of texts")
+        raise RowRefused(f"{name}: must be a list of strings")
     return tuple(ids)
-
-
-def _commands(given: list[str] | str | None) -> tuple[str, ...]:
-    """A list, or one text in which line ends are spelt `\\n`."""
-    text = given.replace("\\n", "\n") if isinstance(given, str) else "\n".join(given or [])
-    return (text,) if text.strip() else ()
-
-
-def _prompt_text(prompt: str | list[dict[str, Any]]) -> str:
-    """The prompt itself, or the first thing the user says in it."""
-    if isinstance(prompt, str):
-        return prompt
-    said = (message.get("content") for message in prompt if message.get("role") == "user")
-    return next((content for content in said if isinstance(content, str)), "")

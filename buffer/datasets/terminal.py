@@ -1,11 +1,11 @@
-"""A generated family of terminal tasks in which looking first matters.
+"""A generated family of terminal tasks that can only be solved by looking at files first.
 
 Invariants:
-- A task is a pure function of its combination (kind, what the instruction gives, what only looking tells): the same
-  combination has the same id, files and check everywhere and for ever.
+- A task is a pure function of its combination (kind, the given values, the finding): the same combination has the same
+  id, files and check everywhere and for ever.
 - The split of a combination is decided by its hash alone, so training and held-out tasks never share a combination.
-- The instruction never holds the finding; the files do. A check accepts exactly one content of the whole `/workspace`;
-  of a repair it accepts what computes the right totals for counts that the agent has not seen.
+- The finding is never in the instruction, only in the files. A check accepts exactly one content of the whole
+  `/workspace`; for a repair it accepts code that computes the right totals for counts that the agent has not seen.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 WORKSPACE = "/workspace"
 HIDDEN_COUNTS = (0, 1, 7, 12, 1000, -3)
-"""What a repaired `total` is asked; the agent sees the test for 1 only."""
+"""Arguments for the repaired `total`; the agent sees only the test for 1."""
 HELD_OUT_SHARE = 4
-"""One combination in this many is held out."""
+"""One in so many combinations is held out."""
 
 WORDS = (
     "apple", "bread", "cider", "dates", "fudge", "grape", "honey", "icing", "jelly", "chili", "lemon", "mango",
@@ -45,17 +45,17 @@ WRONG_NUMBER = "10"
 
 
 class Split(StrEnum):
-    """Which side of the hash a combination is on."""
+    """Split that the hash of a combination decides."""
 
     TRAIN = "train"
     HELD_OUT = "held_out"
 
 
 class Kind(StrEnum):
-    """What is asked for."""
+    """Kind of terminal task."""
 
     WRITE = "write"
-    """Write a word to a file whose name stands in another file."""
+    """Write a word to a file whose name is in another file."""
     MOVE = "move"
     """Move the last line of one file to the end of another."""
     RENAME = "rename"
@@ -66,7 +66,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One combination. `given` stands in the instruction, `finding` only in the files.
+    """A combination. `given` is in the instruction, `finding` only in the files.
 
     | kind | given | finding |
     |---|---|---|
@@ -87,10 +87,12 @@ class Problem:
 
     @property
     def split(self) -> Split:
+        """Split of the combination."""
         return Split.HELD_OUT if int(self.digest, 16) % HELD_OUT_SHARE == 0 else Split.TRAIN
 
     @property
     def instruction(self) -> str:
+        """Instruction of the task."""
         first, second = self.given
         match self.kind:
             case Kind.WRITE:
@@ -104,7 +106,7 @@ class Problem:
 
     @property
     def stray(self) -> tuple[str, str, str]:
-        """Looking in the wrong place: the command, what it prints, and the wrong finding in that."""
+        """A look at the wrong file: the command, its output, and the wrong finding in that."""
         first, second = self.given
         files = self.files()
         name, text = next((name, text) for name, text in files.items() if name not in (first, second, self.finding))
@@ -120,7 +122,7 @@ class Problem:
 
     @property
     def look(self) -> str:
-        """The command that shows the finding."""
+        """Command that shows the finding."""
         first, second = self.given
         match self.kind:
             case Kind.WRITE:
@@ -134,11 +136,11 @@ class Problem:
 
     @property
     def shown(self) -> str:
-        """What `look` prints, without the last line end."""
+        """Output of `look`, without the last line end."""
         return calc_test(1, self.finding) if self.kind is Kind.REPAIR else self.finding
 
     def act(self, finding: str) -> str:
-        """The command that solves the task if `finding` is the problem's own; with another one it is a wrong guess."""
+        """Return the command that solves the task if `finding` is right; with another one it is a wrong guess."""
         first, second = self.given
         match self.kind:
             case Kind.WRITE:
@@ -151,11 +153,11 @@ class Problem:
                 return f'sed -i "s/= .*/= {finding}/" calc.py; exit'
 
     def files(self) -> dict[str, str]:
-        """Name under /workspace -> text before the agent starts."""
+        """Return the text by file name under /workspace, before the agent starts."""
         return self._files()[0]
 
     def expected(self) -> dict[str, str]:
-        """Name under /workspace -> text of the only accepted end."""
+        """Return the text by file name under /workspace in the only accepted result."""
         return self._files()[1]
 
     def _files(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -183,23 +185,23 @@ class Problem:
         return _with_newlines(before), _with_newlines(after)
 
     def task(self) -> Task:
+        """Return the task of the combination."""
+        if self.kind is Kind.REPAIR:
+            evaluator = EvaluatorSpec(
+                kind=EvaluatorKind.COMPARE,
+                check=REPAIR_CHECK,
+                expected=json.dumps([count * int(self.finding) for count in HIDDEN_COUNTS]),
+                test_files=(f"{WORKSPACE}/test.py",),
+            )
+        else:
+            check = STATE_CHECK.format(expected=json.dumps(self.expected(), sort_keys=True))
+            evaluator = EvaluatorSpec(kind=EvaluatorKind.STATE, check=check)
         return Task(
             id=TaskId(f"terminal-{self.kind}-{self.digest[:16]}"),
             family=f"terminal/{self.kind}",
             instruction=self.instruction,
             files={f"{WORKSPACE}/{name}": text for name, text in self.files().items()},
-            evaluator=self._evaluator(),
-        )
-
-    def _evaluator(self) -> EvaluatorSpec:
-        if self.kind is not Kind.REPAIR:
-            check = STATE_CHECK.format(expected=json.dumps(self.expected(), sort_keys=True))
-            return EvaluatorSpec(kind=EvaluatorKind.STATE, check=check)
-        return EvaluatorSpec(
-            kind=EvaluatorKind.COMPARE,
-            check=REPAIR_CHECK,
-            expected=json.dumps([count * int(self.finding) for count in HIDDEN_COUNTS]),
-            test_files=(f"{WORKSPACE}/test.py",),
+            evaluator=evaluator,
         )
 
 
@@ -215,7 +217,7 @@ for entry in os.scandir("/workspace"):
 if found != {{name: text.encode() for name, text in expected.items()}}:
     sys.exit(1)
 """
-"""Every file of /workspace and nothing else, byte for byte; links, folders and large files are refused."""
+"""Check that compares all files of /workspace byte for byte; links, folders and large files are refused."""
 
 REPAIR_CHECK = f"""\
 import sys
@@ -223,14 +225,16 @@ sys.path.insert(0, "{WORKSPACE}")
 from calc import total
 result = [total(count) for count in {list(HIDDEN_COUNTS)}]
 """
-"""Only computes: the right totals are compared where no code of the agent's runs."""
+"""Check that only computes: the totals are compared where no code of the agent runs."""
 
 
 def calc_source(constant: str, value: str) -> str:
+    """Return the source of calc.py."""
     return f"{constant} = {value}\n\n\ndef total(count):\n    return count * {constant}"
 
 
 def calc_test(count: int, value: str) -> str:
+    """Return the source of a test of calc.py."""
     return f"from calc import total; assert total({count}) == {count * int(value)}"
 
 
@@ -239,7 +243,7 @@ def _with_newlines(files: dict[str, str]) -> dict[str, str]:
 
 
 def combinations(kind: Kind) -> Iterator[Problem]:
-    """Every combination of a kind, in a fixed order."""
+    """Yield every combination of a kind, in a fixed order."""
     pools: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
     match kind:
         case Kind.WRITE:
@@ -256,13 +260,13 @@ def combinations(kind: Kind) -> Iterator[Problem]:
 
 
 def guesses(problem: Problem) -> tuple[str, ...]:
-    """Findings that somebody who did not look could take for the problem's own, without the right one."""
+    """Return the wrong findings that an agent might guess without looking."""
     pool = {Kind.WRITE: NAMES, Kind.MOVE: WORDS, Kind.RENAME: NAMES, Kind.REPAIR: NUMBERS}[problem.kind]
     return tuple(value for value in pool if value not in (*problem.given, problem.finding))
 
 
 def problems(seed: int, count: int, split: Split) -> tuple[Problem, ...]:
-    """`count` distinct combinations of one split, the kinds in turn. ValueError when a kind has fewer."""
+    """Return `count` distinct combinations of one split, the kinds in turn. Raises ValueError when a kind has fewer."""
     chance = random.Random(f"{seed}/{split}")
     kinds = tuple(Kind)
     drawn: list[list[Problem]] = []
@@ -276,5 +280,5 @@ def problems(seed: int, count: int, split: Split) -> tuple[Problem, ...]:
 
 
 def generate(seed: int, count: int, split: Split) -> tuple[Task, ...]:
-    """`count` tasks of one split; see `problems`."""
+    """Return `count` tasks of one split; see `problems`."""
     return tuple(problem.task() for problem in problems(seed, count, split))

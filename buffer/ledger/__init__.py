@@ -1,1 +1,1 @@
-"""The ledger of a run: its database, its archive, and the store that keeps the core's changes in them."""
+"""The ledger of a run: its database, its archive, and the store that writes the core's changes to them."""

@@ -1,10 +1,10 @@
-"""`archive.db`, beside the ledger: the rows of closed groups and of the steps that a checkpoint covers.
+"""The archive `archive.db` beside the ledger: rows of closed groups and of the steps that a checkpoint covers.
 
 Invariants:
-- `ledger.db` holds what is open, and totals of the rest: what folds, copies or rolls back a run reads no history.
-- A row goes into the archive before it leaves the ledger, and comes back into the ledger while the archive keeps it:
-  at every moment it is in at least one of both. A row of the ledger overrules the archive's row of the same key.
-- Rows of a number that the ledger has not given out yet do not count: a ledger that was put back from a checkpoint's
+- `ledger.db` holds the open rows, and totals of the rest: folding, copying and rolling back a run reads no history.
+- A row is copied to the archive before it leaves the ledger, and stays in the archive when it is copied back: at every
+  moment it is in at least one of them. A row of the ledger overrides the archive's row of the same key.
+- Rows of a number that the ledger has not assigned yet do not count: a ledger that was restored from a checkpoint's
   copy may be older than the archive beside it.
 - Steps leave the ledger in order: it holds all steps from the oldest one that a rollout in it was trained in.
 """
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 ARCHIVE: Final = "archive.db"
 GROUPS_AT_ONCE: Final = 64
-"""Groups moved in one transaction: a few milliseconds, between which others write."""
+"""Groups moved in one transaction, which takes a few milliseconds, so that other writes can run in between."""
 STATE: Final = "rollouts_"
 STEPS, SKIPPED, EVALUATIONS = "steps", "steps_skipped", "evaluations"
-"""Totals, beside those of rollouts by state and the numbers that come next."""
+"""Names of totals, beside those of rollouts by state and the next numbers."""
 _NEXT: Final = {
     "next_ordinal": ("groups", "ordinal", 0),
     "next_seal": ("groups", "seal_order", 1),
     "next_batch": ("batches", "ordinal", 1),
     "next_commit": ("commits", "sequence", 1),
 }
-"""Table, column and first value of each number that is given out in order."""
+"""Table, column and first value of each number that is assigned in order."""
 _TRAINED: Final = "SELECT batch_id FROM commits WHERE sequence > ? AND rolled_back_by IS NULL"
 _UNDONE: Final = f"SELECT batch_id, members FROM batches WHERE batch_id IN ({_TRAINED})"
 _GROUPS_OF: Final = "SELECT DISTINCT group_id FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))"
@@ -52,7 +52,7 @@ SELECT min(sequence) FROM (
   UNION ALL SELECT max(commits.sequence) FROM {of}batches JOIN {of}commits USING (batch_id)
     WHERE batches.closed = 1 AND rolled_back_by IS NULL)
 """
-"""The first step that must stay: of a batch that is open, or that a rollout here was trained in; else the newest."""
+"""First step that must stay: of an open batch, or of a batch that a rollout here was trained in; else the newest."""
 _REMEMBER_FILES: Final = """
 INSERT INTO trajectory_files (number, last_sequence)
 SELECT trajectory_file, max(coalesce(commits.sequence, 0)) FROM rollouts JOIN attempts USING (rollout_id)
@@ -66,24 +66,25 @@ _OF_THESE: Final = f"rollout_id IN (SELECT rollout_id FROM rollouts WHERE {_THES
 
 
 class Archive:
-    """Of one open ledger, whose connection it uses too; `path` None: in memory. The file is made when there is
-    something to put into it."""
+    """Archive of one open ledger, whose connection it uses too; `path` None: in memory. The file is created when the
+    first rows are archived."""
 
     def __init__(self, ledger: sqlite3.Connection, path: Path | None) -> None:
-        """Raises LedgerRefused when there is an archive of another run, or none that can be read."""
+        """Raise LedgerRefused when the archive is of another run, or not readable."""
         self._ledger, self._path = ledger, path
         self._database: sqlite3.Connection | None = None
         if path is not None and path.exists():
             self._open()
 
     def close(self) -> None:
+        """Close the file; idempotent."""
         if self._database is not None:
             self._database.close()
             self._database = None
 
     def lacks(self, chain: str) -> bool:
-        """Whether some of what a return to the step with this hash chain undoes is in no file any more: the archive was
-        lost, or begun anew since."""
+        """Whether a return to the step with this hash chain undoes rows that are in no file any more, because the
+        archive was lost or replaced by a new one."""
         sequence = self.sequence_of(chain)
         if sequence is None:
             return self._database is None and totals_of(self._ledger).get(STEPS, 0) > 0
@@ -99,7 +100,7 @@ class Archive:
         )
 
     def move_groups(self) -> bool:
-        """Move some closed groups with all that is theirs; False when none is left."""
+        """Move some closed groups with all their rows; return False when none is left."""
         found = self._ledger.execute("SELECT group_id FROM groups WHERE closed = 1 LIMIT ?", (GROUPS_AT_ONCE,))
         ids = json.dumps([group_id for (group_id,) in found])
         if ids == "[]":
@@ -115,8 +116,8 @@ class Archive:
         return True
 
     def move_steps(self) -> tuple[int, list[str]]:
-        """Move the steps before the first that must stay, with their batches and checkpoints; returns that step, and
-        the versions of the checkpoints that went."""
+        """Move the steps before the first that must stay, with their batches and checkpoints; return that step, and the
+        versions of the moved checkpoints."""
         first: int = self._ledger.execute(FIRST_OPEN_STEP.format(of="")).fetchone()[0] or 0
         before = "sequence < ?"
         (steps,) = self._ledger.execute(f"SELECT count(*) FROM commits WHERE {before}", (first,)).fetchone()
@@ -143,7 +144,7 @@ class Archive:
         return first, versions
 
     def move_evaluations(self) -> list[tuple[RolloutId, int]]:
-        """Move the answers of evaluations that have ended; their rollouts and attempts."""
+        """Move the answers of evaluations that have ended; return their rollouts and attempts."""
         ended = "tag IN (SELECT tag FROM ended_evaluations)"
         keys = self._ledger.execute(f"SELECT rollout_id, attempt FROM evaluations WHERE {ended}").fetchall()
         if keys:
@@ -155,28 +156,29 @@ class Archive:
         return keys
 
     def evaluations(self, tag: str) -> list[tuple[object, ...]]:
-        """Rows of one evaluation, in the order of the record's columns."""
+        """Return the rows of one evaluation, in the order of the record's columns."""
         return self._both(TABLES[EvaluationRecord].select("WHERE tag = ?"), tag)
 
     def ended_evaluations(self) -> dict[str, float | None]:
-        """The success of evaluations that have ended, by tag."""
+        """Return the success of evaluations that have ended, by tag."""
         return dict(self._both("SELECT tag, json_extract(summary, '$.success') FROM ended_evaluations"))
 
     def sequence_of(self, chain: str) -> int | None:
-        """The surviving step after which the hash chain was this; 0 for none at all, None when it is unknown."""
+        """Return the surviving step after which the hash chain was this; 0 for the empty chain, None when it is
+        unknown."""
         if not chain:
             return 0
         query = "SELECT sequence FROM commits WHERE chain = ? AND rolled_back_by IS NULL"
         newest = "SELECT chain, rolled_back_by FROM commits WHERE sequence = ?"
         for (sequence,) in self._both(query, chain):
-            # What the archive has may have been undone since, in the ledger.
+            # A step in the archive may have been undone in the ledger since.
             if self._ledger.execute(newest, (sequence,)).fetchone() in (None, (chain, None)):
                 return int(sequence)
         return None
 
     def recall(self, sequence: int) -> None:
-        """Bring back what a return to step `sequence` undoes, and open it: later steps, their batches, and the groups
-        of their members."""
+        """Bring back and open the rows that a return to step `sequence` undoes: later steps, their batches, and the
+        groups of their members."""
         here = json.dumps([number for (number,) in self._ledger.execute("SELECT sequence FROM commits")])
         commits = self._archived(
             "commits", "sequence >= ? AND sequence NOT IN (SELECT value FROM json_each(?))", sequence, here
@@ -192,13 +194,13 @@ class Archive:
             self._count_steps("sequence IN (SELECT value FROM json_each(?))", back, -1)
 
     def recall_groups_of(self, rollouts: Iterable[str]) -> None:
-        """Bring back, and open, the groups of these rollouts."""
+        """Bring back and open the groups of these rollouts."""
         with transaction(self._ledger):
             self._open_groups_of(rollouts)
 
     def _undone(self, sequence: int) -> dict[str, str]:
-        """The batches of later steps that survive, with their members as JSON."""
-        # The ledger last: it overrules the archive.
+        """Return the batches of later surviving steps, with their members as JSON."""
+        # The ledger last, because it overrides the archive.
         return dict(self._both(_UNDONE, sequence)[::-1])
 
     def _open_groups_of(self, rollouts: Iterable[str]) -> None:
@@ -214,25 +216,23 @@ class Archive:
         self._add({STATE + state: -count for state, count in states.fetchall()})
 
     def export(self, destination: Path) -> None:
-        """A copy of the archive, where there is one. Raises sqlite3.Error."""
+        """Copy the archive, if there is one. Raises sqlite3.Error."""
         if self._database is not None:
             with closing(sqlite3.connect(destination)) as copy:
                 self._database.backup(copy)
 
     def _both(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        return [row for database in self._databases() for row in database.execute(query, values)]
+        databases = (self._ledger, self._database)
+        return [row for one in databases if one is not None for row in one.execute(query, values)]
 
     def checkpoint_step(self, version: str) -> int | None:
-        """The last step that a recorded checkpoint covers, 0 for one of the start; None when it is not on the surviving
-        path."""
+        """Return the last step that a recorded checkpoint covers, 0 for one of the start policy; None when it is not on
+        the surviving path."""
         found = self._both("SELECT chain FROM checkpoints WHERE version = ?", version)
         return self.sequence_of(found[0][0]) if found else None
 
-    def _databases(self) -> list[sqlite3.Connection]:
-        return [self._ledger] if self._database is None else [self._ledger, self._database]
-
     def _copy(self, wheres: Mapping[str, str], *values: object) -> None:
-        """Write rows of the ledger into the archive, durably."""
+        """Copy rows of the ledger to the archive, durably."""
         if self._database is None:
             self._open()
         assert self._database is not None
@@ -244,7 +244,7 @@ class Archive:
         return ([], []) if self._database is None else _select(self._database, table, where, values)
 
     def _put_back(self, table: str, where: str, *values: object) -> None:
-        """Those that the ledger has stay as they are."""
+        """Copy rows back to the ledger, unless it has them."""
         _insert(self._ledger, table, *self._archived(table, where, *values), verb="INSERT OR IGNORE")
 
     def _count_steps(self, where: str, value: object, sign: int) -> None:
@@ -253,24 +253,25 @@ class Archive:
         self._add({STEPS: sign * steps, SKIPPED: sign * skipped})
 
     def _add(self, counts: Mapping[str, int]) -> None:
-        """To the totals of what the archive holds, and keep the numbers that come next: their rows may be gone."""
+        """Add to the totals of the archive, and record the next numbers, because the rows that show them may be
+        moved."""
         insert = "INSERT INTO totals (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = "
         self._ledger.executemany(f"{insert} value + excluded.value", counts.items())
         self._ledger.executemany(f"{insert} excluded.value", next_numbers(self._ledger).items())
 
     def _open(self) -> None:
-        """Raises LedgerRefused."""
+        """Raise LedgerRefused."""
         database = None
         try:
             database = connect(self._path, foreign_keys=False)
             _prepare(database, dict(self._ledger.execute("SELECT key, value FROM meta")))
-            _drop_what_comes(database, next_numbers(self._ledger))
+            _drop_future_rows(database, next_numbers(self._ledger))
         except (sqlite3.DatabaseError, ValueError) as error:
             if database is not None:
                 database.close()
             raise LedgerRefused(
                 f"{self._path} is not the archive of the ledger beside it: {error}; put back the one that belongs to "
-                "it, or move it away: the run goes on, without its history"
+                "it, or move it away: the run continues without its history"
             ) from error
         self._database = database
         if self._path is not None:
@@ -278,18 +279,18 @@ class Archive:
 
 
 def totals_of(ledger: sqlite3.Connection) -> dict[str, int]:
-    """What the archive holds, by name: see `archive`."""
+    """Return the totals of the archive by name."""
     return dict(ledger.execute("SELECT name, value FROM totals"))
 
 
 def closed_rollouts(totals: Mapping[str, int]) -> dict[RolloutState, int]:
-    """How many rollouts of the archive are in each state."""
+    """Return the number of archived rollouts by state."""
     return {state: totals[STATE + state] for state in RolloutState if totals.get(STATE + state)}
 
 
 def next_numbers(ledger: sqlite3.Connection, *, of: str = "") -> dict[str, int]:
-    """The numbers to be given out next, by name, whether the rows of those before are in the ledger or not. `of` is
-    the schema of the tables, with a dot."""
+    """Return the next numbers to be assigned, by name, whether earlier rows are in the ledger or not. `of` is the
+    schema of the tables, with a dot."""
     known = totals_of(ledger)
     numbers = {}
     for name, (table, column, first) in _NEXT.items():
@@ -299,7 +300,7 @@ def next_numbers(ledger: sqlite3.Connection, *, of: str = "") -> dict[str, int]:
 
 
 def _prepare(database: sqlite3.Connection, meta: Mapping[str, str]) -> None:
-    """Make the tables, or check that they are there and of this run. Raises ValueError, sqlite3.DatabaseError."""
+    """Create the tables, or check that they exist and are of this run. Raises ValueError, sqlite3.DatabaseError."""
     (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
     (schema,) = database.execute("PRAGMA user_version").fetchone()
     if not tables and not schema:
@@ -316,8 +317,8 @@ def _prepare(database: sqlite3.Connection, meta: Mapping[str, str]) -> None:
         raise ValueError(f"it was made for {found}, the ledger for {dict(meta)}")
 
 
-def _drop_what_comes(archive: sqlite3.Connection, numbers: Mapping[str, int]) -> None:
-    """A ledger put back from a copy makes these rows anew."""
+def _drop_future_rows(archive: sqlite3.Connection, numbers: Mapping[str, int]) -> None:
+    """Delete the rows that a ledger restored from a copy will create again."""
     later = "SELECT group_id FROM groups WHERE ordinal >= ?"
     ordinal, batch, step = (numbers[name] for name in ("next_ordinal", "next_batch", "next_commit"))
     with transaction(archive):
@@ -334,7 +335,7 @@ def _drop_what_comes(archive: sqlite3.Connection, numbers: Mapping[str, int]) ->
 def _select(
     database: sqlite3.Connection, table: str, where: str, values: Sequence[object]
 ) -> tuple[list[str], list[tuple[object, ...]]]:
-    """Columns and rows."""
+    """Return columns and rows."""
     cursor = database.execute(f"SELECT * FROM {table} WHERE {where}", values)
     return [column[0] for column in cursor.description], cursor.fetchall()
 
@@ -353,7 +354,7 @@ def _insert(
 
 
 def _members(batches: Mapping[str, str]) -> list[str]:
-    """Rollouts of these batches, whose members are JSON."""
+    """Return the rollouts of batches, whose members are JSON."""
     return [rollout_id for text in batches.values() for rollout_id, *_ in json.loads(text)]
 
 

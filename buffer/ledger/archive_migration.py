@@ -1,10 +1,10 @@
-"""A ledger of one file, as older versions wrote it, becomes a small ledger and an archive.
+"""The split of a single-file ledger of older versions into a small ledger and an archive.
 
 Invariants:
-- The old file itself becomes the archive; what is open is copied out of it. The time does not depend on what is
-  closed, but for counting it once.
-- At every moment `ledger.db` is a whole ledger: the old one until the new one takes its name. What a broken-off
-  attempt left is removed by the next.
+- The old file itself becomes the archive; the open rows are copied out of it. The time does not depend on the number of
+  closed rows, except for counting them once.
+- At every moment `ledger.db` is a complete ledger: the old one until the new one replaces it. The files of an
+  interrupted attempt are removed by the next one.
 """
 
 from __future__ import annotations
@@ -41,28 +41,45 @@ _STAYS = {
     "ended_evaluations": "false",
     "trajectory_files": "false",
 }
-"""By table, the rows that are copied into the new ledger; of the others, all."""
+"""Condition on the rows that are copied into the new ledger, by table; all rows of other tables are copied."""
 
 
 def is_whole(ledger: sqlite3.Connection) -> bool:
-    """Whether the ledger still holds everything itself, as one that was just migrated does."""
+    """Whether the ledger still has all rows itself, as a just migrated one does."""
     (totals,) = ledger.execute("SELECT count(*) FROM totals").fetchone()
     return not totals
 
 
 def split(path: Path) -> None:
-    """Make a small ledger and an archive of the whole one at `path`, which nobody has open. Raises sqlite3.Error,
-    OSError."""
+    """Split the single-file ledger at `path`, which must not be open, into a small ledger and an archive. Raises
+    sqlite3.Error, OSError."""
     small, archive = path.with_name(path.name + ".small"), path.with_name(ARCHIVE)
     for suffix in ("", "-wal", "-shm", "-journal"):
         small.with_name(small.name + suffix).unlink(missing_ok=True)
     with closing(sqlite3.connect(path, isolation_level=None)) as old:
-        # No log may be left beside a file that gets another name.
+        # No log may remain beside a file that is renamed.
         old.execute("PRAGMA journal_mode = DELETE")
     with closing(connect(small, foreign_keys=False)) as ledger:
         ledger.execute("PRAGMA journal_mode = DELETE")
         ledger.execute("ATTACH ? AS old", (str(path),))
-        _copy_what_is_open(ledger, path.with_name("metrics.jsonl"))
+        (first,) = ledger.execute(FIRST_OPEN_STEP.format(of="old.")).fetchone()
+        with transaction(ledger):
+            for statement in LEDGER_STATEMENTS:
+                ledger.execute(statement)
+            evaluations = _ended_evaluations(path.with_name("metrics.jsonl"))
+            ended = [(tag, step, text.decode(), time_s) for tag, step, text, time_s in evaluations]
+            ledger.executemany("INSERT OR REPLACE INTO ended_evaluations VALUES (?, ?, ?, ?)", ended)
+            tables = ledger.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")
+            for (table,) in tables.fetchall():
+                where = _STAYS.get(table, "true")
+                columns = ", ".join(row[1] for row in ledger.execute(f"PRAGMA main.table_info({table})"))
+                ledger.execute(
+                    f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM old.{table} WHERE {where}",
+                    {"first": first or 0} if ":first" in where else {},
+                )
+            _count_closed_rows(ledger, first or 0)
+            ledger.execute(f"PRAGMA main.application_id = {APPLICATION_ID}")
+            ledger.execute(f"PRAGMA main.user_version = {SCHEMA_VERSION}")
     fsync(small)
     archive.unlink(missing_ok=True)
     os.link(path, archive)
@@ -70,27 +87,7 @@ def split(path: Path) -> None:
     fsync(path.parent)
 
 
-def _copy_what_is_open(ledger: sqlite3.Connection, metrics: Path) -> None:
-    (first,) = ledger.execute(FIRST_OPEN_STEP.format(of="old.")).fetchone()
-    with transaction(ledger):
-        for statement in LEDGER_STATEMENTS:
-            ledger.execute(statement)
-        ended = [(tag, step, text.decode(), time_s) for tag, step, text, time_s in _ended_evaluations(metrics)]
-        ledger.executemany("INSERT OR REPLACE INTO ended_evaluations VALUES (?, ?, ?, ?)", ended)
-        tables = ledger.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")
-        for (table,) in tables.fetchall():
-            where = _STAYS.get(table, "true")
-            columns = ", ".join(row[1] for row in ledger.execute(f"PRAGMA main.table_info({table})"))
-            ledger.execute(
-                f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM old.{table} WHERE {where}",
-                {"first": first or 0} if ":first" in where else {},
-            )
-        _count_what_is_closed(ledger, first or 0)
-        ledger.execute(f"PRAGMA main.application_id = {APPLICATION_ID}")
-        ledger.execute(f"PRAGMA main.user_version = {SCHEMA_VERSION}")
-
-
-def _count_what_is_closed(ledger: sqlite3.Connection, first: int) -> None:
+def _count_closed_rows(ledger: sqlite3.Connection, first: int) -> None:
     states = ledger.execute(
         "SELECT rollouts.state, count(*) FROM old.rollouts JOIN old.groups USING (group_id) WHERE closed = 1 "
         "GROUP BY rollouts.state"
@@ -116,8 +113,8 @@ def _count_what_is_closed(ledger: sqlite3.Connection, first: int) -> None:
 
 
 def _ended_evaluations(metrics: Path) -> Iterator[tuple[str, int, bytes, float]]:
-    """Older versions kept them in the metrics alone: tag, step, summary and time. Lines that are no record are left
-    out."""
+    """Yield tag, step, summary and time of the ended evaluations, which older versions stored in the metrics only.
+    Invalid lines are ignored."""
     if not metrics.is_file():
         return
     with metrics.open("rb") as file:

@@ -1,8 +1,8 @@
 """The ledger on disk: `<run>/ledger.db` and the trajectories beside it. Synchronous, for one thread.
 
 Invariants:
-- One process has a ledger open for writing (a lock that dies with the process).
-- When `write` returns, everything it was given is on disk; when it raises, nothing of it is visible in the ledger.
+- Only one process has a ledger open for writing (`ledger.lock`).
+- When `write` returns, all its arguments are on disk; when it raises, none of them is visible in the ledger.
 - A trajectory is on disk before the row that refers to it. A crash between the two leaves a blob without a row, which
   is harmless.
 - Trajectory files rotate by size; `drop_covered` deletes whole files that no retained checkpoint needs any more.
@@ -11,9 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
-import os
 import shutil
 import sqlite3
 from collections import Counter
@@ -41,6 +39,7 @@ from headrace.buffer.ledger.migration import migrate
 from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.types import RolloutId
 from headrace.buffer.versions import PolicyVersion
 
@@ -60,13 +59,13 @@ LEFT JOIN commits ON commits.batch_id = rollouts.batch_id AND commits.rolled_bac
 WHERE attempts.trajectory_file IS NOT NULL AND (groups.closed = 0 OR commits.sequence > ?)
 UNION SELECT number FROM trajectory_files WHERE last_sequence > ?
 """
-"""Files with a trajectory that may be trained, or be trained again after a return to the step given."""
+"""Files with a trajectory that may be trained, or trained again after a return to the given step."""
 _NEWEST_OUTAGES = f"WHERE number > (SELECT coalesce(max(number), 0) FROM outages) - {OUTAGES_KEPT} ORDER BY number"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTrajectory:
-    """A trajectory to be written, by the attempt that made it."""
+    """A trajectory to be written, with its attempt."""
 
     rollout_id: RolloutId
     attempt: int
@@ -74,9 +73,10 @@ class StoredTrajectory:
 
 
 class Ledger:
-    """Opened by `open` or `in_memory`; `close` it. After an error of `write` it must not be used any more."""
+    """Ledger of one run, opened by `open` or `in_memory`; `close` it. After an error of `write` it must not be used any
+    more."""
 
-    def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: int | None, path: Path) -> None:
+    def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: FileLock | None, path: Path) -> None:
         self._database, self._blobs, self._lock, self._path = database, blobs, lock, path
         self._archive = Archive(database, None if lock is None else path.with_name(ARCHIVE))
 
@@ -84,38 +84,46 @@ class Ledger:
     def open(
         cls, run_dir: Path, identity: Mapping[str, str], *, trajectory_file_bytes: int = TRAJECTORY_FILE_BYTES
     ) -> Self:
-        """Open or create the ledger of a run. `identity` (run id, tasks) must be what it was created with.
+        """Open or create the ledger of a run. `identity` (run id, tasks) must be the one it was created with.
 
         Raises LedgerRefused, LedgerInUse."""
+        path, archive = run_dir / "ledger.db", run_dir / ARCHIVE
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             refuse_network(run_dir, filesystem_magic(run_dir))
             refuse_full(run_dir, shutil.disk_usage(run_dir).free)
-            lock = _lock(run_dir / "ledger.lock")
+            lock = FileLock(run_dir / "ledger.lock", blocking=False, mode=0o644)
+        except BlockingIOError:
+            raise LedgerInUse(f"{run_dir} is open in another process: end that run first") from None
         except OSError as error:
             raise LedgerRefused(
-                f"{run_dir} cannot be written: {error.strerror}: choose a run directory on a disk that can"
+                f"{run_dir} is not writable: {error.strerror}: choose a run directory on a writable disk"
             ) from error
         try:
-            _refuse_lost(run_dir)
-            database = connect(run_dir / "ledger.db")
-            _prepare(database, identity, run_dir / "ledger.db")
+            if archive.exists() and not (path.exists() and path.stat().st_size):
+                # A new ledger would empty the archive of the lost one.
+                raise LedgerRefused(
+                    f"{path} is missing or empty, but there is {archive}: put the ledger back; the newest checkpoint "
+                    "has a copy, ledger.db"
+                )
+            database = connect(path)
+            _prepare(database, identity, path)
             if is_whole(database):
                 database.close()
-                split(run_dir / "ledger.db")
-                database = connect(run_dir / "ledger.db")
+                split(path)
+                database = connect(path)
             blobs = BlobFiles(run_dir / "trajectories", trajectory_file_bytes)
             fsync(run_dir)
-            return cls(database, blobs, lock, run_dir / "ledger.db")
+            return cls(database, blobs, lock, path)
         except BaseException as error:
-            os.close(lock)
+            lock.release()
             if isinstance(error, sqlite3.DatabaseError):
-                raise unreadable(run_dir / "ledger.db", error) from error
+                raise unreadable(path, error) from error
             raise
 
     @classmethod
     def in_memory(cls, identity: Mapping[str, str]) -> Self:
-        """A ledger without files, for virtual time."""
+        """Create a ledger without files, for virtual time."""
         database = connect(None)
         _prepare(database, identity, Path(":memory:"))
         return cls(database, BlobFiles(None, TRAJECTORY_FILE_BYTES), None, Path(":memory:"))
@@ -134,7 +142,7 @@ class Ledger:
             )
 
     def load(self) -> Snapshot:
-        """The rows that a core is folded from, and totals of those that it does without."""
+        """Read the rows that a core is folded from, and the totals of the other rows."""
         open_groups = "group_id IN (SELECT group_id FROM groups WHERE closed = 0)"
         wheres = {
             "groups": "WHERE closed = 0",
@@ -155,7 +163,7 @@ class Ledger:
         evaluations = self._database.execute("SELECT rollout_id, attempt FROM evaluations")
         totals = totals_of(self._database)
         closed = Counter(closed_rollouts(totals))
-        # Those that were closed, and did not get into the archive before the end of the last process.
+        # Groups that were closed, but not archived before the last process ended.
         states = self._database.execute(f"SELECT state, count(*) FROM rollouts WHERE NOT {open_groups} GROUP BY state")
         closed.update({RolloutState(state): count for state, count in states})
         return Snapshot(
@@ -169,7 +177,8 @@ class Ledger:
         )
 
     def load_or_close(self) -> Snapshot:
-        """The first load after `open`. Raises LedgerRefused, and closes, when its rows are damaged."""
+        """Load for the first time after `open`. Closes the ledger and raises LedgerRefused when its rows are
+        damaged."""
         try:
             return self.load()
         except sqlite3.DatabaseError as error:
@@ -177,15 +186,15 @@ class Ledger:
             raise unreadable(self._path, error) from error
 
     def evaluations(self, tag: str) -> tuple[EvaluationRecord, ...]:
-        """The outcomes recorded under a tag, in order of rollout and attempt."""
+        """Return the outcomes recorded under a tag, in order of rollout and attempt."""
         table = TABLES[EvaluationRecord]
         records = [cast("EvaluationRecord", table.load(row)) for row in self._archive.evaluations(tag)]
-        # The ledger's rows come first, and overrule those of the archive.
+        # The ledger's rows come first, and override those of the archive.
         by_key = {record.key: record for record in reversed(records)}
         return tuple(by_key[key] for key in sorted(by_key))
 
     def end_evaluation(self, tag: str, step: int, summary: Mapping[str, object], now: float) -> None:
-        """Nothing more will be recorded under this tag. Idempotent."""
+        """End the evaluation with this tag: nothing more will be recorded under it. Idempotent."""
         with transaction(self._database):
             self._database.execute(
                 "INSERT OR IGNORE INTO ended_evaluations (tag, step, summary, recorded_at_s) VALUES (?, ?, ?, ?)",
@@ -193,7 +202,7 @@ class Ledger:
             )
 
     def ended_evaluations(self) -> dict[str, float | None]:
-        """The success of evaluations that have ended, by tag."""
+        """Return the success of evaluations that have ended, by tag."""
         return self._archive.ended_evaluations()
 
     def archive_groups(self) -> bool:
@@ -201,21 +210,22 @@ class Ledger:
         return self._archive.move_groups()
 
     def archive_steps(self) -> tuple[int, list[PolicyVersion]]:
-        """Move covered steps to the archive: the first that stays, and the checkpoints that went. Raises sqlite3.Error,
-        OSError."""
+        """Move covered steps to the archive. Return the first step that stays, and the checkpoints that were moved.
+        Raises sqlite3.Error, OSError."""
         first, versions = self._archive.move_steps()
         return first, [PolicyVersion.parse(version) for version in versions]
 
     def archive_evaluations(self) -> list[tuple[RolloutId, int]]:
-        """Move the answers of ended evaluations to the archive; those that went. Raises sqlite3.Error, OSError."""
+        """Move the answers of ended evaluations to the archive and return them. Raises sqlite3.Error, OSError."""
         return self._archive.move_evaluations()
 
     def archive_lacks(self, chain: str) -> bool:
-        """Whether a return to the step with this hash chain undoes what `recall` cannot bring back."""
+        """Whether a return to the step with this hash chain undoes rows that `recall` cannot bring back."""
         return self._archive.lacks(chain)
 
     def recall(self, chain: str) -> None:
-        """Bring back and open what a return to the step with this hash chain undoes; nothing when there is none."""
+        """Bring back and open the rows that a return to the step with this hash chain undoes, if there is such a
+        step."""
         sequence = self._archive.sequence_of(chain)
         if sequence is not None:
             self._archive.recall(sequence)
@@ -225,56 +235,56 @@ class Ledger:
         self._archive.recall_groups_of(rollouts)
 
     def trajectories(self, keys: Sequence[tuple[RolloutId, int]]) -> list[Trajectory]:
-        """The trajectories of these attempts, in order. Raises LedgerBroken when one is missing, CodecError."""
-        return [self._trajectory(rollout_id, attempt) for rollout_id, attempt in keys]
+        """Read the trajectories of these attempts, in order. Raises LedgerBroken when one is missing, CodecError."""
+        query, found = "SELECT trajectory_file FROM attempts WHERE rollout_id = ? AND attempt = ?", []
+        for rollout_id, attempt in keys:
+            row = self._database.execute(query, (rollout_id, attempt)).fetchone()
+            data = self._blobs.read(row[0], rollout_id, attempt) if row and row[0] else None
+            if data is None:
+                raise LedgerBroken(
+                    f"the trajectory of {rollout_id} attempt {attempt} is missing: run `headrace ledger verify`"
+                )
+            found.append(decode(data))
+        return found
 
     def drop_covered(self) -> tuple[int, ...]:
-        """Delete trajectory files that neither an open group needs nor a return to any checkpoint directory that is
-        still there; the numbers of those deleted. Without such a directory nothing is known, and nothing deleted."""
-        sequence = self._oldest_retained()
-        if sequence is None:
+        """Delete trajectory files that neither an open group needs nor a return to any checkpoint directory that still
+        exists; return their numbers. Without such a directory nothing is deleted."""
+        # Recorded paths are not used: the run directory may have been moved since.
+        folder = self._path.with_name("checkpoints")
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        steps = [step for name in names if (step := self._archive.checkpoint_step(name)) is not None]
+        if not steps:
             return ()
+        oldest = min(steps)
         held = (
             "SELECT trajectory_file FROM attempts WHERE trajectory_file IS NOT NULL "
             "UNION SELECT number FROM trajectory_files"
         )
         stored = {number for (number,) in self._database.execute(held)}
-        needed = {number for (number,) in self._database.execute(_NEEDED_FILES, (sequence, sequence))}
+        needed = {number for (number,) in self._database.execute(_NEEDED_FILES, (oldest, oldest))}
         dropped = self._blobs.drop(stored - needed)
         with transaction(self._database):
             self._database.executemany("DELETE FROM trajectory_files WHERE number = ?", [(one,) for one in dropped])
         return dropped
 
-    def _oldest_retained(self) -> int | None:
-        """The last step that the oldest checkpoint directory covers; None without one on the surviving path. Where they
-        were when they were recorded says nothing: the run directory may have been moved since."""
-        folder = self._path.with_name("checkpoints")
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        steps = map(self._archive.checkpoint_step, names)
-        return min((step for step in steps if step is not None), default=None)
-
     def backup(self, destination: Path) -> None:
-        """A consistent copy of `ledger.db` (without trajectories) under its final name only when complete. Raises
+        """Copy `ledger.db` consistently, without trajectories; the copy gets its final name only when complete. Raises
         OSError."""
         staged = destination.with_name(destination.name + ".part")
         staged.unlink(missing_ok=True)
-        with _as_oserror(staged), closing(self._reader()) as reader:
-            # A snapshot of its own: others write meanwhile. It leaves no free pages behind.
+        path = ":memory:" if self._lock is None else self._path
+        with _as_oserror(staged), closing(sqlite3.connect(path, isolation_level=None)) as reader:
+            if self._lock is None:
+                self._database.backup(reader)
+            # VACUUM reads a snapshot of its own, so that writes can continue, and leaves no free pages in the copy.
             reader.execute("VACUUM INTO ?", (str(staged),))
         fsync(staged)
         staged.replace(destination)
         fsync(destination.parent)
 
-    def _reader(self) -> sqlite3.Connection:
-        """A second connection; of a ledger in memory, a copy."""
-        if self._lock is not None:
-            return sqlite3.connect(self._path, isolation_level=None)
-        copy = sqlite3.connect(":memory:", isolation_level=None)
-        self._database.backup(copy)
-        return copy
-
     def export(self, folder: Path) -> None:
-        """`ledger.db` and the trajectories, in memory or not, as files in `folder`. Raises OSError."""
+        """Copy `ledger.db` and the trajectories, in memory or not, to files in `folder`. Raises OSError."""
         (folder / "trajectories").mkdir(parents=True, exist_ok=True)
         self.backup(folder / "ledger.db")
         with _as_oserror(folder / ARCHIVE):
@@ -287,29 +297,19 @@ class Ledger:
         self._database.close()
         self._blobs.close()
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _trajectory(self, rollout_id: RolloutId, attempt: int) -> Trajectory:
-        query = "SELECT trajectory_file FROM attempts WHERE rollout_id = ? AND attempt = ?"
-        row = self._database.execute(query, (rollout_id, attempt)).fetchone()
-        data = self._blobs.read(row[0], rollout_id, attempt) if row and row[0] else None
-        if data is None:
-            raise LedgerBroken(
-                f"the trajectory of {rollout_id} attempt {attempt} is missing: run `headrace ledger verify`"
-            )
-        return decode(data)
+            self._lock.release()
 
 
 class BlobFiles:
-    """`trajectories/000001.db`, ...: the newest is written, older ones are only read. Without a directory: memory."""
+    """Trajectory files `trajectories/000001.db`, ...: the newest is written, older ones are only read. Without a
+    directory they are in memory."""
 
     def __init__(self, directory: Path | None, file_bytes: int) -> None:
         self._directory, self._file_bytes = directory, file_bytes
         self._open: dict[int, sqlite3.Connection] = {}
         if directory is not None:
             directory.mkdir(exist_ok=True)
-        # A person's copy, `000001 (1).db`, is none of ours.
+        # A copy made by hand, such as `000001 (1).db`, is ignored.
         paths = [] if directory is None else [path for path in directory.glob("*.db") if path.stem.isdecimal()]
         self._current = max((int(path.stem) for path in paths), default=1)
         try:
@@ -321,8 +321,10 @@ class BlobFiles:
             ) from error
 
     def write(self, trajectories: Sequence[StoredTrajectory]) -> int:
-        """Make blobs durable; returns the number of their file."""
-        self._rotate()
+        """Make blobs durable; return the number of their file."""
+        if self._directory is not None and self._path(self._current).stat().st_size >= self._file_bytes:
+            self._open.pop(self._current).close()
+            self._current += 1
         database = self._connection(self._current)
         with transaction(database):
             database.executemany(
@@ -332,7 +334,7 @@ class BlobFiles:
         return self._current
 
     def read(self, number: int, rollout_id: RolloutId, attempt: int) -> bytes | None:
-        """The blob of an attempt in file `number`, None when it is not there."""
+        """Return the blob of an attempt in file `number`; None when it is not there."""
         if self._directory is not None and not self._path(number).exists():
             return None
         query = "SELECT data FROM trajectories WHERE rollout_id = ? AND attempt = ?"
@@ -340,14 +342,14 @@ class BlobFiles:
         return bytes(row[0]) if row else None
 
     def drop(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """Delete these files, but for the newest; those that were there. Raises OSError."""
+        """Delete these files, except the newest; return those that existed. Raises OSError."""
         if self._directory is None:
             return ()
         dropped = [number for number in sorted(numbers) if number < self._current and self._path(number).exists()]
         for number in dropped:
             if (database := self._open.pop(number, None)) is not None:
                 database.close()
-            # The database last: while it is there, what is left of the others belongs to it.
+            # The database last: while it exists, its log and index belong to it.
             for suffix in ("-wal", "-shm", ""):
                 self._path(number).with_name(self._path(number).name + suffix).unlink(missing_ok=True)
         if dropped:
@@ -355,7 +357,7 @@ class BlobFiles:
         return tuple(dropped)
 
     def export(self, directory: Path) -> None:
-        """Copies of all files."""
+        """Copy all files."""
         numbers = range(1, self._current + 1)
         for number in numbers if self._directory is None else filter(lambda each: self._path(each).exists(), numbers):
             path = directory / f"{number:06d}.db"
@@ -363,6 +365,7 @@ class BlobFiles:
                 self._connection(number).backup(copy)
 
     def close(self) -> None:
+        """Close all files; idempotent."""
         for database in self._open.values():
             database.close()
         self._open.clear()
@@ -370,11 +373,6 @@ class BlobFiles:
     def _path(self, number: int) -> Path:
         assert self._directory is not None
         return self._directory / f"{number:06d}.db"
-
-    def _rotate(self) -> None:
-        if self._directory is not None and self._path(self._current).stat().st_size >= self._file_bytes:
-            self._open.pop(self._current).close()
-            self._current += 1
 
     def _connection(self, number: int) -> sqlite3.Connection:
         if number not in self._open:
@@ -387,54 +385,40 @@ class BlobFiles:
         return self._open[number]
 
 
-def _refuse_lost(run_dir: Path) -> None:
-    """A new ledger would empty the archive of the one that is gone. Raises LedgerRefused."""
-    path, archive = run_dir / "ledger.db", run_dir / ARCHIVE
-    if archive.exists() and not (path.exists() and path.stat().st_size):
-        raise LedgerRefused(
-            f"{path} is missing or empty, but there is {archive}: put the ledger back; the newest checkpoint has a "
-            "copy, ledger.db"
-        )
-
-
 def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Path) -> None:
-    """Create the tables of a new ledger; check that an old one is ours, readable and of this run. Raises
-    LedgerRefused."""
+    """Create the tables of a new ledger; check that an old one is ours, readable and of this run. Closes the database
+    on errors. Raises LedgerRefused."""
     try:
-        _create_or_check(database, identity, path)
+        (schema,) = database.execute("PRAGMA user_version").fetchone()
+        (application,) = database.execute("PRAGMA application_id").fetchone()
+        (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if not schema and not application and not tables:
+            with transaction(database):
+                for statement in LEDGER_STATEMENTS:
+                    database.execute(statement)
+                database.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", identity.items())
+                database.executemany("INSERT INTO totals (name, value) VALUES (?, ?)", next_numbers(database).items())
+                database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            return
+        check_schema(schema, application, path)
+        stored = dict(database.execute("SELECT key, value FROM meta"))
+        for key, value in identity.items():
+            if stored.get(key) != value:
+                raise LedgerRefused(
+                    f"{path} was made with {key} = {stored.get(key)}, this run has {value}: "
+                    "resume with the same run and task file, or start a new run directory"
+                )
+        if schema < SCHEMA_VERSION:
+            with transaction(database):
+                migrate(database, schema)
     except BaseException:
         database.close()
         raise
 
 
-def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], path: Path) -> None:
-    (schema,) = database.execute("PRAGMA user_version").fetchone()
-    (application,) = database.execute("PRAGMA application_id").fetchone()
-    (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if not schema and not application and not tables:
-        with transaction(database):
-            for statement in LEDGER_STATEMENTS:
-                database.execute(statement)
-            database.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", identity.items())
-            database.executemany("INSERT INTO totals (name, value) VALUES (?, ?)", next_numbers(database).items())
-            database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        return
-    check_schema(schema, application, path)
-    stored = dict(database.execute("SELECT key, value FROM meta"))
-    for key, value in identity.items():
-        if stored.get(key) != value:
-            raise LedgerRefused(
-                f"{path} was made with {key} = {stored.get(key)}, this run has {value}: "
-                "resume with the same run and task file, or start a new run directory"
-            )
-    if schema < SCHEMA_VERSION:
-        with transaction(database):
-            migrate(database, schema)
-
-
 def bring_up_to_date(run_dir: Path) -> int | None:
-    """Migrate the ledger of a run that nobody drives; returns its schema when that was an older one. Raises
+    """Migrate the ledger of a stopped run; return its schema when that was an older one. Raises
     LedgerRefused, LedgerInUse."""
     with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro", uri=True)) as database:
         try:
@@ -448,8 +432,8 @@ def bring_up_to_date(run_dir: Path) -> int | None:
 
 
 def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:
-    """Damaged: what to put in its place; the log of the damaged file must not be played into that. Anything else, as a
-    full disk, is told as it is."""
+    """Return the error for an unreadable ledger. For a damaged file it names the copy to restore; the log of the
+    damaged file must be removed first, since SQLite would apply it to the copy."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return LedgerRefused(f"{path} is not readable: {error}")
     return LedgerRefused(
@@ -459,7 +443,7 @@ def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:
 
 
 def check_schema(schema: int, application: int, path: Path) -> None:
-    """Raises LedgerRefused unless the header is that of a ledger this headrace can read."""
+    """Raise LedgerRefused unless the header is that of a ledger this headrace can read."""
     if application != APPLICATION_ID:
         raise LedgerRefused(f"{path} is a SQLite file of another program: choose another run directory")
     if schema < 1:
@@ -470,19 +454,8 @@ def check_schema(schema: int, application: int, path: Path) -> None:
 
 @contextmanager
 def _as_oserror(path: Path) -> Iterator[None]:
-    """A copy that cannot be written is the trouble of its disk, not of the ledger."""
+    """Raise errors of a copy as OSError, because they concern its disk, not the ledger."""
     try:
         yield
     except sqlite3.Error as error:
         raise OSError(errno.EIO, f"the copy of the ledger cannot be written: {error}", str(path)) from error
-
-
-def _lock(path: Path) -> int:
-    """A lock held while the descriptor is open. Raises LedgerInUse."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise LedgerInUse(f"{path.parent} is open in another process: end that run first") from None
-    return descriptor

@@ -1,5 +1,6 @@
-"""Whether a directory is on a local disk with room: SQLite's WAL needs shared memory and locks that network file
-systems do not give.
+"""Checks that a directory is on a local disk with free space.
+
+SQLite's WAL needs shared memory and locks that network file systems do not provide.
 
 See https://www.sqlite.org/wal.html, "all processes using a database must be on the same host".
 """
@@ -31,11 +32,11 @@ NETWORK_MAGIC = {
 """`f_type` of statfs(2) by file system; FUSE is refused because most of its users are network file systems."""
 
 MIN_FREE_BYTES = 8 << 20
-"""A few transactions with trajectories."""
+"""Space for a few transactions with trajectories."""
 
 
 def filesystem_magic(directory: Path) -> int:
-    """`f_type` of the file system that holds `directory`; 0 where statfs(2) is not Linux's. Raises OSError."""
+    """Return the `f_type` of the file system of `directory`; 0 on other systems than Linux. Raises OSError."""
     if sys.platform != "linux":
         return 0
     buffer = ctypes.create_string_buffer(512)
@@ -46,7 +47,7 @@ def filesystem_magic(directory: Path) -> int:
 
 
 def refuse_network(directory: Path, magic: int) -> None:
-    """Raises LedgerRefused when `magic` is a network file system's."""
+    """Raise LedgerRefused when `magic` is that of a network file system."""
     if name := NETWORK_MAGIC.get(magic):
         raise LedgerRefused(
             f"{directory} is on {name}, where a ledger is not safe: choose a run directory on a local disk"
@@ -54,7 +55,7 @@ def refuse_network(directory: Path, magic: int) -> None:
 
 
 def refuse_full(directory: Path, free_bytes: int) -> None:
-    """Raises LedgerRefused when so few bytes are free that the next transactions would fail half-way."""
+    """Raise LedgerRefused when too few bytes are free for the next transactions."""
     if free_bytes < MIN_FREE_BYTES:
         raise LedgerRefused(
             f"the disk of {directory} is full ({free_bytes >> 20} MiB free): free some space, then resume the run"

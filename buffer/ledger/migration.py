@@ -1,8 +1,8 @@
-"""Ledgers of older schemas become those of the newest one.
+"""The migration of ledgers of older schemas to the newest one.
 
 Invariants:
-- All steps of a migration are one transaction: a ledger is of the old schema or of the new one, never between.
-- Nothing that an old ledger says is changed; what it does not say is filled in as the old version would have had it.
+- All steps of a migration are one transaction: a ledger has the old schema or the new one, never a mixture.
+- Existing values do not change; new columns get the values that the old version implied.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _COLUMNS_OF_2 = (
 
 
 def migrate(database: sqlite3.Connection, schema: int) -> None:
-    """Bring a ledger of an older schema to the newest, within the caller's transaction."""
+    """Migrate a ledger of an older schema to the newest, within the caller's transaction."""
     for version in range(schema, SCHEMA_VERSION):
         _STEPS[version](database)
     database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _from_1(database: sqlite3.Connection) -> None:
-    """Version 1 knew the rule `all` only, evicted at once, and kept no history of tasks."""
+    """Migrate from version 1, which had only the rule `all`, evicted at once, and had no history of tasks."""
     for table, column in _COLUMNS_OF_2:
         database.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
     database.execute(TABLES_OF_2)
@@ -67,7 +67,7 @@ def _from_1(database: sqlite3.Connection) -> None:
 
 
 def _complete_group_of_1(database: sqlite3.Connection, group_id: str, task_id: str, seal_order: int) -> None:
-    """The baselines and scales that the advantages of a group of version 1 come from, and its part of the history."""
+    """Reconstruct baselines and scales of a group of version 1 from its advantages, and its part of the history."""
     query = "SELECT rollout_id, reward, advantage FROM rollouts WHERE group_id = ? AND reward IS NOT NULL"
     members = database.execute(f"{query} ORDER BY member", (group_id,)).fetchall()
     rewards = [reward for _, reward, _ in members]
@@ -92,7 +92,7 @@ def _complete_group_of_1(database: sqlite3.Connection, group_id: str, task_id: s
 
 
 def _kind_of_1(rewards: Sequence[float], advantages: Sequence[float | None]) -> tuple[str, float]:
-    """Version 1 did not write which advantages it made: it shows in their size."""
+    """Infer the kind of advantages from their size, because version 1 did not record it."""
     total = math.fsum(rewards)
     for reward, advantage in zip(rewards, advantages, strict=True):
         distance = reward - (total - reward) / (len(rewards) - 1)
@@ -102,14 +102,14 @@ def _kind_of_1(rewards: Sequence[float], advantages: Sequence[float | None]) -> 
 
 
 def _from_2(database: sqlite3.Connection) -> None:
-    """Version 2 had no journal of operators, no `solved` (a reward above 0 counted as solved) and no hosts: every
-    failure was charged to its task."""
+    """Migrate from version 2, which had no journal of operators, no `solved` (a reward above 0 counted as solved) and
+    no hosts: every failure was charged to its task."""
     for statement in CHANGES_OF_3:
         database.execute(statement)
     for table in ("attempts", "evaluations"):
         database.execute(f"UPDATE {table} SET solved = 1 WHERE reward > 0")
     database.execute("UPDATE attempts SET charged_to = 'task' WHERE cause IN ('infra', 'evaluator', 'poison')")
-    # Version 2 counted every step after a resume as a fork, and its members' staleness was stored so.
+    # Version 2 counted every step after a resume as a fork, and stored the staleness of its members accordingly.
     database.execute("UPDATE epochs SET follows = parent")
 
 

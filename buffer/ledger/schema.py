@@ -1,8 +1,8 @@
-"""Tables of the ledger and how records become rows.
+"""The tables of the ledger, and the conversion of records to rows.
 
 Invariants:
-- One table for each kind of record; a column has the record's field name. Versions are text (`epoch.step`), structures
-  are JSON.
+- There is one table for each kind of record; a column has the record's field name. Versions are text (`epoch.step`),
+  structures are JSON.
 - `SCHEMA_VERSION` grows with every change of a table; older files are migrated (`migration`), newer ones refused.
 """
 
@@ -124,7 +124,7 @@ CREATE TABLE evaluations (
   PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
-# The index of rollouts is not among the changes: a migrated file becomes the archive, where nobody asks by batch.
+# The index of rollouts is not among the changes: a migrated file becomes the archive, where no query is by batch.
 LEDGER_STATEMENTS = (
     *LEDGER_DDL.strip().rstrip(";").split(";\n"),
     TABLES_OF_2,
@@ -140,8 +140,8 @@ CREATE TABLE IF NOT EXISTS trajectories (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A record's table: key columns first, `read` and `conversions` (by place) are for columns that are not plain
-    values."""
+    """Table of a kind of record: key columns first; `read` and `conversions` (by place) are for columns that are not
+    plain values."""
 
     name: str
     record: Callable[..., Record]
@@ -151,7 +151,7 @@ class Table:
     conversions: tuple[tuple[int, Callable[[Any], object]], ...]
 
     def upsert(self) -> str:
-        """SQL that inserts a row or replaces these columns of it."""
+        """Return the SQL that inserts a row or replaces its columns."""
         places = ", ".join("?" * len(self.columns))
         rest = [column for column in self.columns if column not in self.key]
         updates = ", ".join(f"{column} = excluded.{column}" for column in rest)
@@ -161,18 +161,18 @@ class Table:
         )
 
     def select(self, where: str = "") -> str:
-        """SQL that reads the columns in order."""
+        """Return the SQL that reads the columns in order."""
         return f"SELECT {', '.join(self.columns)} FROM {self.name} {where}"
 
     def row(self, record: Record) -> list[object]:
-        """The values of a record by column."""
+        """Return the values of a record in the order of the columns."""
         values = [getattr(record, column) for column in self.columns]
         for place, convert in self.conversions:
             values[place] = convert(values[place])
         return values
 
     def load(self, row: Iterable[object]) -> Record:
-        """The record of a row of `select`."""
+        """Return the record of a row of `select`."""
         pairs = zip(self.columns, row, strict=True)
         return self.record(
             **{column: self.read[column](value) if column in self.read else value for column, value in pairs}
@@ -205,10 +205,10 @@ def _version_text(version: PolicyVersion | None) -> str | None:
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
 
-# Both hold few different texts in rows that lie beside each other.
+# Cached, because neighbouring rows repeat few different texts.
 @lru_cache(maxsize=4096)
 def read_trained(text: str) -> tuple[TrainedTokens, ...]:
-    """`[["1.3",120],...]` -> how many tokens each version sampled."""
+    """Parse `[["1.3",120],...]`: how many tokens each version sampled."""
     return tuple(
         TrainedTokens(version=PolicyVersion.parse(version), tokens=tokens) for version, tokens in json.loads(text)
     )
@@ -219,7 +219,7 @@ def _write_trained(parts: tuple[TrainedTokens, ...]) -> str:
 
 
 def read_members(text: str) -> tuple[BatchMember, ...]:
-    """`[["g000000-0",1,2],...]` -> rollout, attempt and staleness of a batch's members in order."""
+    """Parse `[["g000000-0",1,2],...]`: rollout, attempt and staleness of a batch's members, in order."""
     return tuple(
         BatchMember(rollout_id=rollout_id, attempt=attempt, staleness=staleness)
         for rollout_id, attempt, staleness in json.loads(text)
@@ -344,4 +344,4 @@ TABLES: Mapping[type, Table] = {
         InterventionRecord, "interventions", "sequence", "action subject attempt detail at_s", {"action": Action}, {}
     ),
 }
-"""In the order in which rows are written, so that references exist."""
+"""Tables in the order in which rows are written, so that references exist."""

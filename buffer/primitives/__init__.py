@@ -1,1 +1,1 @@
-"""What needs nothing else of headrace: files that are replaced whole, databases."""
+"""Primitives that need nothing else of headrace: durable files, file locks, databases, registries."""

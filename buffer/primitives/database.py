@@ -1,4 +1,4 @@
-"""SQLite connections as the ledger uses them: durable when a transaction returns, one writer."""
+"""SQLite connections of the ledger: durable when a transaction returns, one writer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "busy_timeout = 5000")
 
 
 def connect(path: Path | None, *, foreign_keys: bool = True) -> sqlite3.Connection:
-    """A connection for writing; None: in memory. Raises sqlite3.Error."""
+    """Open a connection for writing; None: in memory. Raises sqlite3.Error."""
     database = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, check_same_thread=False)
     try:
         for pragma in (*_PRAGMAS, f"foreign_keys = {'ON' if foreign_keys else 'OFF'}"):
@@ -27,7 +27,7 @@ def connect(path: Path | None, *, foreign_keys: bool = True) -> sqlite3.Connecti
 
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """What the block writes is durable, or not there."""
+    """Commit the writes of the block durably, or roll all of them back on an error."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield

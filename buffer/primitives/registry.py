@@ -1,7 +1,7 @@
-"""Parts by name: those that headrace brings, and those of other packages.
+"""The registry of plug-ins by name: those of headrace, and those of other packages.
 
-A name is one of headrace's own, `package.module:Name`, or an entry point of an installed distribution. Nothing is
-guessed: a name that leads nowhere, or to two parts, or to something of another kind is refused with the reason.
+A name is one of headrace's own, `package.module:Name`, or an entry point of an installed distribution. A name that
+leads to no plug-in, to two of them, or to an object of another kind is refused with the reason.
 """
 
 from __future__ import annotations
@@ -19,27 +19,34 @@ T = TypeVar("T")
 
 
 class PartRefused(ValueError):
-    """A name does not lead to one part of its kind. The message says why, and which names do."""
+    """A name does not lead to one plug-in of its kind. The message gives the reason and the available names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registry(Generic[T]):
-    """All parts of one kind. `kind` names it in messages, `group` is that of its entry points."""
+    """All plug-ins of one kind. `kind` names it in messages, `group` is the group of its entry points."""
 
     kind: str
     group: str
     own: Mapping[str, T]
     accept: Callable[[object], T]
-    """What an object of another package is as a part. Raises TypeError that says what it lacks."""
+    """Converts an object of another package to a plug-in. Raises TypeError with what is missing."""
 
     def names(self) -> tuple[str, ...]:
-        """Those of headrace, then those of entry points; what is named by its module is not known before."""
+        """Return the names of headrace's own plug-ins, then those of entry points."""
         return (*self.own, *sorted({point.name for point in self._points()}))
 
     def find(self, name: str) -> T:
-        """The part of that name. Raises PartRefused."""
+        """Return the plug-in with a name. Raises PartRefused."""
         if ":" in name:
-            return self._accepted(name, _named(name, self.kind))
+            module, _, path = name.partition(":")
+            try:
+                found: object = import_module(module)
+                for part in path.split("."):
+                    found = getattr(found, part)
+            except Exception as error:
+                raise PartRefused(f"{self.kind} {name!r}: {_reason(error)}") from error
+            return self._accepted(name, found)
         points = [point for point in self._points() if point.name == name]
         if name in self.own:
             if points:
@@ -70,17 +77,6 @@ class Registry(Generic[T]):
             return self.accept(found)
         except TypeError as error:
             raise PartRefused(f"{name!r} is no {self.kind}: {error}") from error
-
-
-def _named(name: str, kind: str) -> object:
-    module, _, path = name.partition(":")
-    try:
-        found: object = import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except Exception as error:
-        raise PartRefused(f"{kind} {name!r}: {_reason(error)}") from error
-    return found
 
 
 def _reason(error: Exception) -> str:

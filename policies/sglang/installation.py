@@ -11,22 +11,21 @@ Invariants:
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.policies.sglang.versions import DEFAULT_VERSION, REQUIREMENTS, TORCH, TORCHVISION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 SHIMS: Final = Path(__file__).with_name("shims")
 """Stand-ins for two native libraries that have no CPU builds; they compute nothing."""
@@ -54,7 +53,7 @@ def install(version: str) -> Path:
     """The environment's python, after it was made if it is not there. Raises InstallFailed."""
     directory = environment_directory(version)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(directory.with_name(f".{directory.name}.lock")):
+    with FileLock(directory.with_name(f".{directory.name}.lock")):
         if not _is_complete(directory, version):
             _make(directory, version)
     return directory / "bin" / "python"
@@ -68,13 +67,6 @@ def _is_complete(directory: Path, version: str) -> bool:
 def _pins(version: str) -> str:
     pins = "\n".join((TORCH, TORCHVISION, version, *REQUIREMENTS[version]))
     return sha256(pins.encode()).hexdigest()
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _make(directory: Path, version: str) -> None:

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NewType
 
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.kernel.processes import parse_stat
 from headrace.sandboxes.private_folders import make_missing
 
@@ -52,8 +52,7 @@ class StoreFolder:
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
         """Wait until no other process holds `key`."""
-        with (self.home / "locks" / key).open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with FileLock(self.home / "locks" / key):
             yield
 
     @contextmanager

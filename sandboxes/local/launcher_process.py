@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SpecRefused
 from headrace.sandboxes.kernel.stdlib_process import stdlib_command
 from headrace.sandboxes.leftovers import LAUNCHER_NAME
@@ -220,22 +220,17 @@ class ProviderFolder:
     def __init__(self, parent: Path) -> None:
         _make_private(parent)
         _sweep(parent)
-        parent_lock = os.open(parent, _FOLDER)
-        try:
-            # Other providers look for abandoned folders under this lock, so that they never see this one unlocked.
-            fcntl.flock(parent_lock, fcntl.LOCK_EX)
+        # Other providers look for abandoned folders under this lock, so that they never see this one unlocked.
+        with FileLock(os.open(parent, _FOLDER)):
             for folder in parent.iterdir():
                 if _OWN_FOLDER.fullmatch(folder.name) and not _is_held(folder) and not _listens(folder / "socket"):
                     shutil.rmtree(folder, ignore_errors=True)
             self.path = new_private(parent, f"{os.getpid()}-")
-            self._lock = os.open(self.path, _FOLDER)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        finally:
-            os.close(parent_lock)
+            self._lock = FileLock(os.open(self.path, _FOLDER))
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        self._lock.release()
 
 
 def _is_held(folder: Path) -> bool:
@@ -244,11 +239,9 @@ def _is_held(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        FileLock(descriptor, blocking=False).release()
     except BlockingIOError:
         return True
-    finally:
-        os.close(descriptor)
     return False
 
 
@@ -265,30 +258,26 @@ def _make_private(folder: Path) -> None:
 async def locked_folder(folder: Path) -> AsyncIterator[None]:
     """Make and lock the folder of a launcher that stays, so that no other provider starts one there or removes it."""
     await asyncio.to_thread(_sweep, folder.parent)
-    descriptor = await asyncio.to_thread(_lock, folder)
-    try:
+    with await asyncio.to_thread(_lock, folder):
         yield
-    finally:
-        os.close(descriptor)
 
 
-def _lock(folder: Path) -> int:
+def _lock(folder: Path) -> FileLock:
     while True:
         _make_private(folder)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock = FileLock(descriptor)
         with suppress(FileNotFoundError):
             if (folder / _LOCK).stat().st_ino == os.fstat(descriptor).st_ino:
-                return descriptor
+                return lock
         # The lock file was removed while this process waited for it.
-        os.close(descriptor)
+        lock.release()
 
 
 def _sweep(parent: Path) -> None:
     """Remove folders of ended launchers that stayed, unless one is being started there or they have other files."""
     for lock in parent.glob(f"*/{_LOCK}"):
-        with suppress(OSError), lock.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError), FileLock(os.open(lock, os.O_RDWR | os.O_CLOEXEC), blocking=False):
             names = {path.name for path in lock.parent.iterdir()}
             if names <= _OWN_FILES and _NOTE in names and not _listens(lock.parent / "socket"):
                 for name in names:

@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import sqlite3
@@ -21,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.errors import LedgerRefused
 from headrace.sandboxes.private_folders import make_missing
@@ -106,7 +106,7 @@ Change: TypeAlias = Entry | Drop | Renewed | HolderGone
 class SandboxLedger:
     """An open ledger, from `open` or `in_memory`; `close` it."""
 
-    def __init__(self, database: sqlite3.Connection, lock: int | None) -> None:
+    def __init__(self, database: sqlite3.Connection, lock: FileLock | None) -> None:
         self._database = database
         self._lock = lock
 
@@ -116,17 +116,16 @@ class SandboxLedger:
         make_missing(folder)
         path = folder / FILE_NAME
         # SQLite gives its side files the mode of the file itself.
-        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = FileLock(path.with_suffix(".lock"), blocking=False, mode=0o600)
+        except BlockingIOError as error:
+            raise LedgerRefused(f"{path} is in use by another process: one pool for one ledger") from error
+        try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             path.chmod(0o600)
             return cls(_prepared(sqlite3.connect(path, check_same_thread=False, isolation_level=None)), lock)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise LedgerRefused(f"{path} is in use by another process: one pool for one ledger") from error
         except sqlite3.DatabaseError as error:
-            os.close(lock)
+            lock.release()
             if getattr(error, "sqlite_errorcode", 0) & _PRIMARY in _DISK_TROUBLE:
                 raise LedgerRefused(f"{path} cannot be opened ({error}): repair the disk, then restart") from error
             raise LedgerRefused(f"{path} is not a sandbox ledger of this version ({error}): move it away") from error
@@ -184,8 +183,7 @@ class SandboxLedger:
         """Close the file and release its lock. Idempotent."""
         self._database.close()
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            self._lock.release()
 
 
 def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:

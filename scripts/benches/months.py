@@ -30,6 +30,7 @@ from headrace.actors.record.metrics import (
 )
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.buffer.core.advantages import advantage, deviation_square_sum, full_scale, mean
+from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import (
     AttemptRecord,
     BatchMember,
@@ -47,7 +48,6 @@ from headrace.buffer.core.records import (
     TaskRecord,
     TrainedTokens,
 )
-from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.ledger.ledger import TRAJECTORY_FILE_BYTES, BlobFiles, Ledger, StoredTrajectory
 from headrace.buffer.ledger.schema import TABLES
 from headrace.buffer.tasks import TaskId, load_tasks

@@ -9,11 +9,11 @@ Invariants:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 from typing import TYPE_CHECKING
 
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.private_folders import make_missing
 
@@ -29,16 +29,14 @@ class ServerDatabase:
         self, folder: Path | None, *, file_name: str, lock_name: str, schema_version: int, schema: Sequence[str]
     ) -> None:
         """Open the database. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
-        self._lock = -1
+        self._lock: FileLock | None = None
         try:
             path = ":memory:"
             if folder is not None:
                 make_missing(folder)
-                self._lock = os.open(folder / lock_name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
                 try:
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._lock = FileLock(folder / lock_name, blocking=False, mode=0o600)
                 except BlockingIOError as error:
-                    self._unlock()
                     raise SandboxError(f"--state {folder}: another server uses it") from error
                 path = str(folder / file_name)
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -48,9 +46,8 @@ class ServerDatabase:
             raise SpecRefused(f"--state {folder}: {error}") from error
 
     def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock is not None:
+            self._lock.release()
 
     def close(self) -> None:
         self.connection.close()

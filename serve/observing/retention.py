@@ -9,13 +9,14 @@ Invariants:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.buffer.primitives.file_lock import FileLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,16 +70,12 @@ class RotatingFile:
     def rotate(self) -> None:
         """Start a new file if this one is full, and remove older files beyond the limits. Raises OSError."""
         assert self._retention is not None
-        lock = os.open(self._path.with_name(f".{self._path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # Another process may have rotated it in the meantime.
+        with FileLock(self._path.with_name(f".{self._path.name}.lock"), mode=0o644):
+            # Another process may have been faster.
             if self._path.exists() and self._path.stat().st_size >= self._retention.file_bytes:
                 self._path.rename(next_older_file(self._path))
             keep_bytes = self._retention.metrics_bytes if self._keep_bytes is None else self._keep_bytes
             remove_oldest(older_files(self._path), keep_bytes, self._retention.days)
-        finally:
-            os.close(lock)
 
 
 def older_files(path: Path) -> list[Path]:

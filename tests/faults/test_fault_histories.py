@@ -27,8 +27,8 @@ from headrace.actors.training.learner import LearnerLoop, Stage
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
-from headrace.buffer.core.batches import BatchBook
 from headrace.buffer.core.groups import GroupBook
+from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.types import Cause, ReceiptStatus
 from headrace.policies.learner_errors import RowUnusable
@@ -260,9 +260,9 @@ def test_the_command_says_what_happened() -> None:
 
 
 def bound_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    """`take` gives what is one step over the bound."""
-    staleness = BatchBook.staleness
-    patch.setattr(BatchBook, "staleness", lambda book, rollout, version: max(0, staleness(book, rollout, version) - 1))
+    """Rollouts are trained one update over the bound."""
+    left = StalenessBound.updates_left
+    patch.setattr(StalenessBound, "updates_left", lambda bound, *given: left(bound, *given) + 1)
 
 
 def late_results_count(patch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def nobody_reconciles(patch: pytest.MonkeyPatch) -> None:
     """What a dead dispatcher carried stays in flight for ever."""
 
     async def nothing(replay: Replay, carried: list, dispatcher: str) -> int:
-        replay._dispatcher = dispatcher
+        replay._orders.dispatcher = dispatcher
         return 0
 
     patch.setattr(Replay, "reconcile", nothing)

@@ -23,7 +23,7 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.record.metrics import read_metrics
 from headrace.buffer.datasets.converters import convert
-from headrace.buffer.task_errors import TaskFileError
+from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec

@@ -92,7 +92,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @property
     def head(self):
-        return self.core.state.head
+        return self.core.state.path.head
 
     @property
     def next_version(self):
@@ -117,7 +117,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @property
     def planned(self):
-        return self.weights_after([*self.leases, *self.core.state.queue()])
+        return self.weights_after([*self.leases, *self.core.state.path.queue()])
 
     @property
     def horizon(self):
@@ -125,7 +125,7 @@ class BufferMachine(RuleBasedStateMachine):
         head, planned = self.weights[self.head], self.planned
         step = planned[: len(head) + 1]
         repeating = len(step) > len(head) and any(known[: len(step)] == step for known in self.weights.values())
-        return planned if self.core.state.queue() or repeating else head
+        return planned if self.core.state.path.queue() or repeating else head
 
     def persist(self):
         self.ledger.write(self.core.drain(), self.stored)
@@ -294,7 +294,7 @@ class BufferMachine(RuleBasedStateMachine):
     def issued_again_next(self):
         """The first batch in the queue without a member over the bound: it goes before anything fresh. And whether it
         is within the bound however the leases before it end."""
-        queue = self.core.state.queue()
+        queue = self.core.state.path.queue()
         for place, batch in enumerate(queue):
             keys = [(member.rollout_id, member.attempt) for member in batch.members]
             sampled = [self.weights[version] for key in keys for version in self.sampled[key]]
@@ -337,7 +337,7 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule()
     def release(self):
-        self.core.release(cases.lease_of(self.leases.pop()))
+        self.core.batches.release(cases.lease_of(self.leases.pop()))
         self.persist()
 
     @rule(recorded=st.booleans())
@@ -346,15 +346,15 @@ class BufferMachine(RuleBasedStateMachine):
             path="checkpoint",
             version=self.head,
             batch_ids=tuple(step.batch_id for step in self.path),
-            chain=self.core.state.chain,
+            chain=self.core.state.path.chain,
         )
         self.checkpoints.append((ref, len(self.path)))
         if recorded:
-            self.core.checkpointed(ref, self.now)
+            self.core.epochs.checkpointed(ref, self.now)
             self.persist()
             while self.ledger.archive_groups():
                 pass
-            self.core.state.forget_steps(*self.ledger.archive_steps())
+            self.core.state.path.forget_steps(*self.ledger.archive_steps())
             self.core.state.forget_evaluations(self.ledger.archive_evaluations())
 
     @precondition(lambda self: self.path or self.leases)
@@ -363,7 +363,7 @@ class BufferMachine(RuleBasedStateMachine):
         """A new learner, from the newest checkpoint or an older one; with `driver` everything in flight is dead too."""
         ref, length = self.checkpoints[-1 - back] if back < len(self.checkpoints) else (None, 0)
         undone = [step.batch_id for step in self.path[length:]]
-        if self.core.needs_history(ref):
+        if self.core.epochs.needs_history(ref):
             self.ledger.recall(ref.chain if ref else "")
             self.core.fold(self.ledger.load())
         version = self.core.open_epoch(ref, self.now, from_start=ref is None)
@@ -373,7 +373,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.path = self.path[:length]
         self.checkpoints = [pair for pair in self.checkpoints if pair[1] <= length and self.leads_here(pair[0])]
         self.leases = []
-        queued = [batch.batch_id for batch in self.core.state.queue()]
+        queued = [batch.batch_id for batch in self.core.state.path.queue()]
         assert queued[: len(undone)] == undone
         if driver:
             self.core.tick(self.now)
@@ -384,12 +384,12 @@ class BufferMachine(RuleBasedStateMachine):
         self.core.tick(self.now)
         self.settled()
 
-    @precondition(lambda self: self.leases or self.core.state.queue())
+    @precondition(lambda self: self.leases or self.core.state.path.queue())
     @rule(place=st.integers(0, 3))
     def drop_a_batch(self, place):
         """An operator, after the run has ended; a new learner opens then."""
-        batches = [*self.core.state.leases(), *self.core.state.queue()]
-        dropped = self.core.drop_batch(batches[place % len(batches)].batch_id, self.now)
+        batches = [*self.core.state.path.leases(), *self.core.state.path.queue()]
+        dropped = self.core.operators.drop_batch(batches[place % len(batches)].batch_id, self.now)
         self.persist()
         self.dropped |= {member.rollout_id for member in dropped.members}
         self.resume(0, driver=True)
@@ -403,7 +403,7 @@ class BufferMachine(RuleBasedStateMachine):
         lost = {rollout_id: "lost" for rollout_id in held if chance.random() < share}
         self.ledger.recall_groups_of(lost)
         self.core.fold(self.ledger.load())
-        assert set(self.core.retry_lost(lost, self.now)) == set(lost)
+        assert set(self.core.operators.retry_lost(lost, self.now)) == set(lost)
         self.persist()
         for rollout_id in lost:
             if self.core.state.group_of(rollout_id).state is GroupState.OPEN:
@@ -462,11 +462,11 @@ class BufferMachine(RuleBasedStateMachine):
         chain = ""
         for step in self.path:
             chain = extend_chain(chain, batch_digest(step.batch_id, step.members))
-        assert self.core.state.chain == chain
+        assert self.core.state.path.chain == chain
 
     @invariant()
     def a_live_rollout_is_in_one_live_batch(self):
-        live = [batch for batch in self.core.state.batches.values() if batch.state is not BatchState.DISSOLVED]
+        live = [batch for batch in self.core.state.path.batches.values() if batch.state is not BatchState.DISSOLVED]
         held = [member.rollout_id for batch in live for member in batch.members]
         assert len(set(held)) == len(held)
 

@@ -111,11 +111,11 @@ def told(core):
 
 def reread(store: ReplayStore) -> None:
     """What is in the tables gives the same core, and the stored trajectories are those that were counted."""
-    assert told(cases.core(CONFIG, store._ledger.load())) == told(store._core)
-    for attempt in store._core.state.attempts.values():
+    assert told(cases.core(CONFIG, store._writer.ledger.load())) == told(store._writer.core)
+    for attempt in store._writer.core.state.attempts.values():
         if attempt.trained:
-            (trajectory,) = store._ledger.trajectories([attempt.key])
-            assert trained_tokens(trajectory, store._core.state.tree) == attempt.trained
+            (trajectory,) = store._writer.ledger.trajectories([attempt.key])
+            assert trained_tokens(trajectory, store._writer.core.state.path.tree) == attempt.trained
         for value in (attempt.detail, attempt.trace_id):
             assert len(value.encode()) <= 4 * MAX_TEXT
 
@@ -137,7 +137,7 @@ def test_results_are_kept_or_refused_one_by_one(data):
             assert {receipt.status for receipt in receipts} == {ReceiptStatus.ACCEPTED}
             tag = data.draw(text)
             evaluated = [(replace(result, attempt=data.draw(whole)), data.draw(text)) for result in results]
-            await store.record_evaluations(evaluated, tag=tag, version=FIRST)
+            await store.evaluations.record(evaluated, tag=tag, version=FIRST)
             reread(store)
 
     asyncio.run(life())

@@ -84,7 +84,7 @@ def test_a_tree_is_fsynced_whole(tmp_path: Path, disk: list[tuple[str, str]]) ->
     assert {("fsync", name) for name in ("data", "inner", "staged")} <= set(disk)
 
 
-def test_a_private_file_is_its_owner_s_alone_whatever_a_crash_left(tmp_path: Path) -> None:
+def test_a_private_file_is_readable_by_its_owner_only_even_after_a_crash(tmp_path: Path) -> None:
     (tmp_path / "token.partial").write_text("left by a crash")
     (tmp_path / "token.partial").chmod(0o666)
     write_private(tmp_path / "token", b"secret")
@@ -93,7 +93,7 @@ def test_a_private_file_is_its_owner_s_alone_whatever_a_crash_left(tmp_path: Pat
 
 
 @pytest.mark.parametrize("left", [b"", b"\0\0\0\0", b"[]", b'{"version": '], ids=["empty", "zeros", "list", "torn"])
-def test_an_empty_or_torn_file_is_written_anew(tmp_path: Path, left: bytes) -> None:
+def test_an_empty_or_torn_file_is_written_again(tmp_path: Path, left: bytes) -> None:
     for name in ("newest.json", "members.json", "gateway.json"):
         (tmp_path / name).write_bytes(left)
     (tmp_path / "pushes.jsonl").write_bytes(left)

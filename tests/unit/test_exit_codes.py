@@ -29,8 +29,7 @@ from headrace.actors.run.exit_codes import (
     exit_code,
     exit_code_of_run,
 )
-from headrace.buffer.errors import LedgerBroken, LedgerMismatch, LedgerRefused
-from headrace.buffer.task_errors import TaskFileError
+from headrace.buffer.errors import LedgerBroken, LedgerMismatch, LedgerRefused, TaskFileError
 from headrace.policies.errors import EngineUnavailable, ModelInvalid, SenderFailed
 from headrace.policies.learner_errors import NonFiniteRun
 from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable

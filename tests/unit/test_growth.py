@@ -82,7 +82,7 @@ def test_as_many_rows_are_folded_after_nine_hours_as_after_three(run):
     assert long.evaluations_closed == migrated.evaluations_closed
 
 
-def test_the_resume_report_reads_what_is_open(run):
+def test_the_resume_report_reads_open_groups_only(run):
     short, long, old = run("short"), run("long"), run("old")
     bring_up_to_date(old)
     sizes = [
@@ -105,7 +105,7 @@ def test_a_checkpoint_s_copy_is_as_large_after_nine_hours_as_after_three(run, tm
     assert max(sizes) <= 1.1 * min(sizes)
 
 
-def test_a_return_brings_back_what_it_undoes_and_no_more(run):
+def test_a_return_recalls_only_the_undone_rows(run):
     run_dir = run("long")
     with closing(sqlite3.connect(run_dir / "archive.db")) as archive:
         [(chain,)] = archive.execute("SELECT chain FROM commits WHERE sequence = 110")
@@ -143,7 +143,7 @@ def test_evaluations_that_ended_are_known_after_a_migration(run):
 
 
 @pytest.mark.parametrize("left", ["small", "linked"])
-def test_a_split_that_broke_off_is_made_again(run, left):
+def test_an_interrupted_split_is_repeated(run, left):
     run_dir = run("old")
     if left == "small":
         (run_dir / "ledger.db.small").write_bytes(b"half of a ledger")
@@ -156,7 +156,7 @@ def test_a_split_that_broke_off_is_made_again(run, left):
     assert (report.problems, report.steps) == ((), 133)
 
 
-def test_an_archive_that_is_missing_is_told_and_does_not_stop_the_run(run):
+def test_a_missing_archive_is_reported_and_does_not_stop_the_run(run):
     run_dir = run("long")
     (run_dir / "archive.db").unlink()
     assert "archive.db is missing: 8320 rollouts of closed groups are in it" in verify(run_dir).problems
@@ -164,7 +164,7 @@ def test_an_archive_that_is_missing_is_told_and_does_not_stop_the_run(run):
     assert resume_report(run_dir, max_staleness=4).lost == 0
 
 
-def test_a_ledger_put_back_from_a_copy_takes_the_archive_beside_it(run, tmp_path):
+def test_a_restored_ledger_accepts_the_newer_archive(run, tmp_path):
     """The archive is newer: what the ledger has not given out does not count, and goes when the run goes on."""
     run_dir = run("long")
     with closing(sqlite3.connect(run_dir / "archive.db")) as archive, archive:
@@ -238,14 +238,14 @@ async def test_an_evaluation_that_ended_is_known_after_a_restart_and_from_the_ar
     store, ref, _ = await stocked(tmp_path)
     answer = cases.result(SimpleNamespace(rollout_id="base/task-0/0", attempt=1), PolicyVersion(1, 0))
     async with store:
-        await store.record_evaluations([(answer, "task-0")], tag=GroupId("base"), version=PolicyVersion(1, 0))
-        assert await store.ended_evaluations() == {}
-        await store.end_evaluation("base", 0, {"success": 0.25, "answers": 4})
+        await store.evaluations.record([(answer, "task-0")], tag=GroupId("base"), version=PolicyVersion(1, 0))
+        assert await store.evaluations.ended() == {}
+        await store.evaluations.end("base", 0, {"success": 0.25, "answers": 4})
         await store.checkpointed(ref)
         assert store.status().evaluations == 1
     async with await ReplayStore.open(tmp_path, cases.SMALL, cases.tasks(), run_id="run", seed=3) as store:
-        assert await store.ended_evaluations() == {"base": 0.25}
-        assert [record.rollout_id for record in await store.evaluations("base")] == ["base/task-0/0"]
+        assert await store.evaluations.ended() == {"base": 0.25}
+        assert [record.rollout_id for record in await store.evaluations.recorded("base")] == ["base/task-0/0"]
         assert store.status().evaluations == 1
 
 

@@ -36,7 +36,7 @@ def busy_core():
     cases.fill(buffer, FIRST)
     _, version = cases.step(buffer, FIRST)
     saved = cases.checkpoint(buffer, version)
-    buffer.checkpointed(saved, 4.0)
+    buffer.epochs.checkpointed(saved, 4.0)
     orders = buffer.issue(4, version, 5.0)
     buffer.offer(cases.ended(orders[0], Cause.INFRA), 6.0)
     buffer.offer(cases.result(orders[1], version, FIRST), 6.0)
@@ -51,7 +51,7 @@ async def open_store(run_dir):
     return await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="run", seed=3)
 
 
-def test_load_gives_back_what_was_written(tmp_path):
+def test_load_returns_the_written_records(tmp_path):
     buffer = busy_core()
     ledger = Ledger.open(tmp_path, IDENTITY)
     ledger.write(buffer.drain(), [])
@@ -107,7 +107,7 @@ def test_trajectory_files_rotate_and_stay_readable(tmp_path):
     again.close()
 
 
-def test_a_failed_write_leaves_nothing(tmp_path):
+def test_a_failed_write_leaves_no_rows(tmp_path):
     buffer = busy_core()
     ledger = Ledger.open(tmp_path, IDENTITY)
     ledger.write(buffer.drain(), [])
@@ -120,7 +120,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     ledger.close()
 
 
-def test_one_process_at_a_time(tmp_path):
+def test_a_second_process_cannot_open_the_ledger(tmp_path):
     ledger = Ledger.open(tmp_path, IDENTITY)
     with pytest.raises(LedgerInUse, match="another process"):
         Ledger.open(tmp_path, IDENTITY)
@@ -138,7 +138,7 @@ def test_one_process_at_a_time(tmp_path):
         ("UPDATE meta SET value = 'other' WHERE key = 'tasks_sha256'", "tasks_sha256"),
     ],
 )
-def test_foreign_ledgers_are_refused_and_left_alone(tmp_path, damage, message):
+def test_foreign_ledgers_are_refused_and_unchanged(tmp_path, damage, message):
     Ledger.open(tmp_path, IDENTITY).close()
     with sqlite3.connect(tmp_path / "ledger.db") as database:
         database.execute(damage)
@@ -159,7 +159,7 @@ def test_garbage_is_refused_and_an_empty_file_is_new(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_ledger_that_was_cut_off_is_refused_with_what_to_do(tmp_path, share):
+def test_a_truncated_ledger_is_refused_with_the_fix(tmp_path, share):
     ledger = Ledger.open(tmp_path, IDENTITY)
     ledger.write(busy_core().drain(), [])
     ledger.close()
@@ -172,7 +172,7 @@ def test_a_ledger_that_was_cut_off_is_refused_with_what_to_do(tmp_path, share):
         read_evidence(tmp_path)
 
 
-async def test_a_ledger_that_was_cut_off_beside_its_log_is_refused_and_the_copy_opens(tmp_path):
+async def test_a_truncated_ledger_with_a_log_is_refused_and_its_copy_opens(tmp_path):
     """With a log the first pages may be whole: the damage shows only where rows are read."""
     killed = tmp_path / "killed"
     async with await open_store(tmp_path / "run") as store:
@@ -194,7 +194,7 @@ async def test_a_ledger_that_was_cut_off_beside_its_log_is_refused_and_the_copy_
         assert await store.open_epoch(None) == PolicyVersion(2, 0)
 
 
-def test_a_full_disk_is_not_told_as_damage():
+def test_a_full_disk_is_not_reported_as_damage():
     database = sqlite3.connect(":memory:")
     database.execute("PRAGMA max_page_count = 1")
     with pytest.raises(sqlite3.OperationalError, match="full") as full:
@@ -220,7 +220,7 @@ def test_a_full_disk_is_refused_before_a_write_fails_half_way(tmp_path):
         refuse_full(tmp_path, 1 << 20)
 
 
-def test_backup_is_a_ledger_of_its_own(tmp_path):
+def test_a_backup_is_a_complete_ledger(tmp_path):
     buffer = busy_core()
     ledger = Ledger.open(tmp_path / "run", IDENTITY)
     ledger.write(buffer.drain(), [])
@@ -264,7 +264,7 @@ def test_damaged_trajectories_are_refused(damage):
         decode(damage(data))
 
 
-def test_no_flipped_bit_of_a_stored_trajectory_goes_unnoticed():
+def test_every_flipped_bit_of_a_stored_trajectory_is_detected():
     stored = cases.trajectory(FIRST, tokens=12)
     data = encode(stored)
     for bit in range(8 * len(data)):

@@ -74,7 +74,7 @@ class Run:
         shutil.rmtree(self.checkpoints[number].path)
 
 
-async def test_what_every_checkpoint_left_covers_goes(tmp_path: Path) -> None:
+async def test_files_covered_by_all_remaining_checkpoints_are_deleted(tmp_path: Path) -> None:
     run = Run(tmp_path)
     async with await run.open():
         await run.step()
@@ -89,7 +89,7 @@ async def test_what_every_checkpoint_left_covers_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("back_to", [-1, -2])
-async def test_a_return_to_any_checkpoint_left_finds_its_trajectories(tmp_path: Path, back_to: int) -> None:
+async def test_a_return_to_any_remaining_checkpoint_finds_its_trajectories(tmp_path: Path, back_to: int) -> None:
     run = Run(tmp_path)
     async with await run.open():
         for number in range(6):
@@ -110,7 +110,7 @@ async def test_a_return_to_any_checkpoint_left_finds_its_trajectories(tmp_path: 
     assert verify(tmp_path).clean
 
 
-async def test_what_a_checkpoint_of_before_a_move_needs_stays(tmp_path: Path) -> None:
+async def test_files_needed_by_a_checkpoint_stay_after_the_run_directory_moved(tmp_path: Path) -> None:
     run = Run(tmp_path / "before")
     async with await run.open():
         await run.step()
@@ -122,7 +122,7 @@ async def test_what_a_checkpoint_of_before_a_move_needs_stays(tmp_path: Path) ->
     assert verify(run.run_dir).clean
 
 
-async def test_a_copy_of_the_ledger_lies_in_each_checkpoint(tmp_path: Path) -> None:
+async def test_each_checkpoint_has_a_copy_of_the_ledger(tmp_path: Path) -> None:
     run = Run(tmp_path)
     async with await run.open():
         for _ in range(2):
@@ -134,7 +134,7 @@ async def test_a_copy_of_the_ledger_lies_in_each_checkpoint(tmp_path: Path) -> N
         assert [commit.chain for commit in read_evidence(copied).commits][-1] == reference.chain
 
 
-async def test_without_a_checkpoint_directory_nothing_goes(tmp_path: Path) -> None:
+async def test_without_a_checkpoint_directory_no_file_is_deleted(tmp_path: Path) -> None:
     run = Run(tmp_path)
     async with await run.open():
         for _ in range(3):
@@ -143,7 +143,7 @@ async def test_without_a_checkpoint_directory_nothing_goes(tmp_path: Path) -> No
             assert before <= run.files()
 
 
-async def test_exports_may_keep_all(tmp_path: Path) -> None:
+async def test_keep_trajectories_keeps_all_files(tmp_path: Path) -> None:
     run = Run(tmp_path)
     async with await run.open(keep_trajectories=True):
         before = set()

@@ -35,7 +35,7 @@ async def make_run(run_dir: Path) -> tuple[ReplayStore, list]:
     return store, list(batch.items)
 
 
-async def test_tables_and_trajectories_of_a_run_that_goes_on(tmp_path: Path) -> None:
+async def test_tables_and_trajectories_of_a_running_run_are_exported(tmp_path: Path) -> None:
     store, items = await make_run(tmp_path / "run")
     async with store:
         report = export(tmp_path / "run", tmp_path / "out")
@@ -58,7 +58,7 @@ async def test_tables_and_trajectories_of_a_run_that_goes_on(tmp_path: Path) -> 
     assert len(list((tmp_path / "run" / "trajectories").glob("*.db"))) > 1
 
 
-async def test_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
+async def test_unreadable_trajectories_are_counted(tmp_path: Path) -> None:
     store, _ = await make_run(tmp_path / "run")
     await store.aclose()
     _, first, second, *_ = sorted((tmp_path / "run" / "trajectories").glob("*.db"))
@@ -78,7 +78,7 @@ def test_an_old_ledger_is_exported_and_not_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", ["folder", "no run", "no ledger", "under a file"])
-def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path: Path, make: str) -> None:
+def test_a_refused_export_leaves_no_files(tmp_path: Path, make: str) -> None:
     run_dir, out, wanted = shutil.copytree(GOLDEN, tmp_path / "run"), tmp_path / "out", ExportRefused
     if make == "folder":
         out.mkdir()

@@ -45,7 +45,7 @@ async def finish_all(store, version):
     return await store.offer_many([cases.result(order, version) for order in orders])
 
 
-async def test_a_run_of_schema_1_goes_on(golden):
+async def test_a_run_of_schema_1_continues(golden):
     run_dir = golden("ledger_v1")
     report = verify(run_dir)
     assert report.problems == ()
@@ -75,11 +75,11 @@ async def test_results_of_older_schemas_were_solved_by_a_reward_above_0(golden, 
     assert {attempt.solved for attempt in attempts} == {True, False}
     assert all(attempt.solved == ((attempt.reward or 0.0) > 0) for attempt in attempts)
     async with await open_run(run_dir, EARLY if name == "ledger_v2" else cases.SMALL) as store:
-        (evaluation,) = await store.evaluations("held out")
+        (evaluation,) = await store.evaluations.recorded("held out")
     assert (evaluation.reward, evaluation.solved) == (1.0, True)
 
 
-async def test_a_run_of_schema_2_goes_on(golden):
+async def test_a_run_of_schema_2_continues(golden):
     run_dir = golden("ledger_v2")
     report = verify(run_dir)
     assert report.problems == ()
@@ -96,7 +96,7 @@ async def test_a_run_of_schema_2_goes_on(golden):
     assert report.sealed == 8 + 3
 
 
-async def test_a_run_of_schema_3_goes_on(golden):
+async def test_a_run_of_schema_3_continues(golden):
     """With an archive; a reward above 0 solves nothing by itself."""
     run_dir = golden("ledger_v3")
     report = verify(run_dir)
@@ -116,7 +116,7 @@ async def test_a_run_of_schema_3_goes_on(golden):
     assert report.sealed == 8 + 3
 
 
-def test_a_reader_leaves_an_old_ledger_as_it_is(golden):
+def test_a_reader_does_not_change_an_old_ledger(golden):
     run_dir = golden("ledger_v1")
     before = (run_dir / "ledger.db").read_bytes()
     evidence = read_evidence(run_dir)
@@ -126,7 +126,7 @@ def test_a_reader_leaves_an_old_ledger_as_it_is(golden):
     assert {group.rule for group in evidence.groups if group.seal_order} == {"all"}
 
 
-def test_a_migration_that_breaks_off_leaves_schema_1(golden):
+def test_an_interrupted_migration_leaves_schema_1(golden):
     run_dir = golden("ledger_v1")
     identity = {"run_id": "golden"}
     with closing(sqlite3.connect(run_dir / "ledger.db")) as database, database:

@@ -110,10 +110,10 @@ async def train(run: Run, steps: int) -> list:
     return batches
 
 
-async def test_a_dropped_batch_leaves_and_the_run_goes_on(run: Run) -> None:
+async def test_the_run_continues_without_a_dropped_batch(run: Run) -> None:
     before = verify(run.run_dir)
     assert (before.leased, before.batches_dropped) == (4, ())
-    dropped = await run.store.drop_batch()
+    dropped = await run.store.operators.drop_batch()
     report = verify(run.run_dir)
     assert report.problems == ()
     assert (report.leased, report.filtered, report.lost) == (0, 4, 0)
@@ -127,8 +127,8 @@ async def test_a_dropped_batch_leaves_and_the_run_goes_on(run: Run) -> None:
     assert (report.problems, report.steps, report.filtered) == ((), 4, 4)
 
 
-async def test_what_was_dropped_is_in_the_journal_and_survives_a_restart(run: Run) -> None:
-    await run.store.drop_batch()
+async def test_a_drop_is_in_the_journal_and_survives_a_restart(run: Run) -> None:
+    await run.store.operators.drop_batch()
     await run.store.aclose()
     (entry,) = read_evidence(run.run_dir).interventions
     assert (entry.action, entry.subject, entry.at_s) == (Action.DROP_BATCH, "b000003", 100.0)
@@ -137,14 +137,14 @@ async def test_what_was_dropped_is_in_the_journal_and_survives_a_restart(run: Ru
     assert run.store.status().counters["batches_dropped"] == 1
     assert run.store.status().rollouts[RolloutState.FILTERED] == 4
     with pytest.raises(LeaseError, match="held 0 batches"):
-        await run.store.drop_batch()
+        await run.store.operators.drop_batch()
 
 
-async def test_a_batch_that_waits_to_be_issued_again_can_be_dropped_by_name(run: Run) -> None:
+async def test_a_queued_batch_can_be_dropped_by_name(run: Run) -> None:
     await run.store.open_epoch(run.checkpoint)
     with pytest.raises(LeaseError, match=r"held 0 batches .*name the one to drop \(now: b000002, b000003\)"):
-        await run.store.drop_batch()
-    await run.store.drop_batch(BatchId("b000002"))
+        await run.store.operators.drop_batch()
+    await run.store.operators.drop_batch(BatchId("b000002"))
     trained = await train(run, 2)
     assert [batch.lease.batch_id for batch in trained] == ["b000003", "b000004"]
     assert verify(run.run_dir).problems == ()
@@ -158,10 +158,10 @@ async def test_a_batch_that_waits_to_be_issued_again_can_be_dropped_by_name(run:
         ("b000099", "b000099 is no open batch"),
     ],
 )
-async def test_what_cannot_be_dropped_is_refused_and_nothing_changes(run: Run, batch_id: str, says: str) -> None:
+async def test_a_refused_drop_changes_nothing(run: Run, batch_id: str, says: str) -> None:
     before = read_evidence(run.run_dir)
     with pytest.raises(LeaseError, match=rf"{says}.*now: b000003"):
-        await run.store.drop_batch(BatchId(batch_id))
+        await run.store.operators.drop_batch(BatchId(batch_id))
     assert read_evidence(run.run_dir) == before
 
 
@@ -180,8 +180,8 @@ def change(run_dir: Path, *statements: str) -> None:
         ("UPDATE rollouts SET state = 'sealed', batch_id = NULL WHERE reason = 'batch_dropped'", "says filtered"),
     ],
 )
-async def test_a_drop_that_contradicts_is_found(run: Run, statement: str, problem: str) -> None:
-    await run.store.drop_batch()
+async def test_a_drop_that_contradicts_the_journal_is_found(run: Run, statement: str, problem: str) -> None:
+    await run.store.operators.drop_batch()
     change(run.run_dir, statement)
     assert any(problem in line for line in verify(run.run_dir).problems)
 
@@ -199,7 +199,7 @@ def some_in(run_dir: Path, state: RolloutState) -> RolloutId:
 
 
 @pytest.mark.parametrize("state", ["waiting", "sealed", "leased", "trained"])
-async def test_what_was_never_offered_is_lost(run: Run, state: str) -> None:
+async def test_a_result_that_was_never_offered_is_lost(run: Run, state: str) -> None:
     if state == "sealed":
         await run.store.open_epoch(run.checkpoint)
     rollout_id = some_in(run.run_dir, RolloutState(state))
@@ -215,12 +215,12 @@ async def retried(run: Run) -> tuple[RolloutId, ...]:
     """Reopen the store on what the files say, and issue what is lost again."""
     await run.store.aclose()
     run.store = await open_store(run.run_dir)
-    return await run.store.retry_lost(lost_rollouts(read_evidence(run.run_dir)), run.checkpoint)
+    return await run.store.operators.retry_lost(lost_rollouts(read_evidence(run.run_dir)), run.checkpoint)
 
 
 @pytest.mark.parametrize("state", ["waiting", "sealed", "leased", "trained"])
 @pytest.mark.parametrize("loss", ["never offered", "no trajectory"])
-async def test_what_is_lost_is_made_again(run: Run, state: str, loss: str) -> None:
+async def test_lost_rollouts_are_run_again(run: Run, state: str, loss: str) -> None:
     if state == "sealed":
         await run.store.open_epoch(run.checkpoint)
     rollout_id = some_in(run.run_dir, RolloutState(state))
@@ -269,11 +269,11 @@ async def test_a_group_whose_rule_depends_on_times_is_clean_after_a_retry(tmp_pa
     assert verify(run_dir).problems == ()
     change(run_dir, NEVER_OFFERED.format("g000000-0"))
     async with await ReplayStore.open(run_dir, config, cases.tasks(), run_id="run", seed=3) as store:
-        assert await store.retry_lost(lost_rollouts(read_evidence(run_dir)), None) == ("g000000-0",)
+        assert await store.operators.retry_lost(lost_rollouts(read_evidence(run_dir)), None) == ("g000000-0",)
     assert verify(run_dir).problems == ()
 
 
-async def test_what_a_checkpoint_holds_stays_trained(tmp_path: Path) -> None:
+async def test_lost_rollouts_in_a_checkpoint_stay_trained(tmp_path: Path) -> None:
     """Its group is still open to others, so that its trajectory is looked for."""
     config = cases.SMALL.model_copy(update={"group_size": 3, "rule": "count(2)", "max_staleness": 4})
     run_dir = tmp_path / "run"
@@ -289,8 +289,8 @@ async def test_what_a_checkpoint_holds_stays_trained(tmp_path: Path) -> None:
         lost = lost_rollouts(read_evidence(run_dir))
         assert len(lost) == 4
         with pytest.raises(LedgerMismatch, match="put its checkpoints back"):
-            await store.retry_lost(lost, None)
-        assert await store.retry_lost(lost, ref) == ()
+            await store.operators.retry_lost(lost, None)
+        assert await store.operators.retry_lost(lost, ref) == ()
         assert (verify(run_dir).lost, verify(run_dir).retried) == (0, 4)
         await store.open_epoch(None, from_start=True)
         assert verify(run_dir).lost == 4, "they are to be trained again"
@@ -358,7 +358,7 @@ def test_the_commands_refuse_a_run_that_is_driven_or_empty(monkeypatch, capsys, 
     assert read_evidence(named_run) == before
 
 
-def test_a_loss_that_cannot_be_made_again_is_told(monkeypatch, capsys, named_run: Path) -> None:
+def test_a_loss_that_cannot_be_retried_is_reported(monkeypatch, capsys, named_run: Path) -> None:
     asyncio.run(begin_and_end(named_run))
     with closing(sqlite3.connect(named_run / "archive.db")) as database, database:
         database.execute("UPDATE rollouts SET state = 'evicted', batch_id = NULL WHERE rollout_id = 'g000000-0'")
@@ -409,7 +409,7 @@ def no_tasks(run_dir: Path) -> None:
         (no_tasks, r"train.jsonl: cannot be read"),
     ],
 )
-def test_a_ledger_that_cannot_be_used_is_one_line_with_the_fix(
+def test_an_unusable_ledger_is_reported_in_one_line_with_the_fix(
     monkeypatch, capsys, named_run: Path, spoil, says: str
 ) -> None:
     asyncio.run(begin_and_end(named_run))
@@ -421,7 +421,7 @@ def test_a_ledger_that_cannot_be_used_is_one_line_with_the_fix(
     assert re.search(says, line), line
 
 
-def test_a_copied_trajectory_file_of_another_name_is_left_alone(named_run: Path) -> None:
+def test_a_trajectory_file_copied_by_hand_is_ignored(named_run: Path) -> None:
     asyncio.run(begin_and_end(named_run))
     folder = named_run / "trajectories"
     shutil.copy(folder / "000001.db", folder / "000001 (1).db")

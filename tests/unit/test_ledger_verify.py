@@ -16,7 +16,7 @@ import pytest
 
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
-from headrace.buffer.core.batches import BatchBook
+from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
 from headrace.buffer.ledger.store import ReplayStore
@@ -86,7 +86,7 @@ def change(run_dir, statement):
             database.execute(statement)
 
 
-async def test_a_sound_run_is_clean_and_adds_up(run_dir):
+async def test_the_counts_of_a_clean_run_add_up(run_dir):
     report = verify(run_dir)
     assert report.problems == ()
     assert report.clean
@@ -142,14 +142,14 @@ async def test_contradictions_are_found(run_dir, statement, problem):
     assert any(problem in line for line in report.problems), report.problems
 
 
-async def test_twice_and_lost_are_counted(run_dir):
+async def test_rollouts_trained_twice_or_lost_are_counted(run_dir):
     change(run_dir, "UPDATE batches SET members = replace(members, 'g000002-0', 'g000000-0')")
     report = verify(run_dir)
     assert report.trained_twice == 1
     assert report.lost == 1, "g000002-0 says trained, no step has it"
 
 
-async def test_a_missing_trajectory_is_a_loss(run_dir):
+async def test_a_missing_trajectory_counts_as_lost(run_dir):
     path = run_dir / "trajectories" / "000001.db"
     with closing(sqlite3.connect(path)) as database, database:
         database.execute("DELETE FROM trajectories WHERE rollout_id = 'g000006-0'")
@@ -231,7 +231,7 @@ async def test_a_run_with_early_groups_is_clean(early_dir):
         ("UPDATE rollouts SET evictions = 9 WHERE evictions", "over its group's cap"),
         ("UPDATE rollouts SET evictions = 2 WHERE rollout_id = 'g000000-0'", "more evictions than its attempts"),
         ("UPDATE groups SET max_evictions = 0", "over its group's cap"),
-        ("UPDATE groups SET complete_before = NULL WHERE group_id = 'g000000'", "says it is not complete"),
+        ("UPDATE groups SET complete_before = NULL WHERE group_id = 'g000000'", "marked as incomplete"),
         ("UPDATE groups SET rule = 'count(4)' WHERE group_id = 'g000000'", "before its rule count(4) accepted"),
         ("UPDATE groups SET rule = 'most' WHERE group_id = 'g000000'", "'most' is not a rule"),
         ("UPDATE groups SET min_members = 4 WHERE group_id = 'g000000'", "was sealed with 3 finished members"),
@@ -268,7 +268,7 @@ def two_lines(run_dir, *, skipped):
     ledger.close()
 
 
-def test_a_line_trained_again_is_the_line_before(tmp_path):
+def test_a_repeated_line_counts_as_the_line_before(tmp_path):
     two_lines(tmp_path, skipped=False)
     report = verify(tmp_path)
     assert (report.problems, report.max_staleness_seen, report.steps_rolled_back) == ((), 0, 2)
@@ -283,20 +283,11 @@ def test_a_fork_that_claims_to_be_the_line_before_is_found(tmp_path, claimed):
 
 
 @pytest.mark.parametrize("rule", ["all", "count(3)"])
-def test_a_take_that_is_off_by_one_is_shown(tmp_path, monkeypatch, rule):
-    """The sweep and the lease are told a bound of one more than the run's, which is what the commits record."""
+def test_a_take_with_a_bound_off_by_one_is_found(tmp_path, monkeypatch, rule):
+    """`take` uses a bound of one more than the run's, which the commits record."""
     config = EARLY.model_copy(update={"rule": rule})
     buffer = cases.core(config)
-    lax = config.model_copy(update={"max_staleness": config.max_staleness + 1})
-    for name in ("_evict_sealed", "_is_within"):
-        checked = getattr(BatchBook, name)
-
-        def off_by_one(book, *arguments, checked=checked):
-            with monkeypatch.context() as patch:
-                patch.setattr(book, "_config", lax)
-                return checked(book, *arguments)
-
-        monkeypatch.setattr(BatchBook, name, off_by_one)
+    monkeypatch.setattr(buffer.batches, "_bound", StalenessBound(config.max_staleness + 1))
     ledger = Ledger.open(tmp_path, {"run_id": "run"})
     version = buffer.open_epoch(None, 0.0)
     for _ in range(4):

@@ -94,7 +94,7 @@ async def test_a_checkpoint_of_the_start_keeps_the_trajectories_of_all_steps(tmp
         assert [batch.lease.batch_id for batch in again] == [batch.lease.batch_id for batch in batches]
 
 
-async def test_lost_trajectories_of_steps_that_a_damaged_checkpoint_covered_are_told_before_the_resume(tmp_path):
+async def test_lost_trajectories_under_a_damaged_checkpoint_are_reported_before_the_resume(tmp_path):
     store, kept = await saved(tmp_path)
     async with store:
         batches, version = await train(store, PolicyVersion(1, 3), 3)
@@ -111,14 +111,14 @@ async def test_lost_trajectories_of_steps_that_a_damaged_checkpoint_covered_are_
     async with await open_store(tmp_path) as store:
         with streamed(tmp_path) as evidence:
             lost = lost_rollouts(evidence)
-        again = await store.retry_lost(lost, kept)
+        again = await store.operators.retry_lost(lost, kept)
         assert set(again) == set(lost) >= {batches[-1].items[0].rollout_id}
         await store.keep_in_flight(())
         await train(store, await store.open_epoch(kept), 4)
         assert verify(tmp_path).problems == ()
 
 
-async def test_what_an_older_checkpoint_covers_is_not_lost_when_its_group_is_opened_again(tmp_path):
+async def test_a_reopened_group_that_an_older_checkpoint_covers_is_not_lost(tmp_path):
     """The second group is trained in both steps; the file of its first member goes with the second checkpoint."""
     store = await open_store(tmp_path, cases.SMALL.model_copy(update={"batch_size": 3}))
     async with store:
@@ -134,7 +134,7 @@ async def test_what_an_older_checkpoint_covers_is_not_lost_when_its_group_is_ope
         assert await store.take(version, version.epoch, timeout_s=0.0)
 
 
-async def test_no_new_ledger_is_made_beside_an_archive(tmp_path):
+async def test_no_new_ledger_is_created_beside_an_archive(tmp_path):
     store, _ = await saved(tmp_path)
     await store.aclose()
 
@@ -166,7 +166,7 @@ async def test_an_archive_that_cannot_be_read_is_refused_in_one_line_and_leaves_
 
 
 @pytest.mark.parametrize(("steps", "begun_anew"), [(1, False), (3, False), (3, True)])
-async def test_nothing_is_undone_whose_rollouts_were_lost_with_the_archive(tmp_path, steps, begun_anew):
+async def test_steps_whose_rollouts_were_lost_with_the_archive_are_not_undone(tmp_path, steps, begun_anew):
     store, ref = await saved(tmp_path, steps)
     await store.aclose()
     for path in tmp_path.glob("archive.db*"):
@@ -176,6 +176,6 @@ async def test_nothing_is_undone_whose_rollouts_were_lost_with_the_archive(tmp_p
             batches, version = await train(store, await store.open_epoch(ref), 3)
             await save(store, tmp_path, version, batches, ref)
         before = store.status()
-        with pytest.raises(LedgerMismatch, match=r"archive\.db, which is missing or was begun anew"):
+        with pytest.raises(LedgerMismatch, match=r"archive\.db, which is missing or was replaced"):
             await store.open_epoch(None, from_start=True)
         assert store.status() == before

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.outages import PROBE_S, WINDOW_S
 from headrace.buffer.core.records import Charge, RolloutState
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.errors import TaskNotParked
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.types import Cause
@@ -54,7 +54,7 @@ def test_a_task_is_charged_once_it_has_failed_on_different_hosts_at_different_ti
     [(["a"] * 6, 100.0), (["a", "b", "c", "a", "b", "c"], 1.0), ([""] * 6, 100.0), (["", "a", "", "a"], 100.0)],
     ids=["one host", "one time", "unknown hosts", "one known host"],
 )
-def test_failures_that_may_be_the_hosts_park_no_task(hosts, apart_s):
+def test_failures_that_a_host_may_have_caused_park_no_task(hosts, apart_s):
     buffer = buffer_of(tasks=1)
     assert set(fail_again_and_again(buffer, hosts, apart_s=apart_s)) == {Charge.HOST}
     assert buffer.status().parked == {}
@@ -100,7 +100,7 @@ def test_an_attempt_that_ran_through_an_outage_is_charged_to_it():
     assert fail(buffer, buffer.issue(1, FIRST, 503.0)[0], 504.0, engine_failed=True) is Charge.ENGINES
 
 
-def test_a_dead_worker_is_charged_to_nobody_else():
+def test_a_dead_worker_is_charged_to_the_worker_only():
     buffer = buffer_of()
     for number in range(5):
         (order,) = buffer.issue(1, FIRST, 100.0 * number)
@@ -124,10 +124,10 @@ def test_orders_are_held_while_most_attempts_of_several_tasks_fail():
     reason = "17 of the last 17 attempts failed, over 5 tasks, since 1970-01-01 00:01:41 UTC"
     assert buffer.status().held == reason
     assert buffer.issue(1000, FIRST, 102.0) == ()
-    assert buffer.wakes_at(102.0) == 101.0 + PROBE_S
+    assert buffer.outages.wakes_at(102.0) == 101.0 + PROBE_S
 
 
-def test_what_succeeds_too_keeps_orders_coming():
+def test_orders_continue_while_enough_attempts_succeed():
     buffer = buffer_of()
     for order in buffer.issue(20, FIRST, 0.0):
         buffer.offer(cases.result(order, FIRST), 1.0)
@@ -151,7 +151,7 @@ def failing_with_no_room(**changes):
     return buffer
 
 
-def test_a_probe_that_goes_well_ends_the_hold():
+def test_a_successful_probe_ends_the_hold():
     buffer = failing()
     assert buffer.issue(9, FIRST, 100.0 + PROBE_S - 1) == ()
     (probe,) = buffer.issue(9, FIRST, 100.0 + PROBE_S)
@@ -170,7 +170,7 @@ def test_a_hold_ends_with_its_window():
     assert buffer.status().held == ""
 
 
-def test_what_begins_at_the_end_of_an_outage_did_not_run_through_it():
+def test_an_attempt_begun_at_the_end_of_an_outage_did_not_run_during_it():
     buffer = failing()
     orders = buffer.issue(9, FIRST, 100.0 + WINDOW_S + 1)
     assert fail(buffer, orders[0], 800.0, host="b") is Charge.HOST
@@ -200,7 +200,7 @@ def test_broken_tasks_do_not_hold_all_others_for_ever():
         assert now < 6 * WINDOW_S, "no broken rollout ends"
 
 
-def test_a_clock_that_is_set_back_holds_nothing_for_longer():
+def test_a_clock_set_back_does_not_extend_a_hold():
     buffer = failing()
     assert len(buffer.issue(9, FIRST, -7200.0)) > 0
 
@@ -234,9 +234,9 @@ def test_an_unparked_task_is_issued_again():
     buffer = buffer_of(tasks=1)
     fail_again_and_again(buffer, ["a", "b"], apart_s=100.0)
     with pytest.raises(TaskNotParked, match=r"task-7 is not parked: .*\(task-0\)"):
-        buffer.unpark(["task-0", "task-7"], 900.0)
+        buffer.operators.unpark(["task-0", "task-7"], 900.0)
     assert list(buffer.status().parked) == ["task-0"]
-    assert buffer.unpark(None, 900.0) == ("task-0",)
+    assert buffer.operators.unpark(None, 900.0) == ("task-0",)
     [entry] = buffer.state.interventions.values()
     assert (entry.action, entry.subject, entry.detail) == ("unpark", "task-0", "it broke")
     assert buffer.status().parked == {}

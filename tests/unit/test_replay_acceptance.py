@@ -62,7 +62,7 @@ def states(buffer, orders):
         ("(all | count(6)) & deadline(1)", 101.0),
     ],
 )
-def test_a_rule_says_from_when_it_accepts(text, since):
+def test_a_rule_returns_the_time_from_which_it_accepts(text, since):
     rule = parse_rule(text)
     assert rule.since(VIEW) == since
     assert parse_rule(rule.text).since(VIEW) == since, "its own text means the same"
@@ -71,7 +71,7 @@ def test_a_rule_says_from_when_it_accepts(text, since):
         assert rule(VIEW, since)
 
 
-def test_rules_know_what_expires_and_when_nothing_runs():
+def test_edge_cases_of_rules():
     assert every_member().since(replace(VIEW, running=0)) == ALWAYS
     expiring = parse_rule("all | expiring(1)")
     assert expiring.expires
@@ -87,28 +87,28 @@ def test_rules_know_what_expires_and_when_nothing_runs():
         ("count(9)", "count\\(9\\) can never be met with group_size = 8"),
         ("all | at_least(9)", "can never be met"),
         ("count(0)", "at least 1"),
-        ("count(2.5)", "no whole number"),
-        ("count(1e999)", "no whole number"),
+        ("count(2.5)", "needs a whole number"),
+        ("count(1e999)", "needs a whole number"),
         ("fraction(0)", "above 0 and up to 1"),
         ("fraction(1.1)", "above 0 and up to 1"),
         ("deadline(0)", "seconds above 0"),
         ("grace(1e999)", "seconds above 0"),
         ("expiring(4)", "always holds with max_staleness = 4"),
-        ("expiring(0.5)", "no whole number"),
+        ("expiring(0.5)", "needs a whole number"),
         ("most", "'most' is not a rule"),
         ("count(True)", "is not a rule"),
         ("count(-1)", "is not a rule"),
         ("count(6, 7)", "is not a rule"),
         ("all + all", "is not a rule"),
         ("__import__('os').system('true')", "is not a rule"),
-        ("", "not readable"),
-        ("all |", "not readable"),
-        ("(" * 150 + "all", "not readable"),
+        ("", "is not valid"),
+        ("all |", "is not valid"),
+        ("(" * 150 + "all", "is not valid"),
         ("all | " * 60 + "all", "363 characters"),
-        ("all\0", "not readable"),
+        ("all\0", "is not valid"),
     ],
 )
-def test_what_is_no_rule_or_can_never_be_met_is_refused(text, message):
+def test_an_invalid_or_unsatisfiable_rule_is_refused(text, message):
     with pytest.raises(ValidationError, match=message):
         BufferConfig(rule=text)
 
@@ -145,7 +145,7 @@ def test_a_late_member_is_refilled_and_poison_leaves_it_out():
     assert buffer.state.groups[orders[0].group_id].complete_before == 2, "poison is not left out for being slow"
 
 
-def test_aborted_members_are_named_until_they_are_heard_of():
+def test_aborted_members_are_cancelled_until_their_result_arrives():
     buffer, orders = quartet(rule="count(2)", unfinished="abort")
     finish(buffer, orders[0], 1.0)
     buffer.offer(cases.ended(orders[3], Cause.INFRA), 1.0)
@@ -166,7 +166,7 @@ def test_aborted_members_are_named_until_they_are_heard_of():
     assert buffer.state.groups[orders[0].group_id].complete_before is None
 
 
-def test_an_aborted_attempt_that_nobody_runs_is_not_named_for_ever():
+def test_an_aborted_attempt_without_a_runner_is_forgotten():
     buffer, orders = quartet(rule="count(2)", unfinished="abort")
     for order in orders[:2]:
         finish(buffer, order, 1.0)
@@ -187,7 +187,7 @@ def test_fewer_than_min_members_are_never_sealed_early():
     assert buffer.state.groups[orders[0].group_id].state is GroupState.SEALED
 
 
-def test_rules_with_times_say_when_they_are_due():
+def test_rules_with_times_report_when_they_are_due():
     buffer, orders = quartet(rule="grace(30) | deadline(100)")
     finish(buffer, orders[0], 5.0)
     finish(buffer, orders[1], 10.0)
@@ -202,7 +202,7 @@ def test_rules_with_times_say_when_they_are_due():
 
 
 @pytest.mark.parametrize("call", ["issue", "take", "tick", "abandon"])
-def test_any_call_with_a_time_settles_what_is_due(call):
+def test_any_call_with_a_time_seals_due_groups(call):
     buffer, orders = quartet(rule="deadline(100)")
     for order in orders[:2]:
         finish(buffer, order, 1.0)
@@ -224,7 +224,7 @@ def test_baselines_of_a_deadline_are_those_in_by_it():
     )
 
 
-def test_what_expires_is_sealed_when_the_version_moves():
+def test_an_expiring_group_is_sealed_when_the_version_advances():
     buffer, orders = quartet(rule="all | expiring(1)", batch_size=4)
     finish(buffer, orders[0], 1.0)
     finish(buffer, orders[1], 1.0, 0.0)
@@ -287,7 +287,7 @@ def test_the_scale_of_history_has_a_floor_and_a_full_group_has_its_own():
     assert {member(early, order).scale for order in again} == {0.1}
 
 
-def test_a_group_is_without_variance_only_when_no_member_runs():
+def test_zero_variance_needs_a_group_without_running_members():
     buffer, orders = quartet(rule="count(3)", zero_variance="filter")
     for order in orders:
         finish(buffer, order, 1.0)
@@ -295,7 +295,7 @@ def test_a_group_is_without_variance_only_when_no_member_runs():
     assert buffer.status().counters.get("groups_zero_variance", 0) == 0
 
 
-def test_running_attempts_over_the_bound_are_tried_again_only_so_often():
+def test_cancelled_attempts_over_the_bound_are_reissued_at_most_max_evictions_times():
     buffer, orders = quartet(batch_size=4, max_staleness=1, max_evictions=1)
     slow = orders[0]
     for order in orders[1:]:
@@ -317,7 +317,7 @@ def test_running_attempts_over_the_bound_are_tried_again_only_so_often():
     assert buffer.state.groups[slow.group_id].complete_before is None
 
 
-def test_cancelled_within_the_bound_is_no_eviction():
+def test_a_cancellation_within_the_bound_is_not_an_eviction():
     buffer, orders = quartet()
     buffer.offer(cases.ended(orders[0], Cause.CANCELLED), 1.0)
     assert (member(buffer, orders[0]).state, member(buffer, orders[0]).evictions) == (RolloutState.PENDING, 0)

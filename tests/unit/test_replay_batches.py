@@ -57,7 +57,7 @@ def test_nothing_is_taken_before_a_batch_is_full():
     assert buffer.take(FIRST, 1, 2.0) is not None
 
 
-def test_the_version_must_follow(stocked):
+def test_a_take_at_another_version_is_refused(stocked):
     with pytest.raises(VersionMismatch, match=r"at version 1\.1"):
         stocked.take(PolicyVersion(1, 1), 1, 2.0)
     first = stocked.take(FIRST, 1, 2.0)
@@ -72,7 +72,7 @@ def test_the_version_must_follow(stocked):
         )
 
 
-def test_what_is_over_the_bound_is_issued_again_first_then_evicted(stocked):
+def test_a_rollout_over_the_bound_is_reissued_first_and_evicted_later(stocked):
     version = FIRST
     for _ in range(3):
         record, version = cases.step(stocked, version)
@@ -83,7 +83,7 @@ def test_what_is_over_the_bound_is_issued_again_first_then_evicted(stocked):
     for evictions in (1, 2):
         record = stocked.take(version, 1, 4.0)
         assert not {order.rollout_id for order in slow} & set(ids(record))
-        stocked.release(cases.lease_of(record))
+        stocked.batches.release(cases.lease_of(record))
         assert stocked.inventory().pending == 2
         again = stocked.issue(2, version, 5.0)
         assert [(order.rollout_id, order.attempt) for order in again] == [
@@ -131,14 +131,14 @@ def test_staleness_is_that_of_the_oldest_trained_token():
 def test_commit_is_idempotent_and_extends_the_chain(stocked):
     record, version = cases.step(stocked, FIRST)
     digest = batch_digest(record.batch_id, tuple((member.rollout_id, member.attempt) for member in record.members))
-    assert stocked.state.chain == extend_chain("", digest)
+    assert stocked.state.path.chain == extend_chain("", digest)
     stocked.drain()
     stocked.commit(
         cases.lease_of(record), cases.StepReport(batch_id=record.batch_id, version=version, skipped=False), 9.0
     )
     assert stocked.drain() == ()
     with pytest.raises(LeaseError):
-        stocked.release(cases.lease_of(record))
+        stocked.batches.release(cases.lease_of(record))
     with pytest.raises(LeaseError, match="not leased"):
         stocked.commit(
             BatchLease(batch_id=BatchId("b99"), epoch=1),
@@ -151,9 +151,9 @@ def test_a_skipped_step_consumes_its_batch_and_keeps_the_version(stocked):
     first = stocked.take(FIRST, 1, 2.0)
     ahead = stocked.take(PolicyVersion(1, 1), 1, 2.0)
     stocked.commit(cases.lease_of(first), cases.StepReport(batch_id=first.batch_id, version=FIRST, skipped=True), 3.0)
-    assert stocked.state.head == FIRST
+    assert stocked.state.path.head == FIRST
     assert stocked.status().steps_skipped == 1
-    restamped = stocked.state.batches[ahead.batch_id]
+    restamped = stocked.state.path.batches[ahead.batch_id]
     assert restamped.version == FIRST
     assert [member.staleness for member in restamped.members] == [0, 0, 0, 0]
     assert stocked.take(FIRST, 1, 3.0) == restamped
@@ -161,8 +161,8 @@ def test_a_skipped_step_consumes_its_batch_and_keeps_the_version(stocked):
 
 def test_a_released_batch_is_issued_again_as_it_was(stocked):
     record = stocked.take(FIRST, 1, 2.0)
-    stocked.release(cases.lease_of(record))
-    stocked.release(cases.lease_of(record))
+    stocked.batches.release(cases.lease_of(record))
+    stocked.batches.release(cases.lease_of(record))
     assert stocked.inventory().leased == 0
     again = stocked.take(FIRST, 1, 3.0)
     assert (again.batch_id, ids(again)) == (record.batch_id, ids(record))
@@ -176,8 +176,8 @@ def test_older_epochs_are_fenced(stocked):
     for call in (
         lambda: stocked.commit(cases.lease_of(record), report, 4.0),
         lambda: stocked.take(FIRST, 1, 4.0),
-        lambda: stocked.release(cases.lease_of(record)),
-        lambda: stocked.checkpointed(cases.checkpoint(stocked, FIRST), 4.0),
+        lambda: stocked.batches.release(cases.lease_of(record)),
+        lambda: stocked.epochs.checkpointed(cases.checkpoint(stocked, FIRST), 4.0),
     ):
         with pytest.raises(StaleEpoch) as caught:
             call()
@@ -190,7 +190,7 @@ def test_older_epochs_are_fenced(stocked):
 def test_resume_issues_the_undone_batches_again_in_order(stocked):
     first, version = cases.step(stocked, FIRST)
     saved = cases.checkpoint(stocked, version)
-    stocked.checkpointed(saved, 3.0)
+    stocked.epochs.checkpointed(saved, 3.0)
     cases.fill(stocked, version)
     second, version = cases.step(stocked, version)
     third, version = cases.step(stocked, version)
@@ -198,7 +198,7 @@ def test_resume_issues_the_undone_batches_again_in_order(stocked):
     start = stocked.open_epoch(saved, 5.0)
     assert start == PolicyVersion(2, 1)
     assert stocked.status().steps_committed == 1
-    assert stocked.state.chain == saved.chain
+    assert stocked.state.path.chain == saved.chain
     assert stocked.status().counters["batches_rolled_back"] == 2
     version, again = start, []
     for _ in range(3):
@@ -242,10 +242,10 @@ def test_a_crash_makes_nothing_stale():
     assert [member.staleness for member in fresh.members] == [0] * 4
     counters = buffer.status().counters
     assert not {"batches_dissolved", "rollouts_reissued", "attempts_cancelled"} & set(counters)
-    assert buffer.state.epochs[2].follows == PolicyVersion(1, 9)
+    assert buffer.state.path.epochs[2].follows == PolicyVersion(1, 9)
 
 
-def test_a_second_crash_on_the_way_back_follows_both_lines():
+def test_a_second_crash_while_repeating_follows_both_lines():
     buffer, batches, _ = crashed(5)
     version = PolicyVersion(2, 0)
     for _ in range(3):
@@ -255,47 +255,49 @@ def test_a_second_crash_on_the_way_back_follows_both_lines():
     for before in batches:
         again, version = cases.step(buffer, version, epoch=3)
         assert (again.batch_id, again.members) == (before.batch_id, before.members)
-    assert buffer.state.epochs[3].follows == PolicyVersion(1, 5)
-    assert buffer.state.staleness(PolicyVersion(3, 4), PolicyVersion(2, 3)) == 1
+    assert buffer.state.path.epochs[3].follows == PolicyVersion(1, 5)
+    assert buffer.state.path.expected_tree.staleness(PolicyVersion(3, 4), PolicyVersion(2, 3)) == 1
 
 
-def test_engines_may_keep_the_weights_that_the_learner_is_on_its_way_back_to():
+def test_engines_may_keep_weights_that_the_learner_will_reach_again():
     buffer, _, _ = crashed(3)
     newest, version = PolicyVersion(1, 3), PolicyVersion(2, 0)
-    assert buffer.lies_ahead(newest)
-    assert not buffer.lies_ahead(PolicyVersion(7, 3)), "of another ledger"
+    assert buffer.state.path.lies_ahead(newest)
+    assert not buffer.state.path.lies_ahead(PolicyVersion(7, 3)), "of another ledger"
     for _ in range(2):
         _, version = cases.step(buffer, version, epoch=2)
-        assert buffer.lies_ahead(newest)
+        assert buffer.state.path.lies_ahead(newest)
     _, version = cases.step(buffer, version, epoch=2)
-    assert not buffer.lies_ahead(newest), "2.3 has the same weights"
+    assert not buffer.state.path.lies_ahead(newest), "2.3 has the same weights"
 
 
-def test_a_step_that_goes_otherwise_is_a_fork():
+def test_a_step_on_other_batches_is_a_fork():
     """The first batch is skipped when it is trained again: nothing sampled after it is on the line any more."""
     buffer, _, _ = crashed(2, bound=4)
     _, version = cases.step(buffer, PolicyVersion(2, 0), epoch=2, skipped=True)
-    assert not buffer.lies_ahead(PolicyVersion(1, 1))
+    assert not buffer.state.path.lies_ahead(PolicyVersion(1, 1))
     _, version = cases.step(buffer, version, epoch=2)
-    assert buffer.state.epochs[2].follows == FIRST
-    assert buffer.state.staleness(version, PolicyVersion(1, 2)) == 3, "one update from the fork, and two back to it"
+    assert buffer.state.path.epochs[2].follows == FIRST
+    assert buffer.state.path.expected_tree.staleness(version, PolicyVersion(1, 2)) == 3, (
+        "one update from the fork, and two back to it"
+    )
 
 
-def test_a_skipped_batch_is_foreseen_to_be_skipped_again():
+def test_a_skipped_batch_is_predicted_to_be_skipped_again():
     buffer = cases.core(cases.SMALL)
     version = buffer.open_epoch(None, 0.0)
     cases.fill(buffer, version)
     cases.step(buffer, version, skipped=True)
     cases.step(buffer, version)
     again = buffer.open_epoch(None, 4.0)
-    assert buffer.state.next_version == PolicyVersion(2, 1)
-    assert buffer.lies_ahead(PolicyVersion(1, 1))
+    assert buffer.state.path.next_version == PolicyVersion(2, 1)
+    assert buffer.state.path.lies_ahead(PolicyVersion(1, 1))
     cases.step(buffer, again, epoch=2, skipped=True)
     assert cases.step(buffer, again, epoch=2)[1] == PolicyVersion(2, 1)
-    assert buffer.state.epochs[2].follows == PolicyVersion(1, 1)
+    assert buffer.state.path.epochs[2].follows == PolicyVersion(1, 1)
 
 
-def test_what_depends_on_a_lease_waits_for_its_commit():
+def test_a_batch_that_depends_on_a_lease_waits_for_its_commit():
     """1.2 is the place of the second of two leases, if the first is not skipped this time."""
     buffer, batches, _ = crashed(3, bound=2)
     leased = [buffer.take(PolicyVersion(2, number), 2, 5.0) for number in range(3)]
@@ -364,7 +366,7 @@ def test_nothing_is_issued_at_a_version_over_the_bound():
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_what_a_fork_put_over_the_bound_is_issued_again_without_being_counted(finished):
+def test_a_rollout_over_the_bound_through_a_fork_is_reissued_without_an_eviction(finished):
     buffer, orders = forked(max_evictions=0)
     for order in orders:
         ended = cases.result(order, PolicyVersion(1, 2)) if finished else cases.ended(order, Cause.CANCELLED)
@@ -379,7 +381,7 @@ def test_what_a_fork_put_over_the_bound_is_issued_again_without_being_counted(fi
     assert all(task.evicted == 0 for task in buffer.state.tasks.values())
 
 
-def test_what_is_slow_across_a_crash_is_slow():
+def test_a_slow_rollout_across_a_crash_counts_as_evicted():
     """It went over the bound by the updates made meanwhile, and by no fork: that counts."""
     buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 3}))
     version = buffer.open_epoch(None, 0.0)
@@ -412,19 +414,19 @@ def test_a_batch_that_ends_the_learner_twice_is_not_issued_any_more(stocked):
         stocked.take(version, 3, 4.0)
     assert before
     assert stocked.drain() == ()
-    stocked.drop_batch(batch.batch_id, 5.0)
+    stocked.operators.drop_batch(batch.batch_id, 5.0)
     assert stocked.take(version, 3, 6.0).batch_id != batch.batch_id
 
 
 def test_the_reason_of_a_failed_step_is_kept_and_a_try_in_place_counts(stocked):
     lease = cases.lease_of(stocked.take(FIRST, 1, 2.0))
-    assert stocked.step_failed(lease, "RowUnusable: row 3 of g000001-0\ud800", again=True) == ""
-    verdict = stocked.step_failed(lease, "RowUnusable: row 3 of g000001-0", again=True)
+    assert stocked.batches.step_failed(lease, "RowUnusable: row 3 of g000001-0\ud800", again=True) == ""
+    verdict = stocked.batches.step_failed(lease, "RowUnusable: row 3 of g000001-0", again=True)
     assert "b000001 was tried 2 times and not trained: RowUnusable: row 3 of g000001-0. Leave it out" in verdict
     version = stocked.open_epoch(None, 3.0)
     with pytest.raises(BatchUntrainable, match="row 3 of g000001-0"):
         stocked.take(version, 2, 4.0)
-    stocked.retry_batches()
+    stocked.operators.retry_batches()
     assert stocked.take(version, 2, 4.0).tries == 1
 
 
@@ -433,25 +435,28 @@ def test_a_try_counts_for_the_batch_that_was_being_trained_only(stocked):
     one went well."""
     first, second = stocked.take(FIRST, 1, 2.0), stocked.take(PolicyVersion(1, 1), 1, 2.0)
     stocked.open_epoch(None, 3.0)
-    assert [batch.tries for batch in stocked.state.queue()] == [1, 0]
+    assert [batch.tries for batch in stocked.state.path.queue()] == [1, 0]
     lease = cases.lease_of(stocked.take(PolicyVersion(2, 0), 2, 4.0))
-    stocked.step_interrupted(lease)
-    assert stocked.state.batches[first.batch_id].tries == 1
-    stocked.release(lease)
-    assert stocked.state.batches[first.batch_id].tries == 0
+    stocked.batches.step_interrupted(lease)
+    assert stocked.state.path.batches[first.batch_id].tries == 1
+    stocked.batches.release(lease)
+    assert stocked.state.path.batches[first.batch_id].tries == 0
     _, version = cases.step(stocked, PolicyVersion(2, 0), epoch=2)
-    assert stocked.state.batches[first.batch_id].tries == 0
+    assert stocked.state.path.batches[first.batch_id].tries == 0
     died_on, version = learner_dies(stocked, version, 2)
     assert died_on.batch_id == second.batch_id
     _, version = learner_dies(stocked, version, 3)
-    assert {batch.batch_id: batch.tries for batch in stocked.state.queue()} == {first.batch_id: 1, second.batch_id: 0}
+    assert {batch.batch_id: batch.tries for batch in stocked.state.path.queue()} == {
+        first.batch_id: 1,
+        second.batch_id: 0,
+    }
 
 
 def test_versions_are_never_reused_when_nothing_was_saved(stocked):
     cases.step(stocked, FIRST)
     assert stocked.open_epoch(None, 5.0) == PolicyVersion(2, 0)
     assert stocked.open_epoch(None, 6.0) == PolicyVersion(3, 0)
-    assert stocked.state.tree.staleness(PolicyVersion(3, 1), PolicyVersion(1, 1)) == 2
+    assert stocked.state.path.tree.staleness(PolicyVersion(3, 1), PolicyVersion(1, 1)) == 2
 
 
 def test_a_ledger_behind_the_checkpoint_is_refused(stocked):
@@ -485,8 +490,8 @@ def test_a_checkpoint_at_the_start_of_an_epoch_is_accepted(stocked):
     start = stocked.open_epoch(cases.checkpoint(stocked, version), 1.0)
     assert start == PolicyVersion(2, 1)
     saved = cases.checkpoint(stocked, start)
-    stocked.checkpointed(saved, 2.0)
-    stocked.checkpointed(saved, 2.0)
+    stocked.epochs.checkpointed(saved, 2.0)
+    stocked.epochs.checkpointed(saved, 2.0)
     assert stocked.open_epoch(saved, 3.0) == PolicyVersion(3, 1)
 
 
@@ -495,12 +500,12 @@ def test_covered_groups_are_forgotten_but_counted(stocked):
     for _ in range(3):
         record, version = cases.step(stocked, version)
     before = stocked.status().rollouts
-    stocked.checkpointed(cases.checkpoint(stocked, version), 4.0)
+    stocked.epochs.checkpointed(cases.checkpoint(stocked, version), 4.0)
     assert stocked.state.rollouts == {}
-    assert stocked.state.batches == {}
+    assert stocked.state.path.batches == {}
     assert stocked.status().rollouts == before
     late = cases.result(SimpleNamespace(rollout_id=record.members[0].rollout_id, attempt=1), FIRST)
     assert stocked.offer(late, 5.0).status == "late"
-    assert stocked.needs_history(None)
+    assert stocked.epochs.needs_history(None)
     with pytest.raises(LedgerMismatch, match="archive"):
         stocked.open_epoch(None, 6.0, from_start=True)

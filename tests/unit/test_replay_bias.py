@@ -126,7 +126,7 @@ def test_carried_members_leave_the_gradient_unbiased(rule):
         assert naive == pytest.approx(LONG - SHORT, rel=1e-9)
 
 
-def test_what_expires_leaves_it_unbiased_unless_a_member_itself_makes_up_the_least_number():
+def test_expiring_is_unbiased_unless_a_member_completes_min_members():
     """With one other in by the update, whether the group is sealed then depends on the member: `min_members` is 2."""
     estimate, exact = expectation_expiring("carry", {0, *range(2, MEMBERS)})
     assert estimate == pytest.approx(exact, rel=1e-9)

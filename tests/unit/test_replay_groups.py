@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import EvaluationRecord, FilterReason, GroupState, RolloutState
-from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.types import MAX_REWARD, Cause, ReceiptStatus, RolloutId
 from headrace.buffer.versions import PolicyVersion
 
@@ -38,7 +38,7 @@ def trio(**changes):
     return buffer, buffer.issue(3, FIRST, 0.0)
 
 
-def test_config_refuses_what_cannot_work():
+def test_an_impossible_config_is_refused():
     with pytest.raises(ValidationError, match='mode = "sync"'):
         BufferConfig(max_staleness=0)
     with pytest.raises(ValidationError, match="min_members"):
@@ -177,7 +177,7 @@ def test_a_failure_has_no_reward_whatever_the_worker_says(opened):
 @pytest.mark.parametrize(
     "reward", [math.nan, math.inf, -math.inf, 1e200, -1.1 * MAX_REWARD, 10**400, "1", None, 1j, Decimal(1)]
 )
-def test_a_reward_that_is_no_bounded_number_is_an_infra_failure(opened, reward):
+def test_an_unbounded_reward_is_an_infra_failure(opened, reward):
     (order,) = opened.issue(1, FIRST, 0.0)
     done = cases.result(order, FIRST)
     assert opened.offer(replace(done, outcome=replace(done.outcome, reward=reward)), 1.0).status == "accepted"
@@ -212,7 +212,7 @@ def test_solved_that_contradicts_the_cause_is_an_infra_failure(opened, cause, so
     assert (attempt.cause, attempt.reward) == (Cause.INFRA, None)
 
 
-def test_rollouts_over_the_bound_are_named(opened):
+def test_rollouts_over_the_bound_are_to_be_cancelled(opened):
     old = opened.issue(2, FIRST, 0.0)
     new = opened.issue(2, PolicyVersion(1, 1), 0.0)
     assert opened.to_cancel(PolicyVersion(1, 2)) == ()
@@ -250,7 +250,7 @@ def test_results_without_trained_tokens_count_in_the_baseline_only():
     assert buffer.state.rollouts[third.rollout_id].advantage == pytest.approx(1.0)
 
 
-def test_a_result_that_contradicts_itself_is_our_failure(opened):
+def test_a_contradictory_result_is_an_infra_failure(opened):
     row = cases.trajectory(FIRST).rows[0]
     broken = (
         replace(row, loss_mask_T=row.loss_mask_T[:-1]),
@@ -284,7 +284,7 @@ def test_an_evaluation_counts_what_was_sampled_though_none_of_it_is_trained(open
     assert [(part.version, part.tokens) for part in kept.sampled] == [(FIRST, 6)]
 
 
-def test_evaluations_are_kept_once(opened):
+def test_evaluations_are_recorded_once(opened):
     (order,) = opened.issue(1, FIRST, 0.0)
     done = replace(cases.result(order, FIRST), rollout_id=RolloutId("eval-0"))
     receipts = [opened.record_evaluation(done, order.task.id, "base", FIRST, 1.0).status for _ in range(2)]

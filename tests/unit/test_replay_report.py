@@ -33,7 +33,7 @@ def buffer_of(**changes):
     return buffer
 
 
-def test_deciles_add_up_and_show_what_became_of_long_ones(tmp_path):
+def test_deciles_add_up_and_show_the_fate_of_long_rollouts(tmp_path):
     buffer = buffer_of(max_evictions=1)
     orders = buffer.issue(40, FIRST, 0.0)
     for seconds, order in enumerate(orders, start=1):
@@ -49,7 +49,7 @@ def test_deciles_add_up_and_show_what_became_of_long_ones(tmp_path):
     assert rows[1].mean_reward == pytest.approx(6.5 / 40)
 
 
-def test_what_was_issued_again_was_evicted_and_what_was_aborted_is_cancelled(tmp_path):
+def test_reissued_rollouts_count_as_evicted_and_aborted_ones_as_cancelled(tmp_path):
     buffer = buffer_of(batch_size=4, rule="count(3)", unfinished="abort")
     first = buffer.issue(4, FIRST, 0.0)
     for seconds, order in enumerate(first[:3], start=1):
@@ -63,7 +63,7 @@ def test_what_was_issued_again_was_evicted_and_what_was_aborted_is_cancelled(tmp
     )
 
 
-def test_what_is_issued_again_was_evicted(tmp_path):
+def test_a_reissued_rollout_counts_as_evicted(tmp_path):
     buffer = buffer_of(batch_size=4)
     version = FIRST
     for seconds in (5.0, 60.0, 600.0):
@@ -78,19 +78,19 @@ def test_what_is_issued_again_was_evicted(tmp_path):
     assert sum(row.evicted for row in rows) == 4
 
 
-def test_what_was_lost_and_issued_again_was_not_evicted(tmp_path):
+def test_a_lost_and_reissued_rollout_does_not_count_as_evicted(tmp_path):
     buffer = buffer_of(batch_size=8)
     orders = buffer.issue(4, FIRST, 0.0)
     for order in orders:
         buffer.offer(cases.result(order, FIRST), 5.0)
-    again = buffer.retry_lost({orders[0].rollout_id: "its trajectory is missing"}, 6.0)
+    again = buffer.operators.retry_lost({orders[0].rollout_id: "its trajectory is missing"}, 6.0)
     assert again == (orders[0].rollout_id,)
     report = acceptance(evidence_of(buffer, tmp_path))
     assert (report.evicted, sum(row.evicted for row in report.deciles)) == (0, 0)
     assert (sum(row.undone for row in report.deciles), sum(row.held for row in report.deciles)) == (1, 3)
 
 
-def test_what_a_rule_left_out_is_told_for_each_group(tmp_path):
+def test_left_out_members_are_reported_for_each_group(tmp_path):
     buffer = buffer_of(rule="count(3)")
     orders = buffer.issue(8, FIRST, 0.0)
     for seconds, order in zip((1.0, 2.0, 3.0, 100.0), orders[:4], strict=True):

@@ -137,7 +137,7 @@ async def test_issue_waits_for_room(tmp_path):
         assert len(waiting.result()) == 4
 
 
-async def test_a_waiting_take_comes_back_when_a_group_is_due():
+async def test_a_waiting_take_returns_when_a_group_is_due():
     config = cases.SMALL.model_copy(update={"rule": "deadline(0.05)", "group_size": 4})
     store = await ReplayStore.open(None, config, cases.tasks(), run_id="run", seed=3)
     async with store, asyncio.timeout(GUARD_S):
@@ -150,7 +150,7 @@ async def test_a_waiting_take_comes_back_when_a_group_is_due():
 
 
 @pytest.mark.parametrize("rule", ["deadline(60)", "count(2) & grace(60)"])
-async def test_a_stop_is_no_time_that_a_group_waited(tmp_path, rule):
+async def test_a_stop_does_not_count_as_waiting_time_of_a_group(tmp_path, rule):
     config = cases.SMALL.model_copy(update={"rule": rule, "group_size": 4, "unfinished": "abort"})
     now = 1000.0
 
@@ -181,7 +181,7 @@ async def test_a_stop_is_no_time_that_a_group_waited(tmp_path, rule):
     assert verify(tmp_path).clean
 
 
-async def test_what_runs_in_vain_is_told_at_once_and_once():
+async def test_cancellations_are_reported_immediately_and_once():
     config = cases.SMALL.model_copy(update={"group_size": 4, "rule": "count(3)", "unfinished": "abort"})
     store = await ReplayStore.open(None, config, cases.tasks(), run_id="run", seed=3)
     async with store, asyncio.timeout(GUARD_S):
@@ -198,7 +198,7 @@ async def test_what_runs_in_vain_is_told_at_once_and_once():
         assert await store.cancellations([left_out], timeout_s=0.0) == (left_out, (orders[7].rollout_id, 1))
 
 
-async def test_a_waiting_take_is_told_when_the_data_ends():
+async def test_a_waiting_take_raises_when_the_data_ends():
     config = cases.SMALL.model_copy(update={"passes": 1, "rule": "count(2)", "unfinished": "abort"})
     store = await ReplayStore.open(None, config, cases.tasks(1), run_id="run", seed=3)
     async with store, asyncio.timeout(GUARD_S):
@@ -237,12 +237,12 @@ async def test_a_write_error_ends_the_store_for_all(tmp_path):
     orders = await store.issue(2, FIRST)
     waiting = asyncio.ensure_future(store.take(FIRST, 1, timeout_s=GUARD_S))
     await asyncio.sleep(0)
-    await store._in_thread(lambda: store._ledger._database.execute("PRAGMA query_only = ON"))
+    await store._writer.in_thread(lambda: store._writer.ledger._database.execute("PRAGMA query_only = ON"))
     with pytest.raises(LedgerBroken, match="readonly"):
         await store.offer_many([cases.result(order, FIRST) for order in orders])
     with pytest.raises(LedgerBroken):
         await waiting
-    for call in (store.status, store.admit):
+    for call in (store.status, lambda: store.head):
         with pytest.raises(LedgerBroken):
             call()
     with pytest.raises(LedgerBroken):
@@ -307,7 +307,7 @@ async def test_any_exception_in_a_write_ends_the_store_and_loses_nothing(tmp_pat
     assert verify(tmp_path).clean
 
 
-async def test_a_core_that_broke_off_is_not_used_again(tmp_path, monkeypatch):
+async def test_a_core_is_not_used_after_an_interrupted_change(tmp_path, monkeypatch):
     def breaks_off(sealing, now):
         raise KeyError("a defect")
 
@@ -344,7 +344,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
-async def test_one_result_that_cannot_be_stored_costs_no_other(tmp_path, spoiled):
+async def test_a_result_that_cannot_be_stored_affects_no_other(tmp_path, spoiled):
     """Eight results in one transaction: at worst the spoiled one is an infra failure."""
     clean = ("of numpy", "surrogate", "megabytes")
     async with await open_store(tmp_path) as store:
@@ -378,7 +378,7 @@ async def test_one_result_that_cannot_be_stored_costs_no_other(tmp_path, spoiled
         (None, {}),
     ],
 )
-async def test_a_step_is_kept_whatever_its_learner_measured(tmp_path, metrics, kept):
+async def test_a_step_is_recorded_whatever_its_metrics(tmp_path, metrics, kept):
     async with await open_store(tmp_path) as store:
         await store.open_epoch(None)
         await fill(store, FIRST)
@@ -402,10 +402,10 @@ async def test_evaluations_survive(tmp_path):
         await store.open_epoch(None)
         (order,) = await store.issue(1, FIRST)
         done = replace(cases.result(order, FIRST), rollout_id=RolloutId("eval-1"))
-        (receipt,) = await store.record_evaluations([(done, order.task.id)], tag="base", version=FIRST)
+        (receipt,) = await store.evaluations.record([(done, order.task.id)], tag="base", version=FIRST)
         assert receipt.status is ReceiptStatus.ACCEPTED
     async with await open_store(tmp_path) as store:
-        (receipt,) = await store.record_evaluations([(done, order.task.id)], tag="base", version=FIRST)
+        (receipt,) = await store.evaluations.record([(done, order.task.id)], tag="base", version=FIRST)
         assert receipt.status is ReceiptStatus.DUPLICATE
 
 
@@ -434,7 +434,7 @@ async def test_return_to_an_older_checkpoint_undoes_closed_groups(tmp_path):
     assert (report.steps, report.steps_rolled_back, report.trained) == (2, 2, 8)
 
 
-async def test_a_change_whose_caller_went_away_wakes_who_waits_for_it(tmp_path, monkeypatch):
+async def test_a_change_of_a_cancelled_caller_wakes_waiting_callers(tmp_path, monkeypatch):
     writing, may_write = threading.Event(), threading.Event()
     write = Ledger.write
 

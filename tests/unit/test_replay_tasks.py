@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.core.curriculum import WINDOW, TaskCursor, success
+from headrace.buffer.core.curriculum import WINDOW, TaskCursor, TaskStream, success
 from headrace.buffer.core.records import RolloutState, Snapshot, TaskRecord
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.core.state import ReplayState
-from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.errors import DataExhausted
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.tasks import TaskId
@@ -55,7 +54,7 @@ def train_on(buffer, version, steps=1000, outcome=lambda order: 1.0):
     return version
 
 
-def test_a_task_counts_what_is_solved_not_what_has_a_reward():
+def test_a_task_counts_solved_rollouts_not_rewarded_ones():
     buffer = buffer_of()
     first, second = buffer.issue(2, FIRST, 10.0)
     buffer.offer(cases.result(first, FIRST, reward=0.1, solved=False), 15.0)
@@ -78,7 +77,7 @@ def test_the_history_of_a_task_is_kept():
     assert (other.infra, other.poison, other.poison_streak, other.last_failure) == (1, 1, 1, "it broke")
 
 
-def test_a_task_that_is_poison_again_and_again_is_parked_with_its_reason():
+def test_a_repeatedly_poisoned_task_is_parked_with_its_reason():
     buffer = buffer_of()
     bad = buffer.issue(1, FIRST, 0.0)[0].task.id
     (second,) = buffer.issue(1, FIRST, 0.0)
@@ -134,7 +133,7 @@ def test_success_of_an_unknown_task_is_one_half():
 
 
 @pytest.mark.parametrize("curriculum", ["none", "frontier"])
-def test_a_resumed_run_opens_the_groups_that_the_first_would_have(tmp_path, curriculum):
+def test_a_resumed_run_opens_the_same_groups(tmp_path, curriculum):
     changes = {"tasks": 12, "curriculum": curriculum, "max_attempts": 3}
 
     def outcome(order):
@@ -152,14 +151,14 @@ def test_a_resumed_run_opens_the_groups_that_the_first_would_have(tmp_path, curr
     assert opened(resumed) == opened(straight)
 
 
-def test_the_end_of_the_data_is_an_error_that_counts_what_is_left():
+def test_the_end_of_the_data_reports_the_remaining_rollouts():
     buffer = buffer_of(tasks=5, passes=1)
     with pytest.raises(DataExhausted, match=r"2 rollouts are left over.*buffer\.passes") as caught:
         train_on(buffer, FIRST)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert len(opened(buffer)) == 5
     assert buffer.status().rollouts[RolloutState.TRAINED] == 8
-    assert buffer.issue(1000, buffer.state.head, 5.0) == ()
+    assert buffer.issue(1000, buffer.state.path.head, 5.0) == ()
     assert buffer.admit() == 0
 
 
@@ -176,7 +175,7 @@ def test_no_batch_is_refused_while_one_may_still_be_filled():
     record = buffer.take(FIRST, 1, 6.0)
     with pytest.raises(DataExhausted, match="0 rollouts"):
         buffer.take(PolicyVersion(1, 1), 1, 6.0)
-    buffer.release(cases.lease_of(record))
+    buffer.batches.release(cases.lease_of(record))
     assert buffer.take(FIRST, 1, 7.0).members == record.members, "what was given back is there again"
 
 

@@ -48,7 +48,7 @@ def untouched(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".db-shm"}
 
 
-def test_it_tells_what_is_kept_restarted_and_lost(run_dir):
+def test_the_report_counts_kept_restarted_and_lost_rollouts(run_dir):
     report = resume_report(run_dir, max_staleness=2)
     assert (report.checkpoint, report.epoch, report.steps_kept, report.steps_undone) == ("1.2", 3, 2, 1)
     assert (report.trained, report.sealed, report.waiting, report.again) == (8, 4, 1, 8)
@@ -61,7 +61,7 @@ def test_it_tells_what_is_kept_restarted_and_lost(run_dir):
     assert report.lines()[-1].startswith("     restarted")
 
 
-async def test_the_batches_are_issued_again_as_it_says(run_dir):
+async def test_the_reported_batches_are_issued_again(run_dir):
     report = resume_report(run_dir, max_staleness=2)
     members = {batch.batch_id: batch.members for batch in read_evidence(run_dir).batches}
     async with await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="golden", seed=3) as store:
@@ -82,14 +82,14 @@ async def test_the_batches_are_issued_again_as_it_says(run_dir):
         assert store.status().rollouts[RolloutState.TRAINED] == report.trained + report.again
 
 
-def test_a_bound_that_the_fork_breaks_is_told(run_dir):
+def test_rollouts_over_the_bound_after_a_fork_are_reported(run_dir):
     assert resume_report(run_dir, max_staleness=2).over_bound == 0
     tight = resume_report(run_dir, max_staleness=0)
     assert 0 < tight.over_bound <= tight.again
     assert any("over the bound" in line for line in tight.lines())
 
 
-async def test_what_it_says_of_the_bound_counts_the_steps_of_batches_that_stay_whole(tmp_path):
+async def test_the_reported_staleness_counts_steps_of_undissolved_batches_only(tmp_path):
     """The first batch was skipped when it was trained again: what was sampled after it is on another line now."""
     first, second, third = (PolicyVersion(1, number) for number in range(3))
     async with await ReplayStore.open(tmp_path, cases.SMALL, cases.tasks(), run_id="run", seed=3) as store:
@@ -123,7 +123,7 @@ async def test_what_it_says_of_the_bound_counts_the_steps_of_batches_that_stay_w
         assert store.status().counters["rollouts_reissued"] == report.over_bound
 
 
-def test_without_a_checkpoint_all_begins_again_and_nothing_is_lost(run_dir):
+def test_without_a_checkpoint_all_steps_are_undone_and_nothing_is_lost(run_dir):
     shutil.rmtree(run_dir / "checkpoints")
     report = resume_report(run_dir, max_staleness=9)
     assert (report.checkpoint, report.steps_kept, report.trained, report.lost) == (None, 0, 0, 0)
@@ -131,7 +131,7 @@ def test_without_a_checkpoint_all_begins_again_and_nothing_is_lost(run_dir):
     assert report.lines()[0].startswith("resume from the start as epoch 3")
 
 
-def test_it_changes_nothing(run_dir):
+def test_the_report_changes_nothing(run_dir):
     before = untouched(run_dir)
     resume_report(run_dir, max_staleness=2)
     after = untouched(run_dir)
@@ -139,7 +139,7 @@ def test_it_changes_nothing(run_dir):
 
 
 def test_a_folder_without_a_ledger_is_refused(tmp_path):
-    with pytest.raises(LedgerRefused, match=r"holds no ledger.db"):
+    with pytest.raises(LedgerRefused, match=r"has no ledger.db"):
         resume_report(tmp_path, max_staleness=2)
 
 
@@ -149,7 +149,7 @@ def test_equal_durations_share_a_decile():
     assert decile_edges([1.0] * 99 + [9.0]) == [1.0]
 
 
-def test_the_command_says_it_and_keeps_it_in_the_run_directory(run_dir):
+def test_the_command_prints_the_report_and_stores_it_in_the_run_directory(run_dir):
     said = []
     config = SimpleNamespace(buffer=cases.SMALL)
     telling = Resuming(config, RunDirectory(path=run_dir), say=said.append)
@@ -161,7 +161,7 @@ def test_the_command_says_it_and_keeps_it_in_the_run_directory(run_dir):
     assert telling.told["kept"] == report.kept
 
 
-def test_a_run_that_has_lost_something_does_not_go_on(run_dir):
+def test_a_run_with_lost_rollouts_is_not_resumed(run_dir):
     for path in (run_dir / "trajectories").iterdir():
         path.unlink()
     said = []
@@ -196,7 +196,7 @@ def hollow(root):
 
 
 @pytest.mark.parametrize("damage", [lose, empty, hollow])
-def test_a_run_without_its_checkpoints_does_not_begin_again_by_itself(run_dir, damage):
+def test_a_run_without_its_checkpoints_does_not_restart_on_its_own(run_dir, damage):
     damage(run_dir / "checkpoints")
     before = read_evidence(run_dir)
     with pytest.raises(LedgerRefused, match=r"ledger recorded 1\.2: put the folder back.*--from-start") as refused:
@@ -205,7 +205,7 @@ def test_a_run_without_its_checkpoints_does_not_begin_again_by_itself(run_dir, d
     assert read_evidence(run_dir).commits == before.commits
 
 
-async def test_a_learner_that_lost_its_checkpoints_does_not_begin_again_either(run_dir):
+async def test_a_learner_without_its_checkpoints_does_not_restart_either(run_dir):
     async with await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="golden", seed=3) as store:
         with pytest.raises(CheckpointMissing, match=r"recorded checkpoint 1\.2.*--from-start"):
             await store.open_epoch(None)
@@ -228,7 +228,7 @@ def test_from_the_start_all_steps_are_undone(run_dir):
     resuming(run_dir, said).tell()
 
 
-def test_a_run_that_cannot_begin_again_keeps_its_checkpoints(run_dir):
+def test_a_run_that_cannot_restart_keeps_its_checkpoints(run_dir):
     bring_up_to_date(run_dir)
     (run_dir / "archive.db").unlink()
     with pytest.raises(LedgerMismatch, match=r"archive\.db, which is missing"):
@@ -308,7 +308,7 @@ def test_a_checkpoint_of_another_run_or_a_newer_version_is_refused_in_one_line(r
 
 @pytest.mark.parametrize("left", ["checkpoints", "trajectories"])
 @pytest.mark.parametrize("missing", [True, False])
-def test_a_lost_ledger_is_no_new_run(run_dir, left, missing):
+def test_a_lost_ledger_is_not_taken_for_a_new_run(run_dir, left, missing):
     shutil.rmtree(run_dir / {"checkpoints": "trajectories", "trajectories": "checkpoints"}[left])
     (run_dir / "ledger.db").unlink()
     if not missing:
@@ -317,16 +317,16 @@ def test_a_lost_ledger_is_no_new_run(run_dir, left, missing):
         Resuming(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=print).tell()
 
 
-def test_a_run_whose_process_died_while_it_made_the_ledger_begins(tmp_path):
+def test_a_run_that_died_while_creating_the_ledger_starts(tmp_path):
     (tmp_path / "ledger.db").touch()
-    with pytest.raises(LedgerRefused, match="in which nothing is"):
+    with pytest.raises(LedgerRefused, match="or an empty one"):
         resume_report(tmp_path, max_staleness=2)
     said = []
     Resuming(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=tmp_path), say=said.append).tell()
     assert said == ["nothing was recorded yet: the run begins"]
 
 
-def test_a_run_of_the_newest_schema_is_told_too(tmp_path):
+def test_a_run_of_the_newest_schema_is_reported_too(tmp_path):
     run_dir = shutil.copytree(TESTS / "golden" / "ledger_v2", tmp_path / "run")
     issued = len(read_evidence(run_dir).rollouts)
     report = resume_report(run_dir, max_staleness=2)

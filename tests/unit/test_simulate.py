@@ -18,6 +18,7 @@ from headrace.actors.simulation.simulate import run_plan, simulate
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.batches import BatchBook
+from headrace.buffer.core.staleness import StalenessBound
 from headrace.policies.learners.simulated import PushMode
 
 if TYPE_CHECKING:
@@ -135,12 +136,8 @@ class LooseBook(BatchBook):
     """A `take` that is off by one."""
 
     def take(self, *arguments: Any) -> Any:
-        config = self._config
-        self._config = config.model_copy(update={"max_staleness": config.max_staleness + 1})
-        try:
-            return super().take(*arguments)
-        finally:
-            self._config = config
+        self._bound = StalenessBound(self._config.max_staleness + 1)
+        return super().take(*arguments)
 
 
 def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.core.suspect_hosts import PROBE_S, HostRecords, exact_test
-from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
 

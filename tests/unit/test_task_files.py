@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.buffer.datasets.terminal import Split, generate
-from headrace.buffer.task_errors import TaskFileError
+from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks import EvaluatorKind, load_tasks, task_digest, tasks_digest, write_tasks
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def test_the_default_interpreter_changes_no_digest_of_an_older_task(tmp_path: Pa
     assert task_digest(other) != task_digest(one)
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_tasks_are_read_back_equal(tmp_path: Path) -> None:
     tasks = generate(0, 40, Split.TRAIN)
     path = tmp_path / "tasks.jsonl"
     write_tasks(path, tasks)
@@ -94,7 +94,7 @@ def test_repositories_are_read_and_written(tmp_path: Path, grader: object) -> No
             "kind: Input should be 'state', 'patch', 'compare', 'repository', 'plugin', 'none' or 'simulated'",
         ),
         ({"evaluator": STATE | {"check": ""}}, "evaluator.check: is empty"),
-        ({"evaluator": STATE | {"check": "def"}}, "evaluator.check: is no Python source"),
+        ({"evaluator": STATE | {"check": "def"}}, "evaluator.check: not valid Python"),
         ({"evaluator": STATE | {"check": {"file": "none.py"}}}, "evaluator.check: cannot read"),
         ({"evaluator": STATE | {"check": {"file": "../up.py"}}}, "outside the task file's folder"),
         ({"evaluator": STATE | {"timeout_s": "5"}}, "evaluator.timeout_s: Input should be a valid number"),
@@ -111,8 +111,11 @@ def test_repositories_are_read_and_written(tmp_path: Path, grader: object) -> No
         ({"evaluator": {"kind": "none", "python": "/bin/p"}}, "evaluator.python: belongs to the kinds state, patch"),
         ({"evaluator": STATE | {"hidden_files": {"/workspace/a": ""}}}, "'/workspace/a' is below the data path"),
         ({"evaluator": {"kind": "repository"}}, "evaluator.repository: belongs to the kind repository"),
-        ({"evaluator": {"kind": "compare", "check": "result = 1"}}, "evaluator.expected: is no JSON"),
-        ({"evaluator": {"kind": "compare", "check": "result = 1", "expected": "{"}}, "evaluator.expected: is no JSON"),
+        ({"evaluator": {"kind": "compare", "check": "result = 1"}}, "evaluator.expected: not valid JSON"),
+        (
+            {"evaluator": {"kind": "compare", "check": "result = 1", "expected": "{"}},
+            "evaluator.expected: not valid JSON",
+        ),
         ({"evaluator": {"kind": "compare", "expected": "1"}}, "evaluator.check: is empty"),
         (repository(workdir="calc"), "evaluator.repository.workdir: 'calc' must be an absolute path"),
         (repository(python="python3"), "evaluator.repository.python: 'python3' must be an absolute path"),
@@ -121,7 +124,7 @@ def test_repositories_are_read_and_written(tmp_path: Path, grader: object) -> No
         (repository(grader={"kind": "eval_cmd", "command": " "}), "evaluator.repository.grader.command: is empty"),
         (repository(grader={"kind": "eval_cmd", "command": "x", "shell": "y"}), "unknown field"),
         (repository(grader={"kind": "test_ids", "fail_to_pass": []}), "grader.fail_to_pass: is empty"),
-        (repository(grader={"kind": "test_ids", "fail_to_pass": ["x"]}), "'x' is no test id of pytest"),
+        (repository(grader={"kind": "test_ids", "fail_to_pass": ["x"]}), "'x' is not a test id of pytest"),
         (repository(grader={"kind": "swepro", "fail_to_pass": ["x"]}), "run_script: is missing"),
     ],
 )
@@ -138,12 +141,12 @@ def test_a_wrong_line_is_refused_with_its_number_and_key(tmp_path: Path, change:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ((LINE, LINE), ":2: id: 'one' already stands in line 1"),
-        (('{"id": "a", "id": "b"}',), ":1: id: stands twice"),
-        (("{",), ":1: is no JSON"),
+        ((LINE, LINE), ":2: id: 'one' is a duplicate of line 1"),
+        (('{"id": "a", "id": "b"}',), ":1: id: duplicate key"),
+        (("{",), ":1: not valid JSON"),
         (("[]",), ":1: must be one JSON object, not list"),
         (({"id": "a"},), "is missing"),
-        (("", " "), "holds no task"),
+        (("", " "), "has no tasks"),
     ],
 )
 def test_other_refusals(tmp_path: Path, lines: tuple[object, ...], said: str) -> None:
@@ -160,7 +163,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         load_tasks(tmp_path / "bytes.jsonl")
 
 
-def test_digests_tell_tasks_apart() -> None:
+def test_different_tasks_have_different_digests() -> None:
     tasks = generate(0, 12, Split.TRAIN)
     assert len({task_digest(task) for task in tasks}) == 12
     assert task_digest(tasks[0]) == task_digest(generate(0, 1, Split.TRAIN)[0])

@@ -88,7 +88,7 @@ def test_too_many_tasks_are_refused() -> None:
         generate(0, 400, Split.HELD_OUT)
 
 
-def test_no_word_hides_in_another() -> None:
+def test_no_word_is_part_of_another() -> None:
     """`sed /word/d` and `grep word` must hit one line only."""
     every = (*WORDS, *NAMES)
     assert not [(one, other) for one in every for other in every if one != other and one in other]
@@ -149,7 +149,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_a_repair_that_lies_scores_nothing(tmp_path: Path, lie: str) -> None:
+def test_a_faked_repair_gets_no_reward(tmp_path: Path, lie: str) -> None:
     problem = next(problem for problem in ONE_OF_EACH if problem.kind is Kind.REPAIR)
     place(problem, tmp_path / "w")
     (tmp_path / "w" / "calc.py").write_text(lie.replace("VALUE", problem.finding))

@@ -188,7 +188,7 @@ def test_a_folder_that_is_no_run_and_a_run_without_a_step_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _tune(monkeypatch, tmp_path) == cli.EXIT_BAD_INPUT
-    assert "holds no ledger.db" in capsys.readouterr().err
+    assert "has no ledger.db" in capsys.readouterr().err
     assert _tune(monkeypatch, tmp_path / "none") == cli.EXIT_BAD_INPUT
     assert "no such run or file" in capsys.readouterr().err
 

@@ -56,7 +56,7 @@ class Saving:
 
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("saves", [1, 2, 3])
-async def test_what_is_saved_while_verify_reads_is_no_contradiction(tmp_path, before, saves):
+async def test_a_checkpoint_saved_while_verify_reads_is_not_a_contradiction(tmp_path, before, saves):
     """With nothing saved before, the archive is begun while it reads."""
     run_dir = tmp_path / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
@@ -80,7 +80,7 @@ async def test_what_is_saved_while_verify_reads_is_no_contradiction(tmp_path, be
 
 
 @pytest.mark.parametrize("closed", [False, True])
-async def test_an_archive_that_is_just_begun_is_none(tmp_path, closed):
+async def test_an_archive_that_is_just_being_created_is_ignored(tmp_path, closed):
     run_dir = tmp_path / "run"
     async with await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="live", seed=3) as store:
         version = await store.open_epoch(None)

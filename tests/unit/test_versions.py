@@ -1,9 +1,10 @@
-"""Staleness is the path in the tree of versions."""
+"""The version tree and the staleness bound."""
 
 from __future__ import annotations
 
 import pytest
 
+from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.versions import PolicyVersion, VersionTree
 
 
@@ -50,3 +51,15 @@ def test_text_and_back() -> None:
     assert PolicyVersion.parse(str(PolicyVersion(3, 14))) == PolicyVersion(3, 14)
     with pytest.raises(ValueError, match="invalid literal"):
         PolicyVersion.parse("3")
+
+
+@pytest.mark.parametrize(("updates", "left"), [(4, 0), (3, -1), (6, 2)])
+def test_the_farthest_version_decides_how_long_a_rollout_stays_within_the_bound(updates: int, left: int) -> None:
+    bound, sampled = StalenessBound(updates), (PolicyVersion(1, 41), PolicyVersion(1, 39))
+    trained_at = PolicyVersion(3, 43)
+    assert bound.updates_left(tree(), trained_at, sampled) == left
+    assert bound.admits(tree(), trained_at, sampled) is (left >= 0)
+
+
+def test_the_stock_is_one_batch_for_each_version_within_the_bound() -> None:
+    assert StalenessBound(2).stock(batch_size=64) == 192

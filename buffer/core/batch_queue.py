@@ -1,0 +1,104 @@
+"""The queue of batches to be issued again, with the count of their tries.
+
+Invariants:
+- A queued batch is issued again as it was (id and ordered members), or dissolved.
+- A dissolved batch leaves its members as free sealed rollouts; those over the bound are evicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headrace.buffer.core.records import BatchRecord, BatchState, RolloutState
+from headrace.buffer.core.staleness import evict
+from headrace.buffer.errors import BatchUntrainable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from headrace.buffer.core.config import BufferConfig
+    from headrace.buffer.core.records import AttemptRecord
+    from headrace.buffer.core.state import ReplayState
+    from headrace.buffer.core.task_history import TaskHistory
+    from headrace.buffer.types import RolloutId
+    from headrace.buffer.versions import PolicyVersion
+
+
+class BatchQueue:
+    """Batches to be issued again as they were, with the count of their tries."""
+
+    def __init__(self, state: ReplayState, config: BufferConfig, history: TaskHistory) -> None:
+        self._state, self._config, self._history = state, config, history
+        self._bound = config.bound
+
+    def requeue(self, batches: Sequence[BatchRecord]) -> None:
+        """Put batches in front of the queue, in this order; those in the queue already may be among them."""
+        named = {batch.batch_id for batch in batches}
+        order = [*batches, *(batch for batch in self._state.path.queue() if batch.batch_id not in named)]
+        for place, batch in enumerate(order):
+            self._state.put(replace(batch, state=BatchState.QUEUED, queue_order=place, closed=False))
+            for member in batch.members:
+                self._state.move(member.rollout_id, RolloutState.SEALED, batch_id=batch.batch_id)
+                group = self._state.group_of(member.rollout_id)
+                if group.closed:
+                    self._state.put(replace(group, closed=False))
+
+    def left_behind(self) -> list[BatchRecord]:
+        """Return the batches that a learner left: those leased, then those queued, with the tries that count."""
+        # Only the oldest lease was being trained. Where learners die one after the other in different steps, the
+        # batches are not the reason.
+        leases, queue = self._state.path.leases(), self._state.path.queue()
+        unbegun = [replace(batch, tries=max(0, batch.tries - 1)) for batch in leases[1:]]
+        if leases and leases[0].tries:
+            queue = [batch if batch.failure else replace(batch, tries=0) for batch in queue]
+        return [*leases[:1], *unbegun, *queue]
+
+    def dissolve(self, batch: BatchRecord) -> None:
+        """Make the members of a batch free sealed rollouts."""
+        self._state.put(replace(batch, state=BatchState.DISSOLVED, queue_order=None))
+        self._state.count("batches_dissolved")
+        for member in batch.members:
+            self._state.move(member.rollout_id, RolloutState.SEALED, batch_id=None)
+
+    def settle(self, version: PolicyVersion) -> None:
+        """Dissolve the batches at the front of the queue that cannot be trained at `version` as they were."""
+        tree = self._state.path.expected_tree
+        for batch in self._state.path.queue():
+            over = [
+                member.rollout_id
+                for member in batch.members
+                if not self._bound.admits(tree, version, self._state.versions_of(member.rollout_id))
+            ]
+            if not over:
+                return
+            self.dissolve(batch)
+            tree = self._state.path.expected_tree
+            for rollout_id in over:
+                evict(self._state, self._history, rollout_id, version)
+
+    def refuse_untrainable(self) -> None:
+        """Raise BatchUntrainable when the next batch was tried as often as it may be."""
+        batch = next(iter(self._state.path.queue()), None)
+        if batch is not None and batch.tries >= self._config.batch_tries:
+            raise BatchUntrainable(untrainable(batch, self._state.attempts))
+
+
+def untrainable(batch: BatchRecord, attempts: Mapping[RolloutId, AttemptRecord]) -> str:
+    """Return why a batch cannot be trained, in one line with the fix."""
+    reason = batch.failure
+    if not reason:
+        sizes = {
+            member.rollout_id: sum(part.tokens for part in attempts[member.rollout_id].trained)
+            for member in batch.members
+            if member.rollout_id in attempts
+        }
+        largest = max(sizes, key=lambda rollout_id: sizes[rollout_id], default=None)
+        reason = "the learner's process died in the step (out of memory, or killed after training.stage_timeout_s)"
+        if largest is not None:
+            reason += f" (its largest rollout is {largest} with {sizes[largest]} trained tokens)"
+    return (
+        f"batch {batch.batch_id} was tried {batch.tries} times and not trained: {reason}. Leave it out with `headrace "
+        f"ledger drop-batch RUN {batch.batch_id}`, or remove the cause and continue with `headrace resume RUN "
+        "--retry-batch`"
+    )
