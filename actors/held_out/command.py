@@ -262,6 +262,7 @@ async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
         evaluation.directory,
         RayRuntime(),
         evaluations=EvaluationFolders(root=evaluation.out, about=evaluation.about, is_one=True),
+        tasks=evaluation.tasks,
         weights=await asyncio.to_thread(_weights, evaluation),
     )
     async with AsyncExitStack() as stack:
@@ -269,7 +270,7 @@ async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
             await stack.enter_async_context(service)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         watching = tasks.create_task(watch(service, quiet=quiet))
-        summary = await service.run(evaluation.tasks, samples=evaluation.samples, tag=evaluation.tag)
+        summary = await service.run(samples=evaluation.samples, tag=evaluation.tag)
         watching.cancel()
     return summary
 

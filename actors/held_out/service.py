@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.rollouts.records import EvaluationRecords
+from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.parts import ServiceParts, parts_of
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, look_at, or_none
@@ -36,7 +37,8 @@ SUPERVISION_S = 1.0
 
 
 class EvaluationService(ServiceParts):
-    """One evaluation of one policy. `weights` are those of the model that `config` names, with their version."""
+    """One evaluation of one policy on `tasks`. `weights` are those of the model that `config` names, with their
+    version."""
 
     def __init__(
         self,
@@ -45,9 +47,13 @@ class EvaluationService(ServiceParts):
         runtime: Runtime,
         *,
         evaluations: EvaluationFolders,
+        tasks: Sequence[Task],
         weights: WeightsSnapshot,
     ) -> None:
-        super().__init__(config, directory, runtime, evaluations=evaluations)
+        super().__init__(
+            config, directory, runtime, evaluations=evaluations, tasks=TaskCatalog(evaluation=tuple(tasks))
+        )
+        self._held_out = tasks
         self._weights = weights
         self._started_s = time.monotonic()
         self._wanted = 0
@@ -62,14 +68,14 @@ class EvaluationService(ServiceParts):
             await self._start_dispatcher(records.result())
         return self
 
-    async def run(self, tasks: Sequence[Task], *, samples: int, tag: str) -> EvaluationSummary:
+    async def run(self, *, samples: int, tag: str) -> EvaluationSummary:
         """Push the weights, and evaluate. Raises RunStalled, DiskFull, EngineUnavailable, and what ends the dispatcher
         for good."""
-        self._wanted = len(tasks) * samples
+        self._wanted = len(self._held_out) * samples
         async with self._guarded(self._supervise()):
             await until_back(lambda: self.engines.push(self._weights, rollouts_in_flight=0))
             return await keep_running(
-                lambda: self.dispatcher.evaluate(tasks, samples=samples, tag=tag), self.dispatcher.status
+                lambda: self.dispatcher.evaluate(self._held_out, samples=samples, tag=tag), self.dispatcher.status
             )
 
     async def progress(self) -> Progress:

@@ -87,7 +87,7 @@ def sample_of(rollout_id: RolloutId) -> int:
 
 
 def folder_name(order: RolloutOrder) -> str:
-    return f"{plain_name(order.task.id)}-{sample_of(order.rollout_id)}"
+    return f"{plain_name(order.task_id)}-{sample_of(order.rollout_id)}"
 
 
 def answer_of(order: RolloutOrder, result: RolloutResult) -> Answer:
@@ -112,7 +112,7 @@ def untold_answer(order: RolloutOrder, outcome: Outcome) -> Answer:
 def _answer(order: RolloutOrder, outcome: Outcome, **told: Any) -> Answer:
     return Answer(
         rollout_id=order.rollout_id,
-        task_id=order.task.id,
+        task_id=order.task_id,
         sample=sample_of(order.rollout_id),
         attempt=order.attempt,
         cause=outcome.cause,

@@ -258,7 +258,7 @@ class Dispatcher:
         known = await until_back(lambda: self._replay.evaluated(GroupId(tag)))
         async with Recording(self._folders, tag) as recording, asyncio.TaskGroup() as group:
             answers = [
-                group.create_task(self._evaluate_one(evaluation_order(tag, task, sample), known, recording))
+                group.create_task(self._evaluate_one(evaluation_order(tag, task.id, sample), known, recording))
                 for task in tasks
                 for sample in range(samples)
             ]

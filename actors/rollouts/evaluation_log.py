@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.answers import Answer
     from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
     from headrace.actors.training.replay import Evaluated
-    from headrace.buffer.tasks import Task
+    from headrace.buffer.tasks import TaskId
     from headrace.buffer.types import RolloutId
 
 
-def evaluation_order(tag: str, task: Task, sample: int) -> RolloutOrder:
+def evaluation_order(tag: str, task_id: TaskId, sample: int) -> RolloutOrder:
     """The first attempt of one sampled answer."""
     return RolloutOrder(
-        rollout_id=answer_id(tag, task.id, sample),
+        rollout_id=answer_id(tag, task_id, sample),
         group_id=GroupId(tag),
         attempt=1,
-        task=task,
+        task_id=task_id,
         purpose=Purpose.EVALUATION,
     )
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headrace.actors.agents.agent import AgentReport
     from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
     from headrace.actors.rollouts.rollout import Stations
+    from headrace.buffer.tasks import Task
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
@@ -80,8 +81,8 @@ class RecordedStations:
         self.kept.session = await self._stations.finish_session(session, conversation=conversation)
         return self.kept.session
 
-    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
-        self.kept.agent = await self._stations.run_agent(order, sandbox, session)
+    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+        self.kept.agent = await self._stations.run_agent(order, task, sandbox, session)
         return self.kept.agent
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:

@@ -36,6 +36,7 @@ from headrace.serve.observing.tracing import traceparent_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from headrace.buffer.tasks import Task
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease
@@ -93,7 +94,9 @@ class Stations(Protocol):
         """With `conversation`, the report holds every turn as text."""
         ...
 
-    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport: ...
+    async def run_agent(
+        self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession
+    ) -> AgentReport: ...
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict: ...
 
@@ -151,14 +154,14 @@ async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> A
 
 
 async def run_rollout(
-    order: RolloutOrder, stations: Stations, config: RolloutConfig, occupied: Counter[str] | None = None
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, occupied: Counter[str] | None = None
 ) -> RolloutResult:
     """Run one attempt to its end. Never raises but for cancellation: a failure is a result, a defect of ours too.
     `occupied` counts the rollouts in each phase."""
     phases = Phases(occupied=Counter() if occupied is None else occupied)
     try:
         async with asyncio.timeout(config.guard_s):
-            return await _run(order, stations, config, phases)
+            return await _run(order, task, stations, config, phases)
     except TimeoutError:
         return _failed(order, phases, f"the whole rollout took more than {config.guard_s:g} s")
     except InfraFailure as error:
@@ -168,14 +171,16 @@ async def run_rollout(
         return _failed(order, phases, f"{type(error).__name__}: {error}")
 
 
-async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases) -> RolloutResult:
-    async with _sandbox(order, stations, config, phases) as (ref, sandbox):
+async def _run(
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases
+) -> RolloutResult:
+    async with _sandbox(order, task, stations, config, phases) as (ref, sandbox):
         async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
-            await prepare(order.task, sandbox)
-        report, record = await _converse(order, stations, config, phases, sandbox)
+            await prepare(task, sandbox)
+        report, record = await _converse(order, task, stations, config, phases, sandbox)
         _check_agent(report, record)
         async with boundary(names.EVALUATE, "evaluate", phases, config.evaluate_timeout_s):
-            verdict = await _evaluate(order, stations, ref, report)
+            verdict = await _evaluate(order, task, stations, ref, report)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
@@ -188,10 +193,12 @@ async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, p
     )
 
 
-async def _lease(order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases) -> SandboxRef:
+async def _lease(
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases
+) -> SandboxRef:
     """The pool keeps the clocks of queue and boot; our own notices a pool that says nothing."""
     spec = SandboxSpec(
-        image=order.task.image,
+        image=task.image,
         idempotency_key=f"{order.rollout_id}.{order.attempt}",
         labels={"purpose": order.purpose, "rollout": order.rollout_id},
         folders=stations.folders,
@@ -214,10 +221,10 @@ async def _lease(order: RolloutOrder, stations: Stations, config: RolloutConfig,
 
 @asynccontextmanager
 async def _sandbox(
-    order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases
 ) -> AsyncIterator[tuple[SandboxRef, Sandbox]]:
     """The agent's sandbox, released at the end whatever happens."""
-    ref = await _lease(order, stations, config, phases)
+    ref = await _lease(order, task, stations, config, phases)
     try:
         async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
             sandbox = await stations.attach(ref)
@@ -227,13 +234,13 @@ async def _sandbox(
 
 
 async def _converse(
-    order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox
 ) -> tuple[AgentReport, SessionReport]:
     """The agent's session from opening to closing; a rollout that breaks off closes it too."""
     async with boundary(names.AGENT, "agent", phases, config.guard_s):
         session = await stations.open_session(order, traceparent_of(trace.get_current_span()))
         try:
-            report = await _run_agent(order, stations, config, sandbox, session)
+            report = await _run_agent(order, task, stations, config, sandbox, session)
             trace.get_current_span().set_attributes(_told(report))
         except BaseException:
             with suppress(ServeError):
@@ -268,24 +275,26 @@ def _recorded(record: SessionReport) -> dict[str, int]:
 
 
 async def _run_agent(
-    order: RolloutOrder, stations: Stations, config: RolloutConfig, sandbox: Sandbox, session: OpenedSession
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, sandbox: Sandbox, session: OpenedSession
 ) -> AgentReport:
     """The agent under its own clock: running out of time is a budget, not a failure."""
     try:
         async with asyncio.timeout(config.agent_timeout_s) as clock:
-            return await stations.run_agent(order, sandbox, session)
+            return await stations.run_agent(order, task, sandbox, session)
     except TimeoutError:
         if not clock.expired():
             raise
         return AgentReport(stop=StopReason.TIME, turns=0)
 
 
-async def _evaluate(order: RolloutOrder, stations: Stations, ref: SandboxRef, report: AgentReport) -> Verdict:
+async def _evaluate(
+    order: RolloutOrder, task: Task, stations: Stations, ref: SandboxRef, report: AgentReport
+) -> Verdict:
     if report.stop is StopReason.INVALID:
         return Verdict(reward=0.0, cause=Cause.INVALID, detail="an answer was no command line")
     key = f"{order.rollout_id}.{order.attempt}"
     return await stations.evaluate(
-        EvaluationRequest(key=key, task=order.task, sandbox=ref, traceparent=traceparent_of(trace.get_current_span()))
+        EvaluationRequest(key=key, task=task, sandbox=ref, traceparent=traceparent_of(trace.get_current_span()))
     )
 
 

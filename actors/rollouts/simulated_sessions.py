@@ -110,7 +110,7 @@ class SimulatedSessions(ResourceOwner):
 
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession:
         await self._watch.begin()
-        key = f"{order.task.id} {order.rollout_id} {order.attempt}"
+        key = f"{order.task_id} {order.rollout_id} {order.attempt}"
         session = SimulatedSession(key=key, engine=self._watch.engine, temperature=spec.sampling.temperature)
         self._sessions[spec.session_id] = session
         return OpenedSession(session_id=spec.session_id, base_url="")

@@ -6,6 +6,7 @@ Invariant: each incarnation of a worker is a holder of its own.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.leases import Leases
@@ -13,10 +14,13 @@ from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions
 from headrace.actors.rollouts.simulated_sessions import SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
+from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import Purpose
 from headrace.serve.capture.session import SessionId, SessionSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.actors.agents.agent import Agent, AgentReport
     from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
     from headrace.actors.evaluation.evaluator import Evaluator
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.rollout import RolloutConfig
     from headrace.actors.rollouts.sessions import Sessions
     from headrace.actors.simulated.engines import SimulatedEngineGroup
+    from headrace.buffer.tasks import Task, TaskId
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
@@ -53,6 +58,22 @@ _TOKEN_BUDGETS = ("max_tokens_per_turn", "max_context_tokens", "max_sampled_toke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCatalog:
+    """The tasks that orders name by id: files, which each worker reads once, or the tasks themselves."""
+
+    train: Path | Sequence[Task] = ()
+    evaluation: Path | Sequence[Task] = ()
+
+    def load(self) -> dict[tuple[Purpose, TaskId], Task]:
+        """Return all tasks by purpose and id: both sets may use the same id. Raises TaskFileError."""
+        return {
+            (purpose, task.id): task
+            for purpose, source in ((Purpose.TRAIN, self.train), (Purpose.EVALUATION, self.evaluation))
+            for task in (load_tasks(source) if isinstance(source, Path) else source)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
     """What a worker is made of; everything in it is picklable."""
 
@@ -60,6 +81,7 @@ class WorkerParts:
     evaluator: Evaluator
     replay: RolloutStore
     agent: Agent
+    tasks: TaskCatalog
     gateway: GatewayAddress | None
     """None when the agent asks no policy, or a simulated one."""
     sampling: Sampling
@@ -123,10 +145,10 @@ class WorkerStations(ResourceOwner):
         )
         return await self._sessions.open(order, spec)
 
-    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
         context_tokens = self._parts.terms(order.purpose).budgets.max_context_tokens
         given = self._sessions.given(session, context_tokens=context_tokens)
-        return await self._parts.agent.run(session=given, sandbox=sandbox, task=order.task)
+        return await self._parts.agent.run(session=given, sandbox=sandbox, task=task)
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
         return await self._sessions.finish(session, conversation=conversation)

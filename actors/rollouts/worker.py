@@ -97,7 +97,8 @@ class RolloutWorker:
         self._metrics = self._parts.observing.metrics()
         self._stations = await enter(WorkerStations(self._parts, self._incarnation))
         self._offer: Batcher[tuple[RolloutOrder, RolloutResult], None] = await enter(Batcher(self._offer_many))
-        self._tasks = await enter(asyncio.TaskGroup())
+        self._known_tasks = self._parts.tasks.load()
+        self._group = await enter(asyncio.TaskGroup())
         return self
 
     async def __aexit__(
@@ -109,13 +110,21 @@ class RolloutWorker:
     async def start(self, orders: list[RolloutOrder], assignment: str) -> None:
         """Begin these attempts; an attempt that runs already is left alone. Returns at once.
 
-        Nothing begins when another `assignment` of this worker was meant: the dispatcher gives them up with it."""
+        Nothing begins when another `assignment` of this worker was meant: the dispatcher gives them up with it.
+        Raises LookupError for a task that the worker was not given."""
         if assignment != self._assignment:
             return
         for order in orders:
+            # Checked before anything begins: a rollout of an unknown task would end this whole process.
+            if (order.purpose, order.task_id) not in self._known_tasks:
+                raise LookupError(
+                    f"rollout {order.rollout_id}: this worker has no {order.purpose} task {order.task_id!r}; "
+                    "add it to WorkerParts.tasks"
+                )
+        for order in orders:
             key = (order.rollout_id, order.attempt)
             if key not in self._running:
-                task = self._running[key] = self._tasks.create_task(self._run(order))
+                task = self._running[key] = self._group.create_task(self._run(order))
                 task.add_done_callback(partial(self._ended, key))
 
     async def finished(self, assignment: str, *, after: int, timeout_s: float) -> list[Finished]:
@@ -199,14 +208,15 @@ class RolloutWorker:
         self._has_finished.set()
 
     async def _run(self, order: RolloutOrder) -> Outcome:
-        span = start_rollout_span(tracer, order.rollout_id, order.attempt, {names.TASK_ID: order.task.id})
+        span = start_rollout_span(tracer, order.rollout_id, order.attempt, {names.TASK_ID: order.task_id})
         with trace.use_span(span, end_on_exit=True):
             return (await self._run_and_offer(order)).outcome
 
     async def _run_and_offer(self, order: RolloutOrder) -> RolloutResult:
+        task = self._known_tasks[order.purpose, order.task_id]
         keeping = RecordedStations(self._stations) if self._keeps(order) else None
         try:
-            result = await run_rollout(order, keeping or self._stations, self._parts.rollout, self._occupied)
+            result = await run_rollout(order, task, keeping or self._stations, self._parts.rollout, self._occupied)
         except asyncio.CancelledError:
             result = _cancelled(order)
         # From here on the result counts: a cancellation would only lose it.

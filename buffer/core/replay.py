@@ -363,5 +363,5 @@ class ReplayBuffer:
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
             attempt=rollout.attempt,
-            task=self._stream.by_id(group.task_id),
+            task_id=group.task_id,
         )

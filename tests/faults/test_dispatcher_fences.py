@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from headrace.buffer.types import Outcome, RolloutId, RolloutOrder
 
 WAIT_S = 30.0
+HELD_OUT = tuple(
+    Task(id=TaskId(f"held-{n}"), family="none", instruction="return", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
+    for n in range(3)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,7 @@ async def actors(tmp_path: Path) -> AsyncIterator[Actors]:
         pool = await spawn(SandboxPool, section, directory=directory, name="pool")
         evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
         parts = immediate_parts(directory, replay, pool, evaluator)
+        parts = replace(parts, tasks=replace(parts.tasks, evaluation=HELD_OUT))
         worker = await spawn(RolloutWorker, parts, name="worker")
         yield Actors(runtime=runtime, replay=replay, pool=pool, worker=worker, parts=parts)
 
@@ -156,16 +161,14 @@ async def test_a_new_dispatcher_takes_over_and_an_evaluation_goes_on_from_the_le
         )
         for _ in range(2)
     ]
-    nothing = EvaluatorSpec(kind=EvaluatorKind.NONE)
-    tasks = [Task(id=TaskId(f"held-{n}"), family="none", instruction="return", evaluator=nothing) for n in range(3)]
     async with asyncio.timeout(WAIT_S):
         async with dispatchers[0] as first, asyncio.TaskGroup() as calls:
-            once, again = (calls.create_task(first.evaluate(tasks[:2], samples=2, tag="base")) for _ in range(2))
+            once, again = (calls.create_task(first.evaluate(HELD_OUT[:2], samples=2, tag="base")) for _ in range(2))
             assert (await once).answers == (await again).answers == 4
         known = (await actors.replay.status()).evaluations
         assert known == 4, "two calls, one evaluation"
         async with dispatchers[1] as second:
-            summary = await second.evaluate(tasks, samples=2, tag="base")
+            summary = await second.evaluate(HELD_OUT, samples=2, tag="base")
     assert (summary.answers, summary.infra, summary.success) == (6, 0, 1.0)
     assert (await actors.replay.status()).evaluations == 6, "only the missing ones were run"
 
@@ -184,14 +187,13 @@ class LosesItsFirstOrders(RolloutWorker):
 
 async def test_orders_that_were_lost_on_their_way_to_a_living_worker_are_handed_out_again(actors: Actors) -> None:
     worker = await actors.runtime.spawn(LosesItsFirstOrders, actors.parts, name="worker")
-    task = Task(id=TaskId("one"), family="none", instruction="return", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
     try:
         config = DispatcherConfig(slots_per_worker=4)
         async with (
             asyncio.timeout(WAIT_S),
             Dispatcher(config, replay=actors.replay, pool=actors.pool, workers=[worker]) as dispatcher,
         ):
-            summary = await dispatcher.evaluate([task], samples=1, tag="base")
+            summary = await dispatcher.evaluate(HELD_OUT[:1], samples=1, tag="base")
     finally:
         await actors.runtime.stop(worker)
     assert worker.lost

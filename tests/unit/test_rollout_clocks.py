@@ -38,6 +38,7 @@ CONFIG = RolloutConfig(
     guard_s=200,
 )
 EVER_S = 1e6
+TASK = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
 
 
 class Places:
@@ -73,7 +74,7 @@ class Places:
         empty = report_of(Session(SessionSpec(session_id=session.session_id), opened_at=0.0))
         return replace(empty, turns=self.turns, sampled_tokens=self.sampled_tokens)
 
-    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
         await self._take("agent")
         return self.report
 
@@ -83,8 +84,7 @@ class Places:
 
 
 def order() -> RolloutOrder:
-    task = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
-    return RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task=task)
+    return RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task_id=TASK.id)
 
 
 def simulated(check: Callable[[Any, Places], None], *, boot_s: float = 2.0, taken: int = 0, **takes_s: float) -> None:
@@ -96,7 +96,7 @@ def simulated(check: Callable[[Any, Places], None], *, boot_s: float = 2.0, take
         async with Pool({"host": provider}, config, clock=asyncio.get_running_loop().time) as pool:
             await pool.lease([SandboxSpec(ttl_s=EVER_S)] * taken)
             places = Places(pool, provider, **takes_s)
-            check(await run_rollout(order(), places, CONFIG), places)
+            check(await run_rollout(order(), TASK, places, CONFIG), places)
             assert len(provider.living) == taken
 
     run_virtual(main())
@@ -192,7 +192,7 @@ def outcome_after(report: AgentReport, *, turns: int, sampled_tokens: int) -> Ou
         async with Pool({"host": provider}, PoolConfig(), clock=asyncio.get_running_loop().time) as pool:
             places = Places(pool, provider)
             places.report, places.turns, places.sampled_tokens = report, turns, sampled_tokens
-            outcomes.append((await run_rollout(order(), places, CONFIG)).outcome)
+            outcomes.append((await run_rollout(order(), TASK, places, CONFIG)).outcome)
 
     run_virtual(main())
     return outcomes[0]
