@@ -1,9 +1,9 @@
-"""The service of `headrace eval`: a fixed policy answers held-out tasks, and nothing is trained.
+"""The service of `headrace eval`, in which a fixed policy answers held-out tasks without training.
 
 Invariants:
-- The parts are those of a run, without learner and buffer: engines get the policy by a push, as in training, so that
-  every answer carries the version that sampled it.
-- It ends with all answers recorded, or with an error that says why. A stall is such an error.
+- The parts are those of a run, without learner and buffer: engines get the policy by a push, as in training, so every
+  answer has the version that sampled it.
+- It ends with all answers recorded, or with an error that has the reason. A stall is such an error.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class EvaluationService(ServiceParts):
         return self
 
     async def run(self, *, samples: int, tag: str) -> EvaluationSummary:
-        """Push the weights, and evaluate. Raises RunStalled, DiskFull, EngineUnavailable, and what ends the dispatcher
-        for good."""
+        """Push the weights, and evaluate. Raises RunStalled, DiskFull, EngineUnavailable, and fatal errors of the
+        dispatcher."""
         self._wanted = len(self._held_out) * samples
         async with self._guarded(self._supervise()):
             await until_back(lambda: self.engines.push(self._weights, rollouts_in_flight=0))
@@ -79,7 +79,7 @@ class EvaluationService(ServiceParts):
             )
 
     async def progress(self) -> Progress:
-        """One moment: a step is an answer."""
+        """Return the current progress, with one step per answer."""
         dispatcher, pool = await asyncio.gather(or_none(self.dispatcher.status), or_none(self.pool.status))
         return Progress(
             phase="evaluation",
