@@ -1,7 +1,7 @@
-"""Claude Code, by Anthropic's own binary and wire.
+"""The agent Claude Code, with Anthropic's binary and the Messages API.
 
-It names its models itself now and then (a subagent asks for a small one): the session's policy of model names decides
-what those get. Left alone it would compact at a window of its own: it is told the session's.
+It sometimes chooses models itself (a subagent asks for a small one); the session's policy of model names decides which
+model answers. It would compact at a default window of its own, so it is given the context limit of the session.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch, result_ev
 if TYPE_CHECKING:
     from headrace.actors.agents.cli_agent import Place, Printed, ProgramConfig
 
-# Root may skip permissions only where it is told that this is a sandbox.
+# As root, Claude Code skips permissions only if it knows that this is a sandbox.
 _ROOT_MAY: Final = '[ "$(id -u)" != 0 ] || export IS_SANDBOX=1'
 
 
@@ -25,8 +25,7 @@ class ClaudeCodeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     bare: bool = False
-    """Start it with `--bare`: three tools and a prompt of a thousand tokens instead of twenty-four and twenty
-    thousand."""
+    """Start it with `--bare`: 3 tools and a prompt of 1,000 tokens instead of 24 tools and 20,000 tokens."""
 
 
 class ClaudeCode(CliAgent):

@@ -1,4 +1,4 @@
-"""Codex, by OpenAI's own binary and the Responses wire (it knows no other)."""
+"""The agent Codex, with OpenAI's binary and the Responses API, the only one that it supports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CodexConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     compact_at: float = Field(default=0.8, gt=0, le=1)
-    """It has its history summarised when so much of the session's context is used."""
+    """Share of the session's context after which Codex summarizes its history."""
 
 
 class Codex(CliAgent):
@@ -36,21 +36,13 @@ class Codex(CliAgent):
         flags = ("--json", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check")
         program = self.program(place, "bin/codex")
         home = f"{place.home}/.codex"
-        return Launch(
-            command=(program, "exec", *flags, *self._config.arguments, "-"),
-            environment={"CODEX_HOME": home, _KEY: place.token},
-            files={f"{home}/config.toml": self._settings(place).encode(), place.prompt_file: place.prompt.encode()},
-            stdin=place.prompt_file,
-        )
-
-    def _settings(self, place: Place) -> str:
-        lines = [f"model = {_quoted(self._config.model)}", f"model_provider = {_quoted(_PROVIDER)}"]
+        settings = [f"model = {_quoted(self._config.model)}", f"model_provider = {_quoted(_PROVIDER)}"]
         if place.context_tokens is not None:
-            lines += [
+            settings += [
                 f"model_context_window = {place.context_tokens}",
                 f"model_auto_compact_token_limit = {int(place.context_tokens * self._compact_at)}",
             ]
-        lines += [
+        settings += [
             f"[model_providers.{_PROVIDER}]",
             f"name = {_quoted(_PROVIDER)}",
             f"base_url = {_quoted(place.url + '/v1')}",
@@ -59,7 +51,13 @@ class Codex(CliAgent):
             "[analytics]",
             "enabled = false",
         ]
-        return "\n".join(lines) + "\n"
+        config = "".join(f"{line}\n" for line in settings).encode()
+        return Launch(
+            command=(program, "exec", *flags, *self._config.arguments, "-"),
+            environment={"CODEX_HOME": home, _KEY: place.token},
+            files={f"{home}/config.toml": config, place.prompt_file: place.prompt.encode()},
+            stdin=place.prompt_file,
+        )
 
     def ending(self, printed: Printed) -> Ending:
         result, turns, failure = "", 0, ""
@@ -73,11 +71,11 @@ class Codex(CliAgent):
                     turns += 1
                 case {"type": "item.completed", "item": {"type": "agent_message", "text": str() as text}}:
                     result = result or text
-        # An error that a retry mended is in the log too, before the turn that was completed.
+        # The log also has errors that a retry fixed, before the turn that was completed.
         failed = not turns
         return Ending(result=failure if failed else result, error=failed)
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML, of which JSON's are a part but for DEL."""
+    """Quote a TOML basic string. JSON strings are valid ones but for DEL."""
     return json.dumps(text).replace("\x7f", "\\u007f")

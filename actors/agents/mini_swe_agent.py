@@ -1,7 +1,7 @@
-"""mini-swe-agent, by its Python API: a driver of ours runs it inside the sandbox, with packages that were installed for
-the Python of the task's image (3.10 and later).
+"""The agent mini-swe-agent: a driver calls its Python API in the sandbox.
 
-Its commands find neither those packages nor the session's address in their environment: the driver gets both in a file.
+The packages were installed for the Python version of the task image (3.10 and later). Commands of the policy see
+neither the packages nor the URL of the session in their environment, since the driver gets both in a file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class MiniMode(StrEnum):
-    """How the policy gives its commands."""
+    """Form of the commands of the policy."""
 
     TOOL = "tool"
-    """As calls of one tool, `bash`."""
+    """Calls of one tool, `bash`."""
     TEXT = "text"
-    """As one block of code in its text."""
+    """One code block in the text."""
 
 
 class MiniSweAgentConfig(BaseModel):
@@ -36,8 +36,8 @@ class MiniSweAgentConfig(BaseModel):
     mode: MiniMode = MiniMode.TOOL
     """`tool` or `text`."""
     python: str = "python3"
-    """The image's Python that runs the installed packages; its version must be one they were installed for. With
-    `in_image`, which is then a Python that has minisweagent and litellm itself, it means nothing."""
+    """Python of the image that runs the installed packages, of a version they were installed for. Ignored with
+    `in_image`, which must be a Python that has minisweagent and litellm itself."""
     command_timeout_s: int = Field(default=60, ge=1)
     """Deadline of one command of the policy."""
 
@@ -53,7 +53,7 @@ class MiniSweAgent(CliAgent):
         config, folder = self._config, f"{place.home}/.mini-swe-agent"
         driver, settings = f"{folder}/driver.py", f"{folder}/settings.json"
         python = (config.in_image,) if config.in_image else (self._settings.python, "-I", "-S")
-        told = {
+        driver_settings = {
             "packages": "" if config.in_image else place.folder,
             "mode": self._settings.mode.value,
             "task": place.prompt,
@@ -71,7 +71,7 @@ class MiniSweAgent(CliAgent):
                 "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "4",
                 "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             },
-            files={driver: source("mini_driver").encode(), settings: json.dumps(told).encode()},
+            files={driver: source("mini_driver").encode(), settings: json.dumps(driver_settings).encode()},
         )
 
     def ending(self, printed: Printed) -> Ending:

@@ -1,4 +1,4 @@
-"""opencode, over Chat Completions. It names its conversation by a call of its own, beside the first turn."""
+"""The agent opencode, over Chat Completions. It makes an extra call beside the first turn to name its conversation."""
 
 from __future__ import annotations
 
@@ -18,24 +18,11 @@ class Opencode(CliAgent):
 
     def launch(self, place: Place) -> Launch:
         program = self.program(place, "opencode")
-        settings = json.dumps(self._settings(place)).encode()
-        switches = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
-        return Launch(
-            command=(program, "run", "--format", "json", *self._config.arguments),
-            environment={f"OPENCODE_DISABLE_{switch}": "1" for switch in switches},
-            files={
-                f"{place.home}/.config/opencode/opencode.json": settings,
-                place.prompt_file: place.prompt.encode(),
-            },
-            stdin=place.prompt_file,
-        )
-
-    def _settings(self, place: Place) -> dict[str, Any]:
         model: dict[str, Any] = {"name": self._config.model}
         if place.context_tokens is not None:
             model["limit"] = {"context": place.context_tokens, "output": max(1, place.context_tokens // 4)}
         name = f"{_PROVIDER}/{self._config.model}"
-        return {
+        settings = {
             "provider": {
                 _PROVIDER: {
                     "npm": "@ai-sdk/openai-compatible",
@@ -48,6 +35,16 @@ class Opencode(CliAgent):
             "permission": {"edit": "allow", "bash": "allow"},
             "autoupdate": False,
         }
+        switches = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
+        return Launch(
+            command=(program, "run", "--format", "json", *self._config.arguments),
+            environment={f"OPENCODE_DISABLE_{switch}": "1" for switch in switches},
+            files={
+                f"{place.home}/.config/opencode/opencode.json": json.dumps(settings).encode(),
+                place.prompt_file: place.prompt.encode(),
+            },
+            stdin=place.prompt_file,
+        )
 
     def ending(self, printed: Printed) -> Ending:
         result, turns, failure = "", 0, ""
