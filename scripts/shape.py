@@ -17,7 +17,6 @@ LARGE_CLASSES = {
     "BatchBook": (379, 34),
     "EngineGroup": (360, 30),
     "ReplayState": (333, 42),
-    "Dispatcher": (329, 29),
     "ReplayBuffer": (301, 39),
     "SGLangEngine": (230, 29),
     "Replay": (201, 28),

@@ -130,7 +130,7 @@ def held_out(*instructions: str) -> list[Task]:
     ]
 
 
-async def test_every_answer_is_a_line_and_infra_is_counted_apart(tmp_path: Path) -> None:
+async def test_every_answer_has_a_line_and_infra_is_counted_apart(tmp_path: Path) -> None:
     tasks = held_out("return", "break", "break once")
     async with opened(tmp_path / "run", tasks) as actors, actors.dispatcher() as dispatcher, asyncio.timeout(WAIT_S):
         summary = await dispatcher.evaluate(tasks, samples=1, tag="base")
@@ -152,7 +152,7 @@ async def test_every_answer_is_a_line_and_infra_is_counted_apart(tmp_path: Path)
 
 
 @pytest.mark.parametrize("trains", [True, False])
-async def test_a_dispatcher_that_follows_runs_nothing_twice(tmp_path: Path, trains: bool) -> None:
+async def test_a_new_dispatcher_repeats_no_finished_answer(tmp_path: Path, trains: bool) -> None:
     tasks = held_out("return", "break", "return")
     async with opened(tmp_path / "run", tasks, trains=trains) as actors, asyncio.timeout(WAIT_S):
         async with actors.dispatcher() as first:
@@ -177,7 +177,7 @@ async def test_a_dispatcher_that_follows_runs_nothing_twice(tmp_path: Path, trai
             assert actors.agent.attempts[task.id] == ran[task.id], "solved ones come from the records"
 
 
-async def test_an_evaluation_takes_no_slot_inventory_or_batch_of_training(tmp_path: Path) -> None:
+async def test_an_evaluation_uses_no_slot_inventory_or_batch_of_training(tmp_path: Path) -> None:
     tasks = held_out("return", "return")
     async with opened(tmp_path / "run", tasks) as actors, actors.dispatcher() as dispatcher, asyncio.timeout(WAIT_S):
         replay = actors.replay
@@ -205,7 +205,7 @@ async def test_an_evaluation_takes_no_slot_inventory_or_batch_of_training(tmp_pa
     assert not [rollout for rollout in evidence.rollouts if rollout.rollout_id.startswith("step-1")]
 
 
-async def test_a_cancelled_attempt_leaves_an_answer_all_the_same(tmp_path: Path) -> None:
+async def test_a_cancelled_attempt_still_has_an_answer(tmp_path: Path) -> None:
     task = replace(held_out("wait")[0], id=TaskId("none-held"))
     async with (
         opened(tmp_path / "run", [task]) as actors,

@@ -102,7 +102,7 @@ def simulated(check: Callable[[Any, Places], None], *, boot_s: float = 2.0, take
     run_virtual(main())
 
 
-def test_every_phase_is_clocked() -> None:
+def test_every_phase_is_timed() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
         assert [name for name, _ in result.phases_s] == [
@@ -121,7 +121,7 @@ def test_every_phase_is_clocked() -> None:
         ("evaluate", {"evaluate": EVER_S}),
     ],
 )
-def test_what_takes_too_long_is_infra_by_the_name_of_its_phase(phase: str, settings: dict[str, Any]) -> None:
+def test_a_phase_timeout_is_infra_and_names_the_phase(phase: str, settings: dict[str, Any]) -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
         assert result.outcome.detail.startswith(f"{phase}: ")
@@ -129,7 +129,7 @@ def test_what_takes_too_long_is_infra_by_the_name_of_its_phase(phase: str, setti
     simulated(check, **settings)
 
 
-def test_the_agents_clock_begins_with_the_agent() -> None:
+def test_the_agent_deadline_starts_with_the_agent() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
 
@@ -143,7 +143,7 @@ def test_an_agent_out_of_time_is_scored() -> None:
     simulated(check, agent=EVER_S)
 
 
-def test_the_guard_covers_what_no_clock_does() -> None:
+def test_the_guard_covers_phases_without_a_deadline() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
 
@@ -178,7 +178,7 @@ def test_an_agent_that_never_got_a_turn_is_infra(report: AgentReport, sampled_to
 
 
 @pytest.mark.parametrize("exit_code", [1, 126, 127, 137])
-def test_no_exit_code_escapes_the_verdict_after_a_turn(exit_code: int) -> None:
+def test_after_a_turn_every_exit_code_is_scored(exit_code: int) -> None:
     """Commands of the policy run as the agent's user, and can end it."""
     report = AgentReport(stop=StopReason.ERROR, turns=1, exit_code=exit_code)
     assert outcome_after(report, turns=1, sampled_tokens=5).reward == 1.0
