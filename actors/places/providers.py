@@ -1,9 +1,9 @@
-"""Which provider boots the sandboxes of a run, and which ones attach to what others booted.
+"""The providers of a run, for booting sandboxes or for attaching to booted ones.
 
 Invariants:
-- A local launcher of a run stays when the pool that started it dies: the next pool adopts it. It dies with the process
-  that drives the run.
-- Providers that only attach boot nothing, and closing them ends no sandbox.
+- The local launcher of a run survives the pool that started it, and the next pool adopts it. It ends with the driving
+  process of the run.
+- Attaching providers boot nothing, and closing them ends no sandbox.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 async def start_hosts(section: SandboxSection, directory: RunDirectory | None) -> dict[str, SandboxProvider]:
-    """The hosts of a pool by name: one provider, or as many simulated hosts as asked for. Raises as `start_provider`
-    does."""
+    """Start the hosts of a pool, by name: one provider, or several simulated hosts. Raises the errors of
+    `start_provider`."""
     if section.provider is SandboxKind.SIMULATED and section.simulated.hosts > 1:
         return {name: SimulatedProvider(section.simulated, name=name) for name in host_names(section.simulated)}
     return {section.provider.value: await start_provider(section, directory)}
 
 
 async def start_provider(section: SandboxSection, directory: RunDirectory | None) -> SandboxProvider:
-    """Only simulated sandboxes need no directory. Raises NamespacesUnavailable, LauncherGone, SpecRefused,
-    ProviderUnreachable, SecretRefused."""
+    """Start the provider of a run; only `simulated` works without a directory. Raises NamespacesUnavailable,
+    LauncherGone, SpecRefused, ProviderUnreachable, SecretRefused."""
     if section.provider is SandboxKind.SIMULATED:
         return SimulatedProvider(section.simulated)
     if directory is None:
@@ -77,8 +77,8 @@ def _local_config(config: LocalSandboxConfig, max_live: int, label: str, directo
 
 
 def attaching_providers() -> dict[str, SandboxProvider]:
-    """By the name that a ref carries. A simulated sandbox is known to its own pool only: from elsewhere it can be
-    attached to, and its commands do nothing."""
+    """Return the attaching providers, by the provider name of a ref. Outside their own pool, simulated sandboxes can be
+    attached to, but their commands do nothing."""
     from headrace.sandboxes.oci.provider import OciProvider
     from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 

@@ -1,4 +1,4 @@
-"""Attaching to sandboxes by their refs, from any process: no Ray call per command, one connection for each launcher."""
+"""Connections to sandboxes by ref, from any process and without Ray calls per command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SandboxConnections(ResourceOwner):
-    """One provider of each kind, none of which boots anything; closing them ends no sandbox."""
+    """Attaching providers of all kinds, with one connection per launcher; closing them ends no sandbox."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class SandboxConnections(ResourceOwner):
         return self
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
-        """The sandbox behind a ref. Raises SpecRefused for a provider that is unknown here."""
+        """Attach to the sandbox of a ref. Raises SpecRefused for an unknown provider."""
         provider = self._providers.get(ref.provider)
         if provider is None:
             raise SpecRefused(f"provider {ref.provider!r} is unknown; known: {sorted(self._providers)}")
