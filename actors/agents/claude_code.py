@@ -1,6 +1,6 @@
 """The agent Claude Code, with Anthropic's binary and the Messages API.
 
-It sometimes chooses models itself (a subagent asks for a small one); the session's policy of model names decides which
+It sometimes chooses models itself (a subagent uses a small one); the model name policy of the session decides which
 model answers. It would compact at a default window of its own, so it is given the context limit of the session.
 """
 

@@ -51,43 +51,45 @@ MAX_ORDERS_PER_CALL = 128
 
 
 class DispatcherConfig(BaseModel):
-    """How much runs at once."""
+    """Concurrency of rollouts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     slots_per_worker: int = Field(default=32, ge=1)
-    """Training rollouts one worker carries at a time."""
+    """Maximum training rollouts of one worker at a time."""
     evaluation_slots: int = Field(default=24, ge=1)
-    """Evaluation rollouts at a time, over all workers."""
+    """Maximum evaluation rollouts at a time, over all workers."""
     evaluation_attempts: int = Field(default=3, ge=1)
-    """Attempts of one evaluation rollout before it is counted as infra."""
+    """Maximum attempts of one evaluation rollout before it counts as infra."""
     pacing: PacingConfig = PacingConfig()
-    """Fewer rollouts in flight while engines or outside services are overloaded."""
+    """Adaptive limit of rollouts in flight, lowered while engines or outside services are overloaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatcherStatus:
+    """Counters of a dispatcher."""
+
     in_flight: int
     evaluating: int
     finished: int
     scored: int
-    """Training rollouts that ended with a reward, since this dispatcher started."""
+    """Training rollouts that ended with a reward since this dispatcher started."""
     answered: int
-    """Evaluation rollouts that ended, since this dispatcher started."""
+    """Evaluation attempts that ended since this dispatcher started."""
     infra: int
     mean_reward: float | None
     """Mean reward of the last 128 scored training rollouts."""
     limit: int = 0
-    """Training rollouts that may be in flight now."""
+    """Current limit of training rollouts in flight."""
     slowed_by: str = ""
-    """Why the limit shrank last."""
+    """Reason for the last decrease of the limit."""
 
 
 class Engines(Protocol):
-    """What the dispatcher asks of the engines."""
+    """Interface of the engines for the dispatcher."""
 
     async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
-        """Whether one serves, as soon as that is not `unlike`, or after `timeout_s`."""
+        """Return whether an engine serves, once that differs from `unlike`, or after `timeout_s`."""
         ...
 
 

@@ -83,7 +83,7 @@ class WorkerSlots:
         self._trained = trained
         self._freed = asyncio.Event()
         self._calls: set[asyncio.Task[None]] = set()
-        """Calls to workers that nobody awaits."""
+        """Pending calls to workers that run in the background."""
         self._answers: dict[Attempt, asyncio.Future[Answer]] = {}
         self.answered = 0
         """Evaluation attempts that ended."""

@@ -132,7 +132,7 @@ def _mixed(values: Sequence[float], observations: Sequence[Observation]) -> Mixe
 
 
 def _solved(observation: Observation) -> float | None:
-    """As the simulated evaluator's rewards: 1 or 0."""
+    """Return 1 or 0 like rewards of the simulated evaluator, None if unknown."""
     return None if observation.solved is None else float(observation.solved)
 
 
