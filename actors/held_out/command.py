@@ -230,7 +230,16 @@ def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> Evaluati
     with ExitStack() as stack:
         if evaluation.run is not None:
             stack.enter_context(_locked(evaluation.run))
-        _create_folder(evaluation)
+        try:
+            # The identity is written first, since a nonempty folder without one is refused.
+            evaluation.out.mkdir(parents=True, exist_ok=True)
+            identity = orjson.dumps(evaluation.identity, option=orjson.OPT_INDENT_2)
+            replace_file(evaluation.out / "evaluation.json", identity)
+            evaluation.directory.path.mkdir(exist_ok=True)
+            if not evaluation.directory.identity.exists():
+                replace_file(evaluation.directory.identity, uuid.uuid4().hex.encode())
+        except OSError as error:
+            raise ConfigError(f"--out: {evaluation.out} cannot be written: {error.strerror}; choose another") from error
         stack.enter_context(_locked(evaluation.directory))
         interrupts = stack.enter_context(Interrupts())
         stack.callback(stop_local_ray)
@@ -275,20 +284,6 @@ async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
 def _weights(evaluation: Evaluation) -> WeightsSnapshot:
     path = evaluation.config.model.path / "model.safetensors"
     return WeightsSnapshot(version=evaluation.version, shards=(WeightsShard.of(path),))
-
-
-def _create_folder(evaluation: Evaluation) -> None:
-    """Create the output folder with its identity. Raises ConfigError."""
-    identity = orjson.dumps(evaluation.identity, option=orjson.OPT_INDENT_2)
-    try:
-        # The identity is written first, since a nonempty folder without one is refused.
-        evaluation.out.mkdir(parents=True, exist_ok=True)
-        replace_file(evaluation.out / "evaluation.json", identity)
-        evaluation.directory.path.mkdir(exist_ok=True)
-        if not evaluation.directory.identity.exists():
-            replace_file(evaluation.directory.identity, uuid.uuid4().hex.encode())
-    except OSError as error:
-        raise ConfigError(f"--out: {evaluation.out} cannot be written: {error.strerror}; choose another") from error
 
 
 @contextmanager

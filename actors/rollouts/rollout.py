@@ -246,7 +246,13 @@ async def _converse(
                     raise
                 # Running out of time uses up a budget; it is not a failure.
                 report = AgentReport(stop=StopReason.TIME, turns=0)
-            trace.get_current_span().set_attributes(_agent_attributes(report))
+            attributes: dict[str, str | int] = {names.AGENT_STOP: report.stop.value}
+            if report.exit_code is not None:
+                result = report.result[:RESULT_CHARACTERS]
+                attributes |= {names.AGENT_EXIT_CODE: report.exit_code, names.AGENT_RESULT: result}
+            if report.stop is StopReason.ERROR:
+                attributes[names.AGENT_LOG_TAIL] = report.log_tail[-LOG_CHARACTERS:]
+            trace.get_current_span().set_attributes(attributes)
         except BaseException:
             with suppress(ServeError):
                 await asyncio.shield(stations.finish_session(session))
@@ -255,16 +261,6 @@ async def _converse(
         record = await stations.finish_session(session)
         trace.get_current_span().set_attributes(_session_attributes(record))
         return report, record
-
-
-def _agent_attributes(report: AgentReport) -> dict[str, str | int]:
-    """Return span attributes of the end of an agent, with the end of its log only if it failed."""
-    attributes: dict[str, str | int] = {names.AGENT_STOP: report.stop.value}
-    if report.exit_code is not None:
-        attributes |= {names.AGENT_EXIT_CODE: report.exit_code, names.AGENT_RESULT: report.result[:RESULT_CHARACTERS]}
-    if report.stop is StopReason.ERROR:
-        attributes[names.AGENT_LOG_TAIL] = report.log_tail[-LOG_CHARACTERS:]
-    return attributes
 
 
 def _session_attributes(record: SessionReport) -> dict[str, int]:

@@ -60,8 +60,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """Status of a worker. `incarnation` names this process; leases of an earlier incarnation have no holder. `assignment`
-    names the last reset: a caller with another assignment has lost all that it had started here."""
+    """Status of a worker. `incarnation` names this process; leases of an earlier incarnation have no holder.
+    `assignment` names the last reset: a caller with another assignment has lost all that it had started here."""
 
     incarnation: str
     assignment: str

@@ -84,18 +84,7 @@ def fit_mixed(
         tasks=len(names),
     )
     repeated = len(names) < len(data.values_N)
-    coefficients, own = _iterate(data, nodes=NODES if repeated else 1)
-    return MixedFit(
-        mean=float(coefficients[0]),
-        shift=float(coefficients[1]),
-        task_deviation=abs(float(coefficients[2])) if repeated else 0.0,
-        own_deviation=own,
-        reward_variance=float(np.var(known)) if known else 0.0,
-    )
-
-
-def _iterate(data: _Data, nodes: int) -> tuple[Array, float]:
-    nodes_K, weights_K = np.polynomial.hermite_e.hermegauss(nodes)
+    nodes_K, weights_K = np.polynomial.hermite_e.hermegauss(NODES if repeated else 1)
     weights_K = weights_K / weights_K.sum()
     spread = max(LEAST_DEVIATION, float(np.std(data.values_N)))
     coefficients = np.array([float(np.mean(data.values_N)), 0.0, 0.6 * spread])
@@ -111,7 +100,13 @@ def _iterate(data: _Data, nodes: int) -> tuple[Array, float]:
         own = max(LEAST_DEVIATION, math.sqrt(max(0.0, float((share_NK * squares_NK).sum()) / len(data.values_N))))
         if np.abs(np.append(coefficients, own) - before).max() < TOLERANCE * spread:
             break
-    return coefficients, own
+    return MixedFit(
+        mean=float(coefficients[0]),
+        shift=float(coefficients[1]),
+        task_deviation=abs(float(coefficients[2])) if repeated else 0.0,
+        own_deviation=own,
+        reward_variance=float(np.var(known)) if known else 0.0,
+    )
 
 
 def _means(data: _Data, coefficients: Array, nodes_K: Array) -> Array:

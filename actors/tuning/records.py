@@ -83,8 +83,21 @@ def read_traces(path: Path) -> Recording:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text; {_WRITE}") from error
     rows = _json_rows(path, text) if text.lstrip().startswith("{") else _csv_rows(path, text)
-    observations = tuple(_observation(path, number, row) for number, row in rows)
-    return Recording(source=str(path), observations=observations)
+    observations = []
+    for number, row in rows:
+        seconds = _number(path, number, "seconds", row.get("seconds"))
+        if seconds is None or seconds < 0:
+            given = row.get("seconds")
+            raise ConfigError(f"{path}:{number}: seconds must be a number of at least 0 (given: {given!r})")
+        solved = _boolean(path, number, "solved", row.get("solved"))
+        reward = _number(path, number, "reward", row.get("reward"))
+        if solved is None and reward is not None:
+            solved = reward >= SOLVED_REWARD
+        finished = _boolean(path, number, "finished", row.get("finished")) is not False
+        # Without names every attempt is a separate task, since nothing is known about common tasks.
+        task = f"line {number}" if row.get("task") is None else str(row["task"])
+        observations.append(Observation(task=task, seconds=seconds, finished=finished, solved=solved))
+    return Recording(source=str(path), observations=tuple(observations))
 
 
 def _json_rows(path: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
@@ -121,24 +134,6 @@ def _check_columns(where: str, columns: Mapping[str, Any] | Sequence[str]) -> No
         raise ConfigError(f"{where}: missing column seconds{f' (columns: {named})' if named else ''}; {_WRITE}")
     if unknown:
         raise ConfigError(f"{where}: unknown column {unknown[0]}; known: {', '.join(COLUMNS)}")
-
-
-def _observation(path: Path, number: int, row: Mapping[str, Any]) -> Observation:
-    seconds = _number(path, number, "seconds", row.get("seconds"))
-    if seconds is None or seconds < 0:
-        raise ConfigError(f"{path}:{number}: seconds must be a number of at least 0 (given: {row.get('seconds')!r})")
-    solved = _boolean(path, number, "solved", row.get("solved"))
-    reward = _number(path, number, "reward", row.get("reward"))
-    if solved is None and reward is not None:
-        solved = reward >= SOLVED_REWARD
-    task = row.get("task")
-    return Observation(
-        # Without names every attempt is a separate task, since nothing is known about common tasks.
-        task=f"line {number}" if task is None else str(task),
-        seconds=seconds,
-        finished=_boolean(path, number, "finished", row.get("finished")) is not False,
-        solved=solved,
-    )
 
 
 def _number(path: Path, number: int, column: str, value: Any) -> float | None:
