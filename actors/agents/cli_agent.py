@@ -112,7 +112,7 @@ class ProgramConfig(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LaunchContext:
     """Paths and URLs of one run inside the sandbox. `folder` has the files of the agent; `url` is the base URL of the
     session, `token` its last part, for APIs that need a key."""
 
@@ -143,7 +143,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class ProgramEnd:
     """End of the program, as it reports it. `error`: it reports a failure, or nothing."""
 
     result: str = ""
@@ -151,7 +151,7 @@ class Ending:
     error: bool = False
 
 
-class Printed:
+class OutputTail:
     """The end of the output of a program, by stream."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -183,19 +183,19 @@ class Printed:
         return "\n--- standard error ---\n".join(part for part in both if part)
 
 
-def result_event(printed: Printed, *, failure: str) -> Ending:
+def result_event(printed: OutputTail, *, failure: str) -> ProgramEnd:
     """Return the end of a program from the event `result` of its JSON stream; `failure` is the field with the error."""
     for event in printed.events():
         match event:
             case {"type": "result", **rest}:
                 turns = rest.get("num_turns")
-                return Ending(
+                return ProgramEnd(
                     result=str(rest.get("result") or rest.get(failure) or rest.get("subtype") or ""),
                     turns=turns if isinstance(turns, int) else 0,
                     error=bool(rest.get("is_error")),
                 )
     # A last line that is too long is dropped, which leaves only the exit code.
-    return Ending(error=not printed.cut)
+    return ProgramEnd(error=not printed.cut)
 
 
 class CliAgent(ABC):
@@ -210,12 +210,12 @@ class CliAgent(ABC):
         self._source = None if config.in_image else (config.folder or installed_folder(self.name))
 
     @abstractmethod
-    def launch(self, place: Place) -> Launch:
+    def launch(self, context: LaunchContext) -> Launch:
         """Return the command to start."""
         ...
 
     @abstractmethod
-    def ending(self, printed: Printed) -> Ending:
+    def ending(self, printed: OutputTail) -> ProgramEnd:
         """Parse the end of the program from its output."""
         ...
 
@@ -225,16 +225,16 @@ class CliAgent(ABC):
             return ()
         return (HostFolder(source=str(self._source.resolve()), target=f"{FOLDERS}/{self.name}"),)
 
-    def program(self, place: Place, path: str) -> str:
+    def program(self, context: LaunchContext, path: str) -> str:
         """Return the program to run: `path` below the folder of the agent, or that of the recipe."""
-        return self._config.in_image or f"{place.folder}/{path}"
+        return self._config.in_image or f"{context.folder}/{path}"
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
         """Run the program on the task. Raises SandboxError, AgentNotStarted."""
         target, prefix = target_of(session.base_url)
         repository = task.evaluator.repository
         folder = repository.workdir if repository is not None else _DEFAULT_FOLDER
-        place = Place(
+        context = LaunchContext(
             folder=f"{FOLDERS}/{self.name}",
             home=self._config.home,
             url=f"http://127.0.0.1:{self._config.port}{prefix}",
@@ -243,18 +243,18 @@ class CliAgent(ABC):
             prompt=self._config.prompt.replace(INSTRUCTION, task.instruction),
             context_tokens=session.context_tokens,
         )
-        launch = self.launch(place)
-        await self._prepare(sandbox, place, launch)
-        environment = {"HOME": place.home, **SAFE_DIRECTORIES, **launch.environment, **self._config.environment}
+        launch = self.launch(context)
+        await self._prepare(sandbox, context, launch)
+        environment = {"HOME": context.home, **SAFE_DIRECTORIES, **launch.environment, **self._config.environment}
         async with sandbox.expose(self._config.port, target, prefix):
             process = await sandbox.spawn(
                 ["/bin/sh", "-c", _START, "sh", launch.setup, launch.stdin, *launch.command],
                 user=self._config.user,
                 env=environment,
-                cwd=place.working_directory,
+                cwd=context.working_directory,
             )
             try:
-                printed = Printed(self._config.max_log_bytes)
+                printed = OutputTail(self._config.max_log_bytes)
                 async for piece in process.output():
                     printed.add(piece.stream, piece.data)
                 exit_code = await process.wait()
@@ -269,11 +269,11 @@ class CliAgent(ABC):
             log_tail=printed.text(),
         )
 
-    async def _prepare(self, sandbox: Sandbox, place: Place, launch: Launch) -> None:
+    async def _prepare(self, sandbox: Sandbox, context: LaunchContext, launch: Launch) -> None:
         """Write the files, and give home and working directory to the user. `_START` checks the permissions."""
         if launch.files:
             await sandbox.write_many(dict(launch.files))
-        home, folder = shlex.quote(place.home), shlex.quote(place.working_directory)
+        home, folder = shlex.quote(context.home), shlex.quote(context.working_directory)
         program = shlex.quote(launch.command[0])
         user = self._config.user
         if ":" not in user:

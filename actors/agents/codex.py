@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import Place, Printed, ProgramConfig
+    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail, ProgramConfig
 
 _KEY: Final = "GATEWAY_KEY"
 _PROVIDER: Final = "gateway"
@@ -32,20 +32,20 @@ class Codex(CliAgent):
         super().__init__(program)
         self._compact_at = settings.compact_at
 
-    def launch(self, place: Place) -> Launch:
+    def launch(self, context: LaunchContext) -> Launch:
         flags = ("--json", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check")
-        program = self.program(place, "bin/codex")
-        home = f"{place.home}/.codex"
+        program = self.program(context, "bin/codex")
+        home = f"{context.home}/.codex"
         settings = [f"model = {_quoted(self._config.model)}", f"model_provider = {_quoted(_PROVIDER)}"]
-        if place.context_tokens is not None:
+        if context.context_tokens is not None:
             settings += [
-                f"model_context_window = {place.context_tokens}",
-                f"model_auto_compact_token_limit = {int(place.context_tokens * self._compact_at)}",
+                f"model_context_window = {context.context_tokens}",
+                f"model_auto_compact_token_limit = {int(context.context_tokens * self._compact_at)}",
             ]
         settings += [
             f"[model_providers.{_PROVIDER}]",
             f"name = {_quoted(_PROVIDER)}",
-            f"base_url = {_quoted(place.url + '/v1')}",
+            f"base_url = {_quoted(context.url + '/v1')}",
             f"env_key = {_quoted(_KEY)}",
             'wire_api = "responses"',
             "[analytics]",
@@ -54,14 +54,14 @@ class Codex(CliAgent):
         config = "".join(f"{line}\n" for line in settings).encode()
         return Launch(
             command=(program, "exec", *flags, *self._config.arguments, "-"),
-            environment={"CODEX_HOME": home, _KEY: place.token},
-            files={f"{home}/config.toml": config, place.prompt_file: place.prompt.encode()},
-            stdin=place.prompt_file,
+            environment={"CODEX_HOME": home, _KEY: context.token},
+            files={f"{home}/config.toml": config, context.prompt_file: context.prompt.encode()},
+            stdin=context.prompt_file,
         )
 
-    def ending(self, printed: Printed) -> Ending:
+    def ending(self, output: OutputTail) -> ProgramEnd:
         result, turns, failure = "", 0, ""
-        for event in printed.events():
+        for event in output.events():
             match event:
                 case {"type": "turn.failed", "error": {"message": str() as message}}:
                     failure = failure or message
@@ -73,7 +73,7 @@ class Codex(CliAgent):
                     result = result or text
         # The log also has errors that a retry fixed, before the turn that was completed.
         failed = not turns
-        return Ending(result=failure if failed else result, error=failed)
+        return ProgramEnd(result=failure if failed else result, error=failed)
 
 
 def _quoted(text: str) -> str:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd
 from headrace.actors.in_sandbox import source
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import Place, Printed, ProgramConfig
+    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail, ProgramConfig
 
 
 class MiniMode(StrEnum):
@@ -49,18 +49,18 @@ class MiniSweAgent(CliAgent):
         super().__init__(program)
         self._settings = settings
 
-    def launch(self, place: Place) -> Launch:
-        config, folder = self._config, f"{place.home}/.mini-swe-agent"
+    def launch(self, context: LaunchContext) -> Launch:
+        config, folder = self._config, f"{context.home}/.mini-swe-agent"
         driver, settings = f"{folder}/driver.py", f"{folder}/settings.json"
         python = (config.in_image,) if config.in_image else (self._settings.python, "-I", "-S")
         driver_settings = {
-            "packages": "" if config.in_image else place.folder,
+            "packages": "" if config.in_image else context.folder,
             "mode": self._settings.mode.value,
-            "task": place.prompt,
+            "task": context.prompt,
             "model": f"openai/{config.model}",
-            "url": f"{place.url}/v1",
-            "key": place.token,
-            "working_directory": place.working_directory,
+            "url": f"{context.url}/v1",
+            "key": context.token,
+            "working_directory": context.working_directory,
             "command_timeout_s": self._settings.command_timeout_s,
         }
         return Launch(
@@ -74,9 +74,9 @@ class MiniSweAgent(CliAgent):
             files={driver: source("mini_driver").encode(), settings: json.dumps(driver_settings).encode()},
         )
 
-    def ending(self, printed: Printed) -> Ending:
-        for event in printed.events():
+    def ending(self, output: OutputTail) -> ProgramEnd:
+        for event in output.events():
             match event:
                 case {"type": "result", "status": str() as status, "result": str() as result, "turns": int() as turns}:
-                    return Ending(result=result or status, turns=turns, error=status != "Submitted")
-        return Ending(error=True)
+                    return ProgramEnd(result=result or status, turns=turns, error=status != "Submitted")
+        return ProgramEnd(error=True)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
-from headrace.actors.agents.cli_agent import CliAgent, Place, Printed, ProgramConfig, target_of
+from headrace.actors.agents.cli_agent import CliAgent, LaunchContext, OutputTail, ProgramConfig, target_of
 from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.installation import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
@@ -36,7 +36,7 @@ KINDS: dict[str, Callable[[ProgramConfig], CliAgent]] = {
     "opencode": Opencode,
 }
 PROMPT = '--fix "it" {now}\n/please'
-PLACE = Place(
+PLACE = LaunchContext(
     folder="/opt/headrace/agents/x",
     home="/home/agent",
     url="http://127.0.0.1:47123/s/secret",
@@ -47,8 +47,8 @@ PLACE = Place(
 )
 
 
-def printed(*lines: object, max_bytes: int = 4096) -> Printed:
-    out = Printed(max_bytes)
+def printed(*lines: object, max_bytes: int = 4096) -> OutputTail:
+    out = OutputTail(max_bytes)
     for line in lines:
         out.add(Stream.STDOUT, (line if isinstance(line, str) else json.dumps(line)).encode() + b"\n")
     return out
