@@ -20,7 +20,7 @@ from headrace.buffer.versions import PolicyVersion
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from headrace.buffer.tasks import Task
+    from headrace.buffer.tasks import TaskId
 
 GroupId = NewType("GroupId", str)
 RolloutId = NewType("RolloutId", str)
@@ -148,12 +148,13 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOrder:
-    """Order to run one attempt. `attempt` (from 1) is the fence: results of an older attempt are refused."""
+    """One attempt to run. `attempt` (from 1) is the fence: results of an older attempt are refused. Workers look up the
+    task by purpose and id, so that no message carries tasks with their hidden tests."""
 
     rollout_id: RolloutId
     group_id: GroupId
     attempt: int
-    task: Task
+    task_id: TaskId
     purpose: Purpose = Purpose.TRAIN
     traceparent: str = ""
     avoid: tuple[str, ...] = ()

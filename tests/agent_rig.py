@@ -213,9 +213,9 @@ class Stations:
         [opened] = await self.rig.client.open([spec])
         return opened
 
-    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
         given = AgentSession(base_url=session.base_url, chat=no_chat, context_tokens=200_000)
-        self.reports.append(await self.agent.run(session=given, sandbox=sandbox, task=order.task))
+        self.reports.append(await self.agent.run(session=given, sandbox=sandbox, task=task))
         return self.reports[-1]
 
     async def finish_session(self, session: OpenedSession) -> SessionReport:
@@ -231,8 +231,8 @@ class Stations:
 async def rollout(rig: Rig, agent: CliAgent, *, agent_timeout_s: float) -> tuple[RolloutResult, Stations]:
     """One rollout by the worker's own code, and what its stations saw."""
     stations = Stations(rig, agent)
-    order = RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task=task())
-    return await run_rollout(order, stations, RolloutConfig(agent_timeout_s=agent_timeout_s)), stations
+    order = RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task_id=TaskId("t"))
+    return await run_rollout(order, task(), stations, RolloutConfig(agent_timeout_s=agent_timeout_s)), stations
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What the worker asks of an agent, what an agent gets, and how it says that it ended.
+"""The interface of agents: what an agent receives, how the worker runs it, and how it reports its end.
 
 Invariants:
 - An agent ends with exactly one StopReason. Failures of the gateway, the sandbox or the agent's own installation are
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 
 class StopReason(StrEnum):
-    """Why the agent ended."""
+    """Reason for the end of an agent."""
 
     FINISHED = "finished"
-    """It says so: a white-box agent by its last command, a program by ending without an error."""
+    """The agent finished: a white-box agent by its last command, a program by exiting without an error."""
     TURNS = "turns"
-    """Every allowed turn was used."""
+    """All allowed turns were used."""
     CONTEXT = "context"
     """The conversation no longer fits the context budget."""
     LENGTH = "length"
-    """An answer was cut, or the session's budget was spent: the cut command was not run."""
+    """An answer was truncated, or the budget of the session was used up; the truncated command was not run."""
     INVALID = "invalid"
-    """An answer that is no command line: empty, several lines, or a NUL character."""
+    """An answer was not a command line: empty, several lines, or with a NUL character."""
     TIME = "time"
-    """Whoever ran the agent stopped it because its time was over."""
+    """The agent was stopped because its time was over."""
     ERROR = "error"
-    """The agent's program ended with an error of its own; `AgentReport.exit_code` and `result` say which."""
+    """The program of the agent failed; see `AgentReport.exit_code` and `result`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
-    """How a rollout's agent part ended. `turns` counts answers of the policy as far as the agent tells them, `commands`
-    are those that a white-box agent ran. The rest is of agents that are programs: exit code (None: none yet), last
-    words (its result or error), and the end of what it printed."""
+    """End of the agent phase of a rollout. `turns` counts answers of the policy, as far as the agent reports them;
+    `commands` are those that a white-box agent ran. The other fields are for agents that are programs: exit code (None
+    while running), `result` (final message or error), and the end of the output."""
 
     stop: StopReason
     turns: int
@@ -52,43 +52,43 @@ class AgentReport:
 
 
 class SimulatedPolicy(Protocol):
-    """Simulated engines, for one run of the simulated agent."""
+    """Simulated engines, as one run of the simulated agent sees them."""
 
     @property
     def key(self) -> str:
-        """Names the attempt, the same in every run: task, rollout and attempt number."""
+        """Name of the attempt, the same in every run: task, rollout and attempt number."""
         ...
 
     async def turn(self, tokens: int, seconds: float) -> None:
-        """One answer of so many tokens, which takes so long to generate."""
+        """Generate one answer of `tokens` tokens in `seconds` seconds."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:
-    """The policy, for one run of an agent. `base_url` is the session's own (`http://host:port/s/<token>`), as this
-    process reaches it; `chat` is the same as a client. `context_tokens`: prompt and answer together, None if it is not
-    known."""
+    """The policy, as one run of an agent sees it. `base_url` is the URL of the session
+    (`http://host:port/s/<token>`), reachable from this process; `chat` is a client for it. `context_tokens` limits
+    prompt and answer together; None if unknown."""
 
     base_url: str
     chat: Chat
     context_tokens: int | None = None
     simulated: SimulatedPolicy | None = None
-    """Where engines are simulated: in place of the other two."""
+    """Replaces `base_url` and `chat` where engines are simulated."""
 
 
 class Agent(Protocol):
-    """Works on one task; holds no state between runs; picklable."""
+    """An agent that works on one task; stateless between runs, picklable."""
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:
-        """What the agent's sandbox must show of the host. The evaluator's sandboxes show none of it."""
+        """Folders of the host that are mounted in the sandbox of the agent, but not in those of the evaluator."""
         ...
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
-        """Raises what the gateway or the sandbox raises, and AgentNotStarted: the caller classifies it."""
+        """Work on the task. Raises AgentNotStarted and errors of gateway and sandbox, which the caller classifies."""
         ...
 
 
 class AgentNotStarted(Exception):
-    """The agent's program is missing or could not run: nothing that the policy did. The message names the knob."""
+    """The program of the agent is missing or could not run, which is not the fault of the policy."""

@@ -1,9 +1,9 @@
-"""A Chat Completions client for white-box agents: one request, one answer.
+"""The Chat Completions client of white-box agents: one request, one answer.
 
 Invariants:
-- What the service says is passed on typed: a full context ends an agent, every other refusal or failure is an error.
-- A request is sent again only while nobody answers (the gateway restarts): the gateway knows it as the same turn. What
-  it answered is final, it retries engines itself.
+- Replies of the service are typed: a full context ends an agent, every other refusal or failure is an error.
+- A request is retried only while the gateway does not answer (it restarts), and counts as the same turn there. An
+  answer is final, since the gateway retries engines itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 CONTEXT_CODES = frozenset({"context_length_exceeded"})
 UNREACHED_S = 30.0
-"""How long a service may be away; then the agent fails, before its own time is over: that would look like a budget."""
+"""The agent fails after this time without the service; waiting until its own deadline would look like a used-up
+budget."""
 _UNTIL_ANSWERED = AsyncRetrying(
     retry=retry_if_exception_type((aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)),
     wait=wait_random_exponential(multiplier=0.1, max=2.0),
@@ -30,9 +31,9 @@ _UNTIL_ANSWERED = AsyncRetrying(
 
 
 class ChatFailed(Exception):
-    """The service did not answer, or not with a completion.
+    """The service did not answer with a completion.
 
-    `status` is None when there was no answer; `code` is the service's word.
+    `status` is None when there was no answer; `code` is the error code of the service.
     """
 
     def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
@@ -45,7 +46,7 @@ class ChatFailed(Exception):
 
 
 class ChatContextExceeded(ChatFailed):
-    """The conversation no longer fits: the agent ends."""
+    """The conversation no longer fits the context, which ends the agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,30 +59,30 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """The policy's text. `finish_reason` is `stop`, or `length` when something cut it."""
+    """The text of the policy. `finish_reason` is `stop`, or `length` when the text was truncated."""
 
     text: str
     finish_reason: str
 
 
 class Chat(Protocol):
-    """The policy behind its wire."""
+    """The policy, as a chat."""
 
     async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
-        """The answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
+        """Return the answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
         ...
 
 
 class NoChat:
-    """Stands where an agent gets no policy to talk to."""
+    """Placeholder for agents without a policy."""
 
     async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
         """Raises ChatFailed."""
-        raise ChatFailed("this run has no gateway: its engines cannot talk")
+        raise ChatFailed("this run has simulated engines and no gateway: choose an agent that does not chat")
 
 
 class ChatClient:
-    """Calls `POST {base_url}/v1/chat/completions`. Awaiting an instance with the messages is one turn of the policy."""
+    """Client of `POST {base_url}/v1/chat/completions`. Each call is one turn of the policy."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class ChatClient:
         max_tokens: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Without `timeout_s` the agent's own clock is the only one."""
+        """Without `timeout_s` only the deadline of the agent applies."""
         self._session = session
         self.url = f"{base_url.rstrip('/')}/v1/chat/completions"
         self._model = model
@@ -100,7 +101,7 @@ class ChatClient:
         self._timeout_s = timeout_s
 
     async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
-        """The answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
+        """Return the answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
         body: dict[str, object] = {
             "model": self._model,
             "messages": [{"role": m.role, "content": m.content} for m in messages],
@@ -116,25 +117,25 @@ class ChatClient:
             raise ChatFailed(f"no usable answer from {self.url}: {type(error).__name__}: {error}") from error
 
     async def _post(self, body: dict[str, object]) -> tuple[int, object]:
-        """Status and decoded body."""
+        """Post a request; return the status and the decoded body."""
         no_timeout = aiohttp.ClientTimeout(total=None)
         async with self._session.post(self.url, json=body, timeout=no_timeout) as response:
             return response.status, await response.json(content_type=None)
 
 
 def parse_answer(status: int, answer: object) -> ChatReply:
-    """The reply in a decoded body. Raises ChatContextExceeded, ChatFailed."""
+    """Parse the reply in a decoded body. Raises ChatContextExceeded, ChatFailed."""
     if status != 200:
         raise refusal(status, answer)
     match answer:
         case {"choices": [{"message": {"content": str() | None as text}, "finish_reason": str() as reason}, *_]}:
             return ChatReply(text=text or "", finish_reason=reason)
         case _:
-            raise ChatFailed("the answer is no chat completion: choices[0].message.content is missing", status)
+            raise ChatFailed("the answer is not a chat completion: choices[0].message.content is missing", status)
 
 
 def refusal(status: int, answer: object) -> ChatFailed:
-    """The error that an OpenAI error body means."""
+    """Return the error for an OpenAI error body."""
     match answer:
         case {"error": {"message": str() as message, **rest}}:
             code = str(rest.get("code") or rest.get("type") or "")

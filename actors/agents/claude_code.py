@@ -1,7 +1,7 @@
-"""Claude Code, by Anthropic's own binary and wire.
+"""The agent Claude Code, with Anthropic's binary and the Messages API.
 
-It names its models itself now and then (a subagent asks for a small one): the session's policy of model names decides
-what those get. Left alone it would compact at a window of its own: it is told the session's.
+It sometimes chooses models itself (a subagent uses a small one); the model name policy of the session decides which
+model answers. It would compact at a default window of its own, so it is given the context limit of the session.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, ConfigDict
 
-from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch, result_event
+from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd, result_event
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import Place, Printed, ProgramConfig
+    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail, ProgramConfig
 
-# Root may skip permissions only where it is told that this is a sandbox.
+# As root, Claude Code skips permissions only if it knows that this is a sandbox.
 _ROOT_MAY: Final = '[ "$(id -u)" != 0 ] || export IS_SANDBOX=1'
 
 
@@ -25,8 +25,7 @@ class ClaudeCodeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     bare: bool = False
-    """Start it with `--bare`: three tools and a prompt of a thousand tokens instead of twenty-four and twenty
-    thousand."""
+    """Start it with `--bare`: 3 tools and a prompt of 1,000 tokens instead of 24 tools and 20,000 tokens."""
 
 
 class ClaudeCode(CliAgent):
@@ -36,12 +35,12 @@ class ClaudeCode(CliAgent):
         super().__init__(program)
         self._settings = settings
 
-    def launch(self, place: Place) -> Launch:
+    def launch(self, context: LaunchContext) -> Launch:
         flags = ("--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions")
         bare = ("--bare",) if self._settings.bare else ()
         environment = {
-            "ANTHROPIC_BASE_URL": place.url,
-            "ANTHROPIC_AUTH_TOKEN": place.token,
+            "ANTHROPIC_BASE_URL": context.url,
+            "ANTHROPIC_AUTH_TOKEN": context.token,
             "ANTHROPIC_MODEL": self._config.model,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
@@ -49,16 +48,16 @@ class ClaudeCode(CliAgent):
             "DISABLE_AUTOUPDATER": "1",
             "DISABLE_ERROR_REPORTING": "1",
         }
-        if place.context_tokens is not None:
-            environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(place.context_tokens)
-        program = self.program(place, "claude")
+        if context.context_tokens is not None:
+            environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(context.context_tokens)
+        program = self.program(context, "claude")
         return Launch(
             command=(program, "-p", *flags, *bare, *self._config.arguments),
             environment=environment,
-            files={place.prompt_file: place.prompt.encode()},
+            files={context.prompt_file: context.prompt.encode()},
             setup=_ROOT_MAY,
-            stdin=place.prompt_file,
+            stdin=context.prompt_file,
         )
 
-    def ending(self, printed: Printed) -> Ending:
-        return result_event(printed, failure="errors")
+    def ending(self, output: OutputTail) -> ProgramEnd:
+        return result_event(output, failure="errors")

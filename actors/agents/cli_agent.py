@@ -1,15 +1,15 @@
-"""What all agents that are programs have in common: a place in the sandbox, a way to the gateway, a run, a report.
+"""The base class of agents that are programs: preparing the sandbox, access to the gateway, running, reporting.
 
 Invariants:
-- The sandbox's network stays off: on its own loopback listens the session's part of the gateway, while the agent runs,
-  and nothing else. No credential but the session's token is in there.
-- The program is the host's, shown read-only, or the task image's own. It runs as an unprivileged user with a home of
-  its own unless the recipe says otherwise.
-- The prompt is never an argument: on standard input it may be of any length and begin with a dash.
-- Whoever stops waiting for `run` leaves no process of the program's tree. What a program that ended by itself left
-  running has no way to the gateway any more. What was printed is kept up to a limit.
-- What can be seen to be wrong beforehand is AgentNotStarted. How a program ends is told, not judged, 126 and 127 too,
-  which the policy's own commands can bring about: the session's record and the evaluator decide.
+- The network of the sandbox stays off. While the agent runs, only the session's part of the gateway listens on the
+  loopback of the sandbox. The sandbox holds no credential but the token of the session.
+- The program is mounted read-only from the host, or part of the task image. It runs as an unprivileged user with its
+  own home unless the recipe sets another user.
+- The prompt is never an argument: on standard input it may have any length and begin with a dash.
+- Cancelling `run` kills the process tree of the program. Processes that outlive a program that exited by itself can no
+  longer reach the gateway. Output is kept up to a limit.
+- Problems found before the start raise AgentNotStarted. The exit code of a program is reported, not judged, even 126
+  and 127, since commands of the policy can cause them: the session record and the evaluator decide.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Process, Sandbox
 
 FOLDERS: Final = "/opt/headrace/agents"
-"""Where sandboxes show installed agents, by name."""
+"""Parent of the mount points of installed agents in sandboxes."""
 INSTRUCTION: Final = "{instruction}"
 _PREPARE_TIMEOUT_S: Final = 120.0
-"""A hang guard; the agent's own clock is the deadline."""
+"""Guard against hangs; the deadline of the agent is a separate clock."""
 _STDERR_BYTES: Final = 8192
 _SIGKILL: Final = 9
 _START: Final = """
@@ -58,49 +58,49 @@ _DEFAULT_FOLDER: Final = "/workspace"
 
 
 class ProgramConfig(BaseModel):
-    """Settings that all programs share."""
+    """Settings shared by all agents that are programs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path | None = None
-    """Where the agent is installed on this host; None: where `scripts/install_agents` puts it."""
+    """Folder of the agent on this host; None for that of `scripts/install_agents`."""
     in_image: str = ""
-    """A program of the tasks' images to run instead, for sandboxes that cannot show folders of this host."""
+    """Program in the task image to run instead, for sandboxes that cannot mount folders of this host."""
     user: str = "1000"
-    """Who runs it: a name of the image or a number. The working directory becomes this user's, which copies every file
-    of the image in there; `root` copies none."""
+    """User that runs the program: a name of the image or a number. The working directory is given to this user, which
+    copies every file of the image in it; with `root` nothing is copied."""
     home: str = Field(default="/home/agent", pattern=r"^/[^\x00]+$")
-    """The agent's home; made, and given to the user."""
+    """Home of the agent; created and given to the user."""
     working_directory: str = ""
-    """Where it starts; empty: the repository of the task, `/workspace` where there is none."""
+    """Working directory; empty for the repository of the task, or `/workspace` without one."""
     prompt: str = INSTRUCTION
-    """What the agent is told; `{instruction}` is the task's. Begin with a word: some agents take a slash and a name for
-    a command of theirs, and end."""
+    """Prompt of the agent; `{instruction}` is replaced by that of the task. Begin with a word: some agents take a
+    leading slash and name for one of their commands, and exit."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the program."""
     environment: dict[str, str] = {}
-    """Further environment of the program; outranks what the harness sets."""
+    """Further environment variables; they override those that headrace sets."""
     model: str = "policy"
-    """The name by which the agent calls its model."""
+    """Model name that the agent sends in its requests."""
     max_turns: int = Field(default=100, ge=1)
-    """Answers of the policy in one session, those of subagents included; the gateway then ends the agent normally."""
+    """Maximum answers of the policy in one session, including subagents; the gateway then ends the agent normally."""
     port: int = Field(default=47123, ge=1, le=65535)
-    """Of the gateway on the sandbox's loopback; choose one that no task uses."""
+    """Port of the gateway on the loopback of the sandbox; choose one that no task uses."""
     max_log_bytes: int = Field(default=65536, ge=1024)
-    """How much of the end of what it prints is kept."""
+    """Bytes kept from the end of standard output."""
 
     @field_validator("environment")
     @classmethod
     def _can_be_set(cls, value: dict[str, str]) -> dict[str, str]:
         if any(not name or "=" in name or "\0" in name + text for name, text in value.items()):
-            raise ValueError("a name is not empty and has no '='; neither names nor values have NUL characters")
+            raise ValueError("names must not be empty or contain '='; names and values must not contain NUL characters")
         return value
 
     @field_validator("arguments")
     @classmethod
     def _can_be_given(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if any("\0" in argument for argument in value):
-            raise ValueError("an argument has no NUL characters")
+            raise ValueError("arguments must not contain NUL characters")
         return value
 
     @field_validator("prompt")
@@ -112,9 +112,9 @@ class ProgramConfig(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One run, as seen from inside the sandbox. `folder` is where the agent's files are; `url` is the session's base
-    URL there, `token` its last part, for wires that want a key."""
+class LaunchContext:
+    """Paths and URLs of one run inside the sandbox. `folder` has the files of the agent; `url` is the base URL of the
+    session, `token` its last part, for APIs that need a key."""
 
     folder: str
     home: str
@@ -126,14 +126,14 @@ class Place:
 
     @property
     def prompt_file(self) -> str:
-        """Where a program that reads its prompt from standard input has it."""
+        """File with the prompt, for programs that read it from standard input."""
         return f"{self.home}/.prompt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What to start: a program and its arguments. `files` are absolute paths below the home, of which `stdin` may be
-    one; `setup` is a line of shell that its user runs first."""
+    """Command line and environment of the program. `files` are absolute paths below the home, and may include `stdin`;
+    `setup` is a shell command that its user runs first."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -143,22 +143,22 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """What the program says of its end. `error`: it calls it a failure, or says nothing."""
+class ProgramEnd:
+    """End of the program, as it reports it. `error`: it reports a failure, or nothing."""
 
     result: str = ""
     turns: int = 0
     error: bool = False
 
 
-class Printed:
-    """The end of what a program prints, stream by stream."""
+class OutputTail:
+    """The end of the output of a program, by stream."""
 
     def __init__(self, max_bytes: int) -> None:
         self._limits = {Stream.STDOUT: max_bytes, Stream.STDERR: _STDERR_BYTES}
         self._kept = {stream: bytearray() for stream in self._limits}
         self.cut = False
-        """Whether standard output was longer than what is kept."""
+        """True when the beginning of standard output was dropped."""
 
     def add(self, stream: Stream, data: bytes) -> None:
         kept = self._kept[stream]
@@ -169,7 +169,7 @@ class Printed:
             self.cut = self.cut or stream is Stream.STDOUT
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Lines of standard output that are JSON objects, the last one first."""
+        """Yield the lines of standard output that are JSON objects, the last one first."""
         lines = bytes(self._kept[Stream.STDOUT]).split(b"\n")
         for line in reversed(lines[1:] if self.cut else lines):
             with suppress(ValueError, RecursionError):
@@ -178,31 +178,31 @@ class Printed:
                     yield event
 
     def text(self) -> str:
-        """Standard output, then standard error."""
+        """Return standard output, then standard error."""
         both = (bytes(self._kept[stream]).decode(errors="replace") for stream in (Stream.STDOUT, Stream.STDERR))
         return "\n--- standard error ---\n".join(part for part in both if part)
 
 
-def result_event(printed: Printed, *, failure: str) -> Ending:
-    """The end as the event `result` of a stream of JSON tells it; `failure` is the field with what went wrong."""
+def result_event(printed: OutputTail, *, failure: str) -> ProgramEnd:
+    """Return the end of a program from the event `result` of its JSON stream; `failure` is the field with the error."""
     for event in printed.events():
         match event:
             case {"type": "result", **rest}:
                 turns = rest.get("num_turns")
-                return Ending(
+                return ProgramEnd(
                     result=str(rest.get("result") or rest.get(failure) or rest.get("subtype") or ""),
                     turns=turns if isinstance(turns, int) else 0,
                     error=bool(rest.get("is_error")),
                 )
-    # One long last line is not kept; then its exit code is all there is.
-    return Ending(error=not printed.cut)
+    # A last line that is too long is dropped, which leaves only the exit code.
+    return ProgramEnd(error=not printed.cut)
 
 
 class CliAgent(ABC):
-    """An agent that is a program; one subclass each. Holds no state between runs."""
+    """Base class of agents that are programs. Stateless between runs."""
 
     name: ClassVar[str]
-    """As it is installed."""
+    """Name of the installation."""
 
     def __init__(self, config: ProgramConfig) -> None:
         """Raises AgentMissing when the program is not installed on this host."""
@@ -210,11 +210,13 @@ class CliAgent(ABC):
         self._source = None if config.in_image else (config.folder or installed_folder(self.name))
 
     @abstractmethod
-    def launch(self, place: Place) -> Launch: ...
+    def launch(self, context: LaunchContext) -> Launch:
+        """Return the command to start."""
+        ...
 
     @abstractmethod
-    def ending(self, printed: Printed) -> Ending:
-        """What the program's last words are."""
+    def ending(self, printed: OutputTail) -> ProgramEnd:
+        """Parse the end of the program from its output."""
         ...
 
     @property
@@ -223,18 +225,41 @@ class CliAgent(ABC):
             return ()
         return (HostFolder(source=str(self._source.resolve()), target=f"{FOLDERS}/{self.name}"),)
 
-    def program(self, place: Place, path: str) -> str:
-        """The program to run: `path` below the agent's folder, or what the recipe names."""
-        return self._config.in_image or f"{place.folder}/{path}"
+    def program(self, context: LaunchContext, path: str) -> str:
+        """Return the program to run: `path` below the folder of the agent, or that of the recipe."""
+        return self._config.in_image or f"{context.folder}/{path}"
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
-        """See `Agent.run`. Raises SandboxError, AgentNotStarted."""
+        """Run the program on the task. Raises SandboxError, AgentNotStarted."""
         target, prefix = target_of(session.base_url)
-        place = self._place(session, task, prefix)
-        launch = self.launch(place)
-        await self._prepare(sandbox, place, launch)
+        repository = task.evaluator.repository
+        folder = repository.workdir if repository is not None else _DEFAULT_FOLDER
+        context = LaunchContext(
+            folder=f"{FOLDERS}/{self.name}",
+            home=self._config.home,
+            url=f"http://127.0.0.1:{self._config.port}{prefix}",
+            token=prefix.rsplit("/", 1)[-1],
+            working_directory=self._config.working_directory or folder,
+            prompt=self._config.prompt.replace(INSTRUCTION, task.instruction),
+            context_tokens=session.context_tokens,
+        )
+        launch = self.launch(context)
+        await self._prepare(sandbox, context, launch)
+        environment = {"HOME": context.home, **SAFE_DIRECTORIES, **launch.environment, **self._config.environment}
         async with sandbox.expose(self._config.port, target, prefix):
-            exit_code, printed = await self._run(sandbox, place, launch)
+            process = await sandbox.spawn(
+                ["/bin/sh", "-c", _START, "sh", launch.setup, launch.stdin, *launch.command],
+                user=self._config.user,
+                env=environment,
+                cwd=context.working_directory,
+            )
+            try:
+                printed = OutputTail(self._config.max_log_bytes)
+                async for piece in process.output():
+                    printed.add(piece.stream, piece.data)
+                exit_code = await process.wait()
+            finally:
+                await asyncio.shield(_kill(process))
         ending = self.ending(printed)
         return AgentReport(
             stop=StopReason.ERROR if exit_code != 0 or ending.error else StopReason.FINISHED,
@@ -244,26 +269,17 @@ class CliAgent(ABC):
             log_tail=printed.text(),
         )
 
-    def _place(self, session: AgentSession, task: Task, prefix: str) -> Place:
-        repository = task.evaluator.repository
-        folder = repository.workdir if repository is not None else _DEFAULT_FOLDER
-        return Place(
-            folder=f"{FOLDERS}/{self.name}",
-            home=self._config.home,
-            url=f"http://127.0.0.1:{self._config.port}{prefix}",
-            token=prefix.rsplit("/", 1)[-1],
-            working_directory=self._config.working_directory or folder,
-            prompt=self._config.prompt.replace(INSTRUCTION, task.instruction),
-            context_tokens=session.context_tokens,
-        )
-
-    async def _prepare(self, sandbox: Sandbox, place: Place, launch: Launch) -> None:
-        """Home, files and ownership. Whether that was enough, the program's own user finds out."""
+    async def _prepare(self, sandbox: Sandbox, context: LaunchContext, launch: Launch) -> None:
+        """Write the files, and give home and working directory to the user. `_START` checks the permissions."""
         if launch.files:
             await sandbox.write_many(dict(launch.files))
-        home, folder = shlex.quote(place.home), shlex.quote(place.working_directory)
+        home, folder = shlex.quote(context.home), shlex.quote(context.working_directory)
         program = shlex.quote(launch.command[0])
-        owner = shlex.quote(_owner(self._config.user))
+        user = self._config.user
+        if ":" not in user:
+            # A user's own group; for a number without a passwd entry chown(1) needs the number.
+            user = f"{user}:{user}" if user.isdigit() else f"{user}:"
+        owner = shlex.quote(user)
         commands = [
             f"command -v -- {program} > /dev/null || {{ echo there is no {program}; exit 1; }}",
             f"mkdir -p -- {home} || exit 1",
@@ -276,47 +292,24 @@ class CliAgent(ABC):
             said = (result.stdout + result.stderr)[-300:].decode(errors="replace").strip()
             raise AgentNotStarted(f"{self.name}: {said} (in the sandbox)")
 
-    async def _run(self, sandbox: Sandbox, place: Place, launch: Launch) -> tuple[int, Printed]:
-        environment = {"HOME": place.home, **SAFE_DIRECTORIES, **launch.environment, **self._config.environment}
-        process = await sandbox.spawn(
-            ["/bin/sh", "-c", _START, "sh", launch.setup, launch.stdin, *launch.command],
-            user=self._config.user,
-            env=environment,
-            cwd=place.working_directory,
-        )
-        try:
-            printed = Printed(self._config.max_log_bytes)
-            async for piece in process.output():
-                printed.add(piece.stream, piece.data)
-            return await process.wait(), printed
-        finally:
-            await asyncio.shield(_end(process))
-
 
 SAFE_DIRECTORIES: Final = {
     "GIT_CONFIG_COUNT": "1",
     "GIT_CONFIG_KEY_0": "safe.directory",
     "GIT_CONFIG_VALUE_0": "*",
 }
-"""Git refuses a repository that belongs to another user than the one who runs it."""
+"""Git refuses repositories that belong to another user."""
 
 
-async def _end(process: Process) -> None:
-    """Nothing of its tree runs on; it may be dead already, and its sandbox too."""
+async def _kill(process: Process) -> None:
+    """Kill the process tree; the process or its sandbox may be gone already."""
     with suppress(SandboxError):
         await process.signal(_SIGKILL)
 
 
-def _owner(user: str) -> str:
-    """As chown(1) takes it: with the user's own group, which for a number without a passwd entry is the number."""
-    if ":" in user:
-        return user
-    return f"{user}:{user}" if user.isdigit() else f"{user}:"
-
-
 def target_of(base_url: str) -> tuple[HostPort, str]:
-    """Where a session is and the prefix of its paths. Raises ValueError."""
+    """Split the base URL of a session into its host and port, and the prefix of its paths. Raises ValueError."""
     parts = urlsplit(base_url)
     if parts.scheme != "http" or not parts.hostname or not parts.path.strip("/"):
-        raise ValueError(f"{base_url!r} is no base URL of a session (http://host:port/s/...)")
+        raise ValueError(f"{base_url!r} is not a base URL of a session (http://host:port/s/...)")
     return HostPort(host=parts.hostname, port=parts.port or 80), parts.path.rstrip("/")

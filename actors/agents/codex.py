@@ -1,4 +1,4 @@
-"""Codex, by OpenAI's own binary and the Responses wire (it knows no other)."""
+"""The agent Codex, with OpenAI's binary and the Responses API, the only one that it supports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import Place, Printed, ProgramConfig
+    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail, ProgramConfig
 
 _KEY: Final = "GATEWAY_KEY"
 _PROVIDER: Final = "gateway"
@@ -22,7 +22,7 @@ class CodexConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     compact_at: float = Field(default=0.8, gt=0, le=1)
-    """It has its history summarised when so much of the session's context is used."""
+    """Share of the session's context after which Codex summarizes its history."""
 
 
 class Codex(CliAgent):
@@ -32,38 +32,36 @@ class Codex(CliAgent):
         super().__init__(program)
         self._compact_at = settings.compact_at
 
-    def launch(self, place: Place) -> Launch:
+    def launch(self, context: LaunchContext) -> Launch:
         flags = ("--json", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check")
-        program = self.program(place, "bin/codex")
-        home = f"{place.home}/.codex"
-        return Launch(
-            command=(program, "exec", *flags, *self._config.arguments, "-"),
-            environment={"CODEX_HOME": home, _KEY: place.token},
-            files={f"{home}/config.toml": self._settings(place).encode(), place.prompt_file: place.prompt.encode()},
-            stdin=place.prompt_file,
-        )
-
-    def _settings(self, place: Place) -> str:
-        lines = [f"model = {_quoted(self._config.model)}", f"model_provider = {_quoted(_PROVIDER)}"]
-        if place.context_tokens is not None:
-            lines += [
-                f"model_context_window = {place.context_tokens}",
-                f"model_auto_compact_token_limit = {int(place.context_tokens * self._compact_at)}",
+        program = self.program(context, "bin/codex")
+        home = f"{context.home}/.codex"
+        settings = [f"model = {_quoted(self._config.model)}", f"model_provider = {_quoted(_PROVIDER)}"]
+        if context.context_tokens is not None:
+            settings += [
+                f"model_context_window = {context.context_tokens}",
+                f"model_auto_compact_token_limit = {int(context.context_tokens * self._compact_at)}",
             ]
-        lines += [
+        settings += [
             f"[model_providers.{_PROVIDER}]",
             f"name = {_quoted(_PROVIDER)}",
-            f"base_url = {_quoted(place.url + '/v1')}",
+            f"base_url = {_quoted(context.url + '/v1')}",
             f"env_key = {_quoted(_KEY)}",
             'wire_api = "responses"',
             "[analytics]",
             "enabled = false",
         ]
-        return "\n".join(lines) + "\n"
+        config = "".join(f"{line}\n" for line in settings).encode()
+        return Launch(
+            command=(program, "exec", *flags, *self._config.arguments, "-"),
+            environment={"CODEX_HOME": home, _KEY: context.token},
+            files={f"{home}/config.toml": config, context.prompt_file: context.prompt.encode()},
+            stdin=context.prompt_file,
+        )
 
-    def ending(self, printed: Printed) -> Ending:
+    def ending(self, output: OutputTail) -> ProgramEnd:
         result, turns, failure = "", 0, ""
-        for event in printed.events():
+        for event in output.events():
             match event:
                 case {"type": "turn.failed", "error": {"message": str() as message}}:
                     failure = failure or message
@@ -73,11 +71,11 @@ class Codex(CliAgent):
                     turns += 1
                 case {"type": "item.completed", "item": {"type": "agent_message", "text": str() as text}}:
                     result = result or text
-        # An error that a retry mended is in the log too, before the turn that was completed.
+        # The log also has errors that a retry fixed, before the turn that was completed.
         failed = not turns
-        return Ending(result=failure if failed else result, error=failed)
+        return ProgramEnd(result=failure if failed else result, error=failed)
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML, of which JSON's are a part but for DEL."""
+    """Quote a TOML basic string. JSON strings are valid ones but for DEL."""
     return json.dumps(text).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Which agent works on the tasks, and the settings of each."""
+"""The config section `agent`: the kind of agent and the settings of each kind."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from headrace.actors.section import Section
 
 
 class AgentKind(StrEnum):
-    """Which agent works on the tasks."""
+    """Agent that works on the tasks."""
 
     SHELL = "shell"
     """The white-box shell agent: every answer of the policy is a command."""
     IMMEDIATE = "immediate"
-    """Returns at once: for measuring the orchestration only."""
+    """Returns at once; only for measuring the orchestration."""
     SIMULATED = "simulated"
-    """Takes time instead of working, over simulated engines: for replays and measuring."""
+    """Takes time instead of working, over simulated engines; for replays and measurements."""
     CLAUDE_CODE = "claude-code"
-    """Anthropic's program, in the sandbox; this and the following come by `scripts/install_agents`."""
+    """Anthropic's program, in the sandbox; installed by `scripts/install_agents`, as are the following."""
     CODEX = "codex"
     """OpenAI's program, in the sandbox."""
     MINI_SWE_AGENT = "mini-swe-agent"
-    """A small agent in Python with one tool or none, in the sandbox."""
+    """A small Python agent with at most one tool, in the sandbox."""
     QWEN_CODE = "qwen-code"
     """Qwen's program, in the sandbox."""
     OPENCODE = "opencode"
@@ -39,16 +39,16 @@ class AgentKind(StrEnum):
 
 class AgentSection(Section):
     kind: AgentKind | str = Field(default=AgentKind.SHELL, union_mode="left_to_right")
-    """Which agent works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
-    `simulated`, which takes time, `immediate`, which does nothing, or one of another package (docs/extending.md)."""
+    """Agent that works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
+    `simulated` (only takes time), `immediate` (does nothing), or one of another package (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of an agent of another package, by name."""
+    """Keyword arguments for an agent of another package."""
     turns: int = Field(default=50, ge=1)
-    """Answers of the policy in one session of an agent of another package."""
+    """Maximum answers of the policy in one session of an agent of another package."""
     shell: ShellAgentConfig = ShellAgentConfig()
     """Settings of the shell agent."""
     program: ProgramConfig = ProgramConfig()
-    """Settings of an agent that is a program, whichever."""
+    """Settings shared by all agents that are programs."""
     claude_code: ClaudeCodeConfig = ClaudeCodeConfig()
     """Further settings of Claude Code."""
     codex: CodexConfig = CodexConfig()
@@ -60,17 +60,17 @@ class AgentSection(Section):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the agent is of another package."""
+        """True for an agent of another package."""
         return not isinstance(self.kind, AgentKind)
 
     @property
     def is_program(self) -> bool:
-        """Whether the agent is a program in the sandbox. One of another package is taken for a loop of its own."""
+        """True for an agent that is a program in the sandbox; agents of other packages count as loops of their own."""
         return not self.is_outside and self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
 
     @property
     def max_turns(self) -> int:
-        """Answers of the policy in one session."""
+        """Maximum answers of the policy in one session."""
         if self.is_outside:
             return self.turns
         if self.kind is AgentKind.SIMULATED:

@@ -1,5 +1,4 @@
-"""An agent that returns at once, without a turn: for measuring the orchestration around it (`scripts/bench
-orchestration`)."""
+"""The agent that returns at once, for measuring the orchestration around it (`scripts/bench orchestration`)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ImmediateAgent:
-    """Finishes before its first turn; nothing is sampled, so nothing can be trained."""
+    """Agent that finishes before its first turn, so that nothing is sampled or trained."""
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:

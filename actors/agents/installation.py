@@ -1,11 +1,12 @@
 # ruff: noqa: T201 - a program
-"""Installs agents from npm and PyPI into the user's cache: `scripts/install_agents [--all] [--latest] [NAME ...]`.
+"""The installer of agents from npm and PyPI: `scripts/install_agents [--all] [--latest] [NAME ...]`.
 
 Invariants:
-- An installation appears complete or not at all: it is built beside its place and renamed. What is there stays as it
-  is: another version is another folder. One installer works at a time, and first removes what a killed one left.
-- npm's scripts are never run; what is taken out of its packages are files.
-- Everybody may read and run the files: sandboxes show them to users of their own.
+- An installation appears complete or not at all: it is built in a temporary folder and renamed. Existing installations
+  are never changed: another version is another folder. A lock allows one installer at a time, which first removes
+  leftovers of killed ones.
+- Scripts of npm packages are never run; only files are copied from packages.
+- The files are readable and executable for all users, since sandboxes run agents as other users.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 EVERY_RUN: Final = ("claude-code", "codex", "mini-swe-agent")
-"""Those that the ordinary tests need."""
+"""Agents that the default tests need."""
 _TIMEOUT_S: Final = 900.0
 _ARCHITECTURES: Final = {"x86_64": ("x64", "x86_64"), "aarch64": ("arm64", "aarch64")}
-"""By machine: as npm packages and as Rust's targets call it."""
+"""Names of the machine in npm packages and in Rust targets."""
 _BUILDING, _NPM = ".building-", ".npm-"
 _SYSTEM_PYTHON: Final = "/usr/bin/python3"
-"""Of the image `host`."""
+"""Python of the image `host`."""
 
 
 class AgentMissing(Exception):
@@ -44,12 +45,12 @@ class AgentMissing(Exception):
 
 
 class InstallFailed(Exception):
-    """npm or pip could not be run, could not reach its registry, or did not deliver what was expected."""
+    """npm or pip failed, could not reach its registry, or delivered unexpected files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NpmPackage:
-    """`version` may be `latest`. `files` maps paths in the package to paths in the installation."""
+    """An npm package. `version` may be `latest`; `files` maps paths in the package to paths in the installation."""
 
     name: str
     version: str
@@ -57,11 +58,11 @@ class NpmPackage:
 
 
 def npm_packages(agent: str, machine: str) -> tuple[NpmPackage, ...]:
-    """What an agent is made of; empty for one that comes from PyPI. Raises InstallFailed, KeyError."""
+    """Return the npm packages of an agent, none for one from PyPI. Raises InstallFailed, KeyError."""
     try:
         short, long = _ARCHITECTURES[machine]
     except KeyError:
-        raise InstallFailed(f"no agent is built for {machine}") from None
+        raise InstallFailed(f"there are no agent binaries for {machine}; use x86_64 or aarch64") from None
     codex = f"vendor/{long}-unknown-linux-musl"
     return {
         "claude-code": (
@@ -100,46 +101,49 @@ PINNED: Final = {
     "opencode": versions.OPENCODE,
     "qwen-code": f"{versions.QWEN_CODE}-node{versions.NODE}",
 }
-"""Names of the installations' folders, after the agent's."""
+"""Versions in the names of installation folders, by agent."""
 
 
 def cache_folder() -> Path:
-    """Where agents are installed."""
+    """Return the folder of all installations."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "headrace" / "agents"
 
 
 def installed_folder(agent: str) -> Path:
-    """The pinned version of an agent on this host. Raises AgentMissing."""
+    """Return the folder of the pinned version of an agent. Raises AgentMissing."""
     folder = cache_folder() / f"{agent}-{PINNED[agent]}"
-    # That of packages for several versions of Python is made before the first of them is in it.
+    # The folder for several Python versions is created before the first of them is installed.
     if not folder.is_dir() or not any(folder.iterdir()):
         raise AgentMissing(f"{agent} {PINNED[agent]} is not installed: run `scripts/install_agents {agent}`")
     return folder
 
 
 def install(agent: str, *, latest: bool = False, python: str | None = None) -> Path:
-    """The folder of an agent, installed if it is not there. `python` is a version (`3.12`) of the images that
-    mini-swe-agent is to run in; by default that of the image `host`. Raises InstallFailed."""
+    """Install an agent if it is missing, and return its folder. `python` is the Python version (`3.12`) of the images
+    that mini-swe-agent runs in, by default that of the image `host`. Raises InstallFailed."""
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
-    with _alone(cache):
-        if agent == "mini-swe-agent":
-            return _install_mini(cache, latest=latest, python=python or system_python())
-        return _install_npm(agent, cache, latest=latest)
-
-
-@contextmanager
-def _alone(cache: Path) -> Iterator[None]:
     with FileLock(cache / ".lock"):
         for left in (*cache.glob(f"{_BUILDING}*"), *cache.glob(f"{_NPM}*")):
             shutil.rmtree(left, ignore_errors=True)
-        yield
+        if agent == "mini-swe-agent":
+            return _install_mini(cache, latest=latest, python=python or system_python())
+        packages = npm_packages(agent, platform.machine())
+        if latest:
+            packages = tuple(_newest(package) for package in packages)
+        target = cache / "-".join((agent, *map(_label, packages)))
+        if not target.is_dir():
+            with _building(cache) as building, tempfile.TemporaryDirectory(dir=cache, prefix=_NPM) as prefix:
+                for package in packages:
+                    _copy_files(package, Path(prefix), building)
+                _publish(building, target)
+        return target
 
 
 @contextmanager
 def _building(cache: Path) -> Iterator[Path]:
-    """A new folder beside the installations; gone at the end unless it became one."""
+    """Create a folder beside the installations; it is removed at the end unless it was renamed to one."""
     folder = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=cache))
     try:
         yield folder
@@ -148,43 +152,28 @@ def _building(cache: Path) -> Iterator[Path]:
 
 
 def _publish(folder: Path, target: Path) -> None:
-    if not target.is_dir():
-        _open_to_all(folder)
-        target.parent.mkdir(exist_ok=True)
-        folder.rename(target)
-
-
-def _open_to_all(folder: Path) -> None:
+    """Rename a built folder to an installation, readable for all users."""
+    if target.is_dir():
+        return
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files, "."):
             path = Path(parent, name)
             if not path.is_symlink():
                 mode = path.stat().st_mode
-                # ripgrep comes without the permission where a script of npm's would give it.
+                # ripgrep lacks the permission, since the npm script that sets it is not run.
                 executable = 0o111 if path.is_dir() or mode & 0o100 or name == "rg" else 0
                 path.chmod((mode | 0o444 | executable) & 0o755)
-
-
-def _install_npm(agent: str, cache: Path, *, latest: bool) -> Path:
-    packages = npm_packages(agent, platform.machine())
-    if latest:
-        packages = tuple(_newest(package) for package in packages)
-    target = cache / "-".join((agent, *map(_label, packages)))
-    if not target.is_dir():
-        with _building(cache) as building, tempfile.TemporaryDirectory(dir=cache, prefix=_NPM) as prefix:
-            for package in packages:
-                _take(package, Path(prefix), building)
-            _publish(building, target)
-    return target
+    target.parent.mkdir(exist_ok=True)
+    folder.rename(target)
 
 
 def _label(package: NpmPackage) -> str:
-    """Its version in the folder's name."""
+    """Return the version of a package for the folder name."""
     return f"node{package.version}" if package.name.startswith("node-") else package.version.partition("-linux-")[0]
 
 
 def _newest(package: NpmPackage) -> NpmPackage:
-    """Node stays: it is no agent. The platform's package of Codex is a version with a suffix of the same package."""
+    """Return the newest version of a package. Node stays at its pin, and Codex has a version suffix per platform."""
     if package.name.startswith("node-"):
         return package
     version = json.loads(_run(("npm", "view", package.name, "version", "--json")))
@@ -192,9 +181,9 @@ def _newest(package: NpmPackage) -> NpmPackage:
     return replace(package, version=f"{version}{suffix}")
 
 
-def _take(package: NpmPackage, prefix: Path, building: Path) -> None:
+def _copy_files(package: NpmPackage, prefix: Path, building: Path) -> None:
     options = ("--ignore-scripts", "--omit=optional", "--no-save", "--no-package-lock", "--no-audit", "--no-fund")
-    # By default it would try for 70 s where there is no registry.
+    # By default npm would retry for 70 s without a registry.
     patience = ("--fetch-retries=2", "--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=5000")
     _run(("npm", "install", "--prefix", str(prefix), *options, *patience, f"{package.name}@{package.version}"))
     unpacked = prefix / "node_modules" / package.name
@@ -202,11 +191,11 @@ def _take(package: NpmPackage, prefix: Path, building: Path) -> None:
         try:
             shutil.move(unpacked / source, building / target)
         except OSError as error:
-            raise InstallFailed(f"{package.name} {package.version}: no {source} in the package ({error})") from error
+            raise InstallFailed(f"{package.name} {package.version}: the package has no {source} ({error})") from error
 
 
 def _install_mini(cache: Path, *, latest: bool, python: str) -> Path:
-    """Packages for one version of Python, beside those for others."""
+    """Install the packages for one Python version beside those for others."""
     folder = cache / f"mini-swe-agent-{versions.MINI_SWE_AGENT}"
     if not latest and (folder / f"py{python}").is_dir():
         return folder
@@ -222,50 +211,50 @@ def _install_mini(cache: Path, *, latest: bool, python: str) -> Path:
 
 
 def _pip(target: Path, python: str, arguments: Sequence[str]) -> None:
-    """Install binary packages for that Python and compile them: sandboxes could not keep what they compile."""
+    """Install binary packages for a Python version and compile them, since sandboxes could not store compiled files."""
     quiet = ("--quiet", "--disable-pip-version-check", "--no-warn-script-location", "--no-compile")
     place = ("--target", str(target), "--python-version", python, "--only-binary=:all:")
     _run((sys.executable, "-m", "pip", "install", *quiet, *place, *arguments))
     ours = f"{sys.version_info.major}.{sys.version_info.minor}"
     compiler = sys.executable if python == ours else shutil.which(f"python{python}")
     if compiler is not None:
-        # Some packages hold files for other versions of Python, which do not compile.
+        # Not checked: some packages have files for other Python versions, which do not compile.
         command = (compiler, "-m", "compileall", "-qq", str(target))
         subprocess.run(command, check=False, capture_output=True, timeout=_TIMEOUT_S)
 
 
 def system_python() -> str:
-    """The version, as in `3.11`, of the Python that the image `host` has."""
+    """Return the Python version of the image `host`, as in `3.11`."""
     program = _SYSTEM_PYTHON if Path(_SYSTEM_PYTHON).exists() else sys.executable
     return _run((program, "-c", "import sys; print('%d.%d' % sys.version_info[:2])")).strip()
 
 
 def _run(command: Sequence[str]) -> str:
-    """Its standard output. Raises InstallFailed with the end of what it says."""
+    """Run a command and return its standard output. Raises InstallFailed with its error lines."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InstallFailed(f"{command[0]}: {error}") from error
     if done.returncode != 0:
         said = " ".join(line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower())
-        # npm begins with the reason, pip ends with it.
+        # npm prints the reason first, pip last.
         ends = said if len(said) <= 400 else f"{said[:200]} ... {said[-200:]}"
-        raise InstallFailed(f"{' '.join(command[:4])} ... ended with {done.returncode}: {ends}")
+        raise InstallFailed(f"{' '.join(command[:4])} ... failed with exit code {done.returncode}: {ends}")
     return done.stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program. 0 when all that was asked for is installed, 1 otherwise, with the reasons on standard error."""
+    """Install agents. Returns 0 if all are installed, else 1, with the reasons on standard error."""
     parser = argparse.ArgumentParser(prog="scripts/install_agents", description="Installs agents from npm and PyPI.")
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(PINNED)}; {', '.join(EVERY_RUN)} if none"
+        "names", nargs="*", metavar="NAME", help=f"agents: {', '.join(PINNED)}; by default {', '.join(EVERY_RUN)}"
     )
-    parser.add_argument("--all", action="store_true", help="all of them")
-    parser.add_argument("--latest", action="store_true", help="the newest versions instead of the pinned ones")
-    parser.add_argument("--python", metavar="X.Y", help="the image's Python, for mini-swe-agent")
+    parser.add_argument("--all", action="store_true", help="install all agents")
+    parser.add_argument("--latest", action="store_true", help="install the newest versions instead of the pinned ones")
+    parser.add_argument("--python", metavar="X.Y", help="Python version of the image, for mini-swe-agent")
     given = parser.parse_args(arguments)
     if unknown := sorted(set(given.names) - set(PINNED)):
-        parser.error(f"{', '.join(unknown)}: no such agent; there are {', '.join(PINNED)}")
+        parser.error(f"{', '.join(unknown)}: unknown agent; choose from {', '.join(PINNED)}")
     failed = False
     for agent in PINNED if given.all else given.names or EVERY_RUN:
         try:

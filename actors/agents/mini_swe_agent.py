@@ -1,7 +1,7 @@
-"""mini-swe-agent, by its Python API: a driver of ours runs it inside the sandbox, with packages that were installed for
-the Python of the task's image (3.10 and later).
+"""The agent mini-swe-agent: a driver calls its Python API in the sandbox.
 
-Its commands find neither those packages nor the session's address in their environment: the driver gets both in a file.
+The packages were installed for the Python version of the task image (3.10 and later). Commands of the policy see
+neither the packages nor the URL of the session in their environment, since the driver gets both in a file.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd
 from headrace.actors.in_sandbox import source
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import Place, Printed, ProgramConfig
+    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail, ProgramConfig
 
 
 class MiniMode(StrEnum):
-    """How the policy gives its commands."""
+    """Form of the commands of the policy."""
 
     TOOL = "tool"
-    """As calls of one tool, `bash`."""
+    """Calls of one tool, `bash`."""
     TEXT = "text"
-    """As one block of code in its text."""
+    """One code block in the text."""
 
 
 class MiniSweAgentConfig(BaseModel):
@@ -36,8 +36,8 @@ class MiniSweAgentConfig(BaseModel):
     mode: MiniMode = MiniMode.TOOL
     """`tool` or `text`."""
     python: str = "python3"
-    """The image's Python that runs the installed packages; its version must be one they were installed for. With
-    `in_image`, which is then a Python that has minisweagent and litellm itself, it means nothing."""
+    """Python of the image that runs the installed packages, of a version they were installed for. Ignored with
+    `in_image`, which must be a Python that has minisweagent and litellm itself."""
     command_timeout_s: int = Field(default=60, ge=1)
     """Deadline of one command of the policy."""
 
@@ -49,18 +49,18 @@ class MiniSweAgent(CliAgent):
         super().__init__(program)
         self._settings = settings
 
-    def launch(self, place: Place) -> Launch:
-        config, folder = self._config, f"{place.home}/.mini-swe-agent"
+    def launch(self, context: LaunchContext) -> Launch:
+        config, folder = self._config, f"{context.home}/.mini-swe-agent"
         driver, settings = f"{folder}/driver.py", f"{folder}/settings.json"
         python = (config.in_image,) if config.in_image else (self._settings.python, "-I", "-S")
-        told = {
-            "packages": "" if config.in_image else place.folder,
+        driver_settings = {
+            "packages": "" if config.in_image else context.folder,
             "mode": self._settings.mode.value,
-            "task": place.prompt,
+            "task": context.prompt,
             "model": f"openai/{config.model}",
-            "url": f"{place.url}/v1",
-            "key": place.token,
-            "working_directory": place.working_directory,
+            "url": f"{context.url}/v1",
+            "key": context.token,
+            "working_directory": context.working_directory,
             "command_timeout_s": self._settings.command_timeout_s,
         }
         return Launch(
@@ -71,12 +71,12 @@ class MiniSweAgent(CliAgent):
                 "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "4",
                 "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             },
-            files={driver: source("mini_driver").encode(), settings: json.dumps(told).encode()},
+            files={driver: source("mini_driver").encode(), settings: json.dumps(driver_settings).encode()},
         )
 
-    def ending(self, printed: Printed) -> Ending:
-        for event in printed.events():
+    def ending(self, output: OutputTail) -> ProgramEnd:
+        for event in output.events():
             match event:
                 case {"type": "result", "status": str() as status, "result": str() as result, "turns": int() as turns}:
-                    return Ending(result=result or status, turns=turns, error=status != "Submitted")
-        return Ending(error=True)
+                    return ProgramEnd(result=result or status, turns=turns, error=status != "Submitted")
+        return ProgramEnd(error=True)

@@ -1,14 +1,14 @@
-"""opencode, over Chat Completions. It names its conversation by a call of its own, beside the first turn."""
+"""The agent opencode, over Chat Completions. In addition to the first turn it makes a call to name its conversation."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import Place, Printed
+    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail
 
 _PROVIDER: Final = "gateway"
 
@@ -16,30 +16,17 @@ _PROVIDER: Final = "gateway"
 class Opencode(CliAgent):
     name = "opencode"
 
-    def launch(self, place: Place) -> Launch:
-        program = self.program(place, "opencode")
-        settings = json.dumps(self._settings(place)).encode()
-        switches = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
-        return Launch(
-            command=(program, "run", "--format", "json", *self._config.arguments),
-            environment={f"OPENCODE_DISABLE_{switch}": "1" for switch in switches},
-            files={
-                f"{place.home}/.config/opencode/opencode.json": settings,
-                place.prompt_file: place.prompt.encode(),
-            },
-            stdin=place.prompt_file,
-        )
-
-    def _settings(self, place: Place) -> dict[str, Any]:
+    def launch(self, context: LaunchContext) -> Launch:
+        program = self.program(context, "opencode")
         model: dict[str, Any] = {"name": self._config.model}
-        if place.context_tokens is not None:
-            model["limit"] = {"context": place.context_tokens, "output": max(1, place.context_tokens // 4)}
+        if context.context_tokens is not None:
+            model["limit"] = {"context": context.context_tokens, "output": max(1, context.context_tokens // 4)}
         name = f"{_PROVIDER}/{self._config.model}"
-        return {
+        settings = {
             "provider": {
                 _PROVIDER: {
                     "npm": "@ai-sdk/openai-compatible",
-                    "options": {"baseURL": f"{place.url}/v1", "apiKey": place.token},
+                    "options": {"baseURL": f"{context.url}/v1", "apiKey": context.token},
                     "models": {self._config.model: model},
                 }
             },
@@ -48,10 +35,20 @@ class Opencode(CliAgent):
             "permission": {"edit": "allow", "bash": "allow"},
             "autoupdate": False,
         }
+        switches = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
+        return Launch(
+            command=(program, "run", "--format", "json", *self._config.arguments),
+            environment={f"OPENCODE_DISABLE_{switch}": "1" for switch in switches},
+            files={
+                f"{context.home}/.config/opencode/opencode.json": json.dumps(settings).encode(),
+                context.prompt_file: context.prompt.encode(),
+            },
+            stdin=context.prompt_file,
+        )
 
-    def ending(self, printed: Printed) -> Ending:
+    def ending(self, output: OutputTail) -> ProgramEnd:
         result, turns, failure = "", 0, ""
-        for event in printed.events():
+        for event in output.events():
             match event:
                 case {"type": "text", "part": {"text": str() as text}}:
                     result = result or text
@@ -59,4 +56,4 @@ class Opencode(CliAgent):
                     turns += 1
                 case {"type": "error", "error": error}:
                     failure = failure or json.dumps(error)
-        return Ending(result=failure or result, turns=turns, error=bool(failure) or not turns)
+        return ProgramEnd(result=failure or result, turns=turns, error=bool(failure) or not turns)

@@ -1,4 +1,4 @@
-"""The agent that a recipe names."""
+"""The registry of agents that recipes can name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def make_agent(section: AgentSection) -> Agent:
-    """Raises ConfigError when there is no such agent, its program is not installed, or its settings do not fit."""
+    """Create the agent of a recipe. Raises ConfigError for an unknown agent, a missing program or invalid settings."""
     try:
         return AGENTS.find(section.kind)(section)
     except (AgentMissing, PartRefused) as error:
@@ -36,20 +36,20 @@ def make_agent(section: AgentSection) -> Agent:
 
 
 def _of_another_package(found: object) -> MakeAgent:
-    """`found` is called with `agent.settings` and gives an Agent."""
+    """Return a factory that calls `found` with `agent.settings`, which must return an Agent."""
     if not callable(found):
-        raise TypeError("it cannot be called with the settings")
+        raise TypeError("it is not callable; give a function or class that takes agent.settings")
     make: Callable[..., Any] = found
 
     def made(section: AgentSection) -> Agent:
         try:
             agent: Agent = make(**section.settings)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"agent.settings: {section.kind} does not take them: {error}") from error
+            raise ConfigError(f"agent.settings: {section.kind} does not accept them: {error}") from error
         for name in ("run", "folders"):
             if not hasattr(agent, name):
                 raise ConfigError(
-                    f"agent.kind: {section.kind!r} gives no agent: it has no {name!r} (docs/extending.md)"
+                    f"agent.kind: {section.kind!r} did not return an agent: {name!r} is missing (docs/extending.md)"
                 )
         return agent
 

@@ -1,7 +1,7 @@
-"""A white-box agent: each answer of the policy is one command line for the sandbox.
+"""The white-box shell agent: each answer of the policy is one command line for the sandbox.
 
 Invariants:
-- The policy's text is run unchanged or not at all; what it prints (capped) is the next message.
+- The text of the policy is run unchanged or not at all; its output (capped) is the next message.
 - Messages only grow, so every prompt extends the one before it.
 """
 
@@ -36,17 +36,17 @@ class ShellAgentConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_turns: int = Field(default=3, ge=1)
-    """Answers of the policy, the last one included."""
+    """Maximum answers of the policy, including the last one."""
     command_timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one command; past it the policy reads `timeout`."""
     max_observation_bytes: int = Field(default=48, ge=1)
-    """How much of a command's output the policy reads: the tiny policy's context is short."""
+    """Bytes of a command's output that the policy reads; small, since the tiny policy has a short context."""
     working_directory: str = "/workspace"
-    """Where every command starts; each one is a fresh shell."""
+    """Working directory of every command; each one runs in a new shell."""
 
 
 class ShellAgent:
-    """Runs one task. Holds no state between runs."""
+    """Agent that runs each answer as a command. Stateless between runs."""
 
     def __init__(self, config: ShellAgentConfig) -> None:
         self._config = config
@@ -56,7 +56,7 @@ class ShellAgent:
         return ()
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
-        """Ask, run, show, until the policy exits or a limit ends it.
+        """Ask the policy, run its command and show the output, until it exits or a limit ends it.
 
         Raises:
             ChatFailed: the gateway failed or refused.
@@ -72,7 +72,17 @@ class ShellAgent:
             refusal = unusable(reply)
             if refusal is not None:
                 return AgentReport(stop=refusal, turns=turn, commands=tuple(commands))
-            observation = await self._run_command(sandbox, reply.text)
+            with tracer.start_as_current_span(span_names.TOOL):
+                try:
+                    result = await sandbox.exec(
+                        reply.text,
+                        cwd=self._config.working_directory,
+                        timeout_s=self._config.command_timeout_s,
+                        max_output_bytes=self._config.max_observation_bytes,
+                    )
+                    observation = observation_of(result, self._config.max_observation_bytes)
+                except ExecTimeout:
+                    observation = TIMEOUT_OBSERVATION
             commands.append(reply.text)
             if ends_session(reply.text):
                 return AgentReport(stop=StopReason.FINISHED, turns=turn, commands=tuple(commands))
@@ -80,26 +90,9 @@ class ShellAgent:
             messages.append(ChatMessage(role="user", content=observation))
         return AgentReport(stop=StopReason.TURNS, turns=self._config.max_turns, commands=tuple(commands))
 
-    async def _run_command(self, sandbox: Sandbox, command: str) -> str:
-        cap = self._config.max_observation_bytes
-        with tracer.start_as_current_span(span_names.TOOL):
-            return await self._observe(sandbox, command, cap)
-
-    async def _observe(self, sandbox: Sandbox, command: str, cap: int) -> str:
-        try:
-            result = await sandbox.exec(
-                command,
-                cwd=self._config.working_directory,
-                timeout_s=self._config.command_timeout_s,
-                max_output_bytes=cap,
-            )
-        except ExecTimeout:
-            return TIMEOUT_OBSERVATION
-        return observation_of(result, cap)
-
 
 def unusable(reply: ChatReply) -> StopReason | None:
-    """Why an answer cannot be run; None when it can."""
+    """Return the stop reason for an answer that cannot be run, None if it can."""
     if reply.finish_reason == "length":
         return StopReason.LENGTH
     if not reply.text.strip() or "\n" in reply.text or "\0" in reply.text:
@@ -108,10 +101,10 @@ def unusable(reply: ChatReply) -> StopReason | None:
 
 
 def ends_session(command: str) -> bool:
-    """True when the last word of the command line is `exit`."""
+    """Return True if the last word of the command line is `exit`."""
     return _ENDS_WITH_EXIT.search(command) is not None
 
 
 def observation_of(result: ExecResult, max_bytes: int) -> str:
-    """The first `max_bytes` of standard output, then standard error, without the last line ends."""
+    """Return the first `max_bytes` of standard output and standard error, without trailing newlines."""
     return (result.stdout + result.stderr)[:max_bytes].decode(errors="replace").rstrip("\n")

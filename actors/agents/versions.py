@@ -1,8 +1,7 @@
-"""The versions of the agents that `scripts/install_agents` installs and that the tests are run with: one place.
+"""The versions of agents that `scripts/install_agents` installs and the tests run with.
 
-Pins of Python packages are a whole set that was installed and run together. Left out are requirements of
-mini-swe-agent's and litellm's metadata that its default agent never imports (data sets, AWS, terminal interfaces):
-they are most of half a gigabyte.
+The Python packages are pinned as a set that was tested together. It leaves out requirements of mini-swe-agent and
+litellm that the default agent never imports (data sets, AWS, terminal interfaces), which are most of half a gigabyte.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ CODEX: Final = "0.169.0"
 QWEN_CODE: Final = "0.15.10"
 OPENCODE: Final = "1.18.33"
 NODE: Final = "20.20.2"
-"""For qwen-code, which needs 20 or later."""
+"""Node for qwen-code, which needs 20 or later."""
 MINI_SWE_AGENT: Final = "2.4.6"
 LITELLM: Final = "1.106.2"
 MCP: Final = "2.3.0"
-"""litellm imports it for calls of tools, and does not require it."""
+"""litellm imports it for tool calls, but does not require it."""
 MINI_SWE_AGENT_REQUIREMENTS: Final = (
     "aiohappyeyeballs==2.7.1",
     "aiohttp==3.14.5",

@@ -1,4 +1,4 @@
-"""The command line: one line per expected error, `--verbose` for its traceback, documented exit codes."""
+"""The `headrace` command line: one line per expected error, `--verbose` for its traceback, documented exit codes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=exit_codes.HELP)
 ledger_app = typer.Typer(no_args_is_help=True, help="Check, repair and export the ledger of a run.")
-engine_app = typer.Typer(no_args_is_help=True, help="Inference engines.")
-sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes for other programs.")
+engine_app = typer.Typer(no_args_is_help=True, help="Serve inference engines, and manage the engines of a run.")
+sandbox_app = typer.Typer(no_args_is_help=True, help="Serve sandboxes to other programs.")
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(data_app, name="data")
@@ -60,7 +60,9 @@ def _say_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show tracebacks of errors; may stand anywhere.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show tracebacks of errors; accepted at any position.")
+    ] = False,
     show_version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version and exit.")
     ] = False,
@@ -71,18 +73,20 @@ def root(
 @app.command()
 def run(
     recipe: Annotated[Path, typer.Argument(help="TOML file, e.g. scripts/recipes/quickstart.toml.")],
-    name: Annotated[str, typer.Option(help="Name of the run; recipe and number when empty.")] = "",
-    runs_dir: Annotated[Path, typer.Option(help="Where run directories are made.")] = Path("runs"),
-    seed: Annotated[int | None, typer.Option(min=0, help="Same as --set service.seed=N.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the run; by default the recipe's name and a number.")] = "",
+    runs_dir: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("runs"),
+    seed: Annotated[int | None, typer.Option(min=0, help="Random seed; same as --set service.seed=N.")] = None,
     sandbox: Annotated[
-        str | None, typer.Option(help="Same as --set sandbox.provider=NAME (local, subprocess).")
+        str | None, typer.Option(help="Sandbox provider; same as --set sandbox.provider=NAME (local, subprocess).")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="table.key=value, may be repeated.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override table.key=value; may be repeated.")
+    ] = None,
     json: Json = None,
     quiet: Quiet = False,
     restarts: Restarts = 0,
 ) -> None:
-    """Train: boot everything, run rollouts and learner, evaluate, write the run directory."""
+    """Train a policy: start all parts, run rollouts and learner, evaluate, and write the run directory."""
     from headrace.actors.record.run_directory import free_folder
     from headrace.actors.run.launch import RunRequest, drive, prepare
 
@@ -109,14 +113,16 @@ def resume(
     quiet: Quiet = False,
     restarts: Restarts = 0,
     retry_batch: Annotated[
-        bool, typer.Option("--retry-batch", help="Try a batch again that ended the learner, once the cause is removed.")
+        bool, typer.Option("--retry-batch", help="Retry a batch that stopped the learner, once its cause is fixed.")
     ] = False,
     from_start: Annotated[
         bool,
-        typer.Option("--from-start", help="Undo all steps and train from the start policy again, without checkpoints."),
+        typer.Option(
+            "--from-start", help="Discard all steps and train again from the start policy; ignores checkpoints."
+        ),
     ] = False,
 ) -> None:
-    """Continue a run from its last checkpoint and its ledger, after saying what is kept, restarted and lost."""
+    """Resume a run from its last checkpoint and its ledger; first report what is kept, restarted and lost."""
     from headrace.actors.run.launch import drive, reopen
     from headrace.actors.run.resume import Resuming
 
@@ -132,28 +138,34 @@ def resume(
 
 @app.command("eval")
 def evaluate(
-    source: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe's model, or a run's checkpoint.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|RUN", help="Recipe (evaluates its model) or run directory (evaluates a checkpoint)."
+        ),
+    ],
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="VERSION", help="Of a run, e.g. 1.30; the newest when left out.")
+        str | None, typer.Option(metavar="VERSION", help="Checkpoint of the run, e.g. 1.30; by default the newest.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Answers per task; evaluation.samples by default.")] = None,
-    tasks: Annotated[Path | None, typer.Option(help="JSONL of tasks; the held-out ones when left out.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Answers per task; by default evaluation.samples.")] = None,
+    tasks: Annotated[Path | None, typer.Option(help="JSONL file of tasks; by default the held-out tasks.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate only the first N tasks.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Output folder; goes on with an interrupted evaluation of the same request.")
+        Path | None, typer.Option(help="Output folder; resumes an interrupted evaluation of the same request.")
     ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where the output folder of a recipe is made.")] = Path("runs"),
+    runs_dir: Annotated[Path, typer.Option(help="Parent of the default output folder of a recipe.")] = Path("runs"),
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="table.key=value of a recipe; of a run, only evaluation.sampling.")
+        list[str] | None,
+        typer.Option("--set", help="Override table.key=value; for a run, only keys of evaluation.sampling."),
     ] = None,
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
-    """Evaluate a policy on held-out tasks without training; keeps what every answer left (docs/evaluation.md)."""
-    from headrace.actors.held_out.command import Asked, drive_evaluation, prepare_evaluation
+    """Evaluate a policy on held-out tasks without training; stores the record of every answer (docs/evaluation.md)."""
+    from headrace.actors.held_out.command import EvalRequest, drive_evaluation, prepare_evaluation
 
     evaluation = prepare_evaluation(
-        Asked(
+        EvalRequest(
             source=source,
             checkpoint=checkpoint,
             samples=samples,
@@ -176,11 +188,11 @@ def evaluate(
 
 @app.command()
 def status(
-    run_dir: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run; all runs when left out.")] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where runs are looked for.")] = Path("runs"),
+    run_dir: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run directory; by default all runs.")] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Folder to search for runs.")] = Path("runs"),
     json: Json = None,
 ) -> None:
-    """Tell what run directories say; touches no process."""
+    """Show the state of runs (reads run directories only)."""
     from headrace.actors.engine_group.members_file import read_roster
     from headrace.actors.errors import RunMissing
     from headrace.actors.run.launch import reopen
@@ -214,7 +226,7 @@ def status(
         if state["checkpoints_left_out"]:
             names = ", ".join(state["checkpoints_left_out"])
             say(f"{state['run']} has damaged checkpoints: {names}; remove them once you have looked at them")
-    # Engines end with their run: how they were then is no news.
+    # Engines end with their run, so their last state is of no interest afterwards.
     ended = states[0]["state"] in (RunState.FINISHED, RunState.DRAINED) if states else False
     if run_dir is not None and not ended and (engines := read_roster(found[0][1].engines).engines):
         show(engine_table(engines))
@@ -224,7 +236,7 @@ def status(
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")], json: Json = None
 ) -> None:
-    """Tell what the scheduling did: staleness, what became of short and long rollouts, full stations, parked tasks."""
+    """Report the scheduling of a run: staleness, outcomes by rollout duration, saturated stations, parked tasks."""
     from headrace.actors.run.launch import reopen
     from headrace.actors.run.report import report_of
 
@@ -237,7 +249,7 @@ def report(
 
 @app.command()
 def doctor(json: Json = None) -> None:
-    """Tell which sandbox guarantees this machine gives, and which are missing."""
+    """Show which sandbox guarantees this machine provides, and which are missing."""
     from headrace.actors.runtime.runtime import check_ray_folder
     from headrace.sandboxes.doctor import probe
 
@@ -261,7 +273,7 @@ app.command()(tune)
 def verify(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")], json: Json = None
 ) -> None:
-    """Recompute conservation, staleness and the hash chain of a run; exit code 3 when something does not add up."""
+    """Recompute conservation, staleness and the hash chain of a run; exit code 3 if any check fails."""
     from headrace.actors.run.launch import reopen
     from headrace.buffer.audit.verify import verify as verify_ledger
 
@@ -279,10 +291,10 @@ def verify(
 @ledger_app.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
-    out: Annotated[Path, typer.Option(help="Folder to make, one Parquet file a table.")],
+    out: Annotated[Path, typer.Option(help="Folder to create, with one Parquet file per table.")],
     json: Json = None,
 ) -> None:
-    """Write the ledger and its trajectories as Parquet files; the run may go on meanwhile."""
+    """Export the ledger and its trajectories as Parquet files; the run may keep running."""
     from headrace.actors.run.launch import reopen
     from headrace.buffer.audit.export import export as export_ledger
 
@@ -306,27 +318,27 @@ engine_app.command("remove")(remove_engine)
 
 @app.command("gateway")
 def serve_gateway(
-    engine: Annotated[str, typer.Option(help="Base URLs of SGLang servers, with commas between.")],
-    tokenizer: Annotated[Path, typer.Option(help="Directory with the policy's tokenizer.json and chat template.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes a free port.")] = 0,
+    engine: Annotated[str, typer.Option(help="Base URLs of SGLang servers, separated by commas.")],
+    tokenizer: Annotated[Path, typer.Option(help="Directory with the tokenizer.json and chat template of the policy.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    admin_token_file: Annotated[Path, typer.Option(help="Holds the admin token; made when it is missing.")] = Path(
+    admin_token_file: Annotated[Path, typer.Option(help="File with the admin token; created if missing.")] = Path(
         "gateway-admin-token"
     ),
-    advertise_url: Annotated[
-        str | None, typer.Option(help="Base of the URLs handed to agents that are not on this host.")
+    advertise_url: Annotated[str | None, typer.Option(help="Base URL given to agents on other hosts.")] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="Folder for session logs; by default sessions are kept in memory.")
     ] = None,
-    state: Annotated[Path | None, typer.Option(help="Folder of the session logs; in memory when left out.")] = None,
     parser: Annotated[
-        str, typer.Option(help="How calls are read: auto, hermes, qwen3_coder, none, sglang:NAME.")
+        str, typer.Option(help="Tool call parser: auto, hermes, qwen3_coder, none, sglang:NAME.")
     ] = "auto",
     max_context_tokens: Annotated[
-        int | None, typer.Option(min=1, help="What a session may have; by default what the engines take.")
+        int | None, typer.Option(min=1, help="Context limit of a session; by default that of the engines.")
     ] = None,
     json: Json = None,
 ) -> None:
-    """Stand before engines as a token-exact proxy: Anthropic Messages, OpenAI Chat Completions and Responses for
-    agents; what was sampled, token for token, for you. POST /sessions opens, POST /sessions/ID/finish tells."""
+    """Serve a token-exact proxy in front of engines. Agents use Anthropic Messages, OpenAI Chat Completions or
+    Responses; you get every sampled token: POST /sessions opens a session, POST /sessions/ID/finish returns it."""
     from headrace.serve.gateway.standalone import StandaloneOptions, serve_gateway
 
     options = StandaloneOptions(
@@ -345,26 +357,36 @@ def serve_gateway(
 
 @sandbox_app.command("serve")
 def serve_sandboxes(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes a free port.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
     host: Annotated[str, typer.Option(help="Address to bind; anything but loopback needs --keys.")] = "127.0.0.1",
-    image_map: Annotated[Path | None, typer.Option(help="TOML or JSON file: template name = image reference.")] = None,
-    metadata_image_key: Annotated[str, typer.Option(help="Metadata key that names the image of a create.")] = "",
-    keys: Annotated[Path | None, typer.Option(help="File of API keys, lines `name:key[:max_sandboxes]`.")] = None,
-    state: Annotated[Path | None, typer.Option(help="Folder of the sandbox table; in memory when left out.")] = None,
-    keep_sandboxes: Annotated[
-        bool, typer.Option("--keep-sandboxes", help="Leave them at the end, for the next server of the same --state.")
-    ] = False,
-    provider: Annotated[str, typer.Option(help="Where sandboxes run: local.")] = "local",
-    api: Annotated[str, typer.Option(help="What to serve, with commas: e2b, exec, dropin.")] = "e2b,exec,dropin",
-    lease_s: Annotated[float, typer.Option(help="Seconds that a drop-in container lives unheard of.")] = 900,
-    host_url: Annotated[
-        list[str] | None, typer.Option(help="Lend the sandboxes of this exec server instead; may be repeated.")
+    image_map: Annotated[
+        Path | None, typer.Option(help="TOML or JSON file that maps template names to image references.")
     ] = None,
-    host_key: Annotated[Path | None, typer.Option(help="File that holds the key of those servers.")] = None,
+    metadata_image_key: Annotated[str, typer.Option(help="Metadata key of create requests that names the image.")] = "",
+    keys: Annotated[
+        Path | None, typer.Option(help="File of API keys, one `name:key[:max_sandboxes]` per line.")
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="Folder for the sandbox table; by default it is kept in memory.")
+    ] = None,
+    keep_sandboxes: Annotated[
+        bool,
+        typer.Option("--keep-sandboxes", help="Keep sandboxes at shutdown for the next server with the same --state."),
+    ] = False,
+    provider: Annotated[str, typer.Option(help="Provider that runs the sandboxes: local.")] = "local",
+    api: Annotated[
+        str, typer.Option(help="APIs to serve, separated by commas: e2b, exec, dropin.")
+    ] = "e2b,exec,dropin",
+    lease_s: Annotated[float, typer.Option(help="Seconds after which an unused drop-in container is removed.")] = 900,
+    host_url: Annotated[
+        list[str] | None,
+        typer.Option(help="Serve the sandboxes of this exec server instead of local ones; may be repeated."),
+    ] = None,
+    host_key: Annotated[Path | None, typer.Option(help="File with the key of those servers.")] = None,
     json: Json = None,
 ) -> None:
-    """Lend sandboxes: E2B's API (E2B_API_URL and E2B_SANDBOX_URL are the printed URL), ours for the provider `remote`,
-    and a drop-in for swe_exec_server and swe_env_pool_server."""
+    """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the
+    provider `remote`, and as a drop-in for swe_exec_server and swe_env_pool_server."""
     from headrace.actors.evaluation.foreign_patch import apply_patch
     from headrace.serve.exec.server import ServeOptions, serve
 
@@ -387,12 +409,12 @@ def serve_sandboxes(
 
 
 def main() -> None:
-    """Entry point: one line per expected error."""
+    """Run the command line; an expected error prints one line."""
     from headrace.actors.cli.expected import EXPECTED
 
     verbose = "--verbose" in sys.argv[1:]
     try:
-        # Without its own handling of errors, typer returns the code of a `typer.Exit`.
+        # Outside standalone mode typer returns the code of a `typer.Exit` instead of exiting.
         sys.exit(app([part for part in sys.argv[1:] if part != "--verbose"], standalone_mode=False))
     except typer.Abort:
         sys.exit(EXIT_FAILED)
@@ -412,14 +434,14 @@ def main() -> None:
 
 
 def _say_error(error: Exception, *, verbose: bool) -> None:
-    """One line; with its traceback when that is asked for, or when nobody expected the error."""
+    """Print an error in one line, after its traceback if `verbose`."""
     if verbose:
         traceback.print_exception(error)
     console().print(f"headrace: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
 
 
 def _announce(url: str, json: Path | None) -> None:
-    """Say where a server listens, in one line."""
+    """Print or write the URL at which a server listens."""
     started = {"url": url, "pid": os.getpid()}
     if json is None or str(json) == "-":
         typer.echo(url if json is None else orjson.dumps(started).decode())

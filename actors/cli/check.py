@@ -1,4 +1,4 @@
-"""`headrace check`: one rollout of a recipe, in full."""
+"""`headrace check`: run one rollout of a recipe and print it in full."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import typer
 from headrace.actors.cli.output import Json, Quiet, say, write_json
 
 Recipe = Annotated[Path, typer.Argument(help="TOML file, e.g. scripts/recipes/quickstart.toml.")]
-Out = Annotated[Path | None, typer.Option(help="Folder to keep what it leaves in; nothing is kept when left out.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the records of the rollout; by default nothing is kept.")]
 
 
 def check(
     recipe: Recipe,
-    task: Annotated[str, typer.Option(metavar="ID|N", help="Id of a task, or number of a training task.")] = "1",
+    task: Annotated[str, typer.Option(metavar="ID|N", help="Id of a task, or number of a training task from 1.")] = "1",
     out: Out = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="table.key=value, may be repeated.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override table.key=value; may be repeated.")
+    ] = None,
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run one rollout of one task, and tell its text, what of it is trained, the verdict and where the time went."""
+    """Run one rollout of one task, and print its text, the trained tokens, the verdict and the time of each phase."""
     from headrace.actors.held_out.check import prepare_check, read_check
     from headrace.actors.held_out.command import drive_evaluation
 

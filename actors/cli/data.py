@@ -1,4 +1,4 @@
-"""`headrace data convert`: data sets of others as tasks of headrace."""
+"""`headrace data convert`: convert public data sets to headrace tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from headrace.actors.cli.output import EXIT_BAD_INPUT, Json, say, write_json
 
-data_app = typer.Typer(no_args_is_help=True, help="Data sets of others.")
+data_app = typer.Typer(no_args_is_help=True, help="Convert data sets.")
 
 SHOWN = 5
 
@@ -23,21 +23,28 @@ def convert(
     source: Source,
     out: Out,
     form: Annotated[
-        str, typer.Option(help="Form of the rows: swe (SWE-bench, SWE-Gym, rows with metadata), or of another package.")
+        str, typer.Option(help="Row format: swe (SWE-bench, SWE-Gym, rows with metadata), or one of another package.")
     ] = "swe",
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="name=value that rows do not say, e.g. workdir=/testbed.")
+        list[str] | None,
+        typer.Option("--set", help="Setting name=value that rows do not contain, e.g. workdir=/testbed."),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Write the rows of a data set as tasks (docs/tasks.md), and those that cannot be graded with the reason."""
+    """Convert the rows of a data set to tasks (docs/tasks.md); list ungradable rows with the reason."""
     from headrace.actors.errors import ConfigError
     from headrace.buffer.datasets.converters import SettingsRefused
     from headrace.buffer.datasets.converters import convert as converted
     from headrace.buffer.primitives.registry import PartRefused
 
+    given: dict[str, Any] = {}
+    for pair in settings or ():
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"--set takes name=value, not {pair!r}")
+        given[name] = value
     try:
-        done = converted(source, out, form=form, settings=_settings(settings or []))
+        done = converted(source, out, form=form, settings=given)
     except (PartRefused, SettingsRefused) as error:
         raise ConfigError(f"--form {form}: {error}") from error
     except UnicodeDecodeError as error:
@@ -51,13 +58,3 @@ def convert(
         say(f"  line {refusal.line}: {refusal.reason}")
     if done.count == 0:
         raise typer.Exit(EXIT_BAD_INPUT)
-
-
-def _settings(given: list[str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for pair in given:
-        name, equals, value = pair.partition("=")
-        if not name or not equals:
-            raise typer.BadParameter(f"--set takes name=value, not {pair!r}")
-        settings[name] = value
-    return settings

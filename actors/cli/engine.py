@@ -1,4 +1,4 @@
-"""`headrace engine serve`: one inference server in the foreground, embedded or SGLang's own."""
+"""`headrace engine serve`: one inference server in the foreground, embedded or SGLang."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["serve"]
 
 
 class Backend(StrEnum):
-    """Whose program serves."""
+    """Program that serves."""
 
     CPU = "cpu"
-    """The embedded engine: small Qwen3 models, nothing else to install."""
+    """The embedded engine: small Qwen3 models, no further installation."""
     SGLANG = "sglang"
-    """SGLang, in the environment that scripts/install_sglang made or in another one."""
+    """SGLang, in the environment created by scripts/install_sglang or in another one."""
 
 
 class Device(StrEnum):
-    """What SGLang computes on."""
+    """Device of SGLang."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -41,25 +41,31 @@ class Device(StrEnum):
 def serve(
     model: Annotated[Path, typer.Option(help="Model directory, with config.json.")],
     backend: Annotated[Backend, typer.Option(help="The embedded engine, or SGLang.")] = Backend.CPU,
-    device: Annotated[Device, typer.Option(help="For sglang: cuda needs an environment of its own (--python).")] = (
-        Device.CPU
-    ),
+    device: Annotated[
+        Device, typer.Option(help="For sglang: device; cuda needs an environment of its own (--python).")
+    ] = (Device.CPU),
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes a free port.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
     weight_version: Annotated[str, typer.Option(help="Label of the weights on disk: epoch.step.")] = "1.0",
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
-    max_running: Annotated[int | None, typer.Option(min=1, help="Sequences decoded at once.")] = None,
-    max_context: Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and output together.")] = None,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="For sglang: processes that share the model.")] = 1,
-    dtype: Annotated[str, typer.Option(help="For sglang: auto, bfloat16, float16 or float32.")] = "auto",
-    python: Annotated[Path | None, typer.Option(help="For sglang: interpreter of another environment.")] = None,
-    directory: Annotated[Path | None, typer.Option(help="Keeps the log; a temporary one when left out.")] = None,
-    announce: Annotated[Path | None, typer.Option(help='File to write {"url", "pid"} to once it answers.')] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for sampling.")] = 0,
+    max_running: Annotated[int | None, typer.Option(min=1, help="Maximum number of sequences decoded at once.")] = None,
+    max_context: Annotated[
+        int | None, typer.Option(min=2, help="Maximum tokens of prompt and output together.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="For sglang: number of processes that share the model.")
+    ] = 1,
+    dtype: Annotated[str, typer.Option(help="For sglang: data type; auto, bfloat16, float16 or float32.")] = "auto",
+    python: Annotated[Path | None, typer.Option(help="For sglang: Python interpreter of another environment.")] = None,
+    directory: Annotated[Path | None, typer.Option(help="Folder for the log; by default a temporary one.")] = None,
+    announce: Annotated[
+        Path | None, typer.Option(help='File to write {"url", "pid"} to once the server answers.')
+    ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="More options of sglang.launch_server.")
+        list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="Further options of sglang.launch_server.")
     ] = None,
 ) -> None:
-    """Serve a model directory over SGLang's routes. Prints the URL when it answers; ends with SIGTERM or SIGINT."""
+    """Serve a model over SGLang's HTTP API. Prints the URL once the server answers; stops on SIGTERM or SIGINT."""
     common = {
         "model": model,
         "host": host,
@@ -83,12 +89,12 @@ def serve(
 
 
 def server_process(backend: Backend, common: dict[str, Any], foreign: dict[str, Any]) -> ServerProcess:
-    """Not started yet. Raises ConfigError."""
+    """Return the configured server, not started yet. Raises ConfigError."""
     from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
     from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 
     if not (common["model"] / "config.json").is_file():
-        raise ConfigError(f"--model {common['model']}: there is no config.json in it")
+        raise ConfigError(f"--model {common['model']}: the directory has no config.json; name a model directory")
     try:
         if backend is Backend.SGLANG:
             return SGLangProcess(SGLangServerConfig.model_validate(common | foreign))
@@ -100,7 +106,7 @@ def server_process(backend: Backend, common: dict[str, Any], foreign: dict[str, 
 
 
 def refuse_foreign(foreign: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """The embedded engine has no such options. Raises ConfigError."""
+    """Refuse options that only SGLang has. Raises ConfigError."""
     given = [key for key, value in foreign.items() if value != defaults[key]]
     if given:
         names = [f"--{key.replace('_', '-')}" if key != "arguments" else f"-- {foreign[key][0]}" for key in given]
@@ -108,32 +114,28 @@ def refuse_foreign(foreign: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 
 async def serve_until_signalled(server: ServerProcess, announcement: Path | None) -> None:
-    """Raises EngineStartFailed, and RunError when the server ends by itself."""
+    """Run a server until SIGTERM or SIGINT. Raises EngineStartFailed, and RunError when the server ends by itself."""
+    from headrace.policies.processes.server_process import announce
+
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(None) as until_signalled:
 
             def end() -> None:
-                # Refused once it is ending, which a second signal does not change.
+                # A second signal comes when the timeout is expiring already, and cannot be rescheduled.
                 with suppress(RuntimeError):
                     until_signalled.reschedule(loop.time())
 
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, end)
-            code = await _serve(server, announcement)
+            async with server:
+                if announcement is not None:
+                    announce(announcement, server.url)
+                typer.echo(server.url)
+                say(f"log: {server.log_path}")
+                code = await server.wait()
     except TimeoutError:
         if until_signalled.expired():
             return
         raise
-    raise RunError(f"the engine ended by itself with {code}: {server.log_tail()}")
-
-
-async def _serve(server: ServerProcess, announcement: Path | None) -> int:
-    from headrace.policies.processes.server_process import announce
-
-    async with server:
-        if announcement is not None:
-            announce(announcement, server.url)
-        typer.echo(server.url)
-        say(f"log: {server.log_path}")
-        return await server.wait()
+    raise RunError(f"the engine exited by itself with code {code}: {server.log_tail()}")

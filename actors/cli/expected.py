@@ -1,4 +1,4 @@
-"""Errors that a person can mend: shown as one line. Anything else is a defect and keeps its traceback."""
+"""Errors that the user can fix, shown as one line; any other error is a defect and keeps its traceback."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`headrace ledger drop-batch` and `retry-lost`: what an operator may change in the ledger of a run that has ended.
+"""`headrace ledger drop-batch` and `retry-lost`: repairs of the ledger of a run that has stopped.
 
-Invariant: the run's lock is held from before the ledger is read, so that nothing is changed under a run that is driven.
+Invariant: the lock of the run is taken before the ledger is read, so that a repair never changes a live run.
 """
 
 from __future__ import annotations
@@ -21,71 +21,70 @@ if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
     from headrace.buffer.core.records import BatchRecord
     from headrace.buffer.ledger.store import ReplayStore
-    from headrace.buffer.types import BatchId, RolloutId
+    from headrace.buffer.types import RolloutId
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that nobody drives.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is not live.")]
 
 
 def drop_batch(
     run_dir: Run,
     batch: Annotated[
-        str, typer.Argument(metavar="[BATCH]", help="Id, e.g. b000007; the one that the learner held when left out.")
+        str,
+        typer.Argument(metavar="[BATCH]", help="Batch id, e.g. b000007; by default the batch that the learner held."),
     ] = "",
     json: Json = None,
 ) -> None:
-    """Leave a batch out for good, so that a run whose learner cannot train it goes on with the next resume."""
+    """Drop a batch for good, so that a run whose learner cannot train it continues with the next resume."""
     from headrace.actors.run.launch import reopen
     from headrace.buffer.types import BatchId
 
-    config, directory = reopen(run_dir)
-    dropped = asyncio.run(_drop_batch(config, directory, BatchId(batch) if batch else None))
+    async def drop() -> BatchRecord:
+        async with idle_store(*reopen(run_dir)) as store:
+            return await store.operators.drop_batch(BatchId(batch) if batch else None)
+
+    dropped = asyncio.run(drop())
     if json is not None:
         members = [{"rollout_id": member.rollout_id, "attempt": member.attempt} for member in dropped.members]
         write_json({"batch_id": dropped.batch_id, "version": str(dropped.version), "members": members}, json)
     say(
-        f"dropped {dropped.batch_id}: its {len(dropped.members)} rollouts are not trained; "
-        f"go on with `headrace resume {run_dir}`"
+        f"dropped {dropped.batch_id}: its {len(dropped.members)} rollouts will not be trained; "
+        f"continue with `headrace resume {run_dir}`"
     )
 
 
 def retry_lost(run_dir: Run, json: Json = None) -> None:
-    """Issue the rollouts again that `ledger verify` reports as lost; exit code 3 when some are lost still."""
+    """Reissue rollouts that `ledger verify` reports as lost; exit code 3 if some remain lost."""
     from headrace.actors.run.launch import reopen
-    from headrace.buffer.audit.verify import verify
+    from headrace.buffer.audit.evidence import streamed
+    from headrace.buffer.audit.verify import lost_rollouts, verify
+    from headrace.policies.learners.checkpoints import usable_checkpoint
 
     config, directory = reopen(run_dir)
-    again = asyncio.run(_retry_lost(config, directory))
+
+    async def retry() -> tuple[RolloutId, ...]:
+        async with idle_store(config, directory) as store:
+            with streamed(directory.path) as evidence:
+                lost = lost_rollouts(evidence)
+            return (
+                await store.operators.retry_lost(lost, usable_checkpoint(directory.checkpoints).checkpoint)
+                if lost
+                else ()
+            )
+
+    again = asyncio.run(retry())
     left = verify(directory.path)
     if json is not None:
         write_json({"issued_again": again, "lost": left.lost, "problems": left.problems}, json)
-    say(f"{len(again)} rollouts get a new attempt; {left.lost} are lost still")
+    say(f"{len(again)} rollouts get a new attempt; {left.lost} are still lost")
     if left.lost:
-        say(f"put back what is missing, e.g. from a copy of the run: {left.problems[0]}")
+        say(f"restore the missing files, e.g. from a copy of the run: {left.problems[0]}")
         raise typer.Exit(EXIT_DIRTY)
-    say(f"go on with `headrace resume {run_dir}`")
-
-
-async def _drop_batch(config: RunConfig, directory: RunDirectory, batch_id: BatchId | None) -> BatchRecord:
-    async with idle_store(config, directory) as store:
-        return await store.operators.drop_batch(batch_id)
-
-
-async def _retry_lost(config: RunConfig, directory: RunDirectory) -> tuple[RolloutId, ...]:
-    from headrace.buffer.audit.evidence import streamed
-    from headrace.buffer.audit.verify import lost_rollouts
-    from headrace.policies.learners.checkpoints import usable_checkpoint
-
-    async with idle_store(config, directory) as store:
-        with streamed(directory.path) as evidence:
-            lost = lost_rollouts(evidence)
-        return (
-            await store.operators.retry_lost(lost, usable_checkpoint(directory.checkpoints).checkpoint) if lost else ()
-        )
+    say(f"continue with `headrace resume {run_dir}`")
 
 
 @asynccontextmanager
 async def idle_store(config: RunConfig, directory: RunDirectory) -> AsyncIterator[ReplayStore]:
-    """The store of a run that nobody drives. Raises RunExists, LedgerRefused."""
+    """Open the store of a run that is not live. Raises RunExists, LedgerRefused."""
     from headrace.actors.run.launch import sole_driver
     from headrace.buffer.audit.evidence import has_begun
     from headrace.buffer.errors import LedgerRefused
@@ -94,7 +93,7 @@ async def idle_store(config: RunConfig, directory: RunDirectory) -> AsyncIterato
 
     with sole_driver(directory):
         if not has_begun(directory.path):
-            raise LedgerRefused(f"{directory.path}: nothing was recorded yet; there is nothing to change")
+            raise LedgerRefused(f"{directory.path}: the ledger of this run is empty, so there is nothing to repair")
         opening = ReplayStore.open(
             directory.path,
             config.buffer,

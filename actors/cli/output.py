@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, common options, and how results are shown."""
+"""Exit codes, common options and output functions shared by all commands."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ _PIPE_COLUMNS = 1000
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No live progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no live progress.")]
 
 
 def console() -> Console:
-    """For people: standard error, so that standard output is for results."""
-    # No emoji: `name:key:max` is a line of a file.
+    """Return the console for messages: standard error, since standard output is for results."""
+    # No emoji: `name:key:max` is a line of a key file, not an emoji code.
     return Console(stderr=True, emoji=False)
 
 
 def result_console() -> Console:
-    """For results: standard output. In a pipe no line is cut or folded at the width of a terminal that is not there."""
+    """Return the console for results: standard output. In a pipe, lines are neither cut nor wrapped."""
     return Console(emoji=False) if sys.stdout.isatty() else Console(width=_PIPE_COLUMNS, emoji=False)
 
 
 def show(document: RenderableType, to: Console | None = None, *, markup: bool = False) -> None:
-    """Tables and lines as wide as they are: cells that are cut tell nobody anything, and a terminal that is narrower
-    folds the lines. On standard error, unless told otherwise."""
+    """Print a table or text at its full width, on standard error by default. Cells are not truncated; a narrower
+    terminal wraps the lines."""
     screen = to or console()
-    # Whether it is a terminal or a pipe of 80 columns: a console cannot measure beyond its own width.
+    # A console cannot measure beyond its own width, so it is measured with the widest one.
     needed = Measurement.get(screen, screen.options.update(width=_PIPE_COLUMNS, markup=markup), document).maximum
     screen.width = max(screen.width, needed)
     screen.print(document, highlight=False, crop=False, markup=markup)
 
 
 def say(*lines: str) -> None:
-    """As they are, one below the other."""
+    """Print lines as they are, without markup or highlighting."""
     for line in lines:
         console().print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 class Steadily:
-    """Tells how far long work is, at most once in `EVERY_S` seconds: `progress(done, total)`."""
+    """Progress callback `(done, total)` that prints at most one line every `EVERY_S` seconds."""
 
     def __init__(self, what: str) -> None:
         self._what, self._told_s = what, time.monotonic()
@@ -68,7 +68,7 @@ class Steadily:
 
 
 def write_json(document: Any, path: Path) -> None:
-    """`-` is standard output. Raises ConfigError."""
+    """Write a document as JSON to a file, or to standard output for `-`. Raises ConfigError."""
     data = orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
     if str(path) == "-":
         sys.stdout.buffer.write(data)

@@ -1,4 +1,4 @@
-"""What `headrace run` and `resume` do about a run that fails: its exit code, and `--restarts`."""
+"""Exit code and automatic restarts (`--restarts`) of a run that fails."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 
 Restarts = Annotated[
     int,
-    typer.Option(
-        min=0, metavar="N", help="Resume up to N times after failures that may pass (exit code 75, or killed)."
-    ),
+    typer.Option(min=0, metavar="N", help="Resume up to N times after transient failures (exit code 75, or killed)."),
 ]
 HEADRACE = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()")
 
 
 class RunEnded(Exception):
-    """A run that had begun ended with an error."""
+    """A run failed after it had started."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -36,7 +34,7 @@ class RunEnded(Exception):
 
 @contextmanager
 def ending_a_run() -> Iterator[None]:
-    """The errors of the block are those of a run. Raises RunEnded."""
+    """Mark errors of the block as failures of a started run. Raises RunEnded."""
     try:
         yield
     except Exception as error:
@@ -46,7 +44,8 @@ def ending_a_run() -> Iterator[None]:
 def resume_again_and_again(
     directory: RunDirectory, restarts: int, *, json: Path | None, quiet: bool, once: Sequence[str] = ()
 ) -> int:
-    """Resume a run, with up to so many restarts; the exit code. Only the first try gets the options `once`."""
+    """Resume a run with up to `restarts` restarts and return the exit code. Only the first attempt gets the options in
+    `once`."""
     command = [*HEADRACE, "resume", str(directory.path)]
     if json is not None:
         command += ["--json", str(json)]

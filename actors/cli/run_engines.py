@@ -1,4 +1,4 @@
-"""`headrace engine list|add|remove`: the engines of a run, told by its directory and changed through it."""
+"""`headrace engine list|add|remove`: show and change the engines of a run through its directory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ __all__ = ["add_engine", "engine_table", "list_engines", "remove_engine"]
 
 Run = Annotated[Path, typer.Option("--run", metavar="RUN", help="Directory of the run.")]
 Timeout = Annotated[
-    float, typer.Option("--timeout-s", min=1, help="How long to wait: a push may have to end, and a catch-up be made.")
+    float,
+    typer.Option(
+        "--timeout-s",
+        min=1,
+        help="Seconds to wait for the change; a push in progress and the catch-up push come first.",
+    ),
 ]
 
 
 def list_engines(run: Run, json: Json = None) -> None:
-    """Tell the engines of a run: state, version, load (running+waiting), address, and why one does not serve."""
+    """List the engines of a run: state, version, load (running+waiting), URL, and why an engine does not serve."""
     from headrace.actors.engine_group.members_file import read_roster
 
     directory = _directory(run)
@@ -43,22 +48,22 @@ def add_engine(
     timeout_s: Timeout = 120.0,
     json: Json = None,
 ) -> None:
-    """Attach a server to a live run: it is brought to the newest weights, then it serves. Again is the same."""
+    """Attach a server to a live run; it serves once it has the newest weights. Idempotent."""
     _ask(run, "add", url, timeout_s, json)
 
 
 def remove_engine(
-    engine: Annotated[str, typer.Argument(help="Its name, as `headrace engine list` tells it.")],
+    engine: Annotated[str, typer.Argument(help="Engine id, as shown by `headrace engine list`.")],
     run: Run,
     timeout_s: Timeout = 120.0,
     json: Json = None,
 ) -> None:
-    """Take an engine out of a live run for good: what it runs ends, or goes on elsewhere. Again is the same."""
+    """Remove an engine from a live run for good; its turns end or continue on other engines. Idempotent."""
     _ask(run, "remove", engine, timeout_s, json)
 
 
 def engine_table(engines: Iterable[EngineStatus]) -> Table:
-    """For a person."""
+    """Return the engines as a table."""
     table = Table("engine", "from", "state", "version", "load", "url", "why not", box=None)
     for engine in engines:
         table.add_row(
@@ -79,7 +84,7 @@ def _ask(run: Path, kind: Literal["add", "remove"], what: str, timeout_s: float,
 
     directory = _directory(run)
     if not directory.is_driven():
-        raise RunMissing(f"{directory.path} is not being driven: nobody is there to ask; `headrace resume` it first")
+        raise RunMissing(f"{directory.path} is not live, so nobody can change its engines; run `headrace resume` first")
     engine_id = ask_group(directory.engine_requests, kind, what, timeout_s=timeout_s)
     if json is not None:
         done: dict[str, Any] = {"engine_id": engine_id, "done": kind}
@@ -89,7 +94,7 @@ def _ask(run: Path, kind: Literal["add", "remove"], what: str, timeout_s: float,
 
 
 def _directory(path: Path) -> RunDirectory:
-    """Raises RunMissing."""
+    """Open the directory of a run. Raises RunMissing."""
     from headrace.actors.run.launch import reopen
 
     return reopen(path)[1]

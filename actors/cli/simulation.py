@@ -16,30 +16,43 @@ __all__ = ["simulate", "tune"]
 
 
 def simulate(
-    preset: Annotated[str, typer.Option(help="Durations and sizes to begin with: swe64.")] = "swe64",
-    slots: Annotated[int | None, typer.Option(help="Most rollouts in flight.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(help="Hard bound, in optimizer updates.")] = None,
+    preset: Annotated[str, typer.Option(help="Preset of durations and sizes: swe64.")] = "swe64",
+    slots: Annotated[int | None, typer.Option(help="Maximum number of rollouts in flight.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(help="Hard staleness bound, in optimizer updates.")] = None,
     accept: Annotated[str | None, typer.Option(metavar="RULE", help="Acceptance rule of a group.")] = None,
-    mode: Annotated[str | None, typer.Option(help="sync, one-step-off or async.")] = None,
-    push: Annotated[str | None, typer.Option(help="overlap, pause or drain.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer updates; up to 30 of them warm up.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of durations, rewards and order.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Training mode: sync, one-step-off or async.")] = None,
+    push: Annotated[str | None, typer.Option(help="Push mode: overlap, pause or drain.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer updates, up to 30 of them as warm-up.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed for durations, rewards and order.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Another key of the plan (docs/simulate.md); may be repeated.")
+        list[str] | None,
+        typer.Option("--set", help="Override key=value of the plan (docs/simulate.md); may be repeated."),
     ] = None,
-    keep: Annotated[Path | None, typer.Option(help="Folder for the ledger; must not exist.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Folder to create for the ledger.")] = None,
     faults: Annotated[
-        int | None, typer.Option(metavar="SEED", help="A small run under this storm of faults instead.", min=0)
+        int | None,
+        typer.Option(metavar="SEED", help="Simulate a small run under the fault storm of this seed instead.", min=0),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Run dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 when the ledger
-    shows a broken bound or anything lost."""
+    """Run dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 if the ledger
+    shows a violated bound or a lost rollout."""
     from headrace.actors.simulation.plan import make_plan
     from headrace.actors.simulation.simulate import simulate as simulate_plan
 
     if faults is not None:
-        _simulate_faults(faults, json=json)
+        from headrace.actors.simulation.faults import simulate_faults
+
+        if "--verbose" not in sys.argv:
+            # The actors log every injected fault, a full disk even with tracebacks.
+            logging.disable()
+        storm = simulate_faults(faults)
+        if json:
+            write_json(storm.to_json(), Path("-"))
+        else:
+            say(*storm.lines())
+        if storm.problems:
+            raise typer.Exit(EXIT_DIRTY)
         return
     changes = {"slots": slots, "max_staleness": max_staleness, "rule": accept, "mode": mode, "push": push}
     plan = make_plan(preset, changes | {"steps": steps, "seed": seed}, overrides or ())
@@ -52,44 +65,33 @@ def simulate(
         raise typer.Exit(EXIT_DIRTY)
 
 
-def _simulate_faults(seed: int, *, json: bool) -> None:
-    from headrace.actors.simulation.faults import simulate_faults
-
-    if "--verbose" not in sys.argv:
-        # What the struck say, with the tracebacks of a full disk, is wanted by whoever looks for a fault.
-        logging.disable()
-    report = simulate_faults(seed)
-    if json:
-        write_json(report.to_json(), Path("-"))
-    else:
-        say(*report.lines())
-    if report.problems:
-        raise typer.Exit(EXIT_DIRTY)
-
-
 def tune(
     source: Annotated[
         Path, typer.Argument(metavar="RUN|TRACES", help="Directory of a run, or a JSONL or CSV file of durations.")
     ],
     out: Annotated[Path | None, typer.Option(help="Folder for tuning.png, .html, .json and .toml.")] = None,
-    steps: Annotated[int, typer.Option(min=8, help="Simulated steps of each setting of the last round.")] = 48,
-    seed: Annotated[int, typer.Option(min=0, help="Of the simulations.")] = 0,
-    slots: Annotated[list[int] | None, typer.Option(min=1, help="Slots to try; may be repeated.")] = None,
-    max_staleness: Annotated[list[int] | None, typer.Option(min=1, help="Bound to try; may be repeated.")] = None,
+    steps: Annotated[int, typer.Option(min=8, help="Simulated steps per setting in the last round.")] = 48,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for the simulations.")] = 0,
+    slots: Annotated[list[int] | None, typer.Option(min=1, help="Number of slots to try; may be repeated.")] = None,
+    max_staleness: Annotated[
+        list[int] | None, typer.Option(min=1, help="Staleness bound to try; may be repeated.")
+    ] = None,
     accept: Annotated[
         list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule to try; may be repeated.")
     ] = None,
     within: Annotated[
-        float | None, typer.Option(min=0, help="How much slower than the fastest is as good; 0.03 when left out.")
+        float | None,
+        typer.Option(min=0, help="Settings at most this much slower than the fastest count as equal; by default 0.03."),
     ] = None,
-    processes: Annotated[int, typer.Option(min=0, help="Simulations at a time; 0: one for each core.")] = 0,
+    processes: Annotated[int, typer.Option(min=0, help="Number of parallel simulations; 0 for one per core.")] = 0,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="A key of the plan that the record lacks (docs/tuning.md).")
+        list[str] | None,
+        typer.Option("--set", help="Set key=value of the plan that the records lack (docs/tuning.md)."),
     ] = None,
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
-    """Find acceptance rule, staleness bound and slots for what was recorded, by trying them in virtual time."""
+    """Find the best acceptance rule, staleness bound and slots for recorded durations by simulation in virtual time."""
     from headrace.actors.tuning.candidates import Space, describe
     from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
     from headrace.actors.tuning.selection import WITHIN
@@ -121,6 +123,6 @@ def tune(
         write_json(tuned.to_json(), json)
     show(tuned.table())
     say(*tuned.lines())
-    # What is to be pasted goes where it can be caught, unless the JSON does.
+    # The TOML to paste goes to standard output, unless the JSON does.
     if json is None or str(json) != "-":
         typer.echo(tuned.toml(), nl=False)

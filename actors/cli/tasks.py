@@ -1,7 +1,7 @@
-"""`headrace tasks parked` and `unpark`: which tasks a run does not issue any more, and how they are released.
+"""`headrace tasks parked` and `unpark`: list and release tasks that a run no longer issues.
 
-Invariant: `parked` only reads, also beside a run that is driven; `unpark` holds the run's lock, and every release is an
-entry of the ledger's journal.
+Invariant: `parked` only reads, and works on live runs; `unpark` holds the lock of the run and records every release in
+the journal of the ledger.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -18,20 +18,14 @@ from headrace.actors.cli.ledger import Run, idle_store
 from headrace.actors.cli.output import Json, say, show, write_json
 from headrace.buffer.core.outages import utc
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+AnyRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, which may be live.")]
 
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
-
-AnyRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run; it may be driven.")]
-
-tasks_app = typer.Typer(no_args_is_help=True, help="Tasks of a run.")
+tasks_app = typer.Typer(no_args_is_help=True, help="List and release the parked tasks of a run.")
 
 
 @tasks_app.command()
 def parked(run_dir: AnyRun, json: Json = None) -> None:
-    """List the tasks that are not issued any more: since when, on which hosts they failed, and the last failure."""
+    """List tasks that are no longer issued: since when, on which hosts they failed, and the last failure."""
     from headrace.actors.run.launch import reopen
     from headrace.buffer.audit.condition import read_condition
 
@@ -53,22 +47,20 @@ def parked(run_dir: AnyRun, json: Json = None) -> None:
 def unpark(
     run_dir: Run,
     tasks: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="Ids of parked tasks.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All that are parked.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Release all parked tasks.")] = False,
     json: Json = None,
 ) -> None:
-    """Issue parked tasks again from the next resume on, with a clean record."""
+    """Issue parked tasks again from the next resume on, with a cleared failure record."""
     from headrace.actors.run.launch import reopen
 
     if bool(tasks) == every:
         raise typer.BadParameter("name the tasks to release, or give --all (`headrace tasks parked` lists them)")
-    config, directory = reopen(run_dir)
-    released = asyncio.run(_unpark(config, directory, tasks or None))
+
+    async def release() -> tuple[str, ...]:
+        async with idle_store(*reopen(run_dir)) as store:
+            return await store.operators.unpark(tasks or None)
+
+    released = asyncio.run(release())
     if json is not None:
         write_json({"released": released}, json)
-    say(f"{len(released)} tasks are released; go on with `headrace resume {run_dir}`")
-
-
-async def _unpark(config: RunConfig, directory: RunDirectory, tasks: Sequence[str] | None) -> tuple[str, ...]:
-    """All that are parked when `tasks` is None. Raises TaskNotParked, with nothing changed."""
-    async with idle_store(config, directory) as store:
-        return await store.operators.unpark(tasks)
+    say(f"{len(released)} tasks are released; continue with `headrace resume {run_dir}`")

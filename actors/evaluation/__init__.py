@@ -1,1 +1,1 @@
-"""Evaluators: score what an agent left behind, always in a clean sandbox."""
+"""Evaluators, which score the work of agents in clean sandboxes."""

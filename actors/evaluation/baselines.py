@@ -1,6 +1,6 @@
-"""Reports of untouched repositories, which tell what a patch is not to blame for.
+"""The cache of test reports of untouched repositories, which show failures that no patch caused.
 
-Invariant: a report here was made without any patch, in a clean sandbox; nothing of an agent's reaches it.
+Invariant: every report was made without a patch in a clean sandbox; agents cannot influence it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
 
 MAX_TASKS: Final = 64
-"""A report of ten thousand tests takes a few megabytes."""
+"""A report of 10,000 tests takes a few megabytes."""
 
 
 @dataclass(slots=True)
@@ -29,20 +29,20 @@ class _Entry:
 
 
 class Baselines:
-    """The reports of the last MAX_TASKS tasks, each measured once."""
+    """Reports of the MAX_TASKS most recently used tasks, each measured once."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     async def of(self, task: Task, measure: Callable[[], Awaitable[Report]]) -> Report:
-        """The report of a task's untouched repository. What `measure` raises is raised, and measured again by the
-        next call."""
+        """Return the report of the untouched repository of a task, measured on the first call. Errors of `measure`
+        are raised, and the next call measures again."""
         digest = task_digest(task)
         entry = self._entries.setdefault(digest, _Entry())
         self._entries.move_to_end(digest)
         while len(self._entries) > MAX_TASKS:
             self._entries.popitem(last=False)
-        # Rollouts of one task often end together: the first measures for all.
+        # Rollouts of one task often end together, so the others wait for the first measurement.
         async with entry.lock:
             if entry.report is None:
                 entry.report = await measure()

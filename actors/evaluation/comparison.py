@@ -1,8 +1,8 @@
-"""Out-of-process comparison: the agent's code computes plain data, and is never asked whether it is right.
+"""The out-of-process comparison: the code of the agent computes plain data, and never judges itself.
 
 Invariants:
-- What is expected never enters a sandbox: whoever takes over the computing process still has to know the answer.
-- Two values are equal when they are the same JSON: no `__eq__` of the agent's, no `True == 1`, no `1 == 1.0`.
+- The expected value never enters a sandbox: code that takes over the process still has to know the answer.
+- Two values are equal if they are the same JSON: no `__eq__` of the agent, no `True == 1`, no `1 == 1.0`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from headrace.actors.in_sandbox import ISOLATED, program_command
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.sandboxes.base import ExecResult, Sandbox
+    from headrace.sandboxes.base import Sandbox
 
 MAX_ANSWER_BYTES: Final = 1 << 20
 
 
 async def compare(
-    room: Sandbox,
+    sandbox: Sandbox,
     check: str,
     expected: str,
     *,
@@ -34,9 +34,9 @@ async def compare(
     cwd: str = "/",
     environment: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """Run `check` and compare its `result` with the JSON text `expected`; `options` are Python's. Raises ExecTimeout,
-    SandboxGone."""
-    result = await room.exec(
+    """Run `check` and compare its `result` with the JSON text `expected`; `options` are those of Python. Raises
+    ExecTimeout, SandboxGone."""
+    result = await sandbox.exec(
         program_command(python, "compute", options=options),
         user=user,
         stdin=check.encode(),
@@ -45,25 +45,21 @@ async def compare(
         timeout_s=timeout_s,
         max_output_bytes=MAX_ANSWER_BYTES,
     )
-    log = printed(result.stdout, result.stderr)
-    return replace(_verdict(result, json.loads(expected)), log=log)
-
-
-def _verdict(result: ExecResult, expected: object) -> Verdict:
     answer = last_answer(result.stdout)
+    tail = result.stderr.decode(errors="replace").strip()[-200:]
     if result.exit_code != 0 or result.truncated or answer is None:
-        return broken(f"the check ended with {result.exit_code} and no answer: {_tail(result.stderr)}")
-    if "result" not in answer:
-        return failed(f"the check ended in {str(answer.get('error'))[:100]}: {_tail(result.stderr)}")
-    return solved() if same_json(answer["result"], expected) else failed("the result is another one")
-
-
-def _tail(stderr: bytes) -> str:
-    return stderr.decode(errors="replace").strip()[-200:]
+        verdict = broken(f"the check ended with exit code {result.exit_code} and no answer: {tail}")
+    elif "result" not in answer:
+        verdict = failed(f"the check ended with {str(answer.get('error'))[:100]}: {tail}")
+    elif same_json(answer["result"], json.loads(expected)):
+        verdict = solved()
+    else:
+        verdict = failed("the result differs from the expected one")
+    return replace(verdict, log=printed(result.stdout, result.stderr))
 
 
 def last_answer(stdout: bytes) -> dict[str, Any] | None:
-    """The object on the last line of an output; None where that is no JSON object."""
+    """Parse the last line of an output; None if it is not a JSON object."""
     try:
         answer = json.loads(stdout.rsplit(b"\n", 1)[-1])
     except (ValueError, RecursionError):
@@ -72,7 +68,7 @@ def last_answer(stdout: bytes) -> dict[str, Any] | None:
 
 
 def same_json(one: object, other: object) -> bool:
-    """Equal in type and value, all the way down."""
+    """Compare type and value recursively."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict) and isinstance(other, dict):

@@ -1,10 +1,10 @@
-"""What of an agent's diff reaches the tests, and what never does.
+"""The filter of agents' diffs, which drops every change that could tamper with the tests.
 
 Invariants:
-- No kept change touches a forbidden path: a test, a setting of the tests, what Python runs by itself at its start,
-  anything of git's own, a place outside the tree. The tests stay the base's.
+- No kept change touches a forbidden path: a test, a test setting, a file that Python runs at startup, a file of git, or
+  a path outside the tree. The tests stay those of the base.
 - Kept changes are of regular text files below a size cap.
-- Whatever is dropped is recorded with its path and the reason.
+- Every dropped change is recorded with its path and the reason.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _TEST_FOLDERS: Final = frozenset({"tests", "__tests__"})
 
 
 class DropReason(StrEnum):
-    """Why a change is not applied; the value is what the record says."""
+    """Reason for dropping a change, as recorded."""
 
     TEST = "test file"
-    """A test of the task, or by its name a test: restored from the base."""
+    """Test of the task, or a test by its name; restored from the base."""
     SETTING = "test setting"
-    """conftest.py, pytest.ini, tox.ini and their like; the test sections of pyproject.toml and setup.cfg."""
+    """conftest.py, pytest.ini, tox.ini and similar files; the test sections of pyproject.toml and setup.cfg."""
     STARTUP = "runs at interpreter start"
     """sitecustomize, usercustomize, *.pth, pyvenv.cfg, metadata that registers plugins."""
     TOOL = "shadows a test tool"
     """A new module that would be imported instead of pytest."""
     GIT = "belongs to git"
-    """.git and what is in it, .gitattributes (filters, drivers), .gitmodules."""
+    """.git and files in it, .gitattributes (filters, drivers), .gitmodules."""
     LINK = "symbolic link"
     SUBMODULE = "submodule"
     BINARY = "binary"
     SIZE = "over the size cap"
     PATH = "unsafe path"
-    """Absolute, with `..` or empty parts, with control characters, or no UTF-8."""
+    """Absolute, with `..` or empty parts, with control characters, or not UTF-8."""
     MODE = "no regular file"
 
 
@@ -69,7 +69,8 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterRules:
-    """`test_files` are paths in the tree, files or folders, that stay the base's besides what looks like a test."""
+    """Rules of the filter. `test_files` are files or folders in the tree that stay those of the base, in addition to
+    paths that look like tests."""
 
     test_files: frozenset[str] = frozenset()
     max_file_bytes: int = 1 << 20
@@ -79,7 +80,7 @@ class FilterRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilteredDiff:
-    """`diff` is what `git apply` gets."""
+    """Result of the filter; `diff` is the input of `git apply`."""
 
     diff: bytes = b""
     kept: tuple[str, ...] = ()
@@ -87,14 +88,18 @@ class FilteredDiff:
 
 
 def filter_diff(diff: bytes, rules: FilterRules, base: Mapping[str, bytes]) -> FilteredDiff:
-    """The applicable part of a hostile diff. `base` holds the old content of every file named as in
-    `settings_sections.SECTIONED` that the diff changes. Raises DiffRefused."""
+    """Return the applicable part of a hostile diff. `base` holds the old content of every changed file named in
+    `settings_sections.SECTIONED`. Raises DiffRefused."""
     files = parse_diff(diff)
     reasons: dict[str, DropReason] = {}
     kept: list[FileDiff] = []
     size = 0
     for file in files:
-        reason, resolved = _resolve(file, rules, base)
+        reason = reason_to_drop(file, rules)
+        resolved = file if reason is None else None
+        if resolved is not None and any(_basename(path) in SECTIONED for path in file.paths):
+            resolved = _with_base_tests(file, base)
+            reason = None if resolved is file else DropReason.SETTING
         length = 0 if resolved is None else len(render_diff([resolved]))
         if length > rules.max_file_bytes or size + length > rules.max_bytes or len(kept) >= rules.max_files:
             reason, resolved = DropReason.SIZE, None
@@ -103,7 +108,10 @@ def filter_diff(diff: bytes, rules: FilterRules, base: Mapping[str, bytes]) -> F
         if resolved is not None:
             size += length
             kept.append(resolved)
-    kept = _whole(files, kept)
+    # A path that changes its kind is a deletion and a creation: without one half the other is dropped too.
+    given = Counter(path for file in files for path in file.paths)
+    left = Counter(path for file in kept for path in file.paths)
+    kept = [file for file in kept if all(left[path] == given[path] for path in file.paths)]
     return FilteredDiff(
         diff=render_diff(kept),
         kept=tuple(path for file in kept for path in file.paths),
@@ -111,28 +119,8 @@ def filter_diff(diff: bytes, rules: FilterRules, base: Mapping[str, bytes]) -> F
     )
 
 
-def _resolve(
-    file: FileDiff, rules: FilterRules, base: Mapping[str, bytes]
-) -> tuple[DropReason | None, FileDiff | None]:
-    """Why something of the change is dropped, and what of it is kept."""
-    reason = reason_to_drop(file, rules)
-    if reason is not None:
-        return reason, None
-    if not any(_basename(path) in SECTIONED for path in file.paths):
-        return None, file
-    resolved = _sectioned(file, base)
-    return (None if resolved is file else DropReason.SETTING), resolved
-
-
-def _whole(files: Iterable[FileDiff], kept: list[FileDiff]) -> list[FileDiff]:
-    """Without the halves of paths that change their kind: a deletion whose creation is dropped is not what was left."""
-    given = Counter(path for file in files for path in file.paths)
-    left = Counter(path for file in kept for path in file.paths)
-    return [file for file in kept if all(left[path] == given[path] for path in file.paths)]
-
-
 def reason_to_drop(file: FileDiff, rules: FilterRules) -> DropReason | None:
-    """Why this change as a whole is not applied; None when it is."""
+    """Return the reason to drop a whole change, None to keep it."""
     for path in file.paths:
         reason = reason_for_path(path, rules.test_files, new=file.old_path is None or file.moved != "")
         if reason is not None:
@@ -148,10 +136,14 @@ def reason_to_drop(file: FileDiff, rules: FilterRules) -> DropReason | None:
 
 
 def reason_for_path(path: str, test_files: frozenset[str], *, new: bool) -> DropReason | None:
-    """Why nothing may change at this path; None when something may. `new`: there is no file yet."""
+    """Return the reason why a path may not change, None if it may. `new`: the path does not exist in the base."""
     parts = path.split("/")
     lowered = [part.lower() for part in parts]
-    if not _is_safe(path, parts):
+    unsafe = {"", ".", ".."} & set(parts) or "\\" in path or any(ord(char) < 32 or char == "\x7f" for char in path)
+    try:
+        if unsafe or len(path.encode()) > MAX_PATH_BYTES:
+            return DropReason.PATH
+    except UnicodeEncodeError:
         return DropReason.PATH
     if {".git", "git~1", ".gitattributes", ".gitmodules"} & set(lowered):
         return DropReason.GIT
@@ -166,33 +158,19 @@ def reason_for_path(path: str, test_files: frozenset[str], *, new: bool) -> Drop
 
 
 def is_test(path: str, test_files: frozenset[str]) -> bool:
-    """By the task's word or by its name."""
+    """Return True for a test file of the task, or a test by its name."""
     if any(path == test or path.startswith(test + "/") or test.startswith(path + "/") for test in test_files):
         return True
     *folders, name = path.lower().split("/")
     return bool(_TEST_FOLDERS & {*folders, name}) or any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEST_NAMES)
 
 
-def _is_safe(path: str, parts: list[str]) -> bool:
-    if (
-        not path
-        or {"", ".", ".."} & set(parts)
-        or "\\" in path
-        or any(ord(char) < 32 or char == "\x7f" for char in path)
-    ):
-        return False
-    try:
-        return len(path.encode()) <= MAX_PATH_BYTES
-    except UnicodeEncodeError:
-        return False
-
-
 def _basename(path: str) -> str:
     return path.rsplit("/", 1)[-1]
 
 
-def _sectioned(file: FileDiff, base: Mapping[str, bytes]) -> FileDiff | None:
-    """The change of a file with the base's test sections in it; None when there is no sound one."""
+def _with_base_tests(file: FileDiff, base: Mapping[str, bytes]) -> FileDiff | None:
+    """Return the change with the test sections of the base; None if there is no sound one."""
     if file.moved or file.binary or (file.old_path is not None and file.old_path not in base):
         return None
     before = base[file.old_path] if file.old_path is not None else b""
@@ -211,15 +189,14 @@ def _sectioned(file: FileDiff, base: Mapping[str, bytes]) -> FileDiff | None:
 
 
 def summary(dropped: Iterable[Dropped], limit: int = 12) -> str:
-    """One line for the record of the rollout; empty when nothing was dropped."""
+    """Return one line for the record of the rollout; empty if nothing was dropped."""
     every = list(dropped)
     if not every:
         return ""
-    named = ", ".join(f"{_printable(drop.path)} ({drop.reason})" for drop in every[:limit])
+    shown = (
+        (drop.path.encode("unicode_escape", "surrogatepass").decode("ascii")[:120], drop) for drop in every[:limit]
+    )
+    named = ", ".join(f"{path} ({drop.reason})" for path, drop in shown)
     counts = Counter(drop.reason for drop in every[limit:])
     rest = ", ".join(f"{count} more: {reason}" for reason, count in counts.items())
     return f"dropped from the patch: {named}{'; ' + rest if rest else ''}"
-
-
-def _printable(path: str) -> str:
-    return path.encode("unicode_escape", "surrogatepass").decode("ascii")[:120]

@@ -1,6 +1,6 @@
-"""File diffs written back as text for `git apply`, and as the text they make of a file.
+"""The writer of file diffs, as text for `git apply` or as the patched text of a file.
 
-Invariant: what is written holds only what was parsed into fields; no line of a hostile diff gets there by another way.
+Invariant: only parsed fields are written; no line of a hostile diff is copied.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ _NO_BLOBS: Final = ("0000000", "0000000")
 
 
 def render_diff(files: Iterable[FileDiff]) -> bytes:
-    """The diff that `git apply` reads; a binary file has no text, and is none of it."""
-    return b"".join(_render_file(file) for file in files if not file.binary)
-
-
-def _render_file(file: FileDiff) -> bytes:
-    old, new = (file.old_path or file.path), (file.new_path or file.path)
-    lines = [b"diff --git " + _prefixed("a", old) + b" " + _prefixed("b", new)]
-    if file.old_path is None:
-        lines.append(f"new file mode {file.new_mode}".encode())
-    elif file.new_path is None:
-        lines.append(f"deleted file mode {file.old_mode}".encode())
-    elif file.old_mode != file.new_mode:
-        lines += [f"old mode {file.old_mode}".encode(), f"new mode {file.new_mode}".encode()]
-    if file.moved:
-        lines += [f"{file.moved} from ".encode() + quote(old), f"{file.moved} to ".encode() + quote(new)]
-    same = file.old_mode if file.old_mode == file.new_mode else None
-    if file.blobs is not None or same is not None:
-        # The mode here makes `git apply` refuse a file that is of another kind in the tree.
-        blobs = "..".join(file.blobs or _NO_BLOBS)
-        lines.append(f"index {blobs}{f' {same}' if same else ''}".encode())
-    if file.hunks:
-        lines.append(b"--- " + (b"/dev/null" if file.old_path is None else _side_name("a", old)))
-        lines.append(b"+++ " + (b"/dev/null" if file.new_path is None else _side_name("b", new)))
-    for hunk in file.hunks:
-        lines.append(f"@@ -{hunk.old_start},{hunk.old_count} +{hunk.new_start},{hunk.new_count} @@".encode())
-        lines += hunk.lines
+    """Return the diff for `git apply`, without binary files."""
+    lines: list[bytes] = []
+    for file in files:
+        if file.binary:
+            continue
+        old, new = (file.old_path or file.path), (file.new_path or file.path)
+        lines += [b"diff --git " + _prefixed("a", old) + b" " + _prefixed("b", new)]
+        if file.old_path is None:
+            lines.append(f"new file mode {file.new_mode}".encode())
+        elif file.new_path is None:
+            lines.append(f"deleted file mode {file.old_mode}".encode())
+        elif file.old_mode != file.new_mode:
+            lines += [f"old mode {file.old_mode}".encode(), f"new mode {file.new_mode}".encode()]
+        if file.moved:
+            lines += [f"{file.moved} from ".encode() + quote(old), f"{file.moved} to ".encode() + quote(new)]
+        same = file.old_mode if file.old_mode == file.new_mode else None
+        if file.blobs is not None or same is not None:
+            # The mode here makes `git apply` refuse a file that is of another kind in the tree.
+            blobs = "..".join(file.blobs or _NO_BLOBS)
+            lines.append(f"index {blobs}{f' {same}' if same else ''}".encode())
+        if file.hunks:
+            lines.append(b"--- " + (b"/dev/null" if file.old_path is None else _side_name("a", old)))
+            lines.append(b"+++ " + (b"/dev/null" if file.new_path is None else _side_name("b", new)))
+        for hunk in file.hunks:
+            lines.append(f"@@ -{hunk.old_start},{hunk.old_count} +{hunk.new_start},{hunk.new_count} @@".encode())
+            lines += hunk.lines
     return b"".join(line + b"\n" for line in lines)
 
 
@@ -54,7 +54,7 @@ def _side_name(prefix: str, path: str) -> bytes:
 
 
 def quote(path: str) -> bytes:
-    """A path as git writes it with core.quotePath."""
+    """Quote a path as git does with core.quotePath."""
     raw = path.encode("utf-8", "surrogateescape")
     if all(32 <= byte < 127 and byte not in b'"\\' for byte in raw):
         return raw
@@ -66,16 +66,27 @@ def quote(path: str) -> bytes:
 
 
 def apply_hunks(before: bytes, hunks: Iterable[Hunk]) -> bytes:
-    """The text after the hunks. Raises DiffRefused when one does not fit exactly where it says."""
+    """Apply hunks to a text. Raises DiffRefused if one does not fit exactly at its line."""
     old = _split_lines(before)
     new: list[bytes] = []
     place = 0
     for hunk in hunks:
         start = hunk.old_start - (1 if hunk.old_count else 0)
         if not place <= start <= len(old):
-            raise DiffRefused(f"a hunk at line {hunk.old_start} lies outside the file")
+            raise DiffRefused(f"a hunk at line {hunk.old_start} is outside the file")
         new += old[place:start]
-        removed, added = _hunk_sides(hunk)
+        removed: list[bytes] = []
+        added: list[bytes] = []
+        touched: list[list[bytes]] = []
+        for line in hunk.lines:
+            if line.startswith(b"\\"):
+                # "No newline at end of file" is about the line before, on each of its sides.
+                for side in touched:
+                    side[-1] = side[-1].removesuffix(b"\n")
+                continue
+            touched = [side for side, kinds in ((removed, b" -"), (added, b" +")) if line[:1] in kinds]
+            for side in touched:
+                side.append(line[1:] + b"\n")
         if old[start : start + len(removed)] != removed:
             raise DiffRefused(f"the hunk at line {hunk.old_start} does not fit")
         new += added
@@ -84,29 +95,14 @@ def apply_hunks(before: bytes, hunks: Iterable[Hunk]) -> bytes:
 
 
 def _split_lines(text: bytes) -> list[bytes]:
-    """Lines with their ends; only a line feed ends one, as for git."""
+    """Split a text into lines with their ends; as for git, only a line feed ends a line."""
     lines = [line + b"\n" for line in text.split(b"\n")]
     lines[-1] = lines[-1].removesuffix(b"\n")
     return [line for line in lines if line]
 
 
-def _hunk_sides(hunk: Hunk) -> tuple[list[bytes], list[bytes]]:
-    removed: list[bytes] = []
-    added: list[bytes] = []
-    touched: list[list[bytes]] = []
-    for line in hunk.lines:
-        if line.startswith(b"\\"):
-            for side in touched:
-                side[-1] = side[-1].removesuffix(b"\n")
-            continue
-        touched = [side for side, kinds in ((removed, b" -"), (added, b" +")) if line[:1] in kinds]
-        for side in touched:
-            side.append(line[1:] + b"\n")
-    return removed, added
-
-
 def replacement(before: bytes, after: bytes) -> tuple[Hunk, ...]:
-    """One hunk that turns the whole of `before` into `after`."""
+    """Return one hunk that replaces all of `before` by `after`."""
     lines = [*_marked(b"-", before), *_marked(b"+", after)]
     counts = len(_split_lines(before)), len(_split_lines(after))
     if not lines:

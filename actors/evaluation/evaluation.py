@@ -1,16 +1,16 @@
-"""Scoring what a dead agent left behind.
+"""The scoring of a rollout, after its agent has ended.
 
 Invariants:
-- The agent's sandbox is frozen before anything is looked at; nothing of it runs again.
-- A check runs in a clean sandbox that holds the declared data paths and nothing else of the agent's: its shell files,
-  preloads, PATH entries and processes do not exist there.
-- Exit code 0 of a check is reward 1, exit code 1 is reward 0, unless the check binds a reward of its own; anything else
-  says that the check broke. (Kinds compare and repository: a comparison outside the sandbox and a report by test id
-  decide, never an exit code.)
-- A reward that is not a number within the bound is the evaluator's fault, on whatever files.
-- Nobody escapes a 0 by breaking the check: one that breaks twice on what the agent left, and not on the task's own
-  untouched files, was broken by the agent, and that is reward 0. One that breaks on those too is no evaluator.
-- Hidden files arrive after the agent is dead, in a sandbox it never saw.
+- The sandbox of the agent is frozen before its files are read; none of its processes runs again.
+- A check runs in a clean sandbox that has nothing of the agent but its declared data paths: no shell files, preloads,
+  PATH entries or processes.
+- Exit code 0 of a check is reward 1, exit code 1 is reward 0, unless the check binds a reward; any other exit code
+  means that the check broke. (For kinds compare and repository, a comparison outside the sandbox and a report by test
+  id decide instead of exit codes.)
+- A reward that is not a number within the bound is the fault of the evaluator, on any files.
+- Breaking the check does not avoid a reward of 0: a check that breaks twice on the files of the agent, but not on the
+  untouched files of the task, was broken by the agent, which is reward 0. One that breaks on untouched files is faulty.
+- Hidden files are written after the end of the agent, in a sandbox that it never saw.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from headrace.actors.evaluation.verdict import (
     broken,
     failed,
     invalid,
+    join_details,
     printed,
     rewarded,
     solved,
-    told,
 )
 from headrace.actors.in_sandbox import check as check_program
 from headrace.actors.in_sandbox import program_command, source
@@ -54,114 +54,116 @@ from headrace.sandboxes.launcher.commands import PRELOADED
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.buffer.tasks import EvaluatorSpec, Task
+    from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import ExecResult, Sandbox
 
 __all__ = ["CleanSandboxes", "EvaluationRequest", "Verdict", "evaluate"]
 
 
-async def evaluate(request: EvaluationRequest, rooms: CleanSandboxes, baselines: Baselines | None = None) -> Verdict:
-    """Score one rollout. `baselines` keeps what is known of untouched repositories from one call to the next. Errors of
-    sandboxes become verdicts of cause infra; only programming errors are raised."""
+async def evaluate(
+    request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines | None = None
+) -> Verdict:
+    """Score one rollout. `baselines` caches reports of untouched repositories between calls. Errors of sandboxes become
+    verdicts with cause infra; only programming errors are raised."""
     baselines = baselines or Baselines()
     try:
-        await rooms.freeze(request.sandbox.id)
-        verdict = await _score(request, rooms, baselines)
+        await sandboxes.freeze(request.sandbox.id)
+        verdict = await _score(request, sandboxes, baselines)
         if verdict.cause is Cause.EVALUATOR:
-            verdict = await _blame(request, rooms, baselines, verdict)
-        # What a check prints reaches ledger, spans and JSON, which take no lone surrogate.
-        return await _kept(request, rooms, replace(verdict, detail=clean_text(verdict.detail)))
+            verdict = await _blame(request, sandboxes, baselines, verdict)
+        # The detail is written to ledger, spans and JSON, which refuse lone surrogates.
+        verdict = replace(verdict, detail=clean_text(verdict.detail))
+        if not request.keep:
+            return replace(verdict, log="", patch="")
+        return (
+            verdict
+            if request.task.evaluator.kind is not EvaluatorKind.STATE
+            else await _with_patch(request, sandboxes, verdict)
+        )
     except FrozenPathRefused as error:
-        return failed(f"a data path is gone or of another kind: {error}")
+        return failed(f"a data path was removed or has another type: {error}")
     except EvaluatorFault as error:
         return broken(str(error))
     except SandboxError as error:
         return Verdict(reward=None, cause=Cause.INFRA, detail=f"{type(error).__name__}: {error}")
 
 
-async def _kept(request: EvaluationRequest, rooms: CleanSandboxes, verdict: Verdict) -> Verdict:
-    """The verdict with log and patch for those who keep them, without for all others. The patch of a task that is
-    scored by its state is collected for this alone, and what goes wrong with that changes no verdict."""
-    if not request.keep:
-        return replace(verdict, log="", patch="")
-    if request.task.evaluator.kind is not EvaluatorKind.STATE:
-        return verdict
+async def _with_patch(request: EvaluationRequest, sandboxes: CleanSandboxes, verdict: Verdict) -> Verdict:
+    """Collect the patch of a task that is scored by its state, only for the record: errors change no verdict."""
     try:
-        async with rooms.clean(_spec_with_data(request)) as room:
-            patch = await collect_patch(request.task, room)
+        async with sandboxes.clean(_spec_with_data(request)) as sandbox:
+            patch = await collect_patch(request.task, sandbox)
     except (PatchRefused, SandboxError) as error:
-        return replace(verdict, log=printed(verdict.log, f"what the agent left is no patch: {error}"))
+        return replace(verdict, log=printed(verdict.log, f"the files of the agent are not a patch: {error}"))
     return replace(verdict, patch=patch.as_diff(request.task))
 
 
-async def _blame(request: EvaluationRequest, rooms: CleanSandboxes, baselines: Baselines, first: Verdict) -> Verdict:
-    """Who broke the check: the evaluator, which breaks on untouched files too, chance, or the agent. Raises
-    SandboxError."""
-    if (await _score_untouched(request.task, rooms, baselines)).cause is Cause.EVALUATOR:
+async def _blame(
+    request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines, first: Verdict
+) -> Verdict:
+    """Decide who broke the check: the evaluator, if it breaks on untouched files too, chance, or the agent. Raises
+    SandboxError, EvaluatorFault."""
+    task = request.task
+    if task.evaluator.kind is EvaluatorKind.PLUGIN:
+        # Evaluators of other packages cannot score untouched files.
         return first
-    again = await _score(request, rooms, baselines)
+    if task.evaluator.kind is EvaluatorKind.REPOSITORY:
+        untouched = await grade(task, LeftDiff(), sandboxes, baselines, always_twins=True)
+    else:
+        files = Patch(changes={}).applied_to(task)
+        untouched = await _check_files(task, files, SandboxSpec(image=task.image, labels=LABELS), sandboxes)
+    if untouched.cause is Cause.EVALUATOR:
+        return first
+    again = await _score(request, sandboxes, baselines)
     if again.cause is not Cause.EVALUATOR:
         return again
-    blamed = invalid(f"only what the agent left breaks the check: {again.detail}")
+    blamed = invalid(f"only the files of the agent break the check: {again.detail}")
     return replace(blamed, log=again.log, patch=again.patch)
 
 
-async def _score(request: EvaluationRequest, rooms: CleanSandboxes, baselines: Baselines) -> Verdict:
-    """One look at what the agent left; a check that breaks is cause evaluator. Raises SandboxError, EvaluatorFault."""
+async def _score(request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines) -> Verdict:
+    """Score the files of the agent once; a broken check has cause evaluator. Raises SandboxError, EvaluatorFault."""
     match request.task.evaluator.kind:
         case EvaluatorKind.REPOSITORY:
-            return await score_repository(request, rooms, baselines)
+            return await score_repository(request, sandboxes, baselines)
         case EvaluatorKind.PATCH | EvaluatorKind.COMPARE:
-            return await _score_patch(request, rooms)
+            return await _score_patch(request, sandboxes)
         case EvaluatorKind.PLUGIN:
-            return await score_by_plugin(request, rooms)
+            return await score_by_plugin(request, sandboxes)
         case _:
-            return await _check_files(request.task, _hidden_files(request.task), _spec_with_data(request), rooms)
+            hidden = {path: text.encode() for path, text in request.task.evaluator.hidden_files.items()}
+            return await _check_files(request.task, hidden, _spec_with_data(request), sandboxes)
 
 
-async def _score_untouched(task: Task, rooms: CleanSandboxes, baselines: Baselines) -> Verdict:
-    """The same look at what the task put there itself. Raises SandboxError, EvaluatorFault."""
-    if task.evaluator.kind is EvaluatorKind.REPOSITORY:
-        return await grade(task, LeftDiff(), rooms, baselines, always_twins=True)
-    if task.evaluator.kind is EvaluatorKind.PLUGIN:
-        return broken("only what an agent left can be shown to an evaluator of another package")
-    files = Patch(changes={}).applied_to(task)
-    return await _check_files(task, files, SandboxSpec(image=task.image, labels=LABELS), rooms)
-
-
-async def _score_patch(request: EvaluationRequest, rooms: CleanSandboxes) -> Verdict:
+async def _score_patch(request: EvaluationRequest, sandboxes: CleanSandboxes) -> Verdict:
     try:
-        async with rooms.clean(_spec_with_data(request)) as room:
-            patch = await collect_patch(request.task, room)
+        async with sandboxes.clean(_spec_with_data(request)) as sandbox:
+            patch = await collect_patch(request.task, sandbox)
     except PatchRefused as error:
         return invalid(str(error))
     except ExecTimeout as error:
-        return broken(f"collecting the patch outlived {error}")
+        return broken(f"collecting the patch exceeded {error}")
     dropped: tuple[Dropped, ...] = ()
     left = patch
     if request.task.evaluator.kind is EvaluatorKind.COMPARE:
         patch, dropped = patch.filtered(request.task)
     spec = SandboxSpec(image=request.task.image, labels=LABELS)
-    verdict = await _check_files(request.task, patch.applied_to(request.task), spec, rooms)
+    verdict = await _check_files(request.task, patch.applied_to(request.task), spec, sandboxes)
     diff = left.as_diff(request.task) if request.keep else ""
-    return replace(verdict, detail=told(verdict.detail, summary(dropped)), patch=diff)
+    return replace(verdict, detail=join_details(verdict.detail, summary(dropped)), patch=diff)
 
 
-async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec, rooms: CleanSandboxes) -> Verdict:
-    """The check in a clean sandbox with these files. Raises SandboxError, EvaluatorFault."""
-    async with rooms.clean(spec) as room:
+async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec, sandboxes: CleanSandboxes) -> Verdict:
+    """Run the check in a clean sandbox with these files. Raises SandboxError, EvaluatorFault."""
+    async with sandboxes.clean(spec) as sandbox:
         try:
             if files:
-                await room.write_many(files)
-            return await run_check(task, room)
+                await sandbox.write_many(files)
+            return await run_check(task, sandbox)
         except ExecTimeout as error:
-            return broken(f"the check outlived {error}")
+            return broken(f"the check exceeded {error}")
         except SandboxFileError as error:
             return broken(f"the files could not be written: {error}")
-
-
-def _hidden_files(task: Task) -> dict[str, bytes]:
-    return {path: text.encode() for path, text in task.evaluator.hidden_files.items()}
 
 
 def _spec_with_data(request: EvaluationRequest) -> SandboxSpec:
@@ -171,17 +173,22 @@ def _spec_with_data(request: EvaluationRequest) -> SandboxSpec:
     return SandboxSpec(image=request.task.image, mounts=mounts, labels=LABELS)
 
 
-async def run_check(task: Task, room: Sandbox) -> Verdict:
-    """Run the task's check, given on standard input so that no file of it lies anywhere. Raises ExecTimeout,
-    SandboxGone, EvaluatorFault."""
+async def run_check(task: Task, sandbox: Sandbox) -> Verdict:
+    """Run the check of the task, from standard input so that it is in no file. Raises ExecTimeout, SandboxGone,
+    EvaluatorFault."""
     spec = task.evaluator
     if spec.kind is EvaluatorKind.COMPARE:
-        return await compare(room, spec.check, spec.expected, python=spec.python, timeout_s=spec.timeout_s)
+        return await compare(sandbox, spec.check, spec.expected, python=spec.python, timeout_s=spec.timeout_s)
     result = None
-    if spec.python == PYTHON and isinstance(room, ProgramRunner) and imports_only(spec.check, PRELOADED):
-        result = await _run_plainly(spec, room)
+    if spec.python == PYTHON and isinstance(sandbox, ProgramRunner) and imports_only(spec.check, PRELOADED):
+        # A check that needs nothing of the image runs in an interpreter that is already up: starting one costs more
+        # than the check.
+        arguments = (check_program.PLAIN, *spec.data_paths)
+        result = await sandbox.run_program(
+            source("check"), arguments, stdin=spec.check.encode(), timeout_s=spec.timeout_s
+        )
     if result is None or result.exit_code == check_program.UNAVAILABLE:
-        result = await room.exec(
+        result = await sandbox.exec(
             program_command(spec.python, "check", check_program.PACKAGES, *spec.data_paths),
             stdin=spec.check.encode(),
             cwd="/",
@@ -190,16 +197,9 @@ async def run_check(task: Task, room: Sandbox) -> Verdict:
     return replace(_verdict(result), log=printed(result.stderr))
 
 
-async def _run_plainly(spec: EvaluatorSpec, room: ProgramRunner) -> ExecResult:
-    """A check that needs nothing of the image needs no interpreter of it either: to start one costs more than the
-    check."""
-    arguments = (check_program.PLAIN, *spec.data_paths)
-    return await room.run_program(source("check"), arguments, stdin=spec.check.encode(), timeout_s=spec.timeout_s)
-
-
 @lru_cache(maxsize=1024)
 def imports_only(check: str, modules: frozenset[str]) -> bool:
-    """Whether all that a check imports, as far as its text tells, is among `modules`."""
+    """Return True if all imports in the source of a check are in `modules`."""
     try:
         nodes = list(ast.walk(ast.parse(check)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -211,10 +211,10 @@ def imports_only(check: str, modules: frozenset[str]) -> bool:
 
 
 def _verdict(result: ExecResult) -> Verdict:
-    """By the exit code and the report of `in_sandbox.check`. Raises EvaluatorFault."""
+    """Return the verdict for the exit code and report of `in_sandbox.check`. Raises EvaluatorFault."""
     detail = result.stderr.decode(errors="replace")[-MAX_DETAIL_CHARACTERS:]
     if not result.stdout.startswith(check_program.BEGUN):
-        return broken(f"the check was not begun ({result.exit_code}): {detail}")
+        return broken(f"the check did not start ({result.exit_code}): {detail}")
     match result.exit_code:
         case 0:
             return solved()
@@ -222,10 +222,10 @@ def _verdict(result: ExecResult) -> Verdict:
             return failed(detail)
         case check_program.REPORTED if (answer := last_answer(result.stdout)) is not None:
             if "reward" not in answer:
-                raise EvaluatorFault(f"the evaluator is at fault: the reward is not a number: {answer.get('error')}")
+                raise EvaluatorFault(f"evaluator error: the reward is not a number: {answer.get('error')}")
             verdict = rewarded(answer["reward"], solved=answer.get("solved"))
             return verdict if verdict.solved else replace(verdict, detail=detail)
         case check_program.RAISED:
             return broken(f"the check raised an exception: {detail}")
         case code:
-            return broken(f"the check ended with {code}: {detail}")
+            return broken(f"the check ended with exit code {code}: {detail}")

@@ -1,6 +1,6 @@
-"""The evaluator actor: owns nothing; an evaluation whose evaluator dies is run again.
+"""The evaluator actor, which is stateless: an evaluation is repeated if the actor dies.
 
-Invariant: clean sandboxes carry the evaluator's label; one that starts releases those of the one before it.
+Invariant: clean sandboxes are leased by one holder; a new evaluator releases those of its predecessor.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from opentelemetry import trace
 
 from headrace.actors.evaluation.baselines import Baselines
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
-from headrace.actors.evaluation.simulated import simulated_verdict
-from headrace.actors.evaluation.verdict import solved
+from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import Operations
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.retry import until_back
-from headrace.buffer.tasks import EvaluatorKind
+from headrace.actors.simulated.tasks import is_solved
+from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
 from headrace.sandboxes.pool.boot import LeaseRequest
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import context_from
@@ -40,14 +40,14 @@ HOLDER = "evaluator"
 
 
 class _CleanSandboxes(ResourceOwner):
-    """Clean sandboxes from the pool, in batch calls."""
+    """Leases of clean sandboxes from the pool, with batched calls."""
 
     def __init__(self, pool: SandboxPool, lease_s: float) -> None:
         super().__init__()
         self._pool = pool
         self._lease_s = lease_s
         self.judged = 0
-        """Clean sandboxes in which all that was wanted was done."""
+        """Clean sandboxes whose work succeeded."""
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
@@ -57,7 +57,7 @@ class _CleanSandboxes(ResourceOwner):
         return self
 
     async def freeze(self, sandbox: SandboxId) -> None:
-        """End the agent's processes, keep its files, and give its place in the pool back."""
+        """Kill the processes of the agent, keep its files, and free its slot in the pool."""
         await self._freeze(sandbox)
 
     @asynccontextmanager
@@ -75,39 +75,39 @@ class _CleanSandboxes(ResourceOwner):
 
 
 class Evaluator(ResourceOwner):
-    """Scores rollouts in clean sandboxes leased from the pool."""
+    """Actor that scores rollouts in clean sandboxes leased from the pool."""
 
     def __init__(self, pool: SandboxPool, observing: ActorTelemetry, *, lease_s: float = LEASE_S) -> None:
         super().__init__()
-        self._rooms = _CleanSandboxes(pool, lease_s)
+        self._sandboxes = _CleanSandboxes(pool, lease_s)
         self._baselines = Baselines()
         self._observing = observing
         self._simulated = 0
-        """Simulated verdicts so far."""
+        """Number of simulated verdicts."""
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("evaluator"))
-        await self._stack.enter_async_context(self._rooms)
+        await self._stack.enter_async_context(self._sandboxes)
         self._evaluations: Operations[EvaluationRequest, Verdict] = await self._stack.enter_async_context(
             Operations(self._evaluate, unclaimed=_nothing_to_give_back)
         )
         return self
 
     async def begin(self, requests: dict[str, EvaluationRequest]) -> Results[Verdict]:
-        """Begin these evaluations, by key; see `operations.Operator`."""
+        """Begin evaluations, by key; see `operations.Operator`."""
         return await self._evaluations.begin(requests)
 
     async def fetch(self, keys: list[str]) -> Results[Verdict]:
-        """Verdicts as they come; no failure of one disturbs another. An actor that is gone for good is a result too."""
+        """Return verdicts as they arrive. Evaluations fail independently; a lost actor is a result too."""
         return await self._evaluations.fetch(keys)
 
     async def withdraw(self, keys: list[str]) -> None:
-        """Break these evaluations off. Idempotent."""
+        """Cancel evaluations. Idempotent."""
         await self._evaluations.withdraw(keys)
 
     async def judged_steps(self) -> int:
-        """Steps of evaluations that ended well, since this evaluator started."""
-        return self._rooms.judged + self._simulated
+        """Return the number of successful evaluation steps since this evaluator started."""
+        return self._sandboxes.judged + self._simulated
 
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
@@ -117,8 +117,16 @@ class Evaluator(ResourceOwner):
             self._simulated += 1
             return verdict
         with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):
-            return await evaluate(request, self._rooms, self._baselines)
+            return await evaluate(request, self._sandboxes, self._baselines)
 
 
 async def _nothing_to_give_back(_: Verdict) -> None:
-    """A verdict holds nothing."""
+    """A verdict holds no resources."""
+
+
+async def simulated_verdict(request: EvaluationRequest) -> Verdict:
+    """Return a verdict after the simulated time, drawn from the name of the attempt and its task alone. Raises
+    ValueError for a task without simulation settings."""
+    settings = SimulatedVerdict.parse(request.task.evaluator.expected)
+    await asyncio.sleep(settings.seconds)
+    return solved() if is_solved(request.task, settings.success, request.key) else failed("")

@@ -1,10 +1,10 @@
-"""Takes out of a repository whatever could show its future: the commit that solves a task must not be found.
+"""Removes the future history of a repository, so that an agent cannot find the commit that solves its task.
 
 Invariants:
-- Afterwards the object store holds exactly what HEAD reaches, and HEAD is the only reference. `leaks` proves it.
-- The repository is built anew from those objects, so nothing has to be thought of to be removed: reflogs, ORIG_HEAD,
+- Afterwards the object store holds exactly what HEAD reaches, and HEAD is the only reference. `leaks` verifies it.
+- The repository is rebuilt from those objects instead of cleaned, so nothing can be forgotten: reflogs, ORIG_HEAD,
   FETCH_HEAD, stash, notes, replacements, other branches, tags, remotes, worktrees, alternates, hooks and unreachable
-  objects are not copied. The work tree stays as it is; a repository within it is treated the same.
+  objects are not copied. The work tree is unchanged; repositories within it are rebuilt too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _CLEAN_GIT: Final = """
 export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_NO_REPLACE_OBJECTS=1 LC_ALL=C
 git() { command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false -c gc.auto=0 "$@"; }
 """
-# Deepest first: a submodule's repository may lie in the one around it. A repository without a commit has no history.
+# Deepest first, since the repository of a submodule may be inside that of its parent. A repository without commits has
+# no history.
 _REBUILD: Final = (
     _CLEAN_GIT
     + """
@@ -59,7 +60,7 @@ find "$PWD" -depth -name .git -print0 | while IFS= read -r -d '' found; do
 done
 """
 )
-# What the store has and HEAD does not reach, and every reference and alternate: none of them may be printed.
+# Prints stored objects that HEAD does not reach, and other references and alternates; the output must be empty.
 _LEAKS: Final = (
     _CLEAN_GIT
     + """
@@ -84,22 +85,23 @@ done
 
 
 async def hide_history(sandbox: Sandbox, workdir: str) -> None:
-    """Rebuild the repository at `workdir` (and those within it) from what HEAD reaches; a folder without one stays.
+    """Rebuild the repository at `workdir` (and those within it) from what HEAD reaches; a plain folder is unchanged.
 
-    Raises SandboxError, also when something is left that should not be."""
+    Raises SandboxError, also if forbidden objects remain."""
     result = await sandbox.exec(_REBUILD, cwd=workdir, timeout_s=_TIMEOUT_S)
     if result.exit_code != 0:
-        said = (result.stdout + result.stderr)[-300:].decode(errors="replace")
-        raise SandboxError(f"removing the history of {shlex.quote(workdir)} ended with {result.exit_code}: {said}")
+        output = (result.stdout + result.stderr)[-300:].decode(errors="replace")
+        raise SandboxError(
+            f"removing the history of {shlex.quote(workdir)} failed with exit code {result.exit_code}: {output}"
+        )
     left = await leaks(sandbox, workdir)
     if left:
-        raise SandboxError(f"the history of {shlex.quote(workdir)} still holds {', '.join(left[:5])}")
+        raise SandboxError(f"the history of {shlex.quote(workdir)} still has {', '.join(left[:5])}")
 
 
 async def leaks(sandbox: Sandbox, workdir: str) -> tuple[str, ...]:
-    """What of the repository at `workdir` HEAD does not account for: `object NAME`, `ref NAME` and `file PATH` lines.
-
-    Raises SandboxError."""
+    """Return what HEAD does not account for in the repository at `workdir`, as lines `object NAME`, `ref NAME` and
+    `file PATH`. Raises SandboxError."""
     result = await sandbox.exec(_LEAKS, cwd=workdir, timeout_s=_TIMEOUT_S)
     if result.exit_code != 0:
         raise SandboxError(f"looking for leaks in {shlex.quote(workdir)} failed: {result.stderr[-300:]!r}")

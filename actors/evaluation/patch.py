@@ -1,16 +1,16 @@
-"""A patch as data: the text files under the declared data paths that differ from what the task put there.
+"""The patch of a rollout as data: text files under the declared data paths that differ from those of the task.
 
 Invariants:
-- Only regular files travel: no symbolic link, device or directory of the agent is ever followed or created.
-- Sizes, numbers and lengths of paths are capped; what is over a cap refuses the whole patch (the model's doing:
-  outcome invalid).
-- Files of the task outside the data paths stay as the task put them.
-- Hidden files of the task always win: no file of the patch stands at, above or below their paths.
+- Only regular files are copied: no symbolic link, device or directory of the agent is followed or created.
+- Sizes, counts and path lengths are capped; a patch over a cap is refused as a whole, with outcome invalid.
+- Files of the task outside the data paths are unchanged.
+- Hidden files of the task take precedence: no file of the patch is at, above or below their paths.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from difflib import unified_diff
 from typing import TYPE_CHECKING
@@ -36,17 +36,17 @@ _REFUSALS = {
 
 
 class PatchRefused(Exception):
-    """What the agent left cannot be a patch: over a cap, or not text."""
+    """The files of the agent are not a patch: over a cap, or not text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """Paths (absolute, in the sandbox) with their new text, or None where the file is gone."""
+    """Absolute paths in the sandbox with their new text, or None for removed files."""
 
     changes: Mapping[str, str | None]
 
     def applied_to(self, task: Task) -> dict[str, bytes]:
-        """The files of a clean copy of the task with this patch and the hidden files."""
+        """Return the files of a clean copy of the task with this patch and the hidden files."""
         files: dict[str, str] = dict(task.files)
         for path, text in self.changes.items():
             if text is None:
@@ -54,16 +54,20 @@ class Patch:
             else:
                 files[path] = text
         hidden = task.evaluator.hidden_files
-        files = {path: text for path, text in files.items() if not any(_collide(path, other) for other in hidden)}
+        files = {
+            path: text
+            for path, text in files.items()
+            if not any(_is_below(path, other) or _is_below(other, path) for other in hidden)
+        }
         files.update(hidden)
         return {path: text.encode() for path, text in files.items()}
 
     def as_diff(self, task: Task) -> str:
-        """A unified diff against the task's own files, by path."""
+        """Return a unified diff against the files of the task, by path."""
         return "".join(file_diff(path, task.files.get(path), self.changes[path]) for path in sorted(self.changes))
 
     def filtered(self, task: Task) -> tuple[Patch, tuple[Dropped, ...]]:
-        """Without what `diff_filter` forbids and the task's test files, and what was left out."""
+        """Return the patch without test files and changes that `diff_filter` forbids, and the dropped changes."""
         tests = frozenset(path[1:] for path in task.evaluator.test_files)
         reasons = {path: reason_for_path(path[1:], tests, new=path not in task.files) for path in self.changes}
         return (
@@ -72,12 +76,12 @@ class Patch:
         )
 
 
-async def collect_patch(task: Task, room: Sandbox) -> Patch:
+async def collect_patch(task: Task, sandbox: Sandbox) -> Patch:
     """Read the patch out of a clean sandbox in which the frozen data paths are mounted. Raises PatchRefused,
     SandboxError."""
     argument = json.dumps([task.evaluator.data_paths, MAX_FILES, MAX_FOLDERS, MAX_BYTES])
     result = await run_program(
-        room,
+        sandbox,
         "collect_files",
         [argument],
         python=task.evaluator.python,
@@ -87,14 +91,15 @@ async def collect_patch(task: Task, room: Sandbox) -> Patch:
     if result.exit_code in _REFUSALS:
         raise PatchRefused(_REFUSALS[result.exit_code])
     if result.exit_code != 0 or result.truncated:
-        raise SandboxError(f"collecting the patch ended with {result.exit_code}: {result.stderr[-200:]!r}")
+        raise SandboxError(f"collecting the patch failed with exit code {result.exit_code}: {result.stderr[-200:]!r}")
     return difference(files_below(task.files, task.evaluator.data_paths), json.loads(result.stdout))
 
 
 def file_diff(path: str, before: str | None, after: str | None) -> str:
-    """One file's part of a unified diff; None is no file. Long files are shown as replaced whole: finding the shortest
-    diff of hostile text may take for ever."""
-    old, new = (_lines(text or "") for text in (before, after))
+    """Return the unified diff of one file; None means that it does not exist. Long files are replaced as a whole, since
+    the shortest diff of hostile text may take forever to compute."""
+    # Split at line feeds only: str.splitlines also splits at other characters.
+    old, new = ([line for line in re.split("(?<=\n)", text or "") if line] for text in (before, after))
     name = path if path.isprintable() else json.dumps(path)
     names = ("/dev/null" if before is None else f"a{name}", "/dev/null" if after is None else f"b{name}")
     if max(len(old), len(new)) <= MAX_COMPARED_LINES:
@@ -105,14 +110,8 @@ def file_diff(path: str, before: str | None, after: str | None) -> str:
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
-def _lines(text: str) -> list[str]:
-    """Lines with their ends, split at line feeds only."""
-    parts = text.split("\n")
-    return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
-
-
 def files_below(files: Mapping[str, str], data_paths: Sequence[str]) -> dict[str, str]:
-    """Those of `files` that are one of the data paths, or in one."""
+    """Return the files that are at or below one of the data paths."""
     return {path: text for path, text in files.items() if any(_is_below(path, data_path) for data_path in data_paths)}
 
 
@@ -120,13 +119,8 @@ def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder + "/")
 
 
-def _collide(path: str, other: str) -> bool:
-    """Both cannot be files of one tree, or they are the same file."""
-    return _is_below(path, other) or _is_below(other, path)
-
-
 def difference(before: Mapping[str, str], after: Mapping[str, str]) -> Patch:
-    """What turns `before` into `after`."""
+    """Return the patch that turns `before` into `after`."""
     changes: dict[str, str | None] = {path: text for path, text in after.items() if before.get(path) != text}
     changes |= {path: None for path in before if path not in after}
     return Patch(changes=changes)

@@ -1,6 +1,6 @@
-"""What a dead agent changed in its repository, as a git diff that nothing of the agent's had a part in making.
+"""Collects the change of an agent to its repository as a git diff, without running any code of the agent.
 
-Invariant: the frozen tree is read-only data beside a pristine one; see `in_sandbox.collect` for what makes the diff.
+Invariant: the frozen tree is mounted read-only beside a pristine one; `in_sandbox.collect` makes the diff.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ _REFUSALS: Final = {3: f"more than {MAX_ENTRIES} files and folders", 5: "a path 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftDiff:
-    """`base` is the old content of changed files whose sections are filtered; `notes` is what is not in the diff."""
+    """Diff of the files of an agent. `base` is the old content of changed files with filtered sections; `notes` lists
+    changes that are not in the diff."""
 
     diff: bytes = b""
     base: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[Dropped, ...] = ()
 
 
-async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, rooms: CleanSandboxes) -> LeftDiff:
-    """Raises DiffRefused, SandboxError (FrozenPathRefused when the agent removed the repository)."""
+async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, sandboxes: CleanSandboxes) -> LeftDiff:
+    """Collect the diff. Raises DiffRefused, SandboxError (FrozenPathRefused if the agent removed the repository)."""
     mount = FrozenMount(source=request.sandbox.id, path=repository.workdir, target=_LEFT)
     caps = [MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES]
     argument = json.dumps({"base": repository.workdir, "left": _LEFT, "caps": caps})
-    async with rooms.clean(SandboxSpec(image=request.task.image, mounts=(mount,), labels=LABELS)) as room:
-        await lay_out(request.task, room)
-        result = await room.exec(
+    async with sandboxes.clean(SandboxSpec(image=request.task.image, mounts=(mount,), labels=LABELS)) as sandbox:
+        await lay_out(request.task, sandbox)
+        result = await sandbox.exec(
             program_command(repository.python, "collect", argument),
             cwd="/",
             timeout_s=request.task.evaluator.timeout_s,
@@ -56,18 +57,14 @@ async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, r
     if result.truncated:
         raise DiffRefused(f"the diff is larger than {MAX_DIFF_BYTES} bytes")
     if result.exit_code != 0:
-        raise SandboxError(f"collecting the diff ended with {result.exit_code}: {result.stderr[-200:]!r}")
+        raise SandboxError(f"collecting the diff failed with exit code {result.exit_code}: {result.stderr[-200:]!r}")
     try:
-        return _parse(result.stdout)
+        header, _, diff = result.stdout.partition(b"\n")
+        found = json.loads(header)
+        return LeftDiff(
+            diff=diff,
+            base={path: bytes.fromhex(content) for path, content in found["settings"].items()},
+            notes=tuple(Dropped(path=path, reason=DropReason(reason)) for path, reason in found["notes"]),
+        )
     except ValueError as error:
         raise SandboxError(f"collecting the diff: {repository.python} printed {result.stdout[:200]!r}") from error
-
-
-def _parse(output: bytes) -> LeftDiff:
-    header, _, diff = output.partition(b"\n")
-    found = json.loads(header)
-    return LeftDiff(
-        diff=diff,
-        base={path: bytes.fromhex(content) for path, content in found["settings"].items()},
-        notes=tuple(Dropped(path=path, reason=DropReason(reason)) for path, reason in found["notes"]),
-    )

@@ -1,9 +1,9 @@
-"""Evaluators of other packages: a function that scores what an agent left.
+"""Evaluators of other packages, which are functions that score the files of an agent.
 
 Invariants:
-- Whatever such a function does wrong (an exception, no verdict, a reward that is no number, too much time) is the
-  evaluator's fault: no reward comes of it.
-- What the sandboxes do wrong stays infra.
+- Every error of such a function (an exception, no verdict, a reward that is not a number, a timeout) is the fault of
+  the evaluator and gives no reward.
+- Errors of sandboxes stay infra.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def _function(found: object) -> Score:
     if not iscoroutinefunction(found):
-        raise TypeError("it is no `async def` function of a request and clean rooms")
+        raise TypeError("it is not an `async def` function; define `async def score(request, sandboxes)`")
     score: Score = found
     return score
 
@@ -38,12 +38,12 @@ def _function(found: object) -> Score:
 EVALUATORS: Final[Registry[Score]] = Registry(kind="evaluator", group="headrace.evaluators", own={}, accept=_function)
 
 
-# For every rollout: to look through the entry points of an environment takes tens of milliseconds.
+# Cached, since scanning the entry points of an environment takes tens of milliseconds per rollout.
 _evaluator = cache(EVALUATORS.find)
 
 
 def refuse_absent_evaluators(tasks: Iterable[Task]) -> None:
-    """Raises ConfigError for the first name that leads to no evaluator."""
+    """Check that all evaluators of tasks exist. Raises ConfigError for the first one that does not."""
     for name, task in {task.evaluator.plugin: task for task in tasks if task.evaluator.plugin}.items():
         try:
             EVALUATORS.find(name)
@@ -51,33 +51,28 @@ def refuse_absent_evaluators(tasks: Iterable[Task]) -> None:
             raise ConfigError(f"task {task.id}: evaluator.plugin: {error}") from error
 
 
-async def score_by_plugin(request: EvaluationRequest, rooms: CleanSandboxes) -> Verdict:
-    """The agent's sandbox is frozen by now. Raises SandboxError."""
+async def score_by_plugin(request: EvaluationRequest, sandboxes: CleanSandboxes) -> Verdict:
+    """Score a rollout whose sandbox is frozen. Raises SandboxError."""
     spec = request.task.evaluator
     try:
         async with asyncio.timeout(spec.timeout_s):
-            verdict = await _evaluator(spec.plugin)(request, rooms)
+            verdict = await _evaluator(spec.plugin)(request, sandboxes)
     except SandboxFileError as error:
-        # A file that is missing or too large is what the agent left: to expect that is the evaluator's task.
+        # The evaluator must expect missing or too large files, since the agent controls them.
         return broken(f"{spec.plugin} did not expect: {error}")
     except SandboxError:
         raise
     except TimeoutError:
-        return broken(f"{spec.plugin} outlived timeout_s={spec.timeout_s:g}")
-    except Exception as error:  # noqa: BLE001 - somebody else's code may raise what it likes
+        return broken(f"{spec.plugin} exceeded timeout_s={spec.timeout_s:g}")
+    except Exception as error:  # noqa: BLE001 - code of other packages may raise anything
         return broken(f"{spec.plugin} raised {type(error).__name__}: {error}")
-    fault = _fault_of(verdict)
-    return broken(f"{spec.plugin}: {fault}") if fault else verdict
-
-
-def _fault_of(verdict: object) -> str:
-    """Why this is no verdict; empty for one."""
     if not isinstance(verdict, Verdict):
-        return f"it gave {type(verdict).__name__} instead of a Verdict"
-    if verdict.reward is None:
-        return "" if verdict.cause in (Cause.EVALUATOR, Cause.INFRA) else f"cause {verdict.cause} without a reward"
+        return broken(f"{spec.plugin}: returned {type(verdict).__name__} instead of a Verdict")
+    if verdict.reward is None and verdict.cause not in (Cause.EVALUATOR, Cause.INFRA):
+        return broken(f"{spec.plugin}: cause {verdict.cause} without a reward")
     try:
-        check_reward(verdict.reward)
+        if verdict.reward is not None:
+            check_reward(verdict.reward)
     except ValueError as error:
-        return str(error)
-    return ""
+        return broken(f"{spec.plugin}: {error}")
+    return verdict

@@ -1,7 +1,7 @@
-"""What is done to a sandbox before an agent starts, and to every clean one that stands for its beginning.
+"""The preparation of sandboxes: task files and commands, before an agent starts and in every clean copy.
 
-Invariant: `prepare` ends with nothing of the task's solution in the repository's history; hidden files and tests of a
-task are none of its business, they arrive after the agent is dead.
+Invariant: after `prepare` the history of the repository does not contain the solution of the task. Hidden files and
+tests are not written here, but after the end of the agent.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
 
 PREPARE_TIMEOUT_S: Final = 600.0
-"""A hang guard; the phase's own deadline is shorter."""
+"""Guard against hangs; the deadline of the phase is shorter."""
 GIT: Final = "git --no-replace-objects -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false"
 
 ANY_OWNER: Final = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-"""Environment of commands of a task: git refuses a tree that belongs to another user than the one who runs it."""
+"""Environment for commands of a task, since git refuses trees of other users by default."""
 
 
 async def prepare(task: Task, sandbox: Sandbox) -> None:
-    """The agent's sandbox as it finds it. Raises SandboxError."""
+    """Prepare the sandbox of an agent. Raises SandboxError."""
     await lay_out(task, sandbox)
     if task.evaluator.repository is not None:
         await hide_history(sandbox, task.evaluator.repository.workdir)
 
 
 async def lay_out(task: Task, sandbox: Sandbox) -> None:
-    """Base commit, files and preparing commands of a task. Raises SandboxError."""
+    """Check out the base commit, write the files and run the commands of a task. Raises SandboxError."""
     repository = task.evaluator.repository
     if repository is not None and repository.base_commit:
         await _run(sandbox, repository, f"{GIT} checkout -q -f --detach {shlex.quote(repository.base_commit)}")
@@ -47,5 +47,5 @@ async def _run(sandbox: Sandbox, repository: RepositorySpec, script: str) -> Non
     command = f"set -e\n{script}"
     result = await sandbox.exec(command, env=ANY_OWNER, cwd=repository.workdir, timeout_s=PREPARE_TIMEOUT_S)
     if result.exit_code != 0:
-        said = (result.stdout + result.stderr)[-300:].decode(errors="replace")
-        raise SandboxError(f"preparing {repository.workdir} ended with {result.exit_code}: {said}")
+        output = (result.stdout + result.stderr)[-300:].decode(errors="replace")
+        raise SandboxError(f"preparing {repository.workdir} failed with exit code {result.exit_code}: {output}")

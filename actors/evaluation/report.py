@@ -1,10 +1,10 @@
-"""The reports of test runs: when one is believed, and what they say about the ids that must pass. Pure.
+"""Reports of test runs: their validity, and the results of required tests. Pure code.
 
 Invariants:
-- A report is believed only when every session that began has ended and every canary came out as it must.
-- An id that is missing did not pass. Exit codes are not looked at.
-- A test that passed counts when its twin ended in our exception. Only the untouched repository excuses a test: from
-  passing where it fails as expected there too, and from its twin where it has none there either.
+- A report is valid only if every started session ended and every canary had its expected result.
+- A missing id did not pass. Exit codes are ignored.
+- A passed test counts only if its twin ended with the canary exception. Only the untouched repository excuses a test:
+  from passing if it is xfailed there too, and from its twin if it has none there either.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_NAMED: Final = 5
 
 
 class ReportUntrusted(Exception):
-    """Nothing can be concluded from this run: the message says why."""
+    """The report of a run is not valid; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One session of pytest as the monitor saw it: the names of its canaries, and records of (event, id, result)."""
+    """One pytest session as the monitor recorded it: names of its canaries, and records of (event, id, result)."""
 
     must_pass: str
     must_fail: str
@@ -35,9 +35,9 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Test id -> what happened to it, each time it ran; `uncollected` are modules that could not be read or were
-    skipped as a whole, `named` the test functions that the source of modules of the first kind defines. `collected`
-    and `untwinned` are told by sessions of twins only: all tests, and those that cannot have a twin."""
+    """Results by test id, of every time it ran. `uncollected` are modules that failed to import or were skipped as a
+    whole, `named` the test functions in the source of modules that failed to import. Only sessions of twins report
+    `collected` (all tests) and `untwinned` (tests that cannot have a twin)."""
 
     results: Mapping[str, frozenset[str]]
     uncollected: Mapping[str, str]
@@ -47,19 +47,19 @@ class Report:
 
     @property
     def skipped(self) -> frozenset[str]:
-        """Ids and modules that were skipped."""
+        """Skipped ids and modules."""
         return self.having("skipped") | {name for name, result in self.uncollected.items() if result == "skipped"}
 
     def having(self, result: str) -> frozenset[str]:
-        """Ids that had this result at least once."""
+        """Return the ids that had this result at least once."""
         return frozenset(test_id for test_id, results in self.results.items() if result in results)
 
     def only(self, result: str) -> frozenset[str]:
-        """Ids that had this result each time."""
+        """Return the ids that had only this result."""
         return frozenset(test_id for test_id, results in self.results.items() if results == {result})
 
     def standing_for(self, required: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Required id -> the ids of this report it stands for: itself, or all that begin with it, cut at a blank."""
+        """Map each required id to ids of this report: itself, or all that equal it up to the first blank."""
         by_cut: dict[str, list[str]] = defaultdict(list)
         for test_id in self.results:
             by_cut[test_id.split(" ")[0]].append(test_id)
@@ -68,7 +68,7 @@ class Report:
         }
 
     def not_passed(self, required: Iterable[str], excused: Collection[str] = ()) -> tuple[str, ...]:
-        """Those of the required ids that did not pass, in their order. `excused` are ids that may end as xfailed."""
+        """Return the required ids that did not pass, in order. Ids in `excused` may be xfailed."""
 
         def passed(test_id: str) -> bool:
             return self.results[test_id] <= ({"passed", "xfailed"} if test_id in excused else {"passed"})
@@ -78,48 +78,54 @@ class Report:
         )
 
     def any_failed(self) -> tuple[str, ...]:
-        """Tests and modules that failed, sorted."""
+        """Return the failed tests and modules, sorted."""
         modules = {name for name, result in self.uncollected.items() if result != "skipped"}
         return tuple(sorted(self.having("failed") | modules))
 
 
 def missing_beside(report: Report, untouched: Report) -> tuple[str, ...]:
-    """Tests of the untouched repository that did not run, sorted."""
+    """Return tests of the untouched repository that did not run, sorted."""
     functions = {test_id.split("[")[0] for test_id in report.results}
     return tuple(sorted((untouched.collected - report.results.keys()) | (untouched.named - functions)))
 
 
 def without_twin(passed: Iterable[str], twins: Report) -> tuple[str, ...]:
-    """Those of the ids that passed whose twins did not end in our exception, in their order."""
+    """Return the passed ids whose twins did not end with the canary exception, in order."""
     confirmed = twins.only("twin")
     return tuple(test_id for test_id in passed if test_id not in confirmed)
 
 
 def excused_twins(untouched: Report) -> frozenset[str]:
-    """Tests that cannot have a twin: the untouched report of twins says so, or has one that passes without our
-    exception (an item of a plugin that runs another body)."""
+    """Return tests that cannot have a twin: reported as such, or with a twin that passes in the untouched repository
+    (an item of a plugin that runs another function body)."""
     return untouched.untwinned | untouched.only("passed")
 
 
 def read_report(sessions: Sequence[Session]) -> Report:
-    """Raises ReportUntrusted."""
+    """Validate the sessions and return their report. Raises ReportUntrusted."""
     if not sessions:
-        raise ReportUntrusted("no session of pytest began")
+        raise ReportUntrusted("no pytest session started")
     for session in sessions:
         if not session.ended:
-            raise ReportUntrusted("a session of pytest did not come to its end")
-        _check_canaries(session)
-    return believe(sessions)
+            raise ReportUntrusted("a pytest session did not end")
+        for name, wanted in ((session.must_pass, "passed"), (session.must_fail, "failed")):
+            found = {result for _, test_id, result in session.records if test_id.endswith(f"::test_{name}")}
+            if not found:
+                raise ReportUntrusted(f"the canary that must have {wanted} did not run")
+            if found != {wanted}:
+                raise ReportUntrusted(f"a canary that must have {wanted} has {', '.join(sorted(found))}")
+    return merge_sessions(sessions)
 
 
-def believe(sessions: Sequence[Session]) -> Report:
-    """The report of code that nobody patched, also where its tests end the session."""
+def merge_sessions(sessions: Sequence[Session]) -> Report:
+    """Merge sessions without validation; for unpatched code, whose tests may end the session."""
     results: dict[str, set[str]] = defaultdict(set)
     uncollected: dict[str, str] = {}
     found: dict[str, set[str]] = {"named": set(), "collected": set(), "untwinned": set()}
     for session in sessions:
         for event, test_id, result in session.records:
-            if event == "test" and not _is_canary(test_id, session):
+            canaries = (f"test_{session.must_pass}", f"test_{session.must_fail}")
+            if event == "test" and test_id.rsplit("::", 1)[-1] not in canaries:
                 results[test_id].add(result)
             elif event == "collect":
                 uncollected[test_id] = result
@@ -132,21 +138,8 @@ def believe(sessions: Sequence[Session]) -> Report:
     )
 
 
-def _is_canary(test_id: str, session: Session) -> bool:
-    return test_id.rsplit("::", 1)[-1] in (f"test_{session.must_pass}", f"test_{session.must_fail}")
-
-
-def _check_canaries(session: Session) -> None:
-    for name, wanted in ((session.must_pass, "passed"), (session.must_fail, "failed")):
-        found = {result for _, test_id, result in session.records if test_id.endswith(f"::test_{name}")}
-        if not found:
-            raise ReportUntrusted(f"the canary that must have {wanted} did not run")
-        if found != {wanted}:
-            raise ReportUntrusted(f"a canary that must have {wanted} has {', '.join(sorted(found))}")
-
-
 def named(ids: Iterable[str]) -> str:
-    """The first few of them, for a detail."""
+    """Return the first few ids as text."""
     every = list(ids)
     rest = f" and {len(every) - MAX_NAMED} more" if len(every) > MAX_NAMED else ""
     return ", ".join(test_id[:120] for test_id in every[:MAX_NAMED]) + rest

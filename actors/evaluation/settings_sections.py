@@ -1,7 +1,7 @@
-"""The sections of pyproject.toml and setup.cfg that tell pytest what to do: always the base's, whatever a patch says.
+"""Restores the pytest sections of pyproject.toml and setup.cfg that a patch changes.
 
-Invariant: a text comes out only when it provably is the patch's file with the base's sections in it. Where that cannot
-be shown (sections spelt in another way, a file that does not parse) nothing comes out, and the whole change is dropped.
+Invariant: the result is provably the patched file with the sections of the base. Where that cannot be proven (sections
+with another spelling, a file that does not parse) there is no result, and the whole change is dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 PYPROJECT: Final = "pyproject.toml"
 SETUP_CFG: Final = "setup.cfg"
 SECTIONED: Final = (PYPROJECT, SETUP_CFG)
-"""Names of files of which only sections are the tests'."""
+"""Names of files that have both test sections and others."""
 
 _TOML_HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?")
 _INI_HEADER = re.compile(r"\[([^\[\]]+)\]")
@@ -21,11 +21,18 @@ _INI_SECTIONS: Final = ("tool:pytest", "pytest")
 
 
 def with_base_sections(name: str, base: str, new: str) -> str | None:
-    """`new` with the test sections of `base`; None when that cannot be done soundly. `name` is one of SECTIONED."""
-    return _pyproject(base, new) if name == PYPROJECT else _setup_cfg(base, new)
-
-
-def _pyproject(base: str, new: str) -> str | None:
+    """Return `new` with the test sections of `base`; None if that is not provable. `name` is one of SECTIONED."""
+    if name == SETUP_CFG:
+        for line in f"{base}\n{new}".split("\n"):
+            # Some parser could read such a line as a test section although it is not written as one.
+            named = line.strip().startswith("[") and "pytest" in line.lower()
+            if (named and line not in [f"[{section}]" for section in _INI_SECTIONS]) or "\r" in line or "\f" in line:
+                return None
+        wanted = [text for header, text in _chunks(base, _INI_HEADER) if header in _INI_SECTIONS]
+        if wanted == [text for header, text in _chunks(new, _INI_HEADER) if header in _INI_SECTIONS]:
+            return new
+        rest = [text for header, text in _chunks(new, _INI_HEADER) if header not in _INI_SECTIONS]
+        return "".join(map(_ended, rest + wanted))
     before, after = _parse_toml(base), _parse_toml(new)
     if before is None or after is None:
         return None
@@ -38,7 +45,7 @@ def _pyproject(base: str, new: str) -> str | None:
 
 
 def _parse_toml(text: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """A document without its test tables, and those; None when it does not parse."""
+    """Parse a document into the part without test tables, and these; None if it does not parse."""
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -57,26 +64,8 @@ def _is_test_table(header: str) -> bool:
     return parts[0] == "tool" and len(parts) > 1 and parts[1].startswith("pytest")
 
 
-def _setup_cfg(base: str, new: str) -> str | None:
-    if any(_is_odd_header(line) for text in (base, new) for line in text.split("\n")):
-        return None
-    before = [text for header, text in _chunks(base, _INI_HEADER) if header in _INI_SECTIONS]
-    after = [text for header, text in _chunks(new, _INI_HEADER) if header in _INI_SECTIONS]
-    if before == after:
-        return new
-    own = [text for header, text in _chunks(new, _INI_HEADER) if header not in _INI_SECTIONS]
-    return "".join(map(_ended, own + before))
-
-
-def _is_odd_header(line: str) -> bool:
-    """A line that some parser could take for a test section though it is not written as one."""
-    stripped = line.strip()
-    named = stripped.startswith("[") and "pytest" in stripped.lower()
-    return (named and line not in [f"[{name}]" for name in _INI_SECTIONS]) or "\r" in line or "\f" in line
-
-
 def _chunks(text: str, header: re.Pattern[str]) -> list[tuple[str, str]]:
-    """The text cut before every header line: (name of the section, its text with the header)."""
+    """Split a text before every header line: (name of the section, its text with the header)."""
     chunks: list[tuple[str, list[str]]] = [("", [])]
     for line in text.splitlines(keepends=True):
         match = header.fullmatch(line.rstrip("\n"))

@@ -1,9 +1,9 @@
-"""Runs the tests of a repository task in a clean sandbox and brings back what they reported.
+"""Runs the tests of a repository task in a clean sandbox and collects their reports.
 
 Invariants:
-- The report's plugin lies under a name of its own for every run, in a folder that only root writes to; the report
-  itself is no file (see `in_sandbox.monitor`).
-- The command cannot import anything of the repository's in place of pytest or the plugin.
+- The reporting plugin has a random name in every run, in a folder that only root can write; the report is not a file
+  (see `in_sandbox.monitor`).
+- The command cannot import code of the repository in place of pytest or the plugin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_REPORT_BYTES: Final = 32 << 20
 MAX_LOG_BYTES: Final = 8 << 20
 _CUT_S: Final = 30.0
-"""For the monitor to end tests at their deadline and to bring their report."""
+"""Extra time of the monitor to stop tests at their deadline and return their report."""
 _MAIN: Final = """\
 import os, sys
 import pytest, {plugin}
@@ -39,12 +39,12 @@ sys.exit(pytest.main({arguments!r}))
 
 
 class RunBroken(Exception):
-    """The tests could not be run at all."""
+    """The tests could not be run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestRun:
-    """What a command left: its logs, cut at MAX_LOG_BYTES each, and what pytest reported."""
+    """Result of a test command: its logs, truncated at MAX_LOG_BYTES each, and the pytest reports."""
 
     __test__ = False
 
@@ -53,19 +53,19 @@ class TestRun:
     stderr: str
     sessions: tuple[Session, ...]
     intruded: bool = False
-    """Code under test tried to begin a session of its own."""
+    """Code under test tried to start a session of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the tools of one run lie, and their names."""
+class _Tools:
+    """Folder of the tools of one run, and the name of the plugin."""
 
     folder: str = field(default_factory=lambda: f"/opt/{secrets.token_hex(8)}")
     plugin: str = field(default_factory=lambda: f"p{secrets.token_hex(8)}")
 
 
 async def run_tests(
-    room: Sandbox,
+    sandbox: Sandbox,
     repository: RepositorySpec,
     protected: Iterable[str],
     timeout_s: float,
@@ -73,27 +73,32 @@ async def run_tests(
     twins: bool = False,
     cut: bool = False,
 ) -> TestRun:
-    """Run the grader's tests, or their twins. `protected` are paths in the repository that the tests' user must not
-    change. `cut`: tests that take too long are ended at the timeout, and what they reported until then is returned.
+    """Run the tests of the grader, or their twins. `protected` are paths in the repository that the user of the tests
+    must not change. `cut`: stop tests at the timeout, and return the results so far.
 
     Raises RunBroken, ExecTimeout, SandboxError."""
-    place = _Place()
-    command, files = _command(repository, place)
+    tools = _Tools()
+    command, files = _command(repository, tools)
+    environment = {"PYTHONDONTWRITEBYTECODE": "1", **ANY_OWNER, **repository.environment}
+    if not isinstance(repository.grader, TestIds):
+        # Makes every pytest that the command starts load the plugin.
+        paths = (tools.folder, environment.get("PYTHONPATH", ""))
+        environment |= {"PYTHONPATH": ":".join(filter(None, paths)), "PYTEST_PLUGINS": tools.plugin}
     settings = {
         "command": command,
         "workdir": repository.workdir,
         "user": repository.user,
         "protected": [f"{repository.workdir}/{path}" for path in sorted(protected)],
-        "environment": _environment(repository, place),
+        "environment": environment,
         "twins": twins,
         "deadline_s": timeout_s if cut else None,
         "max_log_bytes": MAX_LOG_BYTES,
         "max_report_bytes": MAX_REPORT_BYTES,
     }
-    files |= {f"{place.plugin}.py": source("canary_plugin"), "settings": json.dumps(settings)}
-    await room.write_many({f"{place.folder}/{name}": text.encode() for name, text in files.items()})
-    result = await room.exec(
-        program_command(repository.python, "monitor", f"{place.folder}/settings"),
+    files |= {f"{tools.plugin}.py": source("canary_plugin"), "settings": json.dumps(settings)}
+    await sandbox.write_many({f"{tools.folder}/{name}": text.encode() for name, text in files.items()})
+    result = await sandbox.exec(
+        program_command(repository.python, "monitor", f"{tools.folder}/settings"),
         cwd="/",
         timeout_s=timeout_s + _CUT_S * cut,
         max_output_bytes=6 * (2 * MAX_LOG_BYTES + MAX_REPORT_BYTES),
@@ -107,48 +112,39 @@ async def run_tests(
     return TestRun(**{**left, "sessions": tuple(Session(**session) for session in left["sessions"])})
 
 
-def _environment(repository: RepositorySpec, place: _Place) -> dict[str, str]:
-    """Of the tests: the task's, and what makes any pytest that the command starts load the plugin."""
-    environment = {"PYTHONDONTWRITEBYTECODE": "1", **ANY_OWNER, **repository.environment}
-    if not isinstance(repository.grader, TestIds):
-        paths = (place.folder, environment.get("PYTHONPATH", ""))
-        environment |= {"PYTHONPATH": ":".join(filter(None, paths)), "PYTEST_PLUGINS": place.plugin}
-    return environment
-
-
-def _command(repository: RepositorySpec, place: _Place) -> tuple[list[str], dict[str, str]]:
-    """What to start, and the files (name in the tools' folder -> text) it needs."""
+def _command(repository: RepositorySpec, tools: _Tools) -> tuple[list[str], dict[str, str]]:
+    """Return the command to run, and the text of the files that it needs in the tools folder, by name."""
     grader = repository.grader
     match grader:
         case TestIds():
             paths = list(dict.fromkeys(test_id.split("::")[0] for test_id in required_ids(grader)))
-            arguments = ["-p", place.plugin, "-p", "no:cacheprovider", "-q", *paths]
-            text = _MAIN.format(plugin=place.plugin, arguments=arguments)
-            return [repository.python, f"{place.folder}/main.py"], {"main.py": text}
+            arguments = ["-p", tools.plugin, "-p", "no:cacheprovider", "-q", *paths]
+            text = _MAIN.format(plugin=tools.plugin, arguments=arguments)
+            return [repository.python, f"{tools.folder}/main.py"], {"main.py": text}
         case Script():
-            # The same for every run, so that ids can be compared, and nothing that a patch could know.
+            # The same in every run, so that ids can be compared, but unknown to a patch.
             name = f"test_{hashlib.sha256(grader.script.encode()).hexdigest()[:16]}.py"
-            return [repository.python, f"{place.folder}/{name}"], {name: grader.script}
+            return [repository.python, f"{tools.folder}/{name}"], {name: grader.script}
         case Command():
             return ["/bin/bash", "-c", grader.command], {}
         case Swepro():
             selected = ",".join(grader.selected_test_files)
-            return ["/bin/bash", f"{place.folder}/run.sh", selected], {"run.sh": grader.run_script}
+            return ["/bin/bash", f"{tools.folder}/run.sh", selected], {"run.sh": grader.run_script}
 
 
-async def parse_logs(room: Sandbox, repository: RepositorySpec, grader: Swepro, run: TestRun) -> frozenset[str]:
-    """The names that passed, by the task's parser, in a sandbox that the tested code never saw.
+async def parse_logs(sandbox: Sandbox, repository: RepositorySpec, grader: Swepro, run: TestRun) -> frozenset[str]:
+    """Return the names of passed tests, by the parser of the task in a sandbox that the tested code never saw.
 
     Raises RunBroken, ExecTimeout, SandboxError."""
     folder = f"/opt/{secrets.token_hex(8)}"
     files = {"parser.py": grader.parser_script, "stdout.log": run.stdout, "stderr.log": run.stderr}
-    await room.write_many({f"{folder}/{name}": text.encode() for name, text in files.items()})
+    await sandbox.write_many({f"{folder}/{name}": text.encode() for name, text in files.items()})
     arguments = " ".join(f"{folder}/{name}" for name in ("parser.py", "stdout.log", "stderr.log", "result.json"))
-    result = await room.exec(f"{repository.python} {arguments}", cwd=folder, timeout_s=120.0)
+    result = await sandbox.exec(f"{repository.python} {arguments}", cwd=folder, timeout_s=120.0)
     if result.exit_code != 0:
-        raise RunBroken(f"the parser ended with {result.exit_code}: {result.stderr[-200:]!r}")
+        raise RunBroken(f"the parser failed with exit code {result.exit_code}: {result.stderr[-200:]!r}")
     try:
-        parsed = json.loads(await room.read(f"{folder}/result.json", max_bytes=MAX_LOG_BYTES))
+        parsed = json.loads(await sandbox.read(f"{folder}/result.json", max_bytes=MAX_LOG_BYTES))
         return frozenset(test["name"] for test in parsed["tests"] if test["status"] == "PASSED")
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise RunBroken(f"the parser's result is not {{'tests': [{{'name', 'status'}}]}}: {error!r}") from error

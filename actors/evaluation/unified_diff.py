@@ -1,8 +1,8 @@
-"""Git's unified diffs as data, read per file (git-diff(1), "generating patch text with -p").
+"""The parser of git's unified diffs (git-diff(1), "generating patch text with -p").
 
 Invariants:
-- Parsing is strict: whatever is not exactly a diff of git's is refused as a whole, so nothing slips by half understood.
-- The lines of a hunk are counted, never guessed: text that looks like a header stays text.
+- Parsing is strict: a text that is not exactly a diff of git is refused as a whole.
+- The lines of a hunk are counted: text in a hunk that looks like a header stays text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ESCAPE = re.compile(r'\\(?:([0-3][0-7]{2})|([abtnvfr"\\]))')
 
 
 class DiffRefused(Exception):
-    """The text is no diff of git's."""
+    """The text is not a diff of git."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hunk:
-    """`lines` without line ends, each with its first character: blank, plus, minus or backslash."""
+    """One hunk. `lines` have no line ends, and start with a blank, plus, minus or backslash."""
 
     old_start: int
     old_count: int
@@ -39,18 +39,19 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDiff:
-    """The change of one file. A path of None: not there on that side. Bytes that are no UTF-8 are surrogates."""
+    """Change of one file. A path is None if the file does not exist on that side; bytes that are not UTF-8 are
+    surrogates."""
 
     old_path: str | None
     new_path: str | None
     old_mode: str | None = None
     new_mode: str | None = None
     blobs: tuple[str, str] | None = None
-    """Object names before and after; `git apply --3way` looks the first one up."""
+    """Object names before and after; `git apply --3way` looks up the first one."""
     hunks: tuple[Hunk, ...] = ()
     binary: bool = False
     moved: str = ""
-    """`rename` or `copy` when the paths differ."""
+    """`rename` or `copy` if the paths differ."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -66,19 +67,30 @@ class FileDiff:
 
 
 def parse_diff(diff: bytes) -> tuple[FileDiff, ...]:
-    """The files of a diff in their order. Raises DiffRefused."""
+    """Parse the files of a diff, in order. Raises DiffRefused."""
     lines = diff.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     reader = _Reader(lines)
     files = []
     while not reader.at_end():
-        files.append(_parse_file(reader))
+        if not reader.peek().startswith(b"diff --git "):
+            raise reader.refuse("not a `diff --git` line")
+        paths = reader.take().removeprefix(b"diff --git ")
+        header = _Header()
+        while not reader.at_end() and not reader.peek().startswith((b"diff --git ", b"@@ ")):
+            if not header.take(reader.peek()):
+                raise reader.refuse("unknown header line")
+            reader.take()
+        hunks = []
+        while reader.peek().startswith(b"@@ "):
+            hunks.append(_parse_hunk(reader))
+        files.append(header.file_diff(_header_paths(paths), tuple(hunks)))
     return tuple(files)
 
 
 class _Reader:
-    """Lines with a place."""
+    """Lines with a position."""
 
     def __init__(self, lines: list[bytes]) -> None:
         self._lines = lines
@@ -99,23 +111,8 @@ class _Reader:
         return DiffRefused(f"line {self._place + 1} of the diff: {reason}: {self.peek()[:80]!r}")
 
 
-def _parse_file(reader: _Reader) -> FileDiff:
-    if not reader.peek().startswith(b"diff --git "):
-        raise reader.refuse("no `diff --git` line")
-    header = reader.take().removeprefix(b"diff --git ")
-    named = _Named()
-    while not reader.at_end() and not reader.peek().startswith((b"diff --git ", b"@@ ")):
-        if not named.take(reader.peek()):
-            raise reader.refuse("an unknown header line")
-        reader.take()
-    hunks = []
-    while reader.peek().startswith(b"@@ "):
-        hunks.append(_parse_hunk(reader))
-    return named.file_diff(_header_paths(header), tuple(hunks))
-
-
-class _Named:
-    """What the extended header of one file says."""
+class _Header:
+    """Extended header of one file."""
 
     def __init__(self) -> None:
         self.modes: dict[str, str] = {}
@@ -125,7 +122,7 @@ class _Named:
         self.binary = False
 
     def take(self, line: bytes) -> bool:
-        """False when the line is none of git's."""
+        """Read one line; return False if it is not a header line of git."""
         for word in (b"old mode ", b"new mode ", b"deleted file mode ", b"new file mode "):
             if line.startswith(word) and re.fullmatch(rb"\d{6}", line.removeprefix(word)):
                 self.modes[word.decode().strip()] = line.removeprefix(word).decode()
@@ -136,7 +133,10 @@ class _Named:
                 return True
         for word in (b"--- ", b"+++ "):
             if line.startswith(word):
-                self.sides[word.decode().strip()] = _side(line.removeprefix(word))
+                # Git ends a name that has blanks with a tab.
+                name = line.removeprefix(word)
+                path = None if name == b"/dev/null" else _without_prefix(unquote(name.removesuffix(b"\t")))
+                self.sides[word.decode().strip()] = path
                 return True
         if match := _INDEX.fullmatch(line):
             self.blobs = (match[1].decode(), match[2].decode())
@@ -149,7 +149,7 @@ class _Named:
         return self.binary or re.fullmatch(rb"(dis)?similarity index \d{1,3}%", line) is not None
 
     def file_diff(self, header: tuple[str, str] | None, hunks: tuple[Hunk, ...]) -> FileDiff:
-        """Raises DiffRefused when the lines contradict each other or name no file."""
+        """Return the change. Raises DiffRefused if header lines contradict each other or name no file."""
         created, deleted = "new file mode" in self.modes, "deleted file mode" in self.modes
         moved = next((word for word in ("rename", "copy") if f"{word} from" in self.moves), "")
         if moved:
@@ -160,7 +160,11 @@ class _Named:
             names = (None if created else header[0], None if deleted else header[1])
         else:
             names = (None, None)
-        if self._contradicts(names, created=created, deleted=deleted, moved=bool(moved)):
+        if created or deleted:
+            contradicts = bool(moved) or (names[0] is None) != created or (names[1] is None) != deleted
+        else:
+            contradicts = None in names or (names[0] != names[1]) != bool(moved)
+        if contradicts:
             raise DiffRefused(f"the header lines of {names[1] or names[0]!r} contradict each other")
         if hunks and not self.sides and not self.binary:
             raise DiffRefused(f"hunks of {names[1] or names[0]!r} without file names")
@@ -175,22 +179,9 @@ class _Named:
             moved=moved,
         )
 
-    @staticmethod
-    def _contradicts(names: tuple[str | None, str | None], *, created: bool, deleted: bool, moved: bool) -> bool:
-        if created or deleted:
-            return moved or (names[0] is None) != created or (names[1] is None) != deleted
-        return None in names or (names[0] != names[1]) != moved
-
-
-def _side(text: bytes) -> str | None:
-    """The path of a `---` or `+++` line; git ends a name with blanks in it with a tab."""
-    if text == b"/dev/null":
-        return None
-    return _without_prefix(unquote(text.removesuffix(b"\t")))
-
 
 def _header_paths(text: bytes) -> tuple[str, str] | None:
-    """Both paths of a `diff --git` line, where they are quoted or equal; None where only other lines can tell."""
+    """Return both paths of a `diff --git` line if they are quoted or equal; None if only other lines have them."""
     if text.startswith(b'"'):
         match = re.fullmatch(rb'("(?:[^"\\]|\\.)*") (".*"|[^"].*)', text)
         return None if match is None else (_without_prefix(unquote(match[1])), _without_prefix(unquote(match[2])))
@@ -202,21 +193,21 @@ def _header_paths(text: bytes) -> tuple[str, str] | None:
 
 
 def _without_prefix(name: str) -> str:
-    """The path after git's `a/` or `b/`."""
+    """Return the path after `a/` or `b/`."""
     prefix, _, path = name.partition("/")
     if prefix not in ("a", "b") or not path:
-        raise DiffRefused(f"{name[:80]!r} does not begin with a/ or b/")
+        raise DiffRefused(f"{name[:80]!r} does not start with a/ or b/")
     return path
 
 
 def unquote(text: bytes) -> str:
-    """A name as git writes it, C-quoted or plain (core.quotePath). Raises DiffRefused."""
+    """Parse a name as git writes it, C-quoted or plain (core.quotePath). Raises DiffRefused."""
     name = text.decode("utf-8", "surrogateescape")
     if not name.startswith('"'):
         return name
     body = name[1:-1]
     if len(name) < 2 or not name.endswith('"') or re.search(r'[\\"]', _ESCAPE.sub("", body)):
-        raise DiffRefused(f"{name[:80]!r} is badly quoted")
+        raise DiffRefused(f"{name[:80]!r} is not validly quoted")
     raw = _ESCAPE.sub(_escaped, body.encode("utf-8", "surrogateescape").decode("latin-1"))
     return raw.encode("latin-1").decode("utf-8", "surrogateescape")
 
@@ -228,22 +219,22 @@ def _escaped(match: re.Match[str]) -> str:
 def _parse_hunk(reader: _Reader) -> Hunk:
     match = _HUNK.match(reader.peek())
     if match is None:
-        raise reader.refuse("a hunk without its numbers")
+        raise reader.refuse("a hunk header without line numbers")
     reader.take()
     old_start, new_start = int(match[1]), int(match[3])
     old_count, new_count = int(match[2] or 1), int(match[4] or 1)
     old_left, new_left = old_count, new_count
     lines: list[bytes] = []
     while old_left or new_left or reader.peek().startswith(b"\\"):
-        # Editors strip the blank of an empty context line; git takes it as one.
+        # Editors strip the blank of an empty context line; git accepts that.
         line = reader.peek() or b" "
         kind = line[:1]
         if reader.at_end() or kind not in (b" ", b"+", b"-", b"\\"):
-            raise reader.refuse("a hunk that is shorter than it says")
+            raise reader.refuse("a hunk is shorter than its header says")
         old_left -= kind in b" -"
         new_left -= kind in b" +"
         if min(old_left, new_left) < 0 or (kind == b"\\" and (not lines or line != NO_END)):
-            raise reader.refuse("a hunk that differs from what it says")
+            raise reader.refuse("a hunk differs from its header")
         reader.take()
         lines.append(line)
     return Hunk(old_start=old_start, old_count=old_count, new_start=new_start, new_count=new_count, lines=tuple(lines))

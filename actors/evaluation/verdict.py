@@ -1,4 +1,4 @@
-"""What an evaluation gets and gives, and the clean sandboxes it works in."""
+"""Requests, verdicts and clean sandboxes of evaluations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 MAX_DETAIL_CHARACTERS: Final = 500
 MAX_LOG_CHARACTERS: Final = 1 << 18
 LABELS: Final = {"purpose": "evaluate"}
-"""Of every clean sandbox: the pool admits them before others."""
+"""Labels of clean sandboxes, which the pool admits before others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
-    """What to score: the agent's sandbox (frozen by the evaluator) and the task it worked on. `keep`: the verdict
-    tells what the agent left and what the evaluation printed."""
+    """Request to score a rollout: the sandbox of the agent (frozen by the evaluator) and its task. `keep`: include
+    patch and log in the verdict."""
 
     key: str
     task: Task
@@ -33,9 +33,9 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`reward` is None exactly when `cause` is evaluator or infra. `solved` says whether the task is solved, whatever
-    the reward: it decides between the causes solved and failed, and pass@k counts it. `log` is what the check or the
-    tests printed, `patch` a diff of what the agent left: hostile text, told only to those who asked to keep it."""
+    """Result of an evaluation. `reward` is None exactly if `cause` is evaluator or infra. `solved` is independent of
+    the reward: it decides between the causes solved and failed, and pass@k counts it. `log` is the output of the check
+    or the tests, `patch` a diff of the files of the agent: hostile text, only included on request."""
 
     reward: float | None
     cause: Cause
@@ -46,11 +46,11 @@ class Verdict:
 
 
 class EvaluatorFault(Exception):
-    """The evaluator gave what cannot be a verdict. That is never the agent's doing: the message says what it gave."""
+    """The evaluator returned an invalid verdict, which is never the fault of the agent."""
 
 
 class CleanSandboxes(Protocol):
-    """Freezes the agent's sandbox and lends clean ones; leaving their context releases them."""
+    """Freezes the sandbox of the agent and leases clean ones, which are released when their context ends."""
 
     async def freeze(self, sandbox: SandboxId) -> None: ...
 
@@ -66,12 +66,12 @@ def failed(detail: str) -> Verdict:
 
 
 def rewarded(reward: object, *, solved: bool | None, detail: str = "") -> Verdict:
-    """A verdict with a reward of the evaluator's own; without its word, SOLVED_REWARD decides. Raises
+    """Return a verdict with the reward of an evaluator; if `solved` is None, SOLVED_REWARD decides. Raises
     EvaluatorFault."""
     try:
         number = check_reward(reward)
     except ValueError as error:
-        raise EvaluatorFault(f"the evaluator is at fault: {error}") from error
+        raise EvaluatorFault(f"evaluator error: {error}") from error
     solved = number >= SOLVED_REWARD if solved is None else solved
     return Verdict(reward=number, solved=solved, cause=Cause.SOLVED if solved else Cause.FAILED, detail=detail)
 
@@ -81,16 +81,16 @@ def invalid(detail: str) -> Verdict:
 
 
 def broken(detail: str) -> Verdict:
-    """Nothing was decided: somebody broke the check, and `evaluation` finds out who."""
+    """Return a verdict of a broken check; `evaluation` determines who broke it."""
     return Verdict(reward=None, cause=Cause.EVALUATOR, detail=detail)
 
 
 def printed(*outputs: bytes | str) -> str:
-    """The ends of what a check printed, together at most MAX_LOG_CHARACTERS."""
+    """Join the outputs of a check, and keep the last MAX_LOG_CHARACTERS."""
     texts = [output if isinstance(output, str) else output.decode(errors="replace") for output in outputs]
     return "\n".join(text for text in texts if text)[-MAX_LOG_CHARACTERS:]
 
 
-def told(*sentences: str) -> str:
-    """One detail of several sentences; empty ones are left out."""
+def join_details(*sentences: str) -> str:
+    """Join the nonempty sentences of a detail."""
     return "; ".join(sentence for sentence in sentences if sentence)

@@ -1,8 +1,8 @@
-"""`headrace check`: one rollout of one task of a recipe, told in full, to try one's own parts before a run.
+"""The rollout of `headrace check`, shown in full to try custom parts before a run.
 
 Invariants:
-- It is the rollout of an evaluation: the same parts, the sampling of training unless `[evaluation.sampling]` says else.
-- What the policy and the agent wrote is shown with its control characters spelt out: it cannot steer a terminal.
+- It is an evaluation rollout: the same parts, with the sampling of training unless `[evaluation.sampling]` is set.
+- Control characters in text of policy and agent are escaped, so it cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRollout:
-    """What `metadata.json`, `conversation.jsonl` and `evaluator.log` of one evaluation rollout say."""
+    """Contents of `metadata.json`, `conversation.jsonl` and `evaluator.log` of one evaluation rollout."""
 
     task: Task
     metadata: dict[str, Any]
@@ -38,7 +38,7 @@ class CheckedRollout:
         return {"task": self.task.id, "rollout": self.metadata, "turns": self.turns, "log": self.log}
 
     def lines(self) -> Iterator[str]:
-        """For people: the task, each turn as text with what is trained of it, the verdict and where the time went."""
+        """Yield the rollout as text: task, turns with their trained parts, verdict and times of phases."""
         yield f"task {self.task.id} ({self.task.family}): {_shown(self.task.instruction)}"
         for number, turn in enumerate(self.turns, start=1):
             if "answer" not in turn:
@@ -55,34 +55,29 @@ class CheckedRollout:
 
 
 def prepare_check(recipe: Path, wanted: str, overrides: Sequence[str], out: Path) -> Evaluation:
-    """Check everything; makes nothing. `wanted` is the id of a training or held-out task, or the number of a training
-    task, from 1. Raises what `prepare_evaluation` does."""
+    """Validate the request without writing anything. `wanted` is the id of a training or held-out task, or the number
+    of a training task from 1. Raises the errors of `prepare_evaluation`."""
     config = load_recipe(recipe, overrides, out / "service")
     if config.engines.is_simulated:
-        raise ConfigError("engines.backend simulated has no policy to check with; set it to cpu")
+        raise ConfigError("engines.backend simulated has no policy to run; set it to cpu")
     train, held_out = load_task_sets(config)
-    task = _named(wanted, train, held_out)
+    task = next((task for task in (*train, *held_out) if task.id == wanted), None)
+    if task is None and wanted.isdecimal() and 1 <= int(wanted) <= len(train):
+        task = train[int(wanted) - 1]
+    if task is None:
+        raise ConfigError(f"--task {wanted}: no task has that id; training tasks have numbers 1 to {len(train)}")
     check_parts(config)
     evaluation = of_start_policy(config, (task,), samples=1, out=out)
     refuse_taken(evaluation)
     return evaluation
 
 
-def _named(wanted: str, train: Sequence[Task], held_out: Sequence[Task]) -> Task:
-    for task in (*train, *held_out):
-        if task.id == wanted:
-            return task
-    if wanted.isdecimal() and 1 <= int(wanted) <= len(train):
-        return train[int(wanted) - 1]
-    raise ConfigError(f"--task {wanted}: no task has that id, and training tasks have numbers 1 to {len(train)}")
-
-
 def read_check(evaluation: Evaluation) -> CheckedRollout:
-    """What the rollout left. Raises RunError when it left nothing."""
+    """Read the records of the rollout. Raises RunError if there are none."""
     [task] = evaluation.tasks
     folders = sorted((evaluation.out / "rollouts").glob("[!.]*"))
     if not folders:
-        raise RunError(f"the rollout of {task.id} left nothing in {evaluation.out / 'rollouts'}")
+        raise RunError(f"the rollout of {task.id} has no records in {evaluation.out / 'rollouts'}")
     folder = folders[0]
     conversation = folder / "conversation.jsonl"
     lines = conversation.read_bytes().splitlines() if conversation.exists() else []
@@ -96,5 +91,5 @@ def read_check(evaluation: Evaluation) -> CheckedRollout:
 
 
 def _shown(text: str) -> str:
-    """Line ends stay; other control characters are spelt out."""
+    """Escape control characters but for newlines."""
     return "".join(sign if sign.isprintable() or sign == "\n" else repr(sign)[1:-1] for sign in text).rstrip("\n")

@@ -1,10 +1,10 @@
-"""`headrace eval`: from a recipe or a run to a finished evaluation.
+"""The command `headrace eval`: evaluates the model of a recipe or a checkpoint of a run.
 
 Invariants:
-- Everything that can be wrong is looked at before anything is made; a refused evaluation leaves nothing behind.
-- The output folder belongs to one evaluation: `evaluation.json` says which. The same request goes on with what an
-  interrupted one left; any other one is refused.
-- The ledger, the checkpoints and the metrics of a run are not touched, and nobody drives the run meanwhile.
+- The request is validated before anything is written; a refused evaluation leaves no files.
+- The output folder belongs to one evaluation, which `evaluation.json` identifies. The same request resumes an
+  interrupted evaluation; any other one is refused.
+- The ledger, checkpoints and metrics of a run are not changed, and the run cannot be live meanwhile.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 from headrace.buffer.tasks import Task
 
 START_VERSION = PolicyVersion(1, 0)
-"""What the model of a recipe is called, as in a run of it."""
+"""Version of the model of a recipe, as in a run."""
 MAX_NAMED = 10
 UNFINISHED = "evaluation.json.partial"
-"""What a process leaves that was killed while it made the folder."""
+"""File that a process leaves if it is killed while it creates the folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the command line asked for. `source` is a recipe or the directory of a run; None takes the recipe's."""
+class EvalRequest:
+    """Options of the command line. `source` is a recipe or a run directory; None means the value of the recipe."""
 
     source: Path
     out: Path | None = None
@@ -68,7 +68,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A checked request. `run` is the run whose checkpoint is evaluated, `version` that of its weights."""
+    """Validated request. `run` is the run of the checkpoint, `version` that of the weights."""
 
     config: RunConfig
     run: RunDirectory | None
@@ -89,12 +89,12 @@ class Evaluation:
 
     @property
     def directory(self) -> RunDirectory:
-        """Where engines, gateway and pool of the evaluation work."""
+        """Working directory of engines, gateway and pool."""
         return RunDirectory(path=self.out / "service")
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The contents of evaluation.json: what makes two evaluations the same one."""
+        """Contents of evaluation.json, equal if and only if two evaluations are the same."""
         return {
             "model": str(self.config.model.path),
             "version": str(self.version),
@@ -104,10 +104,18 @@ class Evaluation:
         }
 
 
-def prepare_evaluation(asked: Asked) -> Evaluation:
-    """Check everything; makes nothing. Raises ConfigError, RunMissing and the errors of tasks, model and sandboxes."""
-    is_run = asked.source.is_dir()
-    evaluation = _of_run(asked) if is_run else _of_recipe(asked)
+def prepare_evaluation(request: EvalRequest) -> Evaluation:
+    """Validate a request without writing anything. Raises ConfigError, RunMissing and errors of tasks, model and
+    sandboxes."""
+    if request.source.is_dir():
+        evaluation = _of_run(request)
+    else:
+        if request.checkpoint is not None:
+            raise ConfigError(f"--checkpoint {request.checkpoint}: {request.source} is a recipe; name a run directory")
+        out = (request.out or free_folder(request.runs_dir, f"{request.source.stem}-eval")).resolve()
+        config = load_recipe(request.source, request.overrides, out / "service")
+        tasks = _chosen(request, config, *load_task_sets(config))
+        evaluation = of_start_policy(config, tasks, samples=request.samples or config.evaluation.samples, out=out)
     if evaluation.config.engines.is_simulated:
         raise ConfigError("engines.backend simulated has no policy to evaluate; set it to cpu")
     check_parts(evaluation.config)
@@ -115,17 +123,8 @@ def prepare_evaluation(asked: Asked) -> Evaluation:
     return evaluation
 
 
-def _of_recipe(asked: Asked) -> Evaluation:
-    if asked.checkpoint is not None:
-        raise ConfigError(f"--checkpoint {asked.checkpoint}: {asked.source} is a recipe; name the directory of a run")
-    out = (asked.out or free_folder(asked.runs_dir, f"{asked.source.stem}-eval")).resolve()
-    config = load_recipe(asked.source, asked.overrides, out / "service")
-    tasks = _chosen(asked, config, *load_task_sets(config))
-    return of_start_policy(config, tasks, samples=asked.samples or config.evaluation.samples, out=out)
-
-
 def of_start_policy(config: RunConfig, tasks: tuple[Task, ...], *, samples: int, out: Path) -> Evaluation:
-    """An evaluation of the model that a recipe names."""
+    """Return an evaluation of the model of a recipe."""
     return Evaluation(
         config=config,
         run=None,
@@ -137,20 +136,21 @@ def of_start_policy(config: RunConfig, tasks: tuple[Task, ...], *, samples: int,
     )
 
 
-def _of_run(asked: Asked) -> Evaluation:
+def _of_run(request: EvalRequest) -> Evaluation:
     try:
-        config, run = reopen(asked.source)
+        config, run = reopen(request.source)
     except RunMissing as error:
         raise ConfigError(str(error)) from error
     if run.is_driven():
-        raise ConfigError(f"{run.path} is being driven by another process; stop that one first")
-    config = _sampled_otherwise(config, asked)
-    checkpoint = _checkpoint(run, asked.checkpoint)
+        raise ConfigError(f"{run.path} is live in another process; stop that process first")
+    if request.overrides:
+        config = _with_sampling(config, request)
+    checkpoint = _checkpoint(run, request.checkpoint)
     train, held_out = load_tasks(run.train_tasks), load_tasks(run.heldout_tasks)
-    tasks = _chosen(asked, config, train, held_out)
-    samples = asked.samples or config.evaluation.samples
+    tasks = _chosen(request, config, train, held_out)
+    samples = request.samples or config.evaluation.samples
     name = f"{checkpoint.name}-{tasks_digest(tasks)[:8]}-{samples}"
-    if asked.overrides:
+    if request.overrides:
         name += f"-{recipe_digest(config)[:8]}"
     return Evaluation(
         config=config.model_copy(update={"model": ModelSection(path=checkpoint)}),
@@ -159,22 +159,20 @@ def _of_run(asked: Asked) -> Evaluation:
         tasks=tasks,
         samples=samples,
         recipe_sha256=recipe_digest(config),
-        out=asked.out.resolve() if asked.out else run.path / "evaluations" / name,
+        out=request.out.resolve() if request.out else run.path / "evaluations" / name,
     )
 
 
-def _sampled_otherwise(config: RunConfig, asked: Asked) -> RunConfig:
-    """The run's configuration with the sampling of this evaluation. Raises ConfigError for any other key."""
+def _with_sampling(config: RunConfig, request: EvalRequest) -> RunConfig:
+    """Return the configuration of a run with the sampling of this evaluation. Raises ConfigError for other keys."""
     wanted: dict[str, Any] = {}
-    for override in asked.overrides:
+    for override in request.overrides:
         if not override.startswith("evaluation.sampling."):
             raise ConfigError(
-                f"--set {override}: {asked.source} is a run, which keeps its configuration but for "
-                "evaluation.sampling; name a recipe"
+                f"--set {override}: {request.source} is a run, for which only keys of evaluation.sampling can be set; "
+                "name a recipe to set others"
             )
         apply_override(wanted, override)
-    if not wanted:
-        return config
     document = config.model_dump()
     document["evaluation"]["sampling"] |= wanted["evaluation"]["sampling"]
     try:
@@ -184,11 +182,11 @@ def _sampled_otherwise(config: RunConfig, asked: Asked) -> RunConfig:
 
 
 def _checkpoint(run: RunDirectory, wanted: str | None) -> Path:
-    """The newest checkpoint, or the one of this version. Raises ConfigError that lists those that exist."""
+    """Return the checkpoint of a version, by default the newest. Raises ConfigError that lists the existing ones."""
     found = list_checkpoints(run.checkpoints)
     if not found:
         raise ConfigError(
-            f"{run.path} has no checkpoint yet; train on (`headrace resume {run.path}`), or name a recipe"
+            f"{run.path} has no checkpoint yet; continue it (`headrace resume {run.path}`), or name a recipe"
         )
     if wanted is None:
         return found[-1]
@@ -199,42 +197,50 @@ def _checkpoint(run: RunDirectory, wanted: str | None) -> Path:
     raise ConfigError(f"--checkpoint {wanted}: {run.path} has no such checkpoint; it has {names}")
 
 
-def _chosen(asked: Asked, config: RunConfig, train: Sequence[Task], held_out: Sequence[Task]) -> tuple[Task, ...]:
-    """The tasks to evaluate. Raises TaskFileError, ConfigError."""
-    if asked.tasks is None:
-        return tuple(held_out[: asked.limit or config.evaluation.tasks])
-    tasks = load_tasks(asked.tasks)[: asked.limit]
-    refuse_overlap(train, tasks, f"--tasks {asked.tasks}")
+def _chosen(
+    request: EvalRequest, config: RunConfig, train: Sequence[Task], held_out: Sequence[Task]
+) -> tuple[Task, ...]:
+    """Return the tasks to evaluate. Raises TaskFileError, ConfigError."""
+    if request.tasks is None:
+        return tuple(held_out[: request.limit or config.evaluation.tasks])
+    tasks = load_tasks(request.tasks)[: request.limit]
+    refuse_overlap(train, tasks, f"--tasks {request.tasks}")
     return tasks
 
 
 def refuse_taken(evaluation: Evaluation) -> None:
-    """Raises ConfigError unless the folder is free, or holds this very evaluation, unfinished."""
+    """Check that the output folder is free, or has this evaluation, unfinished. Raises ConfigError."""
     out = evaluation.out
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; name a folder")
     if not out.exists() or {path.name for path in out.iterdir()} <= {UNFINISHED}:
         return
-    if _read_identity(out) != evaluation.identity:
-        raise ConfigError(f"--out {out}: is not empty, and holds something else; choose another folder")
+    try:
+        identity = orjson.loads((out / "evaluation.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        identity = None
+    if identity != evaluation.identity:
+        raise ConfigError(f"--out {out}: is not empty, and has other contents; choose another folder")
     if (out / "summary.json").exists():
         raise ConfigError(f"--out {out}: this evaluation is finished, see summary.json there; choose another folder")
 
 
-def _read_identity(out: Path) -> object:
-    try:
-        return orjson.loads((out / "evaluation.json").read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return None
-
-
 def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> EvaluationSummary:
-    """Run it to its end, in this process and a Ray of its own. Raises RunError and what ended it."""
+    """Run an evaluation in this process, with its own Ray. Raises RunError and other causes of its end."""
     with ExitStack() as stack:
         if evaluation.run is not None:
-            stack.enter_context(_alone(evaluation.run))
-        _make(evaluation)
-        stack.enter_context(_alone(evaluation.directory))
+            stack.enter_context(_locked(evaluation.run))
+        try:
+            # The identity is written first, since a nonempty folder without one is refused.
+            evaluation.out.mkdir(parents=True, exist_ok=True)
+            identity = orjson.dumps(evaluation.identity, option=orjson.OPT_INDENT_2)
+            replace_file(evaluation.out / "evaluation.json", identity)
+            evaluation.directory.path.mkdir(exist_ok=True)
+            if not evaluation.directory.identity.exists():
+                replace_file(evaluation.directory.identity, uuid.uuid4().hex.encode())
+        except OSError as error:
+            raise ConfigError(f"--out: {evaluation.out} cannot be written: {error.strerror}; choose another") from error
+        stack.enter_context(_locked(evaluation.directory))
         interrupts = stack.enter_context(Interrupts())
         stack.callback(stop_local_ray)
         object_store_bytes = evaluation.config.service.object_store_bytes
@@ -249,7 +255,7 @@ def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> Evaluati
 
 
 async def _interruptible(work: Coroutine[Any, Any, EvaluationSummary], interrupts: Interrupts) -> EvaluationSummary:
-    """Interrupts cancel it: it closes what it has open, and what was answered is kept for the next."""
+    """Cancel the work on interrupts; it closes its resources, and finished answers are kept for the next call."""
     task = asyncio.ensure_future(work)
     with interrupts.listening(task.cancel):
         return await task
@@ -262,6 +268,7 @@ async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
         evaluation.directory,
         RayRuntime(),
         evaluations=EvaluationFolders(root=evaluation.out, about=evaluation.about, is_one=True),
+        tasks=evaluation.tasks,
         weights=await asyncio.to_thread(_weights, evaluation),
     )
     async with AsyncExitStack() as stack:
@@ -269,7 +276,7 @@ async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
             await stack.enter_async_context(service)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         watching = tasks.create_task(watch(service, quiet=quiet))
-        summary = await service.run(evaluation.tasks, samples=evaluation.samples, tag=evaluation.tag)
+        summary = await service.run(samples=evaluation.samples, tag=evaluation.tag)
         watching.cancel()
     return summary
 
@@ -279,23 +286,9 @@ def _weights(evaluation: Evaluation) -> WeightsSnapshot:
     return WeightsSnapshot(version=evaluation.version, shards=(WeightsShard.of(path),))
 
 
-def _make(evaluation: Evaluation) -> None:
-    """The output folder with its identity. Raises ConfigError."""
-    identity = orjson.dumps(evaluation.identity, option=orjson.OPT_INDENT_2)
-    try:
-        # The identity first: a folder that holds anything else and no identity is somebody else's.
-        evaluation.out.mkdir(parents=True, exist_ok=True)
-        replace_file(evaluation.out / "evaluation.json", identity)
-        evaluation.directory.path.mkdir(exist_ok=True)
-        if not evaluation.directory.identity.exists():
-            replace_file(evaluation.directory.identity, uuid.uuid4().hex.encode())
-    except OSError as error:
-        raise ConfigError(f"--out: {evaluation.out} cannot be written: {error.strerror}; choose another") from error
-
-
 @contextmanager
-def _alone(directory: RunDirectory) -> Iterator[None]:
-    """Nobody else drives this directory meanwhile. Raises ConfigError."""
+def _locked(directory: RunDirectory) -> Iterator[None]:
+    """Hold the lock of a directory. Raises ConfigError if another process holds it."""
     with ExitStack() as stack:
         try:
             stack.enter_context(sole_driver(directory))

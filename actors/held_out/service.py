@@ -1,9 +1,9 @@
-"""The service of `headrace eval`: a fixed policy answers held-out tasks, and nothing is trained.
+"""The service of `headrace eval`, in which a fixed policy answers held-out tasks without training.
 
 Invariants:
-- The parts are those of a run, without learner and buffer: engines get the policy by a push, as in training, so that
-  every answer carries the version that sampled it.
-- It ends with all answers recorded, or with an error that says why. A stall is such an error.
+- The parts are those of a run, without learner and buffer: engines get the policy by a push, as in training, so every
+  answer has the version that sampled it.
+- It ends with all answers recorded, or with an error that has the reason. A stall is such an error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.rollouts.records import EvaluationRecords
+from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.parts import ServiceParts, parts_of
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, look_at, or_none
@@ -36,7 +37,8 @@ SUPERVISION_S = 1.0
 
 
 class EvaluationService(ServiceParts):
-    """One evaluation of one policy. `weights` are those of the model that `config` names, with their version."""
+    """One evaluation of one policy on `tasks`. `weights` are those of the model that `config` names, with their
+    version."""
 
     def __init__(
         self,
@@ -45,9 +47,13 @@ class EvaluationService(ServiceParts):
         runtime: Runtime,
         *,
         evaluations: EvaluationFolders,
+        tasks: Sequence[Task],
         weights: WeightsSnapshot,
     ) -> None:
-        super().__init__(config, directory, runtime, evaluations=evaluations)
+        super().__init__(
+            config, directory, runtime, evaluations=evaluations, tasks=TaskCatalog(evaluation=tuple(tasks))
+        )
+        self._held_out = tasks
         self._weights = weights
         self._started_s = time.monotonic()
         self._wanted = 0
@@ -62,18 +68,18 @@ class EvaluationService(ServiceParts):
             await self._start_dispatcher(records.result())
         return self
 
-    async def run(self, tasks: Sequence[Task], *, samples: int, tag: str) -> EvaluationSummary:
-        """Push the weights, and evaluate. Raises RunStalled, DiskFull, EngineUnavailable, and what ends the dispatcher
-        for good."""
-        self._wanted = len(tasks) * samples
+    async def run(self, *, samples: int, tag: str) -> EvaluationSummary:
+        """Push the weights, and evaluate. Raises RunStalled, DiskFull, EngineUnavailable, and fatal errors of the
+        dispatcher."""
+        self._wanted = len(self._held_out) * samples
         async with self._guarded(self._supervise()):
             await until_back(lambda: self.engines.push(self._weights, rollouts_in_flight=0))
             return await keep_running(
-                lambda: self.dispatcher.evaluate(tasks, samples=samples, tag=tag), self.dispatcher.status
+                lambda: self.dispatcher.evaluate(self._held_out, samples=samples, tag=tag), self.dispatcher.status
             )
 
     async def progress(self) -> Progress:
-        """One moment: a step is an answer."""
+        """Return the current progress, with one step per answer."""
         dispatcher, pool = await asyncio.gather(or_none(self.dispatcher.status), or_none(self.pool.status))
         return Progress(
             phase="evaluation",

@@ -1,5 +1,8 @@
-"""Programs that run inside clean sandboxes, sent as text: standard library only, Python 3.7 or later, no imports of
-ours. With an older Python they end with TOO_OLD and a line that says so."""
+"""Programs that run inside clean sandboxes, sent as text.
+
+They need only the standard library of Python 3.7 or later, and import nothing from headrace. With an older Python they
+exit with TOO_OLD and a message.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import ExecResult, Sandbox
 
 ISOLATED: Final = "-I -S"
-"""Options of Python: no environment variables, no user site, no site customisation."""
+"""Python options: no environment variables, no user site, no site customization."""
 TOO_OLD: Final = 67
 _START: Final = f"""\
 import sys
@@ -25,23 +28,23 @@ if sys.version_info < (3, 7):
     sys.exit({TOO_OLD})
 exec(sys.argv.pop(1))
 """
-"""Python of any version can read this, and says what is wrong; in our programs it would find errors of syntax, and end
-with 1 as a failed check does."""
+"""Any Python version can run this and print the message; the programs themselves would be syntax errors, with exit code
+1 like a failed check."""
 
 
 def program_command(python: str, name: str, *arguments: str, options: str = ISOLATED) -> str:
-    """Shell text that runs one of the programs; `options` are Python's."""
+    """Return the shell command that runs a program; `options` are those of Python."""
     return f"{python} {options} {shlex.join(['-c', _START, source(name), *arguments])}"
 
 
 @cache
 def source(name: str) -> str:
-    """Text of one of the programs of this folder."""
+    """Return the source of a program in this folder."""
     return files(__name__).joinpath(f"{name}.py").read_text(encoding="utf-8")
 
 
 async def run_program(
-    room: Sandbox,
+    sandbox: Sandbox,
     name: str,
     arguments: Sequence[str] = (),
     *,
@@ -50,13 +53,13 @@ async def run_program(
     timeout_s: float,
     max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
 ) -> ExecResult:
-    """Run one of the programs of this folder that need nothing of the image, as root: without a new interpreter where
-    the sandbox can, else with the image's `python`. Raises ExecTimeout, SandboxError."""
-    if isinstance(room, ProgramRunner):
-        return await room.run_program(
+    """Run a program that needs nothing of the image, as root: without a new interpreter if the sandbox supports that,
+    else with `python` of the image. Raises ExecTimeout, SandboxError."""
+    if isinstance(sandbox, ProgramRunner):
+        return await sandbox.run_program(
             source(name), arguments, stdin=stdin, timeout_s=timeout_s, max_output_bytes=max_output_bytes
         )
-    return await room.exec(
+    return await sandbox.exec(
         program_command(python, name, *arguments),
         stdin=stdin,
         cwd="/",

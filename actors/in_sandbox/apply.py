@@ -1,7 +1,7 @@
-"""Applies an agent's filtered patch, then the task's test patch, to the clean repository in the current folder.
+"""Applies the filtered patch of an agent, then the test patch of the task, to a clean repository.
 
-Runs as root; its argument is a folder that holds `agent.diff` and `tests.diff`.
-Invariant: a patch applies whole or the program says which one did not.
+Runs as root in the repository; its argument is a folder with `agent.diff` and `tests.diff`.
+Invariant: a patch applies completely, or the exit code names the one that did not.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 
 AGENT_REFUSED, TESTS_REFUSED = 10, 11
 GIT = ["git", "-c", "safe.directory=*", "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false"]
-WAYS = (["--whitespace=nowarn"], ["--whitespace=nowarn", "--recount", "-C1"], ["--whitespace=nowarn", "--3way"])
-"""`--3way` is the last because it leaves conflict markers where it fails. patch(1) with its fuzz is none of them: it
-may change another place than the agent did."""
+ATTEMPTS = (["--whitespace=nowarn"], ["--whitespace=nowarn", "--recount", "-C1"], ["--whitespace=nowarn", "--3way"])
+"""`--3way` is last, because it leaves conflict markers when it fails. patch(1) is not used: with its fuzz it may change
+other lines than the agent did."""
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-    # Only a repository here counts: one further up would take the paths for its own and skip them.
+    # The ceiling hides repositories in parent folders, which would treat the paths as their own and skip them.
     environment = dict(os.environ, GIT_CEILING_DIRECTORIES=os.path.dirname(os.getcwd()), LC_ALL="C")
     return subprocess.run([*GIT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
 
@@ -26,15 +26,15 @@ def git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
 def apply(path: str) -> bool:
     if os.path.getsize(path) == 0:
         return True
-    # Without this, files whose times or owners changed since the commit do not match the index, and --3way refuses.
+    # Otherwise --3way refuses files whose times or owners changed since the commit, as not matching the index.
     git("update-index", "-q", "--refresh")
-    said = b""
-    for way in WAYS:
-        result = git("apply", *way, path)
+    message = b""
+    for options in ATTEMPTS:
+        result = git("apply", *options, path)
         if result.returncode == 0:
             return True
-        said = said or result.stdout
-    sys.stderr.buffer.write(said[:2000])
+        message = message or result.stdout
+    sys.stderr.buffer.write(message[:2000])
     return False
 
 

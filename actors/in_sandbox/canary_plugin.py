@@ -1,13 +1,13 @@
-"""A plugin of pytest that reports the result of each test id, and runs canaries among the tests or turns them to twins.
+"""A pytest plugin that reports the result of each test, and runs canaries among the tests or turns tests into twins.
 
-Loaded under a random name, from a folder that only root writes to. It reports through a socket of which the environment
-tells the number, and gets its secrets through it; without one it does nothing. Invariants:
-- Results come from the exception that ended a phase, not from what a hook made of it.
-- A pair of canaries, one that must pass and one that must fail, runs beside the tests of every module, as a test case
-  of unittest and, where there are doctests, as a doctest. Whatever turns failures into passes, or runs nothing, turns
-  the canaries too.
-- In a session of twins every test runs its body and then raises an exception of ours, a new one each time, made after
-  the body returned. Only a test that ends in that very object is a `twin`; the others of pytest see a pass.
+Loaded under a random name, from a folder that only root can write. It reports through a socket whose number is in the
+environment, and gets its secrets through it; without one it does nothing. Invariants:
+- Results come from the exception that ended a phase, not from hooks that changed it.
+- A pair of canaries, one that must pass and one that must fail, runs beside the tests of every module, as a unittest
+  case and, if there are doctests, as a doctest. Code that turns failures into passes, or skips tests, affects the
+  canaries too.
+- In a session of twins every test runs its body and then raises a new exception object of this plugin, created after
+  the body returned. Only a test that ends with this very object is a `twin`; other plugins see a pass.
 - Canaries and twins change neither the outcome of the session nor its limits.
 """
 
@@ -38,11 +38,11 @@ _NAME = f"reporter-{random.getrandbits(64):x}"
 
 
 class BodyReturned(Exception):
-    """Ends a twin whose body returned."""
+    """Raised by a twin after its body returned."""
 
 
 def make_twin(body: Any, end: Callable[[], None], without_end: Callable[[str], None]) -> Any:
-    """The same test with an end of ours. `without_end` is told why where the body only begins when it is called."""
+    """Return the test function with `end` called after it; `without_end` gets the reason if that is impossible."""
     if inspect.iscoroutinefunction(body):
 
         @functools.wraps(body)
@@ -70,8 +70,8 @@ def is_doctest(item: Any) -> bool:
     return isinstance(getattr(item, "dtest", None), doctest.DocTest) and hasattr(item, "runner")
 
 
-def ended_in(raised: Any) -> Any:
-    """The exception that a phase ended in, out of what doctest and groups of tasks put around it."""
+def unwrapped(raised: Any) -> Any:
+    """Unwrap the exception that ended a phase from doctest errors and exception groups."""
     while True:
         inner = getattr(raised, "failures", None) or getattr(raised, "exceptions", None)
         if isinstance(inner, (list, tuple)) and len(inner) == 1:
@@ -82,8 +82,8 @@ def ended_in(raised: Any) -> Any:
             return raised
 
 
-def named_in(collector: Any) -> Iterator[str]:
-    """Ids of the test functions that the source of a module defines, for a module that could not be imported."""
+def test_ids_in_source(collector: Any) -> Iterator[str]:
+    """Yield the ids of test functions in the source of a module that could not be imported."""
     with open(str(collector.fspath), "rb") as file:
         tree = ast.parse(file.read())
     for node in tree.body:
@@ -106,7 +106,7 @@ def test_methods(collector: Any, node: ast.ClassDef) -> list[str]:
 
 
 def comparisons() -> list[Callable[[], Any]]:
-    """Comparisons of the test tools that must all raise."""
+    """Return assertions of the test tools, all of which must raise."""
     case = unittest.TestCase("__init__")
 
     def raises() -> None:
@@ -135,14 +135,14 @@ def all_raise() -> bool:
     for comparison in comparisons():
         try:
             comparison()
-        except BaseException:  # noqa: BLE001 - failures of pytest are no Exception
+        except BaseException:  # noqa: BLE001 - failures of pytest are not Exceptions
             continue
         return False
     return True
 
 
 class Reporter:
-    """Hooks of one session. `phases` holds what happened so far in the test that runs."""
+    """Hooks of one session. `phases` has the results of the running test so far."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
@@ -164,7 +164,7 @@ class Reporter:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, session: Any, items: list[Any]) -> None:
         if not hasattr(session, "obj"):
-            # pytest before 7 asks the parent of every function for it (its support of nose).
+            # pytest before 7 reads it from the parent of every function (support of nose).
             session.obj = None
         for item in items if self.twins else ():
             self.say(event="collected", id=item.nodeid)
@@ -181,7 +181,7 @@ class Reporter:
         items.extend(canaries)
 
     def functions(self, session: Any, parent: Any) -> list[Any]:
-        """A pair of test functions below a module that holds tests: what is patched for those holds for them."""
+        """Return a pair of canary functions in a module with tests, which patches of these tests affect too."""
 
         def passing() -> None:
             assert len(self.must_pass) == 16
@@ -197,7 +197,7 @@ class Reporter:
         return [make(parent, name="test_" + name, callobj=function) for name, function in pairs]
 
     def cases(self, session: Any) -> list[Any]:
-        """The same as methods of a unittest.TestCase: those run another way."""
+        """Return canaries as methods of a unittest.TestCase, which pytest runs differently."""
         from _pytest.unittest import UnitTestCase
 
         def passing(case: Any) -> None:
@@ -216,7 +216,7 @@ class Reporter:
             return []
 
     def doctests(self, items: list[Any]) -> list[Any]:
-        """The same as doctests, by the runner of the first one."""
+        """Return canaries as doctests, with the runner of the first doctest."""
         made: list[Any] = []
         first: Any = next(filter(is_doctest, items), None)
         if not hasattr(first, "from_parent"):
@@ -233,7 +233,7 @@ class Reporter:
         yield
 
     def plant(self, item: Any) -> None:
-        """Make a test its own twin, at the innermost place that the kinds of test have in common: its body."""
+        """Turn a test into its twin, by its body: the innermost part that all kinds of tests have."""
 
         def end() -> None:
             self.raised[item] = BodyReturned()
@@ -250,7 +250,7 @@ class Reporter:
             item.obj = make_twin(item.obj, end, without_end)
             case = getattr(item, "_testcase", None) or getattr(item, "instance", None)
             if isinstance(case, unittest.TestCase):
-                # Some versions of pytest, and all for async methods, let the case look its method up.
+                # Some pytest versions, and all for async methods, look up the method on the case.
                 setattr(case, item.name, item.obj)
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
@@ -258,11 +258,11 @@ class Reporter:
         outcome = yield
         report = outcome.get_result()
         ours = self.raised.pop(item, None)
-        # A unittest case whose clean-up fails after its body has two exceptions; the first alone says too little.
+        # A unittest case whose cleanup fails after its body has two exceptions; the first one is not enough.
         if (
             ours is not None
             and call.excinfo
-            and ended_in(call.excinfo.value) is ours
+            and unwrapped(call.excinfo.value) is ours
             and not getattr(item, "_excinfo", 0)
         ):
             report.outcome, report.longrepr, call.excinfo = "passed", None, None
@@ -294,7 +294,7 @@ class Reporter:
         chosen = any(getattr(collector.config.option, name, None) for name in SELECTIONS)
         if report.outcome == "failed" and isinstance(collector, pytest.Module) and not chosen:
             try:
-                for test_id in named_in(collector):
+                for test_id in test_ids_in_source(collector):
                     self.say(event="named", id=test_id)
             except (OSError, SyntaxError, ValueError):
                 pass
@@ -307,7 +307,7 @@ class Reporter:
 
 
 def pytest_addhooks(pluginmanager: Any) -> None:
-    """The first hook that knows the plugin manager."""
+    """Register the reporter, in the first hook that gets the plugin manager."""
     if _given and not pluginmanager.has_plugin(_NAME):
         channel = socket.socket(fileno=int(_given))
         channel.set_inheritable(False)

@@ -1,15 +1,15 @@
-"""Runs a check on what the agent left, with the packages of the image, and prints the reward that it binds.
+"""Runs a check on the files of an agent, with the packages of the image, and prints the reward that it binds.
 
-Its arguments are `packages` and the data paths, the check comes on standard input. Site folders are added here and
-not by Python itself, because one below a data path holds what the agent put there: it is left out, and no `.pth` file
-or `sitecustomize` runs. What the check prints goes to standard error. Exit codes 0 and 1 are the check's own where
-BEGUN stands on standard output: an interpreter that cannot start ends with 1 too.
+Its arguments are `packages` and the data paths; the check is read from standard input. Site folders are added here
+instead of by Python, so that those below data paths, which the agent controls, can be left out, and no `.pth` file or
+`sitecustomize` runs. Output of the check goes to standard error. Exit codes 0 and 1 are those of the check only if
+BEGUN is on standard output, since an interpreter that cannot start also exits with 1.
 
-With `plain` instead of `packages` it runs without an interpreter of the image, and a check that turns out to need a
-module that is not there ends with UNAVAILABLE.
+With `plain` instead of `packages` it runs without an interpreter of the image, and a check that needs a missing module
+exits with UNAVAILABLE.
 
-It runs for every rollout: what few checks need (json, site, traceback) is imported for those alone, by the path as it
-was before the check could change it.
+It runs for every rollout, so modules that few checks need (json, site, traceback) are imported only on demand, with the
+module path from before the check.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ REPORTED, RAISED, UNAVAILABLE = 64, 65, 66
 PLAIN, PACKAGES = "plain", "packages"
 BEGUN = b"begun\n"
 PATH: list[str] = []
-"""Where modules are looked for, as it was before the check."""
+"""Module search path from before the check."""
 
 
 def site_folders() -> list[str]:
-    """Where the packages of this interpreter lie, also in a virtual environment: with -S Python sees none."""
+    """Return the package folders of this interpreter or virtual environment, which Python skips with -S."""
     import site
 
     home = os.path.dirname(os.path.dirname(os.path.abspath(sys.executable)))
@@ -45,12 +45,12 @@ def is_below(path: str, folders: list[str]) -> bool:
 
 
 def run(check: bytes, names: dict[str, object], mode: str) -> object:
-    """The exit code of the check, as `sys.exit` takes it."""
+    """Run the check and return its exit code, as for `sys.exit`."""
     try:
         exec(compile(check, "check", "exec"), names)
     except SystemExit as end:
         return end.code
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the check broke
+    except BaseException as error:  # noqa: BLE001 - any exception means that the check broke
         if mode == PLAIN and isinstance(error, ImportError):
             return UNAVAILABLE
         sys.path[:] = PATH
@@ -60,7 +60,7 @@ def run(check: bytes, names: dict[str, object], mode: str) -> object:
 
 
 def report(names: dict[str, object], is_failed: bool) -> str:
-    """The reward that the check bound. `solved` is null where the check does not say."""
+    """Return the reward of the check as JSON. `solved` is null if the check does not bind it."""
     sys.path[:] = PATH
     import json
 

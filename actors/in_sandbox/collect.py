@@ -1,11 +1,11 @@
-"""Prints what differs between a pristine tree and one that an agent left, as a git diff made by git alone.
+"""Prints the difference between a pristine tree and the tree of an agent, as a diff made by git.
 
-Runs as root in a clean sandbox; its argument is JSON (see `evaluation.collecting`). Invariants:
-- Nothing of the agent's is trusted: its `.git` is never opened, its attributes, ignore rules and filters are not read,
-  no link of its tree is followed, and git sees only blobs and trees written by this program in a repository of its own.
-- What is no regular file, or over a cap, is noted and not in the diff.
+Runs as root in a clean sandbox; its argument is JSON (see `evaluation.patch_collection`). Invariants:
+- Nothing of the agent is trusted: its `.git` is never opened, its attributes, ignore rules and filters are not read, no
+  link in its tree is followed, and git sees only blobs and trees that this program wrote to a repository of its own.
+- Files that are not regular or over a cap are noted, but not in the diff.
 
-Standard output: a line of JSON ({"notes": [[path, reason]], "settings": {path: hex}}), then the diff.
+Standard output: one line of JSON ({"notes": [[path, reason]], "settings": {path: hex}}), then the diff.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def walk(top: bytes, max_entries: int) -> dict[bytes, Entry]:
-    """Relative path -> (mode, size) of all that is no folder. Caches and whatever is called .git are left out."""
+    """Return (mode, size) of all files by relative path, without caches and anything named .git."""
     found = {}
     folders = [b""]
     while folders:
@@ -66,7 +66,7 @@ def same(first: bytes, second: bytes) -> bool:
 
 
 def changed(base: bytes, left: bytes, before: dict[bytes, Entry], after: dict[bytes, Entry]) -> list[bytes]:
-    """Paths whose kind, permission to run or content differs; changes of what was there come first."""
+    """Return the paths whose type, executable bit or content differs; changes of existing files come first."""
     paths = []
     for path in sorted(before.keys() | after.keys(), key=lambda path: (path not in before, path)):
         one, other = before.get(path), after.get(path)
@@ -85,7 +85,7 @@ def changed(base: bytes, left: bytes, before: dict[bytes, Entry], after: dict[by
 
 
 def ignored(base: bytes, paths: list[bytes]) -> list[bytes]:
-    """Those that the pristine repository ignores."""
+    """Return the paths that the pristine repository ignores."""
     if not paths or not os.path.exists(os.path.join(base, b".git")):
         return []
     command = [*GIT, "-c", "safe.directory=*", "check-ignore", "-z", "--stdin", "--no-index"]
@@ -93,8 +93,8 @@ def ignored(base: bytes, paths: list[bytes]) -> list[bytes]:
     return answer.stdout.split(b"\0")
 
 
-def why_not(path: bytes, entries: list[Entry], max_bytes: int) -> str:
-    """Why a path is not in the diff; empty when it is."""
+def drop_reason(path: bytes, entries: list[Entry], max_bytes: int) -> str:
+    """Return the reason why a path is not in the diff; empty if it is."""
     if any(stat.S_ISLNK(mode) for mode, _ in entries):
         return "symbolic link"
     if not all(stat.S_ISREG(mode) for mode, _ in entries):
@@ -111,7 +111,7 @@ def git(folder: str, *arguments: str, data: bytes = b"", index: str = "") -> byt
 
 
 def tree(folder: str, top: bytes, entries: dict[bytes, Entry], paths: list[bytes], name: str) -> str:
-    """The name of a git tree that holds those of `paths` that are there."""
+    """Write a git tree of the existing `paths`, and return its name."""
     present = [path for path in paths if path in entries]
     listing = b"".join(os.path.join(top, path) + b"\n" for path in present)
     blobs = git(folder, "hash-object", "-w", "--no-filters", "--stdin-paths", data=listing).split()
@@ -131,7 +131,7 @@ def main(base: bytes, left: bytes, max_entries: int, max_files: int, max_bytes: 
     notes: list[list[str]] = []
     kept: list[bytes] = []
     for path in (path for path in paths if path not in hidden):
-        reason = why_not(path, [side[path] for side in (before, after) if path in side], max_bytes)
+        reason = drop_reason(path, [side[path] for side in (before, after) if path in side], max_bytes)
         if reason or len(kept) >= max_files:
             notes.append([path.decode("utf-8", "backslashreplace"), reason or "over the size cap"])
         else:

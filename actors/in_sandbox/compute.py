@@ -1,7 +1,7 @@
-"""Runs a check that computes plain data with code that may lie, and prints that data as JSON.
+"""Runs a check that computes plain data with untrusted code, and prints the data as JSON.
 
-Runs as the unprivileged user: `python -c PROGRAM` with the check on standard input. The check binds `result`. What is
-printed is judged elsewhere: whoever takes this process over can print what it likes, but not what it does not know.
+Runs as the unprivileged user: `python -c PROGRAM` with the check on standard input. The check binds `result`. The
+output is judged elsewhere: code that takes over this process can print anything, but does not know the expected result.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 
 try:
-    # What json.dumps ends in, without what it needs to read: regular expressions take longer to import than all else.
+    # The encoder of json.dumps, without the parser: importing regular expressions would take most of the time.
     from _json import encode_basestring_ascii, make_encoder
 
     def refuse(value: object) -> object:
@@ -22,7 +22,7 @@ try:
         return "".join(encode(value, 0))
 
     dumps({"": [0]})
-except Exception:  # noqa: BLE001 - another Python: it may not have them, or have others
+except Exception:  # noqa: BLE001 - other Python versions may lack these names or change them
     from json import dumps  # type: ignore[assignment]
 
 channel = os.dup(1)
@@ -31,6 +31,6 @@ names: dict[str, object] = {"__name__": "__check__"}
 try:
     exec(compile(sys.stdin.read(), "check", "exec"), names)
     answer = dumps({"result": names["result"]})
-except BaseException as error:  # noqa: BLE001 - SystemExit of the agent's code is an answer too
+except BaseException as error:  # noqa: BLE001 - even a SystemExit of the agent's code is an answer
     answer = dumps({"error": repr(type(error).__name__)[:100]})
 os.write(channel, b"\n" + answer.encode())

@@ -1,8 +1,8 @@
-"""Runs mini-swe-agent on one task, by its own default agent, local environment and configuration files.
+"""Runs mini-swe-agent on one task, with its default agent, local environment and configuration files.
 
-Runs as the agent's user: `python -I -S driver.py SETTINGS`, a JSON file. Each message is a line of JSON on standard
-output, cut at 2,000 characters; the last line is the result. Exit code 0 unless the agent broke; 127 where its packages
-are missing. Paths of its packages stay in this process: the commands it runs must not see them.
+Runs as the user of the agent: `python -I -S driver.py SETTINGS`, a JSON file. Prints each message as a line of JSON,
+truncated at 2,000 characters; the last line is the result. The exit code is 0 unless the agent raised an exception, and
+127 if its packages are missing. The package path stays in this process, since commands of the policy must not see it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 MOST_CHARACTERS = 2000
 TIMEOUT_S = 3600
-"""Of one request, whose length is the gateway's business."""
+"""Timeout of one request; the gateway enforces the real limits."""
 
 
 def say(kind: str, **fields: Any) -> None:
@@ -24,7 +24,7 @@ def say(kind: str, **fields: Any) -> None:
 
 
 def find_packages(folder: str) -> None:
-    """Add the packages for this Python, first of all."""
+    """Add the packages for this Python version to the module path."""
     version = "{}.{}".format(*sys.version_info)
     packages = os.path.join(folder, "py" + version)
     if not os.path.isdir(packages):
@@ -35,9 +35,9 @@ def find_packages(folder: str) -> None:
     sys.path.insert(0, packages)
 
 
-def model_and_settings(told: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The model's class by the mode, and the configuration that comes with it."""
-    text = told["mode"] == "text"
+def model_and_settings(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the model class of the mode, and its configuration."""
+    text = job["mode"] == "text"
     name = "litellm_textbased_model.LitellmTextbasedModel" if text else "litellm_model.LitellmModel"
     module, _, kind = name.partition(".")
     config = importlib.import_module("minisweagent.config")
@@ -45,8 +45,8 @@ def model_and_settings(told: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return getattr(importlib.import_module("minisweagent.models." + module), kind), settings
 
 
-def make_agent(told: dict[str, Any]) -> Any:
-    model_class, settings = model_and_settings(told)
+def make_agent(job: dict[str, Any]) -> Any:
+    model_class, settings = model_and_settings(job)
     default = importlib.import_module("minisweagent.agents.default")
     local = importlib.import_module("minisweagent.environments.local")
 
@@ -56,10 +56,10 @@ def make_agent(told: dict[str, Any]) -> Any:
                 say("message", role=message.get("role"), content=str(message.get("content"))[:MOST_CHARACTERS])
             return super().add_messages(*messages)
 
-    access = {"api_base": told["url"], "api_key": told["key"], "timeout": TIMEOUT_S}
-    settings["model"].update(model_name=told["model"], cost_tracking="ignore_errors")
+    access = {"api_base": job["url"], "api_key": job["key"], "timeout": TIMEOUT_S}
+    settings["model"].update(model_name=job["model"], cost_tracking="ignore_errors")
     settings["model"].setdefault("model_kwargs", {}).update(access)
-    settings["environment"].update(cwd=told["working_directory"], timeout=told["command_timeout_s"])
+    settings["environment"].update(cwd=job["working_directory"], timeout=job["command_timeout_s"])
     limits = {"step_limit": 0, "cost_limit": 0.0}
     templates = {name: settings["agent"][name] for name in ("system_template", "instance_template")}
     environment = local.LocalEnvironment(**settings["environment"])
@@ -68,13 +68,13 @@ def make_agent(told: dict[str, Any]) -> Any:
 
 def main(path: str) -> int:
     with open(path, encoding="utf-8") as file:
-        told = json.load(file)
-    if told["packages"]:
-        find_packages(told["packages"])
-    agent = make_agent(told)
+        job = json.load(file)
+    if job["packages"]:
+        find_packages(job["packages"])
+    agent = make_agent(job)
     try:
-        ended = agent.run(told["task"])
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is how the agent ended
+        ended = agent.run(job["task"])
+    except Exception as error:  # noqa: BLE001 - any exception is an end of the agent
         say("result", status=type(error).__name__, result=str(error)[:MOST_CHARACTERS], turns=agent.n_calls)
         return 1
     result = str(ended.get("submission") or "")[:MOST_CHARACTERS]

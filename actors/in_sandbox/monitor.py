@@ -1,15 +1,15 @@
-"""Runs the tests as an unprivileged user and keeps what pytest reports, out of that user's reach.
+"""Runs the tests as an unprivileged user, and records the pytest reports where that user cannot change them.
 
-Runs as root; its argument names a file with its settings, one line of JSON.
+Runs as root; its argument is a file with its settings as JSON.
 Invariants:
-- Standard output is this program's alone: the tests write to pipes that it reads and caps.
-- The report comes through a socket that only the process of pytest and the shell that starts it hold. Each session of
-  pytest gets a key and the names of its canaries when it begins, before any code of the repository runs; a record
-  without a key of ours is none.
-- The kernel names the sender of each record. Only a descendant of the command begins a session, and none that descends
-  from a process that has begun one: code under test cannot add a session of its own. One that tries spoils the report.
-- When the command has ended everything its user still runs is killed before anything is printed: no daemon adds to it.
-- The tests and the tests' settings belong to root, in folders in which nobody else can move them.
+- Only this program writes to standard output: the tests write to pipes that it reads and caps.
+- The report comes through a socket that only the pytest process and the shell that starts it have. Each pytest session
+  gets a key and the names of its canaries at its start, before any code of the repository runs; records without a known
+  key are ignored.
+- The kernel identifies the sender of each record. Only descendants of the command can start a session, and none that
+  descends from a process that has started one: code under test cannot add a session, and an attempt spoils the report.
+- After the command, all remaining processes of its user are killed before the output, so that no daemon can add to it.
+- The tests and their settings belong to root, in folders where nobody else can move them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SETTINGS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", "tox.ini"
 
 
 class Drain(threading.Thread):
-    """Reads a pipe to its end and keeps the first bytes."""
+    """Thread that reads a pipe to its end and keeps the first bytes."""
 
     def __init__(self, descriptor: int, max_bytes: int) -> None:
         super().__init__(daemon=True)
@@ -53,7 +53,7 @@ class Drain(threading.Thread):
 
 
 class Sessions(threading.Thread):
-    """Answers each session that begins with its secrets, and keeps its records up to a size."""
+    """Thread that sends each new session its secrets, and keeps its records up to a size."""
 
     def __init__(self, channel: socket.socket, given: dict[str, Any], command: int) -> None:
         super().__init__(daemon=True)
@@ -89,7 +89,7 @@ class Sessions(threading.Thread):
             line = ancestry(sender)
             self.intruded |= self.command not in line or not self.began.isdisjoint(line)
             if len(self.sessions) >= MAX_SESSIONS or self.intruded:
-                # Without an answer it would wait for ever.
+                # Otherwise the session would wait for an answer forever.
                 self.channel.shutdown(socket.SHUT_WR)
                 return
             self.began.add(sender)
@@ -104,7 +104,7 @@ class Sessions(threading.Thread):
 
 
 def ancestry(process: int) -> list[int]:
-    """A process and those it descends from, as far as the kernel knows them."""
+    """Return a process and its ancestors, as far as the kernel knows them."""
     line = []
     while process > 1:
         line.append(process)
@@ -117,7 +117,7 @@ def ancestry(process: int) -> list[int]:
 
 
 def give(workdir: str, owner: pwd.struct_passwd, protected: list[str]) -> None:
-    """The tree to its user; the tests, and every folder on the way to them, to root."""
+    """Give the tree to its user, but the tests and all of their parent folders to root."""
     tests = list(protected)
     for folder, folders, files in os.walk(workdir):
         for name in (*folders, *files):
@@ -131,7 +131,7 @@ def give(workdir: str, owner: pwd.struct_passwd, protected: list[str]) -> None:
 
 
 def shut(path: str) -> None:
-    """Root's. In a folder others may make entries of their own, but not remove those of root's (sticky)."""
+    """Give a path to root. In such a folder others can create entries, but not remove those of root (sticky bit)."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

@@ -1,1 +1,1 @@
-"""Where rollouts run: the sandbox pool, leases, the gateway's actor."""
+"""Actors of sandboxes and the gateway: pool, leases and providers."""

@@ -1,7 +1,7 @@
-"""Images that a run's tasks name and no sandbox of it can ever boot: refused before anything starts.
+"""The check for task images that no sandbox of a run could boot, before anything starts.
 
-Invariant: only what cannot come to be is refused. A host that does not answer now may have the image; a suite of
-debootstrap is looked for when it is built.
+Invariant: only images that can never boot are refused. A host that does not answer now may have the image, and a suite
+of debootstrap is checked when it is built.
 """
 
 from __future__ import annotations
@@ -18,56 +18,46 @@ from headrace.sandboxes.images.store import check_reference
 from headrace.sandboxes.local.images import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from headrace.actors.places.config import SandboxSection
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.remote.provider import RemoteProvider
 
 ANSWER_S: Final = 15.0
-"""A server that says for so long not which images it has is asked again when the run boots them."""
+"""Timeout for the image list of a host; without an answer, images are checked when they boot."""
 
 logger = logging.getLogger(__name__)
 
 
 def refuse_absent_images(section: SandboxSection, tasks: Iterable[Task]) -> None:
-    """Asks other hosts where sandboxes are `remote`. Raises ConfigError, SecretRefused, SpecRefused."""
+    """Check the images of all tasks, with calls to hosts of `remote` sandboxes. Raises ConfigError, SecretRefused,
+    SpecRefused."""
     named = {task.image: task for task in tasks if task.image != HOST}
     if not named or section.provider is SandboxKind.SIMULATED:
         return
-    check = _check_of(section)
+    available: frozenset[str] | None = None
+    if section.provider is SandboxKind.REMOTE:
+        # In a thread, since the caller may run in an event loop.
+        with ThreadPoolExecutor(1) as thread:
+            available = thread.submit(lambda: asyncio.run(_available(section))).result()
+        if available is None:
+            return
     for image, task in named.items():
         try:
-            check(image)
+            if section.provider is SandboxKind.SUBPROCESS:
+                raise ImageUnknown(f"image {image!r}: sandbox.provider subprocess has only `host`")
+            if available is None:
+                check_reference(image)
+            elif image not in available:
+                names = ", ".join(sorted(available)[:20]) or "none"
+                raise ImageUnknown(f"image {image!r}: no host of sandbox.remote.urls has it, they have {names}")
         except PermanentSandboxError as error:
-            raise ConfigError(f"task {task.id}: {error}; mend its image in the task file") from error
+            raise ConfigError(f"task {task.id}: {error}; correct its image in the task file") from error
 
 
-def _check_of(section: SandboxSection) -> Callable[[str], None]:
-    """Raises for an image that cannot be booted."""
-    if section.provider is SandboxKind.SUBPROCESS:
-        return lambda image: _require(image, frozenset(), "sandbox.provider subprocess has only `host`")
-    if section.provider is not SandboxKind.REMOTE:
-        return check_reference
-    # Callers may run in an event loop.
-    with ThreadPoolExecutor(1) as thread:
-        lent = thread.submit(lambda: asyncio.run(_lent(section))).result()
-    if lent is None:
-        return lambda _: None
-    return lambda image: _require(image, lent, f"no host of sandbox.remote.urls has it, they have {_some_of(lent)}")
-
-
-def _require(image: str, known: frozenset[str], why: str) -> None:
-    if image not in known:
-        raise ImageUnknown(f"image {image!r}: {why}")
-
-
-def _some_of(names: frozenset[str]) -> str:
-    return ", ".join(sorted(names)[:20]) or "none"
-
-
-async def _lent(section: SandboxSection) -> frozenset[str] | None:
-    """What any of the hosts boots; None when one of them did not say."""
+async def _available(section: SandboxSection) -> frozenset[str] | None:
+    """Return the images of all hosts; None if a host did not answer."""
     from headrace.sandboxes.remote.multi_host import remote_hosts
 
     hosts = remote_hosts(section.remote.urls, section.remote.key_file)
@@ -82,7 +72,7 @@ async def _images_of(host: RemoteProvider) -> frozenset[str] | None:
         async with asyncio.timeout(ANSWER_S):
             return frozenset(await host.images())
     except (ProviderUnreachable, TimeoutError) as error:
-        logger.warning("host %s does not say which images it has: %s", host.url, error or "no answer")
+        logger.warning("host %s did not return its image list: %s", host.url, error or "no answer")
         return None
     finally:
         await host.detach()

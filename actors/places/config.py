@@ -1,4 +1,4 @@
-"""Which provider boots the sandboxes of a run, and the settings of each."""
+"""The config section `sandbox`: the provider of sandboxes and the settings of each."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from headrace.sandboxes.simulated.provider import SimulationConfig
 
 
 class SandboxKind(StrEnum):
-    """Which provider boots the sandboxes."""
+    """Provider of sandboxes."""
 
     LOCAL = "local"
     """Linux namespaces on this host."""
     E2B = "e2b"
     """E2B, or a server with its API."""
     OCI = "oci"
-    """Containers of runc or runsc on this host."""
+    """Containers (runc or runsc) on this host."""
     REMOTE = "remote"
-    """Other hosts, through their exec servers (`headrace sandbox serve`)."""
+    """Sandboxes of other hosts, through exec servers (`headrace sandbox serve`)."""
     SIMULATED = "simulated"
-    """None: they take time, and fail, as the settings say."""
+    """No sandboxes: boots take time and fail as configured."""
     SUBPROCESS = "subprocess"
-    """Plain processes on this host: protects nothing."""
+    """Plain processes on this host, without any protection."""
 
 
 class RemoteSection(Section):
     urls: tuple[str, ...] = ()
-    """Base URLs of exec servers; boots are spread over them."""
+    """Base URLs of exec servers; boots are distributed over them."""
     key_file: Path | None = None
-    """Holds the key of all of them; relative to the working folder."""
+    """File with the key of all servers, relative to the working directory."""
 
 
 class SandboxSection(Section):
@@ -47,14 +47,14 @@ class SandboxSection(Section):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a provider of another package, by name."""
     local: LocalSandboxConfig = LocalSandboxConfig()
-    """Settings of the namespaces provider."""
+    """Settings of the provider `local`."""
     oci: OciSandboxConfig = OciSandboxConfig()
-    """Settings of the containers provider."""
+    """Settings of the provider `oci`."""
     e2b: E2bConfig = E2bConfig()
-    """Settings of the E2B provider (extra `e2b`)."""
+    """Settings of the provider `e2b`, which needs the extra `e2b`."""
     remote: RemoteSection = RemoteSection()
-    """Where other hosts are."""
+    """Settings of the provider `remote`."""
     simulated: SimulationConfig = SimulationConfig()
-    """Settings of the simulated provider."""
+    """Settings of the provider `simulated`."""
     pool: PoolConfig = PoolConfig()
-    """Admission: how many boot and live at once."""
+    """Settings of the pool, with its limits for booting and live sandboxes."""

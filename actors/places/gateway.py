@@ -1,10 +1,10 @@
-"""The gateway actor: `headrace.serve.gateway.gateway.Gateway` on a port that stays the same over restarts.
+"""The gateway actor, which runs `serve.gateway.gateway.Gateway` on a port that survives restarts.
 
 Invariants:
-- Address and admin token are in a file of the run directory that only its owner can read; a restarted gateway takes
-  them from there, so that base URLs stay true.
-- The port is none that the kernel gives to outgoing connections: else one of them could hold it when the gateway comes
-  back, even a client that called the dead port and was connected with itself.
+- Address and admin token are in a private file of the run directory; a restarted gateway reuses them, so that base URLs
+  stay valid.
+- The port is outside the range of the kernel for outgoing connections. Otherwise one of these could hold it when the
+  gateway restarts, even a client of the dead port that the kernel connected to itself.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayAddress:
-    """Where the workers find the gateway's admin routes."""
+    """URL and token of the admin routes, for workers."""
 
     url: str
     admin_token: str = field(repr=False)
 
 
 class GatewayActor(ResourceOwner):
-    """Starts the gateway when entered; the same address after a restart."""
+    """Actor that runs the gateway, with the same address after a restart."""
 
     def __init__(self, config: GatewayConfig, *, address_file: Path, observing: ActorTelemetry) -> None:
         super().__init__()
@@ -59,21 +59,24 @@ class GatewayActor(ResourceOwner):
         known = read_address(self._address_file)
         token = known.admin_token if known else secrets.token_urlsafe(32)
         self._gateway = Gateway(self._config, token)
-        url = await self._gateway.start(port=urlsplit(known.url).port or 0) if known else await self._start_first()
+        if known is not None:
+            url = await self._gateway.start(port=urlsplit(known.url).port or 0)
+        else:
+            url = await self._start_on_stable_port()
         self._stack.push_async_callback(self._gateway.stop)
         await self._stack.enter_async_context(portioned_collections())
         self._address = GatewayAddress(url=url, admin_token=token)
         write_private(self._address_file, orjson.dumps(asdict(self._address)))
         return self
 
-    async def _start_first(self) -> str:
+    async def _start_on_stable_port(self) -> str:
         for port in stable_ports():
             try:
                 return await self._gateway.start(port=port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-        # A kernel whose range is all ports leaves no better choice.
+        # All ports are taken, or in the range for outgoing connections.
         return await self._gateway.start()
 
     async def address(self) -> GatewayAddress:
@@ -93,19 +96,19 @@ class GatewayActor(ResourceOwner):
 
 
 def stable_ports() -> Iterator[int]:
-    """Ports from 10,000 outside the kernel's range for outgoing connections, in random order."""
+    """Yield ports from 10,000 outside the range for outgoing connections, in random order."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     outside = [*range(10_000, first), *range(last + 1, 1 << 16)]
     yield from random.sample(outside, len(outside))
 
 
 def read_address(path: Path) -> GatewayAddress | None:
-    """The address a gateway of this run had, None before the first start. A file without a readable address is written
-    anew by the next start; sessions of the old address end then."""
+    """Read the address of the gateway of this run, None before the first start. An unreadable file is replaced by the
+    next start, which ends the sessions of the old address."""
     if not path.exists():
         return None
     try:
         return GatewayAddress(**orjson.loads(path.read_bytes()))
     except (TypeError, ValueError) as error:
-        logger.warning("%s holds no address (%s): the gateway takes a new one", path, error)
+        logger.warning("%s has no valid address (%s): the gateway gets a new one", path, error)
         return None

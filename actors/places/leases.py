@@ -1,9 +1,9 @@
-"""Sandboxes of one holder: leased, renewed, attached and released from its process, in batch calls to the pool.
+"""Sandbox leases of one holder, with batched calls to the pool.
 
 Invariants:
-- What is leased carries the holder's label and a short lease, which the holder's heartbeat renews: a holder that dies,
-  or whose loop hangs, loses its sandboxes within `lease_s`.
-- Every lease is a new sandbox, however often its call is repeated; one that is cancelled while it boots is given back.
+- Leased sandboxes have the label of the holder and a short lease, which its heartbeat renews: a holder that dies or
+  hangs loses its sandboxes within `lease_s`.
+- Every lease is one new sandbox, however often its call is repeated; a lease cancelled while booting is released.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 
 LEASE_S: Final = 60.0
-"""A pool that restarts is back in less."""
+"""Longer than the restart of a pool."""
 HEARTBEATS: Final = 4
-"""Of one lease."""
+"""Heartbeats per lease term."""
 
 
 class Leases(ResourceOwner):
-    """The pool as one holder uses it; an async context manager."""
+    """Leases of one holder, as an async context manager."""
 
     def __init__(self, pool: SandboxPool, holder: str, *, lease_s: float = LEASE_S) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Leases(ResourceOwner):
         return self
 
     async def lease(self, request: LeaseRequest) -> Lease:
-        """Raises SandboxError, ActorGone."""
+        """Lease a new sandbox. Raises SandboxError, ActorGone."""
         key = f"{request.spec.idempotency_key}.{uuid.uuid4().hex}"
         labels = {**request.spec.labels, HOLDER_LABEL: self._holder}
         spec = replace(request.spec, labels=labels, idempotency_key=key, ttl_s=self._lease_s)
@@ -70,7 +70,7 @@ class Leases(ResourceOwner):
         await self._release(sandbox)
 
     async def _beat(self) -> None:
-        """What is lost meanwhile is met by whoever uses it."""
+        """Renew all leases forever. Users of a lost sandbox notice the loss themselves."""
         while True:
             await asyncio.sleep(self._lease_s / HEARTBEATS)
             if not self._leased:

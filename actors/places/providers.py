@@ -1,9 +1,9 @@
-"""Providers of sandboxes: the one that a recipe names, and those that attach to sandboxes of another process.
+"""The providers of a run, for booting sandboxes or for attaching to booted ones.
 
 Invariants:
-- A local launcher of a run stays when the pool that started it dies: the next pool adopts it. It dies with the process
-  that drives the run.
-- Providers that only attach boot nothing, and closing them ends no sandbox.
+- The local launcher of a run survives the pool that started it, and the next pool adopts it. It ends with the driving
+  process of the run.
+- Attaching providers boot nothing, and closing them ends no sandbox.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Connections to sandboxes by their refs, from any process: no Ray call per command."""
+"""Connections to sandboxes by ref, from any process and without Ray calls per command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class SandboxConnections(ResourceOwner):
-    """Providers that only attach, one of each kind that a ref named. Closing them ends no sandbox."""
+    """Attaching providers of all kinds, with one connection per launcher; closing them ends no sandbox."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class SandboxConnections(ResourceOwner):
         return self
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
-        """Return the sandbox of a ref. Raises SpecRefused for a provider that is unknown here."""
+        """Attach to the sandbox of a ref. Raises SpecRefused for an unknown provider."""
         provider = self._providers.get(ref.provider)
         if provider is None:
             provider = self._providers[ref.provider] = attaching_provider(ref.provider)

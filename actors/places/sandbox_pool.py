@@ -1,8 +1,8 @@
-"""The sandbox pool actor: `headrace.sandboxes.pool.pool.Pool` over the provider of the recipe.
+"""The sandbox pool actor, which runs `sandboxes.pool.pool.Pool` over the provider of the recipe.
 
 Invariants:
-- What a holder does not renew ends with its lease; a holder known to be dead is released at once.
-- The pool's ledger lies in the run directory: the pool that is started again there adopts or kills what it finds.
+- Sandboxes that their holder does not renew end with their lease; those of a dead holder are released at once.
+- The ledger of the pool is in the run directory: a restarted pool adopts or kills the sandboxes in it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class SandboxPool(ResourceOwner):
-    """Leases, freezes and releases sandboxes of one host, in batches. Without a directory its ledger is in memory,
-    which only simulated sandboxes allow; `clock` gives Unix seconds, `provider` stands for the section's."""
+    """Actor that leases, freezes and releases sandboxes, in batches. Without a directory its ledger is in memory, which
+    only simulated sandboxes allow; `clock` returns Unix seconds, `provider` replaces that of the section."""
 
     def __init__(
         self,
@@ -50,7 +50,10 @@ class SandboxPool(ResourceOwner):
         self._clock = clock
 
     async def __aenter__(self) -> Self:
-        ledger = await self._open_ledger()
+        if self._directory is None:
+            ledger = SandboxLedger.in_memory()
+        else:
+            ledger = await asyncio.to_thread(SandboxLedger.open, self._directory.sandboxes)
         self._stack.callback(ledger.close)
         given = self._provider and {str(self._section.provider): self._provider}
         hosts = given or await start_hosts(self._section, self._directory)
@@ -64,51 +67,46 @@ class SandboxPool(ResourceOwner):
         return self
 
     async def begin(self, requests: dict[str, LeaseRequest]) -> Results[Lease]:
-        """Begin these leases, by key; see `operations.Operator`."""
+        """Begin leases, by key; see `operations.Operator`."""
         return await self._leases.begin(requests)
 
     async def fetch(self, keys: list[str]) -> Results[Lease]:
-        """Leases that are ready, or their SandboxError, as they come."""
+        """Return leases that are ready, or their SandboxError, as they arrive."""
         return await self._leases.fetch(keys)
 
     async def withdraw(self, keys: list[str]) -> None:
-        """Break these leases off, and release what they have: a pool that was started again adopts what its callers may
-        have given up meanwhile. Idempotent."""
+        """Cancel leases, and release their sandboxes: a restarted pool may have adopted sandboxes that its callers gave
+        up meanwhile. Idempotent."""
         await self._leases.withdraw(keys)
         await self._pool.release_requests(keys)
 
     async def lease(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
-        """One sandbox for each spec, when the last of them is there; errors are results, in the order of the specs."""
+        """Lease one sandbox for each spec and wait for all; errors are results, in the order of the specs."""
         return await self._pool.lease(specs)
 
     async def freeze(self, ids: list[SandboxId]) -> list[SandboxError | None]:
-        """Freeze each; errors are results, in the order of the ids. What is already gone stays gone."""
+        """Freeze sandboxes; errors are results, in the order of the ids. Idempotent."""
         return await self._pool.freeze(ids)
 
     async def release(self, ids: list[SandboxId]) -> None:
-        """Unknown ids are ignored; idempotent."""
+        """Release sandboxes. Unknown ids are ignored; idempotent."""
         await self._pool.release(ids)
 
     async def renew_holder(self, holder: str, ttl_s: float) -> list[SandboxId]:
-        """The heartbeat of a holder: nothing of it ends before `ttl_s` from now. Returns what turns out to be gone."""
+        """Extend all leases of a holder to `ttl_s` from now. Returns the sandboxes that are gone."""
         return await self._pool.renew_holder(holder, ttl_s)
 
     async def release_holder(self, holder: str) -> None:
-        """Release everything that one incarnation of a worker, or an evaluator, leased or was about to."""
+        """Release all present and pending leases of a holder (an incarnation of a worker, or the evaluator)."""
         await self._pool.release_holder(holder)
 
     async def status(self) -> PoolStatus:
         return await self._pool.status()
 
     async def command_costs(self) -> dict[str, tuple[int, float]]:
-        """Commands that ended in local sandboxes, and their CPU seconds, by purpose and operation; see
+        """Return number and CPU seconds of commands in local sandboxes, by purpose and operation; see
         `LocalProvider.command_costs`."""
         return {name: cost for host in self._local for name, cost in (await host.command_costs()).items()}
-
-    async def _open_ledger(self) -> SandboxLedger:
-        if self._directory is None:
-            return SandboxLedger.in_memory()
-        return await asyncio.to_thread(SandboxLedger.open, self._directory.sandboxes)
 
     async def _release_unclaimed(self, lease: Lease) -> None:
         await self._pool.release([lease.ref.id])

@@ -1,1 +1,1 @@
-"""From an order to a result: dispatcher, workers, stations, and what is kept of evaluation rollouts."""
+"""Running rollouts: dispatcher, workers, stations, and records of evaluation rollouts."""

@@ -1,10 +1,10 @@
-"""What one evaluation rollout came to, and `results.jsonl`, which holds one line for each.
+"""Answers of evaluation rollouts, and `results.jsonl` with one line for each.
 
 Invariants:
-- A line is durable when `append` returns, and stands once: who was killed in between asks again, and what is known is
-  not written again. A line that a power cut tore is cut off when the file is opened.
-- An answer without a reward says nothing about the policy (infra, a broken evaluator); it is a line all the same.
-- Text that agents had a part in is data: bounded, and never a path.
+- A line is durable when `append` returns, and written once: a writer that was killed repeats its call, and known lines
+  are not written again. A line that a power cut left incomplete is removed when the file is opened.
+- An answer without a reward (infra, a broken evaluator) says nothing about the policy, but has a line too.
+- Text that agents influence is data: bounded, and never a path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,19 +26,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import Outcome, RolloutOrder, RolloutResult, Trajectory
+    from headrace.buffer.types import Outcome, RolloutOrder, RolloutResult
+    from headrace.buffer.versions import PolicyVersion
 
 MAX_DETAIL_CHARACTERS = 2000
 _PLAIN = re.compile(r"[A-Za-z0-9_-]{1,80}")
-"""Without a dot, which only a digested name has."""
+"""Without a dot, so that no plain name equals a digested one."""
 _UNPLAIN = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One attempt of an evaluation rollout. `versions` are (policy version, sampled tokens) pairs, oldest first;
-    `sampled_tokens` counts those that stand in a row; `phases_s` are (phase, seconds) pairs; `folder` is the name of
-    the rollout's folder."""
+    """Result of one evaluation attempt. `versions` are (policy version, sampled tokens) pairs, oldest first;
+    `sampled_tokens` counts tokens in rows; `phases_s` are (phase, seconds) pairs; `folder` is the folder name of the
+    rollout."""
 
     rollout_id: RolloutId
     task_id: TaskId
@@ -55,13 +57,13 @@ class Answer:
     folder: str
 
     def to_json(self) -> dict[str, Any]:
-        """`versions` and `phases_s` are objects, in their order."""
+        """Return the JSON object; `versions` and `phases_s` are ordered objects."""
         return asdict(self) | {"versions": dict(self.versions), "phases_s": dict(self.phases_s)}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """The inverse of `to_json`; other keys are ignored. Raises KeyError, TypeError, ValueError."""
-        # Older lines have no `solved`: it was a reward above 0.
+        """Parse the result of `to_json`; other keys are ignored. Raises KeyError, TypeError, ValueError."""
+        # Older lines have no `solved`; it meant a reward above 0.
         document = {"solved": (document["reward"] or 0.0) > 0} | document
         known = {name: document[name] for name in cls.__dataclass_fields__}
         pairs = {name: tuple(document[name].items()) for name in ("versions", "phases_s")}
@@ -69,13 +71,12 @@ class Answer:
 
 
 def answer_id(tag: str, task_id: TaskId, sample: int) -> RolloutId:
-    """The rollout of one sampled answer. A task id that is no plain name is digested: gateways refuse it in an id."""
+    """Return the rollout id of an answer. A task id that is not a plain name is digested, since gateways refuse it."""
     return RolloutId(f"{tag}/{plain_name(task_id)}/{sample}")
 
 
 def plain_name(text: str) -> str:
-    """A name for files and ids, another for each text: the text itself where it is plain, else words of it for people
-    and its digest."""
+    """Return a unique name for files and ids: the text itself if it is plain, else its first words and its digest."""
     if _PLAIN.fullmatch(text):
         return text
     words = _UNPLAIN.sub("-", text).strip("-")[:40]
@@ -87,32 +88,39 @@ def sample_of(rollout_id: RolloutId) -> int:
 
 
 def folder_name(order: RolloutOrder) -> str:
-    return f"{plain_name(order.task.id)}-{sample_of(order.rollout_id)}"
+    return f"{plain_name(order.task_id)}-{sample_of(order.rollout_id)}"
 
 
 def answer_of(order: RolloutOrder, result: RolloutResult) -> Answer:
-    """What an attempt came to."""
-    versions = _tokens_by_version(result.trajectory)
+    """Return the answer of an attempt."""
+    tokens: Counter[PolicyVersion] = Counter()
+    for row in result.trajectory.rows if result.trajectory else ():
+        for span in row.versions:
+            tokens[span.version] += span.end - span.start
+    phases_s: dict[str, float] = {}
+    for phase, seconds in result.phases_s:
+        # Some phases are entered twice.
+        phases_s[phase] = phases_s.get(phase, 0.0) + seconds
     return _answer(
         order,
         result.outcome,
         turns=result.turns,
-        sampled_tokens=sum(tokens for _, tokens in versions),
-        versions=versions,
-        phases_s=_by_phase(result.phases_s),
+        sampled_tokens=tokens.total(),
+        versions=tuple((str(version), tokens[version]) for version in sorted(tokens)),
+        phases_s=tuple(phases_s.items()),
         trace_id=result.trace_id,
     )
 
 
-def untold_answer(order: RolloutOrder, outcome: Outcome) -> Answer:
-    """An attempt of which only the outcome is known: its worker died, or an older run recorded no more."""
+def answer_without_record(order: RolloutOrder, outcome: Outcome) -> Answer:
+    """Return the answer of an attempt of which only the outcome is known, e.g. since its worker died."""
     return _answer(order, outcome, turns=0, sampled_tokens=0, versions=(), phases_s=(), trace_id="")
 
 
-def _answer(order: RolloutOrder, outcome: Outcome, **told: Any) -> Answer:
+def _answer(order: RolloutOrder, outcome: Outcome, **details: Any) -> Answer:
     return Answer(
         rollout_id=order.rollout_id,
-        task_id=order.task.id,
+        task_id=order.task_id,
         sample=sample_of(order.rollout_id),
         attempt=order.attempt,
         cause=outcome.cause,
@@ -120,40 +128,31 @@ def _answer(order: RolloutOrder, outcome: Outcome, **told: Any) -> Answer:
         solved=outcome.solved,
         detail=outcome.detail[:MAX_DETAIL_CHARACTERS],
         folder=folder_name(order),
-        **told,
+        **details,
     )
 
 
-def _tokens_by_version(trajectory: Trajectory | None) -> tuple[tuple[str, int], ...]:
-    tokens: dict[Any, int] = {}
-    for row in trajectory.rows if trajectory else ():
-        for span in row.versions:
-            tokens[span.version] = tokens.get(span.version, 0) + span.end - span.start
-    return tuple((str(version), tokens[version]) for version in sorted(tokens))
-
-
-def _by_phase(phases_s: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """A phase that was entered twice counts once, with both times."""
-    total: dict[str, float] = {}
-    for phase, seconds in phases_s:
-        total[phase] = total.get(phase, 0.0) + seconds
-    return tuple(total.items())
-
-
 class AnswerLog:
-    """`results.jsonl` of one evaluation, for its one writer."""
+    """`results.jsonl` of one evaluation, for its only writer."""
 
     def __init__(self, path: Path) -> None:
-        """Read what is there. Raises OSError, ConfigError."""
+        """Open the file: cut off an incomplete last line, and read the others. Raises OSError, ConfigError."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._known = {answer.rollout_id: answer for answer in _recover(path)}
+        if path.exists():
+            data = path.read_bytes()
+            complete = data.rfind(b"\n") + 1
+            if complete < len(data):
+                with path.open("r+b") as file:
+                    file.truncate(complete)
+                    os.fsync(file.fileno())
+        self._known = {answer.rollout_id: answer for answer in read_answers(path)}
 
     def get(self, rollout_id: RolloutId) -> Answer | None:
         return self._known.get(rollout_id)
 
     def append(self, answers: Iterable[Answer]) -> None:
-        """Write those that are not there yet, durably, with one fsync. Raises OSError."""
+        """Write new answers durably, with one fsync. Raises OSError."""
         new = {answer.rollout_id: answer for answer in answers if answer.rollout_id not in self._known}
         if not new:
             return
@@ -169,7 +168,7 @@ def line_of(answer: Answer) -> bytes:
 
 
 def json_bytes(document: object, *, option: int = 0) -> bytes:
-    """JSON of data in which text of agents may hold what is no Unicode."""
+    """Encode JSON with text of agents, which may not be valid Unicode."""
     try:
         return orjson.dumps(document, option=option)
     except TypeError:
@@ -185,28 +184,16 @@ def _readable(value: Any) -> Any:
 
 
 def read_answers(path: Path) -> tuple[Answer, ...]:
-    """The complete lines of a results.jsonl; none when there is no such file. Raises ConfigError for a whole line that
-    is no answer."""
+    """Read the complete lines of results.jsonl, none if the file is missing. Raises ConfigError for a complete line
+    that is not an answer."""
     if not path.exists():
         return ()
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return tuple(_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1))
-
-
-def _parse(line: bytes, where: str) -> Answer:
-    try:
-        return Answer.from_json(orjson.loads(line))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{where}: is no answer ({error!r}); move the file away, or choose another --out") from error
-
-
-def _recover(path: Path) -> tuple[Answer, ...]:
-    """Cut a torn last line off, and read the others."""
-    if path.exists():
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with path.open("r+b") as file:
-                file.truncate(whole)
-                os.fsync(file.fileno())
-    return read_answers(path)
+    answers = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            answers.append(Answer.from_json(orjson.loads(line)))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}:{number}: not a valid answer ({error!r}); move the file away, or choose another --out"
+            ) from error
+    return tuple(answers)

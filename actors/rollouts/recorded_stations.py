@@ -1,6 +1,6 @@
-"""The stations of one evaluation rollout, remembering what passes through them.
+"""The stations of one evaluation rollout, which record its reports.
 
-Invariant: nothing of the rollout changes by being watched; the gateway and the evaluator are asked to tell more.
+Invariant: recording does not change the rollout; gateway and evaluator only report more.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headrace.actors.agents.agent import AgentReport
     from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
     from headrace.actors.rollouts.rollout import Stations
+    from headrace.buffer.tasks import Task
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
@@ -22,18 +23,18 @@ MAX_RESULT_CHARACTERS, MAX_COMMANDS = 4000, 1000
 
 
 @dataclass(slots=True)
-class Kept:
-    """What a rollout left at its stations, as far as it came."""
+class RolloutReports:
+    """Reports of agent, session and evaluator; None for parts that the rollout did not reach."""
 
     agent: AgentReport | None = None
     session: SessionReport | None = None
     verdict: Verdict | None = None
 
-    def told(self) -> dict[str, Any]:
-        """What metadata.json says beyond the answer."""
-        told: dict[str, Any] = {}
+    def metadata(self) -> dict[str, Any]:
+        """Return the fields of metadata.json beyond the answer."""
+        metadata: dict[str, Any] = {}
         if self.agent is not None:
-            told["agent"] = {
+            metadata["agent"] = {
                 "stop": self.agent.stop.value,
                 "exit_code": self.agent.exit_code,
                 "result": self.agent.result[:MAX_RESULT_CHARACTERS],
@@ -41,7 +42,7 @@ class Kept:
                 "commands": list(self.agent.commands[:MAX_COMMANDS]),
             }
         if self.session is not None:
-            told["session"] = {
+            metadata["session"] = {
                 "session_id": self.session.session_id,
                 "turns": self.session.turns,
                 "sampled_tokens": self.session.sampled_tokens,
@@ -50,15 +51,15 @@ class Kept:
                 "exhausted": self.session.exhausted.value,
                 "failures": list(self.session.failures),
             }
-        return told
+        return metadata
 
 
 class RecordedStations:
-    """`rollout.Stations` that fill a `Kept`."""
+    """`rollout.Stations` that fill `reports`."""
 
     def __init__(self, stations: Stations) -> None:
         self._stations = stations
-        self.kept = Kept()
+        self.reports = RolloutReports()
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:
@@ -77,13 +78,13 @@ class RecordedStations:
         return await self._stations.open_session(order, traceparent)
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = True) -> SessionReport:
-        self.kept.session = await self._stations.finish_session(session, conversation=conversation)
-        return self.kept.session
+        self.reports.session = await self._stations.finish_session(session, conversation=conversation)
+        return self.reports.session
 
-    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
-        self.kept.agent = await self._stations.run_agent(order, sandbox, session)
-        return self.kept.agent
+    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+        self.reports.agent = await self._stations.run_agent(order, task, sandbox, session)
+        return self.reports.agent
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
-        self.kept.verdict = await self._stations.evaluate(replace(request, keep=True))
-        return self.kept.verdict
+        self.reports.verdict = await self._stations.evaluate(replace(request, keep=True))
+        return self.reports.verdict

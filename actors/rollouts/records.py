@@ -1,7 +1,6 @@
-"""Where workers and dispatcher bring what ended: the replay buffer, or, where nothing is trained, records of an
-evaluation.
+"""The store of finished rollouts: the replay buffer, or the records of an evaluation without training.
 
-Invariant: `EvaluationRecords` issues nothing and holds no inventory; what must survive it stands in `results.jsonl`.
+Invariant: `EvaluationRecords` issues nothing and has no inventory; answers that must survive it are in `results.jsonl`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RolloutStore(Protocol):
-    """What dispatcher and workers ask of `Replay`."""
+    """Interface of `Replay` for dispatcher and workers."""
 
     async def issue(self, limit: int, dispatcher: str, *, timeout_s: float) -> Issued: ...
 
@@ -40,7 +39,7 @@ class RolloutStore(Protocol):
 
 
 class EvaluationRecords:
-    """Attempts of one evaluation, in memory: a dispatcher that dies finds the attempts that were made."""
+    """Attempts of one evaluation in memory, where a restarted dispatcher finds them."""
 
     def __init__(self) -> None:
         self._known: dict[GroupId, dict[RolloutId, Evaluated]] = {}
@@ -51,10 +50,10 @@ class EvaluationRecords:
     async def cancellations(
         self, known: list[tuple[RolloutId, int]], *, timeout_s: float
     ) -> tuple[tuple[RolloutId, int], ...] | None:
-        raise RuntimeError("training was asked for where nothing is trained")
+        raise RuntimeError("an evaluation without training has no cancellations")
 
     async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]:
-        raise RuntimeError("a training rollout was offered where nothing is trained")
+        raise RuntimeError("an evaluation without training accepts no training rollouts")
 
     async def abandon(self, attempts: list[tuple[RolloutId, int]]) -> int:
         return 0
@@ -63,7 +62,7 @@ class EvaluationRecords:
         return 0
 
     async def engines(self, *, serving: bool) -> None:
-        """Nothing is issued here that could be held."""
+        """Do nothing: no orders are issued that could be held."""
 
     async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None:
         for order, result in ended:

@@ -1,10 +1,11 @@
-"""One rollout, from boot to verdict, on one screen.
+"""One rollout, from boot to verdict.
 
 Invariants:
 - Every started rollout ends exactly once, with a result: success, failure and infrastructure error are all data.
-- A failure is classified at the boundary where it arose; what is not the policy's doing is never a reward.
-- The session's log outranks the evaluator: when an engine or gateway failure reached the agent, the outcome is infra.
-- Whatever was leased is released, also when the rollout is cancelled.
+- A failure is classified at the boundary where it arose; one that the policy did not cause never becomes a reward.
+- The session log takes precedence over the evaluator: if an engine or gateway failure reached the agent, the outcome is
+  infra.
+- Every lease is released, even if the rollout is cancelled.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from headrace.serve.observing.tracing import traceparent_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from headrace.buffer.tasks import Task
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease
@@ -43,42 +45,41 @@ if TYPE_CHECKING:
     from headrace.serve.gateway.client import OpenedSession
 
 ANSWER_S = 5.0
-"""How much later than its own clocks a pool may say so."""
+"""Time of a pool to report that a deadline has passed."""
 RESULT_CHARACTERS, LOG_CHARACTERS = 500, 4000
-"""Of an agent's last words and of its log, kept in its span."""
+"""Characters of the final message and the log of an agent in its span."""
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollouts.rollout")
 
 
 class RolloutConfig(BaseModel):
-    """Deadlines of one rollout; each phase has a clock of its own, and one guard covers them all."""
+    """Deadlines of one rollout: one for each phase, and one for the whole."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     queue_timeout_s: float = Field(default=60.0, gt=0)
-    """Waiting for a place in the pool."""
+    """Deadline for a slot in the pool."""
     boot_timeout_s: float = Field(default=30.0, gt=0)
-    """Boot of the agent's sandbox, tries and waits between them together."""
+    """Deadline for the boot of the agent's sandbox, including retries."""
     prepare_timeout_s: float = Field(default=30.0, gt=0)
-    """Attaching to it and writing the task's files; later, closing the session."""
+    """Deadline for attaching to the sandbox and writing the task files; also for closing the session."""
     agent_timeout_s: float = Field(default=60.0, gt=0)
-    """The agent's own clock, from its start; when it is over the outcome is `budget` and the evaluator still runs."""
+    """Deadline for the agent, from its start; past it the outcome is `budget`, and the evaluator still runs."""
     evaluate_timeout_s: float = Field(default=90.0, gt=0)
-    """Clean sandboxes, patch and check together; for a repository at least four times its task's
-    `evaluator.timeout_s`."""
+    """Deadline for the whole evaluation; for a repository at least four times `evaluator.timeout_s` of its task."""
     lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `clocks`
-    """A worker that does not renew the leases of its sandboxes for so long loses them; it does so four times in that
-    time. A pool that restarts must be back in less."""
+    """Term of sandbox leases: a worker that does not renew them in this time loses them. Workers renew four times per
+    term. A pool must restart in less."""
     guard_s: float = Field(default=300.0, gt=0)  # derived in a run, see `clocks`
-    """Everything together: past this the rollout is infra, whatever it waits for."""
+    """Deadline for the whole rollout; past it the outcome is infra, in any phase."""
 
 
 class Stations(Protocol):
-    """Where a rollout goes; the worker batches what can be batched."""
+    """Services that a rollout uses; the worker batches their calls."""
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:
-        """What the agent's sandbox shows of the host."""
+        """Folders of the host that are mounted in the sandbox of the agent."""
         ...
 
     async def lease(self, request: LeaseRequest) -> Lease: ...
@@ -90,16 +91,18 @@ class Stations(Protocol):
     async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession: ...
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
-        """With `conversation`, the report holds every turn as text."""
+        """Close a session. With `conversation`, the report has every turn as text."""
         ...
 
-    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport: ...
+    async def run_agent(
+        self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession
+    ) -> AgentReport: ...
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict: ...
 
 
 class InfraFailure(Exception):
-    """A phase failed for a reason that is not the policy's: carries phase and cause in its message. `engine`: engine or
+    """A phase failed for a reason that the policy did not cause; the message has phase and cause. `engine`: engine or
     gateway failed."""
 
     def __init__(self, message: str, *, engine: bool = False) -> None:
@@ -109,15 +112,15 @@ class InfraFailure(Exception):
 
 @dataclass(slots=True)
 class Phases:
-    """Seconds by phase, in the order in which they ended, and the host of the sandbox as soon as it is known."""
+    """Seconds by phase, in the order of their ends, and the host of the sandbox once it is known."""
 
     seconds: list[tuple[str, float]] = field(default_factory=list)
     host: str = ""
     occupied: Counter[str] = field(default_factory=Counter)
-    """How many rollouts are in each phase; shared by those of a worker."""
+    """Number of rollouts in each phase, shared by all rollouts of a worker."""
 
     def split(self, first: str, first_s: float) -> None:
-        """The first part of what ended last has a name of its own."""
+        """Split the first `first_s` seconds off the last phase, under another name."""
         name, seconds = self.seconds.pop()
         self.seconds += [(first, first_s), (name, max(0.0, seconds - first_s))]
 
@@ -135,14 +138,13 @@ class Phases:
 
 @asynccontextmanager
 async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> AsyncIterator[None]:
-    """A span, a clock and a deadline for one phase; whatever fails inside becomes an InfraFailure that names the
-    phase."""
+    """Span, clock and deadline of one phase. Every error inside becomes an InfraFailure that names the phase."""
     with tracer.start_as_current_span(span), phases.clock(phase):
         try:
             async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError as error:
-            raise InfraFailure(f"{phase}: nothing came within {timeout_s:g} s") from error
+            raise InfraFailure(f"{phase}: no result within {timeout_s:g} s") from error
         except InfraFailure:
             raise
         except Exception as error:
@@ -151,31 +153,38 @@ async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> A
 
 
 async def run_rollout(
-    order: RolloutOrder, stations: Stations, config: RolloutConfig, occupied: Counter[str] | None = None
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, occupied: Counter[str] | None = None
 ) -> RolloutResult:
-    """Run one attempt to its end. Never raises but for cancellation: a failure is a result, a defect of ours too.
+    """Run one attempt to its end. Raises only CancelledError: every failure becomes a result, even a bug of headrace.
     `occupied` counts the rollouts in each phase."""
     phases = Phases(occupied=Counter() if occupied is None else occupied)
     try:
         async with asyncio.timeout(config.guard_s):
-            return await _run(order, stations, config, phases)
+            return await _run(order, task, stations, config, phases)
     except TimeoutError:
         return _failed(order, phases, f"the whole rollout took more than {config.guard_s:g} s")
     except InfraFailure as error:
         return _failed(order, phases, str(error), engine=error.engine)
     except Exception as error:
-        logger.exception("rollout %s attempt %d met an error outside its phases", order.rollout_id, order.attempt)
+        logger.exception("rollout %s attempt %d failed outside its phases", order.rollout_id, order.attempt)
         return _failed(order, phases, f"{type(error).__name__}: {error}")
 
 
-async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases) -> RolloutResult:
-    async with _sandbox(order, stations, config, phases) as (ref, sandbox):
+async def _run(
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases
+) -> RolloutResult:
+    async with _sandbox(order, task, stations, config, phases) as (ref, sandbox):
         async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
-            await prepare(order.task, sandbox)
-        report, record = await _converse(order, stations, config, phases, sandbox)
+            await prepare(task, sandbox)
+        report, record = await _converse(order, task, stations, config, phases, sandbox)
         _check_agent(report, record)
         async with boundary(names.EVALUATE, "evaluate", phases, config.evaluate_timeout_s):
-            verdict = await _evaluate(order, stations, ref, report)
+            if report.stop is StopReason.INVALID:
+                verdict = Verdict(reward=0.0, cause=Cause.INVALID, detail="an answer was not a command line")
+            else:
+                key, traceparent = f"{order.rollout_id}.{order.attempt}", traceparent_of(trace.get_current_span())
+                request = EvaluationRequest(key=key, task=task, sandbox=ref, traceparent=traceparent)
+                verdict = await stations.evaluate(request)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
@@ -188,15 +197,19 @@ async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, p
     )
 
 
-async def _lease(order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases) -> SandboxRef:
-    """The pool keeps the clocks of queue and boot; our own notices a pool that says nothing."""
+@asynccontextmanager
+async def _sandbox(
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases
+) -> AsyncIterator[tuple[SandboxRef, Sandbox]]:
+    """Lease the sandbox of the agent, and release it in any case."""
     spec = SandboxSpec(
-        image=order.task.image,
+        image=task.image,
         idempotency_key=f"{order.rollout_id}.{order.attempt}",
         labels={"purpose": order.purpose, "rollout": order.rollout_id},
         folders=stations.folders,
     )
     clocks = {"queue_timeout_s": config.queue_timeout_s, "boot_timeout_s": config.boot_timeout_s}
+    # The pool enforces the deadlines of queue and boot; this one is for a pool that does not answer.
     timeout_s = config.queue_timeout_s + config.boot_timeout_s + ANSWER_S
     async with boundary(names.SANDBOX_BOOT, "boot", phases, timeout_s):
         try:
@@ -204,20 +217,12 @@ async def _lease(order: RolloutOrder, stations: Stations, config: RolloutConfig,
         except QueueTimeout as error:
             raise InfraFailure(f"queue: {error}") from error
         except SandboxError as error:
-            # The provider of several hosts does not know for all errors on which of them they happened.
+            # A provider of several hosts does not know the host of every error.
             phases.host = "" if error.host == "remote" else error.host
             raise
-    phases.host = lease.ref.host
+    ref = lease.ref
+    phases.host = ref.host
     phases.split("queue", lease.queue_s)
-    return lease.ref
-
-
-@asynccontextmanager
-async def _sandbox(
-    order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases
-) -> AsyncIterator[tuple[SandboxRef, Sandbox]]:
-    """The agent's sandbox, released at the end whatever happens."""
-    ref = await _lease(order, stations, config, phases)
     try:
         async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
             sandbox = await stations.attach(ref)
@@ -227,84 +232,65 @@ async def _sandbox(
 
 
 async def _converse(
-    order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox
 ) -> tuple[AgentReport, SessionReport]:
-    """The agent's session from opening to closing; a rollout that breaks off closes it too."""
+    """Run the agent in a session, which is closed in any case."""
     async with boundary(names.AGENT, "agent", phases, config.guard_s):
         session = await stations.open_session(order, traceparent_of(trace.get_current_span()))
         try:
-            report = await _run_agent(order, stations, config, sandbox, session)
-            trace.get_current_span().set_attributes(_told(report))
+            try:
+                async with asyncio.timeout(config.agent_timeout_s) as clock:
+                    report = await stations.run_agent(order, task, sandbox, session)
+            except TimeoutError:
+                if not clock.expired():
+                    raise
+                # Running out of time uses up a budget; it is not a failure.
+                report = AgentReport(stop=StopReason.TIME, turns=0)
+            attributes: dict[str, str | int] = {names.AGENT_STOP: report.stop.value}
+            if report.exit_code is not None:
+                result = report.result[:RESULT_CHARACTERS]
+                attributes |= {names.AGENT_EXIT_CODE: report.exit_code, names.AGENT_RESULT: result}
+            if report.stop is StopReason.ERROR:
+                attributes[names.AGENT_LOG_TAIL] = report.log_tail[-LOG_CHARACTERS:]
+            trace.get_current_span().set_attributes(attributes)
         except BaseException:
             with suppress(ServeError):
                 await asyncio.shield(stations.finish_session(session))
             raise
     async with boundary(names.FINISH, "agent", phases, config.prepare_timeout_s):
         record = await stations.finish_session(session)
-        trace.get_current_span().set_attributes(_recorded(record))
+        trace.get_current_span().set_attributes(_session_attributes(record))
         return report, record
 
 
-def _told(report: AgentReport) -> dict[str, str | int]:
-    """How the agent ended, for its span; the end of its log only where it says that it failed."""
-    told: dict[str, str | int] = {names.AGENT_STOP: report.stop.value}
-    if report.exit_code is not None:
-        told |= {names.AGENT_EXIT_CODE: report.exit_code, names.AGENT_RESULT: report.result[:RESULT_CHARACTERS]}
-    if report.stop is StopReason.ERROR:
-        told[names.AGENT_LOG_TAIL] = report.log_tail[-LOG_CHARACTERS:]
-    return told
-
-
-def _recorded(record: SessionReport) -> dict[str, int]:
-    """What became of the session's tokens, for its span."""
-    told = {
+def _session_attributes(record: SessionReport) -> dict[str, int]:
+    """Return span attributes with the token counts of a session."""
+    attributes = {
         names.SAMPLED_TOKENS: record.sampled_tokens,
         names.TRAINED_TOKENS: record.trained_tokens,
         names.ROWS: len(record.lineages),
         names.LOST_CALLS: record.lost_calls,
     }
-    told |= {f"{names.MASKED_TOKENS}.{reason}": tokens for reason, tokens in record.masked.items()}
-    return told | {f"{names.DRIFT}.{kind}": turns for kind, turns in record.drift.items()}
-
-
-async def _run_agent(
-    order: RolloutOrder, stations: Stations, config: RolloutConfig, sandbox: Sandbox, session: OpenedSession
-) -> AgentReport:
-    """The agent under its own clock: running out of time is a budget, not a failure."""
-    try:
-        async with asyncio.timeout(config.agent_timeout_s) as clock:
-            return await stations.run_agent(order, sandbox, session)
-    except TimeoutError:
-        if not clock.expired():
-            raise
-        return AgentReport(stop=StopReason.TIME, turns=0)
-
-
-async def _evaluate(order: RolloutOrder, stations: Stations, ref: SandboxRef, report: AgentReport) -> Verdict:
-    if report.stop is StopReason.INVALID:
-        return Verdict(reward=0.0, cause=Cause.INVALID, detail="an answer was no command line")
-    key = f"{order.rollout_id}.{order.attempt}"
-    return await stations.evaluate(
-        EvaluationRequest(key=key, task=order.task, sandbox=ref, traceparent=traceparent_of(trace.get_current_span()))
-    )
+    attributes |= {f"{names.MASKED_TOKENS}.{reason}": tokens for reason, tokens in record.masked.items()}
+    return attributes | {f"{names.DRIFT}.{kind}": turns for kind, turns in record.drift.items()}
 
 
 def _check_agent(report: AgentReport, record: SessionReport) -> None:
-    """Raises InfraFailure for what the policy had no part in, however the agent took it."""
+    """Raise InfraFailure for failures that the policy did not cause, even if the agent handled them."""
     if record.failures:
         raise InfraFailure(f"agent: served a failure: {record.failures[0]}", engine=True)
     if report.exit_code is not None and record.turns == 0:
-        said = " ".join((report.result or report.log_tail[-400:]).split())
-        raise InfraFailure(f"agent: ended with exit code {report.exit_code} before its first turn: {said}")
+        output = " ".join((report.result or report.log_tail[-400:]).split())
+        raise InfraFailure(f"agent: ended with exit code {report.exit_code} before its first turn: {output}")
     if report.stop is StopReason.TIME and record.sampled_tokens == 0:
         raise InfraFailure(
-            "agent: its time was over before the policy had sampled a token; see rollout.agent_timeout_s"
+            "agent: its deadline passed before the policy had sampled a token; raise rollout.agent_timeout_s"
         )
 
 
 def outcome_of(report: AgentReport, exhausted: Exhausted, verdict: Verdict) -> Outcome:
-    """The outcome of a scored rollout: the verdict's, or `budget` when the agent ran out of something. A
-    full context counts only where it ended the agent."""
+    """Return the outcome of a scored rollout: that of the verdict, or `budget` if the agent used up a budget. A full
+    context counts only if it ended the agent."""
     if verdict.reward is None:
         return Outcome(reward=None, trainable=False, cause=verdict.cause, detail=verdict.detail)
     finished = report.stop is StopReason.FINISHED

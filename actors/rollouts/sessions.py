@@ -1,6 +1,6 @@
-"""The policy of one rollout: where its session is opened, what the agent gets of it, and what it leaves.
+"""Sessions of rollouts at the policy: opened and finished at the gateway, or without one.
 
-Invariant: a session is opened once for each attempt of each incarnation of a worker, and finished once.
+Invariant: a session is opened once per attempt and incarnation of a worker, and finished once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Sessions(Protocol):
-    """An async context manager."""
+    """Sessions of one worker, as an async context manager."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -38,16 +38,16 @@ class Sessions(Protocol):
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession: ...
 
     def given(self, session: OpenedSession, *, context_tokens: int) -> AgentSession:
-        """What the agent gets."""
+        """Return the session as the agent sees it."""
         ...
 
     async def finish(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
-        """With `conversation`, the report holds every turn as text, where there is any."""
+        """Finish a session. With `conversation`, the report has every turn as text, if there are any."""
         ...
 
 
 class GatewaySessions(ResourceOwner):
-    """Sessions of a gateway, over HTTP."""
+    """Sessions at a gateway, over HTTP."""
 
     def __init__(self, address: GatewayAddress) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ class GatewaySessions(ResourceOwner):
         return self
 
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession:
-        """Wait for a gateway that is restarting: a rollout that fails at once would be issued again at once, and be
-        poison before the gateway is back. The phase's deadline ends the waiting."""
+        """Open a session. Waits for a restarting gateway until the deadline of the phase: a rollout that failed at once
+        would be reissued at once, and be poison before the gateway is back."""
         opened: list[OpenedSession] = await _until_reached()(self._gateway.open, [spec])
         return opened[0]
 
@@ -70,7 +70,7 @@ class GatewaySessions(ResourceOwner):
         return AgentSession(base_url=session.base_url, chat=chat, context_tokens=context_tokens)
 
     async def finish(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
-        # A gateway that restarts knows its sessions again, also those it had finished when its answer was lost.
+        # A restarted gateway recovers its sessions, including finished ones whose answer was lost.
         reports: list[SessionReport | SessionUnknown] = await _until_reached()(
             self._gateway.finish, [session.session_id], conversation=conversation
         )
@@ -80,7 +80,7 @@ class GatewaySessions(ResourceOwner):
 
 
 class NoSessions(ResourceOwner):
-    """For agents that ask no policy."""
+    """Sessions for agents that use no policy."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -96,7 +96,7 @@ class NoSessions(ResourceOwner):
 
 
 def _until_reached() -> AsyncRetrying:
-    """Again while the gateway is away; not when it refuses."""
+    """Return a retry policy for a gateway that does not answer; refusals are final."""
     return AsyncRetrying(
         retry=retry_if_exception(lambda error: isinstance(error, GatewayUnreachable) and not error.answered),
         wait=wait_random_exponential(multiplier=0.1, max=2.0),

@@ -1,9 +1,9 @@
-"""Sessions of simulated engines: in the worker's process, without a gateway.
+"""Sessions at simulated engines, in the process of the worker and without a gateway.
 
 Invariants:
-- A session leaves one row: a prompt, then turns with what was observed between them. Sampled tokens, and no others, are
-  trained, and carry the versions that the engine says.
-- Nothing here takes time but the engine.
+- A session has one row: a prompt, then turns with observations between them. Only sampled tokens are trained, with the
+  versions that the engine reports.
+- Only the engine takes time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS: Final = 8
 OBSERVED_TOKENS: Final = 2
-"""Between two turns."""
+"""Tokens of an observation between two turns."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SimulatedSession:
-    """The policy of one rollout; satisfies `agent.SimulatedPolicy`. `key` names the attempt."""
+    """Policy of one rollout; implements `agent.SimulatedPolicy`. `key` names the attempt."""
 
     key: str
     engine: SimulatedEngine
@@ -46,13 +46,31 @@ class SimulatedSession:
     turns: list[Completion] = field(default_factory=list)
 
     async def turn(self, tokens: int, seconds: float) -> None:
-        """One answer of so many tokens, which takes so long to generate."""
+        """Generate one answer of `tokens` tokens in `seconds` seconds."""
         first_id = zlib.crc32(f"{self.key} {len(self.turns)}".encode())
         self.turns.append(await self.engine.generate(tokens, seconds, first_id=first_id))
 
     def report(self, session_id: SessionId) -> SessionReport:
+        ids, mask, logprobs = [0] * PROMPT_TOKENS, [False] * PROMPT_TOKENS, [0.0] * PROMPT_TOKENS
+        spans: list[VersionSpan] = []
+        for number, turn in enumerate(self.turns):
+            observed = OBSERVED_TOKENS if number else 0
+            ids += [number % VOCABULARY] * observed
+            start = len(ids)
+            ids += turn.output_ids
+            mask += [False] * observed + [True] * len(turn.output_ids)
+            logprobs += [0.0] * observed + list(turn.logprobs)
+            spans += [
+                VersionSpan(start=start + span.start, end=start + span.end, version=span.version) for span in turn.spans
+            ]
+        row = Row(
+            tokens_T=np.array(ids, dtype=np.int32),
+            loss_mask_T=np.array(mask, dtype=np.bool_),
+            logprobs_T=np.array(logprobs, dtype=np.float32),
+            versions=tuple(spans),
+        )
         sampled = sum(len(turn.output_ids) for turn in self.turns)
-        trajectory = Trajectory(rows=(self._row(),), temperature=self.temperature) if sampled else None
+        trajectory = Trajectory(rows=(row,), temperature=self.temperature) if sampled else None
         return SessionReport(
             session_id=session_id,
             trajectory=trajectory,
@@ -66,29 +84,9 @@ class SimulatedSession:
             lineages=(Lineage(name="0", truncated=False),) if sampled else (),
         )
 
-    def _row(self) -> Row:
-        ids, mask, logprobs = [0] * PROMPT_TOKENS, [False] * PROMPT_TOKENS, [0.0] * PROMPT_TOKENS
-        spans: list[VersionSpan] = []
-        for number, turn in enumerate(self.turns):
-            observed = OBSERVED_TOKENS if number else 0
-            ids += [number % VOCABULARY] * observed
-            start = len(ids)
-            ids += turn.output_ids
-            mask += [False] * observed + [True] * len(turn.output_ids)
-            logprobs += [0.0] * observed + list(turn.logprobs)
-            spans += [
-                VersionSpan(start=start + span.start, end=start + span.end, version=span.version) for span in turn.spans
-            ]
-        return Row(
-            tokens_T=np.array(ids, dtype=np.int32),
-            loss_mask_T=np.array(mask, dtype=np.bool_),
-            logprobs_T=np.array(logprobs, dtype=np.float32),
-            versions=tuple(spans),
-        )
-
 
 class SimulatedSessions(ResourceOwner):
-    """Satisfies `headrace.actors.rollouts.sessions.Sessions`."""
+    """Implementation of `rollouts.sessions.Sessions` over simulated engines."""
 
     def __init__(self, group: SimulatedEngineGroup, worker: str) -> None:
         super().__init__()
@@ -101,7 +99,7 @@ class SimulatedSessions(ResourceOwner):
 
     @property
     def turns(self) -> int:
-        """Under way."""
+        """Turns in progress."""
         return self._watch.engine.generating
 
     @property
@@ -110,7 +108,7 @@ class SimulatedSessions(ResourceOwner):
 
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession:
         await self._watch.begin()
-        key = f"{order.task.id} {order.rollout_id} {order.attempt}"
+        key = f"{order.task_id} {order.rollout_id} {order.attempt}"
         session = SimulatedSession(key=key, engine=self._watch.engine, temperature=spec.sampling.temperature)
         self._sessions[spec.session_id] = session
         return OpenedSession(session_id=spec.session_id, base_url="")

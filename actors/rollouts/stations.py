@@ -1,11 +1,12 @@
-"""Where the rollouts of one worker go: pool, policy, agent, evaluator; calls that can travel together do.
+"""Stations of the rollouts of one worker: pool, policy, agent and evaluator, with batched calls.
 
-Invariant: each incarnation of a worker is a holder of its own.
+Invariant: each incarnation of a worker is a separate holder of leases.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.leases import Leases
@@ -13,10 +14,13 @@ from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions
 from headrace.actors.rollouts.simulated_sessions import SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
+from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import Purpose
 from headrace.serve.capture.session import SessionId, SessionSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.actors.agents.agent import Agent, AgentReport
     from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
     from headrace.actors.evaluation.evaluator import Evaluator
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.rollout import RolloutConfig
     from headrace.actors.rollouts.sessions import Sessions
     from headrace.actors.simulated.engines import SimulatedEngineGroup
+    from headrace.buffer.tasks import Task, TaskId
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
@@ -38,13 +43,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTerms:
-    """What a session may do: `sampling` is law for its turns, `budgets` end it."""
+    """Terms of a session: `sampling` is enforced for its turns, `budgets` end it."""
 
     sampling: Sampling
     budgets: Budgets
 
     def to_json(self) -> dict[str, float | int | None]:
-        """What a person wants to know of an evaluation."""
+        """Return the terms for the summary of an evaluation."""
         budgets = {name: getattr(self.budgets, name) for name in _TOKEN_BUDGETS}
         return asdict(self.sampling) | budgets
 
@@ -53,36 +58,53 @@ _TOKEN_BUDGETS = ("max_tokens_per_turn", "max_context_tokens", "max_sampled_toke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCatalog:
+    """The tasks that orders name by id: files, which each worker reads once, or the tasks themselves."""
+
+    train: Path | Sequence[Task] = ()
+    evaluation: Path | Sequence[Task] = ()
+
+    def load(self) -> dict[tuple[Purpose, TaskId], Task]:
+        """Return all tasks by purpose and id: both sets may use the same id. Raises TaskFileError."""
+        return {
+            (purpose, task.id): task
+            for purpose, source in ((Purpose.TRAIN, self.train), (Purpose.EVALUATION, self.evaluation))
+            for task in (load_tasks(source) if isinstance(source, Path) else source)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What a worker is made of; everything in it is picklable."""
+    """Configuration and actors of a worker; picklable."""
 
     pool: SandboxPool
     evaluator: Evaluator
     replay: RolloutStore
     agent: Agent
+    tasks: TaskCatalog
     gateway: GatewayAddress | None
-    """None when the agent asks no policy, or a simulated one."""
+    """None if the agent uses no policy, or a simulated one."""
     sampling: Sampling
     budgets: Budgets
     train_truncated: bool
     rollout: RolloutConfig
     observing: ActorTelemetry
     evaluations: EvaluationFolders | None = None
-    """Where the conversations, patches and logs of evaluation rollouts are kept; None keeps none."""
+    """Folders for conversations, patches and logs of evaluation rollouts; None stores none."""
     evaluation_terms: SessionTerms | None = None
-    """Of the sessions of evaluation rollouts; None for those of training."""
+    """Terms of evaluation sessions; None for those of training."""
     simulated_engines: SimulatedEngineGroup | None = None
-    """Asked by the simulated agent, in place of a gateway."""
+    """Engines of the simulated agent, in place of a gateway."""
 
     def terms(self, purpose: Purpose) -> SessionTerms:
-        """Of the session of a rollout for this purpose."""
+        """Return the terms of sessions for this purpose."""
         if purpose is Purpose.EVALUATION and self.evaluation_terms is not None:
             return self.evaluation_terms
         return SessionTerms(sampling=self.sampling, budgets=self.budgets)
 
 
 class WorkerStations(ResourceOwner):
-    """The stations of `rollout.Stations` over actors; an async context manager."""
+    """Implementation of `rollout.Stations` over actors, as an async context manager."""
 
     def __init__(self, parts: WorkerParts, holder: str) -> None:
         super().__init__()
@@ -91,7 +113,12 @@ class WorkerStations(ResourceOwner):
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
-        self._sessions: Sessions = await enter(_sessions_of(self._parts, self._holder))
+        sessions: SimulatedSessions | GatewaySessions | NoSessions
+        if self._parts.simulated_engines is not None:
+            sessions = SimulatedSessions(self._parts.simulated_engines, self._holder)
+        else:
+            sessions = GatewaySessions(self._parts.gateway) if self._parts.gateway is not None else NoSessions()
+        self._sessions: Sessions = await enter(sessions)
         self._leases = await enter(Leases(self._parts.pool, self._holder, lease_s=self._parts.rollout.lease_s))
         self._evaluate: OperationCalls[EvaluationRequest, Verdict] = await enter(
             OperationCalls(self._parts.evaluator, unclaimed=_nothing_to_give_back)
@@ -114,7 +141,7 @@ class WorkerStations(ResourceOwner):
     async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
         terms = self._parts.terms(order.purpose)
         spec = SessionSpec(
-            # With the incarnation: a session of a dead worker may still be open when its evaluation runs again.
+            # Includes the incarnation: a session of a dead worker may still be open when its evaluation is repeated.
             session_id=SessionId(f"{order.rollout_id}.{order.attempt}.{self._holder[:8]}"),
             sampling=terms.sampling,
             budgets=terms.budgets,
@@ -123,34 +150,28 @@ class WorkerStations(ResourceOwner):
         )
         return await self._sessions.open(order, spec)
 
-    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
         context_tokens = self._parts.terms(order.purpose).budgets.max_context_tokens
         given = self._sessions.given(session, context_tokens=context_tokens)
-        return await self._parts.agent.run(session=given, sandbox=sandbox, task=order.task)
+        return await self._parts.agent.run(session=given, sandbox=sandbox, task=task)
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
         return await self._sessions.finish(session, conversation=conversation)
 
     @property
     def turns(self) -> int | None:
-        """Under way at simulated engines, None at others."""
+        """Turns in progress at simulated engines, None for others."""
         return self._sessions.turns if isinstance(self._sessions, SimulatedSessions) else None
 
     @property
     def ended_turns(self) -> int | None:
-        """Turns that ended at simulated engines, None at others."""
+        """Turns that ended at simulated engines, None for others."""
         return self._sessions.ended_turns if isinstance(self._sessions, SimulatedSessions) else None
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
-        # With the sandbox: an attempt that a reset worker runs again is another evaluation.
+        # Includes the sandbox: if a reset worker repeats an attempt, that is another evaluation.
         return await self._evaluate(f"{request.key}.{request.sandbox.id}", request)
 
 
-def _sessions_of(parts: WorkerParts, holder: str) -> Sessions:
-    if parts.simulated_engines is not None:
-        return SimulatedSessions(parts.simulated_engines, holder)
-    return GatewaySessions(parts.gateway) if parts.gateway is not None else NoSessions()
-
-
 async def _nothing_to_give_back(_: Verdict) -> None:
-    """A verdict holds nothing."""
+    """A verdict holds no resources."""

@@ -1,11 +1,11 @@
-"""`summary.json`: what an evaluation came to, from its answers alone. Pure but for `write_summary`.
+"""The summary of an evaluation (`summary.json`), computed from its answers. Pure but for `write_summary`.
 
 Invariants:
-- The denominator is fixed before it starts: tasks x samples. Answers without a reward are in `n` and in `n_infra`, and
+- The denominator is fixed before the start: tasks x samples. Answers without a reward count in `n` and `n_infra`, but
   in no mean.
-- `success`, pass@k and pass^k count solved answers, `mean_reward` is about rewards: a reward above 0 solves nothing.
+- `success`, pass@k and pass^k count solved answers, `mean_reward` averages rewards: a reward above 0 is not a solution.
 - pass@k and pass^k are the unbiased estimators over the scored answers of a task (Chen et al. 2021, arXiv:2107.03374,
-  and Yao et al. 2024, arXiv:2406.12045); a task with fewer than k of them is left out of that k and counted.
+  and Yao et al. 2024, arXiv:2406.12045); a task with fewer than k scored answers is left out for that k, and counted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ MAX_REASON_CHARS: Final = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What was evaluated: the model directory or checkpoint, the digest of the resolved recipe, and how it was
-    sampled."""
+    """Subject of an evaluation: model directory or checkpoint, digest of the resolved recipe, and sampling."""
 
     model: str
     recipe_sha256: str
@@ -43,7 +42,7 @@ class About:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRate:
-    """Over the `tasks` that have at least k scored answers: `any_solved` is pass@k, `all_solved` is pass^k."""
+    """Pass rates over the `tasks` with at least k scored answers: `any_solved` is pass@k, `all_solved` is pass^k."""
 
     k: int
     any_solved: float
@@ -53,10 +52,10 @@ class PassRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSummary:
-    """`success` is the share of solved answers and `mean_reward` the mean, both over the answers that were scored and
-    None when none was; `infra` answers are in neither. `versions` counts sampled tokens by policy version, `mixed` the
-    answers that more than one version sampled. `infra_reasons` counts infra answers by what failed, commonest first,
-    at most MAX_REASONS of them."""
+    """Result of an evaluation. `success` is the share of solved answers and `mean_reward` the mean reward, both over
+    scored answers (without `infra`) and None if there are none. `versions` counts sampled tokens by policy version,
+    `mixed` the answers sampled by more than one version. `infra_reasons` counts infra answers by failure, most common
+    first, at most MAX_REASONS of them."""
 
     tag: str
     answers: int
@@ -73,7 +72,7 @@ class EvaluationSummary:
     infra_reasons: dict[str, int] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the summary as text."""
         scored = self.answers - self.infra
         success = "-" if self.success is None else f"{self.success:.1%}"
         reward = "-" if self.mean_reward is None else f"{self.mean_reward:.3f}"
@@ -90,7 +89,7 @@ class EvaluationSummary:
         ]
 
     def to_json(self, about: About | None) -> dict[str, Any]:
-        """The document of `summary.json`."""
+        """Return the document of `summary.json`."""
         return {
             "tag": self.tag,
             "dataset_sha256": self.dataset_sha256,
@@ -114,9 +113,13 @@ class EvaluationSummary:
 def summarize_answers(
     answers: Sequence[Answer], *, tag: str, tasks: int, samples: int, dataset_sha256: str
 ) -> EvaluationSummary:
-    """`answers` holds one for each task and sample."""
+    """Summarize an evaluation. `answers` has one for each task and sample."""
     rewards = [answer.reward for answer in answers if answer.reward is not None]
     solved = sum(answer.solved for answer in answers if answer.reward is not None)
+    details = (" ".join(answer.detail.split()) or answer.cause.value for answer in answers if answer.reward is None)
+    tokens: Counter[str] = Counter()
+    for answer in answers:
+        tokens.update(dict(answer.versions))
     return EvaluationSummary(
         tag=tag,
         answers=len(answers),
@@ -127,46 +130,33 @@ def summarize_answers(
         samples=samples,
         dataset_sha256=dataset_sha256,
         causes=dict(sorted(Counter(answer.cause.value for answer in answers).items())),
-        versions=_tokens_by_version(answers),
+        versions={version: tokens[version] for version in sorted(tokens, key=PolicyVersion.parse)},
         mixed=sum(len(answer.versions) > 1 for answer in answers),
         pass_rates=pass_rates(answers, samples) if samples > 1 else (),
-        infra_reasons=_infra_reasons(answers),
+        infra_reasons=dict(Counter(detail[:MAX_REASON_CHARS] for detail in details).most_common(MAX_REASONS)),
     )
 
 
-def _infra_reasons(answers: Iterable[Answer]) -> dict[str, int]:
-    details = (" ".join(answer.detail.split()) or answer.cause.value for answer in answers if answer.reward is None)
-    return dict(Counter(detail[:MAX_REASON_CHARS] for detail in details).most_common(MAX_REASONS))
-
-
 def pass_rates(answers: Iterable[Answer], samples: int) -> tuple[PassRate, ...]:
-    """For k = 1, 2, 4, ... and all samples; none for a k that no task has enough scored answers for."""
+    """Return pass rates for k = 1, 2, 4, ... and `samples`, without those k for which no task has enough answers."""
     by_task: dict[str, list[bool]] = defaultdict(list)
     for answer in answers:
         if answer.reward is not None:
             by_task[answer.task_id].append(answer.solved)
     counts = [(len(solved), sum(solved)) for solved in by_task.values()]
     ks = sorted({1 << power for power in range(samples.bit_length()) if 1 << power <= samples} | {samples})
-    return tuple(_pass_rate(k, enough) for k in ks if (enough := [count for count in counts if count[0] >= k]))
-
-
-def _pass_rate(k: int, counts: Sequence[tuple[int, int]]) -> PassRate:
-    """From (scored answers, solved ones) by task."""
-    return PassRate(
-        k=k,
-        any_solved=sum(1 - comb(scored - solved, k) / comb(scored, k) for scored, solved in counts) / len(counts),
-        all_solved=sum(comb(solved, k) / comb(scored, k) for scored, solved in counts) / len(counts),
-        tasks=len(counts),
+    return tuple(
+        PassRate(
+            k=k,
+            any_solved=sum(1 - comb(scored - solved, k) / comb(scored, k) for scored, solved in enough) / len(enough),
+            all_solved=sum(comb(solved, k) / comb(scored, k) for scored, solved in enough) / len(enough),
+            tasks=len(enough),
+        )
+        for k in ks
+        if (enough := [count for count in counts if count[0] >= k])
     )
 
 
-def _tokens_by_version(answers: Iterable[Answer]) -> dict[str, int]:
-    tokens: Counter[str] = Counter()
-    for answer in answers:
-        tokens.update(dict(answer.versions))
-    return {version: tokens[version] for version in sorted(tokens, key=PolicyVersion.parse)}
-
-
 def write_summary(path: Path, summary: EvaluationSummary, about: About | None) -> None:
-    """Durable, and complete or not there. Raises OSError."""
+    """Write the file durably and atomically. Raises OSError."""
     replace_file(path, json_bytes(summary.to_json(about), option=orjson.OPT_INDENT_2) + b"\n")

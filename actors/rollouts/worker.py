@@ -1,13 +1,13 @@
-"""The rollout worker: one actor that carries hundreds of rollouts as coroutines.
+"""The rollout worker actor, which runs hundreds of rollouts as coroutines.
 
 Invariants:
-- A rollout is a task of this worker's task group: none outlives the worker, none is lost silently.
-- Every started attempt is offered to the buffer once (idempotently, until the buffer is back) and then reported as
-  finished to the dispatcher. A cancelled attempt is reported too, with outcome `cancelled`; one whose result is being
-  offered is cancelled no more.
-- One dispatcher is served at a time: the one that called `reset` last. A call that a dead one left waiting takes
-  nothing away.
-- Lease, release, evaluate and offer are batch calls: all rollouts ready within 10 ms travel together.
+- A rollout is a task of the task group of this worker: none outlives the worker, none is lost silently.
+- Every started attempt is offered to the buffer once (idempotently, with retries) and then reported as finished to the
+  dispatcher. A cancelled attempt is reported too, with outcome `cancelled`. Once its result is being offered, an
+  attempt is no longer cancelled.
+- The worker serves one dispatcher at a time: the last one that called `reset`. Pending calls of a dead dispatcher take
+  no results.
+- Lease, release, evaluate and offer are batch calls, for all rollouts that are ready within 10 ms.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 
 MANY = 8
-"""Rollouts of one worker, of which another may be expected to end within `TOGETHER_S`."""
+"""Number of rollouts from which another end within `TOGETHER_S` is likely."""
 CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """One attempt that ended and whose result is durable in the buffer. `number` counts the ends of this worker from 1;
-    `answer` tells more of an evaluation's."""
+    """An attempt that ended and whose result is durable in the buffer. `number` counts the ends of this worker from 1;
+    `answer` has the details of an evaluation attempt."""
 
     number: int
     rollout_id: RolloutId
@@ -61,22 +61,22 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """`incarnation` names this process: what an earlier incarnation leased is nobody's. `assignment` names what it was
-    last reset for: whoever knows another one has lost all that it had started here."""
+    """Status of a worker. `incarnation` names this process; leases of an earlier incarnation have no holder.
+    `assignment` names the last reset: a caller with another assignment has lost all that it had started here."""
 
     incarnation: str
     assignment: str
     running: int
     phases: dict[str, int]
-    """Rollouts by the phase they are in."""
+    """Number of rollouts in each phase."""
     turns: int | None = None
-    """Turns at simulated engines; a gateway counts its own, None."""
+    """Turns at simulated engines; None with a gateway, which counts its own."""
     ended_turns: int | None = None
-    """Turns that ended there."""
+    """Turns that ended at simulated engines."""
 
 
 class RolloutWorker:
-    """Runs the rollouts it is given, as coroutines of one process."""
+    """Actor that runs rollouts as coroutines of one process."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
@@ -89,7 +89,7 @@ class RolloutWorker:
         self._assignment = ""
         self._finished: deque[Finished] = deque()
         self._ends = 0
-        """Attempts that have ended, of all dispatchers."""
+        """Number of ended attempts, of all dispatchers."""
         self._has_finished = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -98,7 +98,8 @@ class RolloutWorker:
         self._metrics = self._parts.observing.metrics()
         self._stations = await enter(WorkerStations(self._parts, self._incarnation))
         self._offer: Batcher[tuple[RolloutOrder, RolloutResult], None] = await enter(Batcher(self._offer_many))
-        self._tasks = await enter(asyncio.TaskGroup())
+        self._known_tasks = self._parts.tasks.load()
+        self._group = await enter(asyncio.TaskGroup())
         return self
 
     async def __aexit__(
@@ -108,58 +109,63 @@ class RolloutWorker:
         await self._stack.aclose()
 
     async def start(self, orders: list[RolloutOrder], assignment: str) -> None:
-        """Begin these attempts; an attempt that runs already is left alone. Returns at once.
+        """Start attempts that do not run yet, and return at once.
 
-        Nothing begins when another `assignment` of this worker was meant: the dispatcher gives them up with it."""
+        Nothing starts for an outdated `assignment`: the dispatcher abandons its orders. Raises LookupError for a task
+        that the worker was not given."""
         if assignment != self._assignment:
             return
         for order in orders:
+            # Checked first, since a rollout of an unknown task would end this whole process.
+            if (order.purpose, order.task_id) not in self._known_tasks:
+                raise LookupError(
+                    f"rollout {order.rollout_id}: this worker has no {order.purpose} task {order.task_id!r}; "
+                    "add it to WorkerParts.tasks"
+                )
+        for order in orders:
             key = (order.rollout_id, order.attempt)
             if key not in self._running:
-                task = self._running[key] = self._tasks.create_task(self._run(order))
+                task = self._running[key] = self._group.create_task(self._run(order))
                 task.add_done_callback(partial(self._ended, key))
 
     async def finished(self, assignment: str, *, after: int, timeout_s: float) -> list[Finished]:
-        """What ended with a number above `after`, which says that the caller has what came before; waits up to
-        `timeout_s` for the first. Whoever lost an answer asks again.
+        """Return ends with a number above `after`, which acknowledges all others; wait up to `timeout_s` for the first.
+        A caller that lost an answer asks again.
 
-        Raises ActorLost for any `assignment` but the last: the process died unnoticed, or was reset since, and what it
-        carried is gone."""
+        Raises ActorLost for any `assignment` but the last: the process died unnoticed or was reset since, and its
+        attempts are gone."""
         self._require(assignment)
-        self._forget(after)
+        while self._finished and self._finished[0].number <= after:
+            self._finished.popleft()
+        if not self._finished:
+            self._has_finished.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._has_finished.wait()
                 if len(self._running) >= MANY:
-                    # Where many run, more end soon, and their slots are filled by one call too.
+                    # With many rollouts more end soon, and one call refills all their slots.
                     await asyncio.sleep(TOGETHER_S)
         self._require(assignment)
         return list(self._finished)
 
     def _require(self, assignment: str) -> None:
         if assignment != self._assignment:
-            raise ActorLost("this worker is another one by now, or serves another dispatcher")
-
-    def _forget(self, upto: int) -> None:
-        while self._finished and self._finished[0].number <= upto:
-            self._finished.popleft()
-        if not self._finished:
-            self._has_finished.clear()
+            raise ActorLost("the worker process was replaced, or serves another dispatcher")
 
     async def cancel(self, attempts: list[tuple[RolloutId, int]]) -> None:
-        """End these attempts now; they are offered as `cancelled`. Unknown ones are ignored."""
+        """Cancel attempts, which are offered as `cancelled`. Unknown ones are ignored."""
         for key in attempts:
             if key not in self._offering and (task := self._running.get(key)):
                 task.cancel()
 
     async def reset(self) -> WorkerStatus:
-        """Serve the caller from now on: end everything, and forget what was not fetched. Returns when all has ended, so
-        that the same attempts may be started again.
+        """Serve the caller from now on: cancel all attempts, and drop ends that were not fetched. Returns when all have
+        ended, so that the same attempts can be started again.
 
-        The call makes a new assignment however late it comes, also that of a dead dispatcher or one that was made
-        twice: whom it takes the worker from sees so, and resets it again."""
+        Every call makes a new assignment, even a late one of a dead dispatcher or a repeated one: the dispatcher that
+        loses the worker notices, and resets it again."""
         assignment = self._assignment = uuid.uuid4().hex
-        # Whoever waits for the assignment before this one is told now.
+        # Wakes calls that wait with the previous assignment.
         self._has_finished.set()
         self._cancel_all()
         if self._running:
@@ -185,12 +191,12 @@ class RolloutWorker:
                 task.cancel()
 
     def _ended(self, key: tuple[RolloutId, int], task: asyncio.Task[Outcome]) -> None:
-        """Report the end of an attempt; a broken task ends the process anyway."""
+        """Record the end of an attempt; a task that raised ends the process anyway."""
         del self._running[key]
         self._offering.discard(key)
         if not task.cancelled() and task.exception() is not None:
             return
-        # Only a task that was cancelled before its first step ends as cancelled.
+        # A task ends as cancelled only if it was cancelled before its first step.
         outcome = CANCELLED if task.cancelled() else task.result()
         answer = self._answers.pop(key, None)
         self._ends += 1
@@ -200,37 +206,31 @@ class RolloutWorker:
         self._has_finished.set()
 
     async def _run(self, order: RolloutOrder) -> Outcome:
-        span = start_rollout_span(tracer, order.rollout_id, order.attempt, {names.TASK_ID: order.task.id})
+        span = start_rollout_span(tracer, order.rollout_id, order.attempt, {names.TASK_ID: order.task_id})
         with trace.use_span(span, end_on_exit=True):
-            return (await self._run_and_offer(order)).outcome
-
-    async def _run_and_offer(self, order: RolloutOrder) -> RolloutResult:
-        keeping = RecordedStations(self._stations) if self._keeps(order) else None
-        try:
-            result = await run_rollout(order, keeping or self._stations, self._parts.rollout, self._occupied)
-        except asyncio.CancelledError:
-            result = _cancelled(order)
-        # From here on the result counts: a cancellation would only lose it.
-        self._offering.add((order.rollout_id, order.attempt))
-        attributes: dict[str, str | float] = {names.CAUSE: result.outcome.cause}
-        if result.outcome.reward is not None:
-            attributes[names.REWARD] = result.outcome.reward
-        trace.get_current_span().set_attributes(attributes)
-        if order.purpose is Purpose.EVALUATION:
-            await self._keep(order, result, keeping)
-        with tracer.start_as_current_span(names.BUFFER_OFFER):
-            await self._offer((order, result))
-        return result
-
-    def _keeps(self, order: RolloutOrder) -> bool:
-        return order.purpose is Purpose.EVALUATION and self._parts.evaluations is not None
-
-    async def _keep(self, order: RolloutOrder, result: RolloutResult, keeping: RecordedStations | None) -> None:
-        """Remember the answer for the dispatcher, and write its folder where one is kept."""
-        answer, folders = answer_of(order, result), self._parts.evaluations
-        if keeping is not None and folders is not None and answer.cause is not Cause.CANCELLED:
-            answer = await asyncio.to_thread(folders.write, order.group_id, answer, keeping.kept)
-        self._answers[order.rollout_id, order.attempt] = answer
+            task, folders = self._known_tasks[order.purpose, order.task_id], self._parts.evaluations
+            is_evaluation = order.purpose is Purpose.EVALUATION
+            recorded = RecordedStations(self._stations) if is_evaluation and folders is not None else None
+            try:
+                result = await run_rollout(order, task, recorded or self._stations, self._parts.rollout, self._occupied)
+            except asyncio.CancelledError:
+                result = RolloutResult(
+                    rollout_id=order.rollout_id, attempt=order.attempt, outcome=CANCELLED, trajectory=None
+                )
+            # From here on a cancellation would only lose the result.
+            self._offering.add((order.rollout_id, order.attempt))
+            attributes: dict[str, str | float] = {names.CAUSE: result.outcome.cause}
+            if result.outcome.reward is not None:
+                attributes[names.REWARD] = result.outcome.reward
+            trace.get_current_span().set_attributes(attributes)
+            if is_evaluation:
+                answer = answer_of(order, result)
+                if recorded is not None and folders is not None and answer.cause is not Cause.CANCELLED:
+                    answer = await asyncio.to_thread(folders.write, order.group_id, answer, recorded.reports)
+                self._answers[order.rollout_id, order.attempt] = answer
+            with tracer.start_as_current_span(names.BUFFER_OFFER):
+                await self._offer((order, result))
+            return result.outcome
 
     async def _offer_many(self, ended: list[tuple[RolloutOrder, RolloutResult]]) -> list[None]:
         training = [result for order, result in ended if order.purpose is Purpose.TRAIN]

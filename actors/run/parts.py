@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.rollouts.records import RolloutStore
+    from headrace.actors.rollouts.stations import TaskCatalog
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
     from headrace.buffer.tasks import Task
@@ -84,6 +85,7 @@ class ServiceParts(ResourceOwner):
         runtime: Runtime,
         *,
         evaluations: EvaluationFolders | None,
+        tasks: TaskCatalog,
         externals: Externals | None = None,
     ) -> None:
         super().__init__()
@@ -92,6 +94,7 @@ class ServiceParts(ResourceOwner):
         self._runtime = runtime
         self._externals = externals or Externals()
         self._evaluations = evaluations
+        self._tasks = tasks
         self._observing = ActorTelemetry(
             config=config.telemetry,
             run_dir=None if directory is None else directory.path,
@@ -247,6 +250,7 @@ class ServiceParts(ResourceOwner):
             evaluator=self.evaluator,
             replay=replay,
             agent=make_agent(config.agent),
+            tasks=self._tasks,
             gateway=None if self.gateway is None else await until_back(self.gateway.address),
             simulated_engines=cast("SimulatedEngineGroup", self.engines) if config.engines.is_simulated else None,
             sampling=training.sampling,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.housekeeping import EVERY_S, keep_house, thin_out_evaluations
 from headrace.actors.record.metrics import EvaluationMetric, StallMetric
+from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.parts import Externals, ServiceParts, parts_of, periodic_evaluations
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none
@@ -60,7 +61,12 @@ class Service(ServiceParts):
         externals: Externals | None = None,
     ) -> None:
         evaluations = None if directory is None else periodic_evaluations(config, directory)
-        super().__init__(config, directory, runtime, evaluations=evaluations, externals=externals)
+        if directory is not None:
+            tasks = TaskCatalog(train=directory.train_tasks, evaluation=directory.heldout_tasks)
+        else:
+            given = () if externals is None else externals.tasks
+            tasks = TaskCatalog(train=given, evaluation=given)
+        super().__init__(config, directory, runtime, evaluations=evaluations, tasks=tasks, externals=externals)
         self._started_s = time.monotonic()
         self._phase = "starting"
         self._draining = asyncio.Event()

@@ -205,7 +205,7 @@ class Replay:
         """Record outcomes of evaluation rollouts; the tag is the order's group."""
         by_tag: dict[GroupId, list[tuple[RolloutResult, TaskId]]] = {}
         for order, result in ended:
-            by_tag.setdefault(order.group_id, []).append((result, order.task.id))
+            by_tag.setdefault(order.group_id, []).append((result, order.task_id))
         with self._ending():
             for tag, results in by_tag.items():
                 await self._store.evaluations.record(results, tag=tag, version=_head(self._store))

@@ -1,8 +1,8 @@
-"""What the tuner tries: acceptance rules, bounds, slots and over-issue around what was recorded.
+"""The candidate settings of the tuner: acceptance rules, bounds, slots and over-issue around the recorded ones.
 
 Invariants:
-- Every candidate is one that the buffer accepts: rules that can never be met, or always are, are left out.
-- Times in rules come from the fitted durations, rounded to two digits: nobody pastes 61.2374 seconds.
+- The buffer accepts every candidate: rules that can never be met, or always are, are left out.
+- Times in rules come from the fitted durations, rounded to two digits for readability.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headrace.actors.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from headrace.actors.simulation.plan import SimulationPlan
     from headrace.actors.tuning.duration_fit import Fit
@@ -25,7 +25,7 @@ ABORT: Final = "abort"
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Candidate:
-    """One setting. `over_issue` members more than `group_size` are started, and the last ones to run are aborted."""
+    """One setting. Groups start `over_issue` rollouts more than `group_size`, and the last running ones are aborted."""
 
     rule: str
     unfinished: str
@@ -45,7 +45,7 @@ class Candidate:
         return base.model_copy(update=changes)
 
     def label(self) -> str:
-        """For a person: `fraction(0.75) abort, bound 4, 64 slots`."""
+        """Return the setting as text, e.g. `fraction(0.75) abort, bound 4, 64 slots`."""
         parts = [self.rule + (" abort" if self.unfinished == ABORT else "")]
         if self.over_issue:
             parts.append(f"{self.over_issue} more issued")
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Values to try; empty ones follow from the record."""
+    """Values to try; empty ones are derived from the recording."""
 
     slots: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class Space:
 
 
 def recorded_candidate(base: SimulationPlan) -> Candidate:
-    """What the record was made with."""
+    """Return the setting of the recording."""
     return Candidate(
         rule=base.rule,
         unfinished=base.buffer.get("unfinished", CARRY),
@@ -72,10 +72,13 @@ def recorded_candidate(base: SimulationPlan) -> Candidate:
 
 
 def candidates(base: SimulationPlan, fit: Fit, space: Space, sandboxes: int | None = None) -> tuple[Candidate, ...]:
-    """All that can be simulated, the recorded one first. Raises ConfigError for a rule, bound or number of slots that
-    was asked for and cannot work."""
-    slots = space.slots or _slots(base.slots, sandboxes)
-    bounds = space.bounds or _bounds(base.max_staleness)
+    """Return all candidates that can be simulated, the recorded one first. Raises ConfigError for an impossible rule,
+    bound or number of slots in `space`."""
+    # Half, the same and, if the sandboxes have room, twice the recorded slots.
+    most = base.slots if sandboxes is None else max(base.slots, min(2 * base.slots, sandboxes))
+    slots = space.slots or tuple(sorted({max(1, base.slots // 2), base.slots, most}))
+    bound = max(1, base.max_staleness)
+    bounds = space.bounds or tuple(sorted({max(1, bound // 2), bound, 2 * bound}))
     rules = [(rule, unfinished, 0) for rule in space.rules for unfinished in (CARRY, ABORT)]
     asked = [
         Candidate(rule=rule, unfinished=unfinished, max_staleness=bound, slots=places, over_issue=more)
@@ -84,35 +87,22 @@ def candidates(base: SimulationPlan, fit: Fit, space: Space, sandboxes: int | No
     ]
     recorded = recorded_candidate(base)
     recorded.plan(base, steps=1).buffer_config()
-    return (recorded, *_possible(asked, base, recorded, strict=bool(space.rules)))
-
-
-def _possible(
-    asked: Iterable[Candidate], base: SimulationPlan, recorded: Candidate, *, strict: bool
-) -> Iterator[Candidate]:
+    found = [recorded]
     for candidate in dict.fromkeys(asked):
         try:
             candidate.plan(base, steps=1).buffer_config()
         except ConfigError:
-            if strict:
+            # Only rules of the user must be possible, not those of the tuner.
+            if space.rules:
                 raise
             continue
         if candidate != recorded:
-            yield candidate
-
-
-def _slots(recorded: int, sandboxes: int | None) -> tuple[int, ...]:
-    """Half as many, as many and, where the sandboxes have room, twice as many."""
-    most = recorded if sandboxes is None else max(recorded, min(2 * recorded, sandboxes))
-    return tuple(sorted({max(1, recorded // 2), recorded, most}))
-
-
-def _bounds(recorded: int) -> tuple[int, ...]:
-    return tuple(sorted({max(1, recorded // 2), max(1, recorded), 2 * max(1, recorded)}))
+            found.append(candidate)
+    return tuple(found)
 
 
 def _rules(group_size: int, fit: Fit) -> list[tuple[str, str, int]]:
-    """(rule, what becomes of the unfinished, over-issue)"""
+    """Return rules to try, as (rule, handling of unfinished rollouts, over-issue)."""
     slow_s, slowest_s = _round(fit.quantile_s(0.75)), _round(fit.quantile_s(0.95))
     grace_s = _round(fit.quantile_s(0.9) - fit.quantile_s(0.5))
     carried = [
@@ -134,12 +124,12 @@ def _rules(group_size: int, fit: Fit) -> list[tuple[str, str, int]]:
 
 
 def _round(seconds: float) -> str:
-    """Two digits, without an exponent."""
+    """Round to two digits, without an exponent."""
     return f"{float(f'{max(seconds, 0.01):.2g}'):.12g}"
 
 
 def describe(sequence: Sequence[Candidate]) -> str:
-    """`63 settings: 10 rules, bounds 2 4 8, slots 32 64`."""
+    """Return a summary, e.g. `63 settings: 10 rules, bounds 2 4 8, slots 32 64`."""
     rules = {(candidate.rule, candidate.unfinished, candidate.over_issue) for candidate in sequence}
     bounds = sorted({candidate.max_staleness for candidate in sequence})
     slots = sorted({candidate.slots for candidate in sequence})

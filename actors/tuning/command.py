@@ -1,6 +1,6 @@
-"""`headrace tune`: read, fit, search, choose, write.
+"""The command `headrace tune`: reads and fits a recording, searches settings and writes the result.
 
-Invariant: everything is checked before the search begins: an output folder that cannot be made costs no minutes.
+Invariant: everything is checked before the search, which takes minutes, even whether the output can be written.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TURNS: Final = 2
-"""Of a simulated rollout: versions change between turns, durations do not."""
+"""Turns of a simulated rollout. Versions change between turns; the duration does not depend on their number."""
 PAGE: Final = "docs/tuning.md"
 PICTURE, HTML, JSON, TOML = "tuning.png", "tuning.html", "tuning.json", "tuning.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRequest:
-    """What the command line asked for. `overrides` are keys of the plan: what a record does not know, or gets wrong."""
+    """Options of the command line. `overrides` set keys of the plan that the recording lacks or has wrong."""
 
     source: Path
     out: Path | None = None
@@ -51,7 +51,7 @@ class TuneRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A search that can begin."""
+    """A validated search."""
 
     request: TuneRequest
     recording: Recording
@@ -61,21 +61,45 @@ class Prepared:
 
 
 def prepare_tuning(request: TuneRequest) -> Prepared:
-    """Read and fit. Raises ConfigError, RunMissing, LedgerRefused."""
+    """Read and fit the recording. Raises ConfigError, RunMissing, LedgerRefused."""
     source = request.source
     if not source.exists():
-        raise ConfigError(f"{source}: there is no such run or file")
+        raise ConfigError(f"{source}: no such run or file")
     recording = read_run(source) if source.is_dir() else read_traces(source)
     fitted = fit(recording)
-    base = _plan(recording, fitted, request)
+    document: dict[str, Any] = {
+        **recording.settings,
+        "mode": Mode.ASYNC,
+        "durations": fitted.durations.model_dump(),
+        "chances": fitted.chances,
+        "failure": round(min(0.9, recording.failure), 4),
+        "turns": TURNS,
+        "seed": request.seed,
+    }
+    # A bound of 0 would be mode sync, which has no rule to tune.
+    document["max_staleness"] = max(1, document.get("max_staleness", 4))
+    for override in request.overrides:
+        apply_setting(document, override)
+    if "learner_s" not in document:
+        raise ConfigError(
+            f"{recording.source}: it has no times of the learner; add --set learner_s=SECONDS of one step"
+        )
+    try:
+        base = SimulationPlan.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"tune: {explain(error, SimulationPlan, page=PAGE)}") from error
     found = candidates(base, fitted, request.space, recording.sandboxes)
     if request.out is not None:
-        _make(request.out)
+        try:
+            request.out.mkdir(parents=True, exist_ok=True)
+            (request.out / JSON).touch()
+        except OSError as error:
+            raise ConfigError(f"--out {request.out}: cannot be written ({error.strerror}); name a folder") from error
     return Prepared(request=request, recording=recording, fit=fitted, base=base, candidates=found)
 
 
 def run_tuning(prepared: Prepared, say: Callable[[int, int, int], None]) -> TuningResult:
-    """Search, choose, and write what was asked for. Raises ConfigError."""
+    """Search, choose a setting, and write the result. Raises ConfigError."""
     request = prepared.request
     effort = Effort(steps=request.steps, processes=request.processes or os.cpu_count() or 1, within=request.within)
     searched = search(prepared.candidates, prepared.base, effort, say)
@@ -86,40 +110,9 @@ def run_tuning(prepared: Prepared, say: Callable[[int, int, int], None]) -> Tuni
 
 
 def write(tuned: TuningResult, out: Path) -> None:
-    """Picture, page, JSON and TOML."""
+    """Write picture, page, JSON and TOML."""
     png = pareto_png(tuned.searched)
     (out / PICTURE).write_bytes(png)
     (out / HTML).write_text(page(tuned, png), encoding="utf-8")
     (out / JSON).write_bytes(orjson.dumps(tuned.to_json(), option=orjson.OPT_INDENT_2) + b"\n")
     (out / TOML).write_text(tuned.toml(), encoding="utf-8")
-
-
-def _plan(recording: Recording, fitted: Fit, request: TuneRequest) -> SimulationPlan:
-    """What was recorded, in virtual time."""
-    document: dict[str, Any] = {
-        **recording.settings,
-        "mode": Mode.ASYNC,
-        "durations": fitted.durations.model_dump(),
-        "chances": fitted.chances,
-        "failure": round(min(0.9, recording.failure), 4),
-        "turns": TURNS,
-        "seed": request.seed,
-    }
-    # A bound of 0 is that of mode sync, which has no rule to tune.
-    document["max_staleness"] = max(1, document.get("max_staleness", 4))
-    for override in request.overrides:
-        apply_setting(document, override)
-    if "learner_s" not in document:
-        raise ConfigError(f"{recording.source}: the learner is not in it; add --set learner_s=SECONDS of one step")
-    try:
-        return SimulationPlan.model_validate(document)
-    except ValidationError as error:
-        raise ConfigError(f"tune: {explain(error, SimulationPlan, page=PAGE)}") from error
-
-
-def _make(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / JSON).touch()
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); name a folder") from error

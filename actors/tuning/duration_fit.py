@@ -1,13 +1,13 @@
-"""From what was recorded to the durations of a simulation.
+"""The fit of simulated durations to recorded ones.
 
-The distribution over all attempts is the Kaplan-Meier curve (no shape is assumed: stragglers make two humps, which no
-lognormal has), with the tail of a censored lognormal beyond what ended. Where an attempt is in it depends on its task
-and on whether it solved it by a normal copula: each duration becomes the normal score of its rank, and `mixed` splits
-the scores into what attempts at one task have in common, what goes with solving it, and the rest. Without that, the
-longest of a group, which whole groups wait for, would come out too long: eight attempts at one task are more alike than
-any eight.
+The distribution over all attempts is the Kaplan-Meier curve (without an assumed shape, since stragglers give two modes,
+unlike a lognormal), with the tail of a censored lognormal beyond the longest finished attempt. The rank of an attempt
+depends on its task and on success by a normal copula: each duration becomes the normal score of its rank, and
+`mixed_model` splits the scores into a part that attempts at one task share, a part that goes with success, and the
+rest. Otherwise the longest duration of a group, which whole groups wait for, would be overestimated: eight attempts at
+one task are more alike than eight random ones.
 
-Invariant: a fit depends on the observations alone, in whatever order.
+Invariant: a fit depends only on the observations, not on their order.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from headrace.actors.tuning.records import Observation, Recording
 
 QUANTILES: Final = 1000
-"""Durations that stand for the curve."""
+"""Number of durations that represent the curve."""
 LARGEST_SHIFT: Final = 3.0
-"""Standard deviations; more would mean that the duration tells whether the task is solved."""
+"""In standard deviations; a larger shift would mean that the duration determines success."""
 LARGEST_SHARE: Final = 0.98
 PRIOR: Final = 1.0
-"""Attempts at each task that are added with the mean chance: two of two solved is no proof of certainty."""
+"""Pseudo-attempts per task with the mean success rate, since two of two solved do not prove certainty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Durations to draw from, and what they rest on. `chances` are the tasks' chances of success. `beyond` is the share
-    of attempts that takes longer than anything that ended: their durations are the lognormal's."""
+    """Fitted durations and statistics of their recording. `chances` are success rates by task. `beyond` is the share of
+    attempts that take longer than any finished one; their durations follow the lognormal."""
 
     durations: DurationsConfig
     lognormal: Lognormal
@@ -52,7 +52,7 @@ class Fit:
     beyond: float
     mean_s: float
     naive_mean_s: float
-    """Of those that ended: what one gets by dropping the others."""
+    """Mean of finished attempts only, for comparison."""
 
     def to_json(self) -> dict[str, Any]:
         recorded_s = self.durations.recorded_s
@@ -77,7 +77,7 @@ class Fit:
 
 
 def fit(recording: Recording) -> Fit:
-    """Raises ConfigError when too few attempts ended."""
+    """Fit durations to a recording. Raises ConfigError if too few attempts finished."""
     refuse_thin(recording)
     observations = sorted(recording.observations, key=_order)
     seconds = [max(LEAST_S, observation.seconds) for observation in observations]
@@ -86,18 +86,29 @@ def fit(recording: Recording) -> Fit:
     of_logarithms = _mixed([math.log(value) for value in seconds], observations)
     lognormal = Lognormal(mu=of_logarithms.mean, sigma=of_logarithms.deviation)
     quantiles_s = curve.quantiles_s(QUANTILES, lognormal, recording.cap_s)
-    scores = _mixed([_score(curve, value) for value in seconds], observations)
+    # Normal scores of the ranks; both ends are cut, where scores would be infinite.
+    ranks = [min(1 - 1e-4, max(1e-4, curve.rank(value))) for value in seconds]
+    scores = _mixed([NORMAL.inv_cdf(rank) for rank in ranks], observations)
+    # The shift relative to attempts with the same result.
+    shift = scores.shift / math.hypot(scores.task_deviation, scores.own_deviation)
     durations = DurationsConfig(
         recorded_s=quantiles_s,
         cap_s=max(quantiles_s),
         task_share=min(LARGEST_SHARE, round(scores.task_share, 4)),
-        solved_shift=_shift(scores),
+        solved_shift=round(min(LARGEST_SHIFT, max(-LARGEST_SHIFT, shift)), 4),
         solved_share=_solved_share(observations),
     )
+    # Success rates of tasks with results; a single 0.5 if there are none.
+    by_task: defaultdict[str, list[float]] = defaultdict(list)
+    for observation in observations:
+        if (solved := _solved(observation)) is not None:
+            by_task[observation.task].append(solved)
+    mean = _solved_share(observations)
+    chances = [(sum(solved) + PRIOR * mean) / (len(solved) + PRIOR) for solved in by_task.values()]
     return Fit(
         durations=durations,
         lognormal=lognormal,
-        chances=_chances(observations),
+        chances=tuple(round(chance, 4) for chance in chances) or (0.5,),
         finished=sum(finished),
         unfinished=len(finished) - sum(finished),
         tasks=len({observation.task for observation in observations}),
@@ -121,32 +132,10 @@ def _mixed(values: Sequence[float], observations: Sequence[Observation]) -> Mixe
 
 
 def _solved(observation: Observation) -> float | None:
-    """As the simulated evaluator's rewards: 1 or 0."""
+    """Return 1 or 0 like rewards of the simulated evaluator, None if unknown."""
     return None if observation.solved is None else float(observation.solved)
-
-
-def _score(curve: SurvivalCurve, seconds: float) -> float:
-    """Of the normal distribution, at the rank."""
-    return NORMAL.inv_cdf(min(1 - 1e-4, max(1e-4, curve.rank(seconds))))
-
-
-def _shift(scores: MixedFit) -> float:
-    """In standard deviations of attempts that are alike in whether they solved their task."""
-    alike = math.hypot(scores.task_deviation, scores.own_deviation)
-    return round(min(LARGEST_SHIFT, max(-LARGEST_SHIFT, scores.shift / alike)), 4)
 
 
 def _solved_share(observations: Sequence[Observation]) -> float:
     known = [solved for solved in map(_solved, observations) if solved is not None]
     return round(fmean(known), 4) if known else 0.5
-
-
-def _chances(observations: Sequence[Observation]) -> tuple[float, ...]:
-    """Of each task with a result; 0.5 where nothing was decided."""
-    by_task: defaultdict[str, list[float]] = defaultdict(list)
-    for observation in observations:
-        if (solved := _solved(observation)) is not None:
-            by_task[observation.task].append(solved)
-    mean = _solved_share(observations)
-    chances = [(sum(solved) + PRIOR * mean) / (len(solved) + PRIOR) for solved in by_task.values()]
-    return tuple(round(chance, 4) for chance in chances) or (0.5,)

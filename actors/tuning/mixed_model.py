@@ -1,5 +1,4 @@
-"""Censored normal values of attempts grouped by task: how much is the task's, how much is the attempt's own, and what
-goes with the reward.
+"""A mixed-effects model of censored values: the parts due to task, attempt and reward.
 
     value = mean + shift * (reward - mean reward) + task_deviation * u(task) + own_deviation * e(attempt)
 
@@ -7,7 +6,7 @@ with u and e standard normal. The likelihood is maximised by EM (A. P. Dempster,
 Soc. B 39, 1977): u is integrated over the nodes of a Gauss-Hermite rule, censored values over the normal tail beyond
 their time, both exactly; each M-step is one weighted least squares.
 
-Invariant: each step raises the likelihood; nothing here draws or reads a clock.
+Invariant: each step increases the likelihood; the result is deterministic.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ MOST_ITERATIONS: Final = 400
 TOLERANCE: Final = 1e-5
 LEAST_DEVIATION: Final = 1e-3
 RIDGE: Final = 1e-6
-"""Keeps the least squares solvable where rewards or tasks do not differ."""
+"""Keeps the least squares solvable if all rewards or tasks are equal."""
 
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedFit:
-    """See the module. `reward_variance` is that of the rewards of finished attempts."""
+    """Fitted parameters of the model. `reward_variance` is that of finished attempts."""
 
     mean: float
     shift: float
@@ -47,20 +46,20 @@ class MixedFit:
 
     @property
     def deviation(self) -> float:
-        """Of one attempt of any task."""
+        """Standard deviation of one attempt of any task."""
         variance = self.task_deviation**2 + self.own_deviation**2 + self.shift**2 * self.reward_variance
         return math.sqrt(variance)
 
     @property
     def task_share(self) -> float:
-        """Share of the variance that attempts at one task have in common, apart from their rewards."""
+        """Share of the variance that is common to attempts at one task, apart from rewards."""
         task, own = self.task_deviation**2, self.own_deviation**2
         return task / (task + own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Data:
-    """N values in G tasks; `centred_N` are rewards less their mean, 0 where none is known."""
+    """N values in G tasks; `centred_N` are rewards minus their mean, 0 where unknown."""
 
     values_N: Array
     ended_N: NDArray[np.bool_]
@@ -72,8 +71,8 @@ class _Data:
 def fit_mixed(
     values: Sequence[float], finished: Sequence[bool], tasks: Sequence[str], rewards: Sequence[float | None]
 ) -> MixedFit:
-    """Most likely parameters. Without two attempts at any one task nothing tells tasks from attempts: then
-    `task_deviation` is 0."""
+    """Return the maximum likelihood parameters. If no task has two attempts, the effects of tasks and attempts cannot
+    be separated, and `task_deviation` is 0."""
     known = [reward for reward in rewards if reward is not None]
     mean_reward = sum(known) / len(known) if known else 0.0
     names, task_N = np.unique(np.asarray(tasks), return_inverse=True)
@@ -85,18 +84,7 @@ def fit_mixed(
         tasks=len(names),
     )
     repeated = len(names) < len(data.values_N)
-    coefficients, own = _iterate(data, nodes=NODES if repeated else 1)
-    return MixedFit(
-        mean=float(coefficients[0]),
-        shift=float(coefficients[1]),
-        task_deviation=abs(float(coefficients[2])) if repeated else 0.0,
-        own_deviation=own,
-        reward_variance=float(np.var(known)) if known else 0.0,
-    )
-
-
-def _iterate(data: _Data, nodes: int) -> tuple[Array, float]:
-    nodes_K, weights_K = np.polynomial.hermite_e.hermegauss(nodes)
+    nodes_K, weights_K = np.polynomial.hermite_e.hermegauss(NODES if repeated else 1)
     weights_K = weights_K / weights_K.sum()
     spread = max(LEAST_DEVIATION, float(np.std(data.values_N)))
     coefficients = np.array([float(np.mean(data.values_N)), 0.0, 0.6 * spread])
@@ -112,7 +100,13 @@ def _iterate(data: _Data, nodes: int) -> tuple[Array, float]:
         own = max(LEAST_DEVIATION, math.sqrt(max(0.0, float((share_NK * squares_NK).sum()) / len(data.values_N))))
         if np.abs(np.append(coefficients, own) - before).max() < TOLERANCE * spread:
             break
-    return coefficients, own
+    return MixedFit(
+        mean=float(coefficients[0]),
+        shift=float(coefficients[1]),
+        task_deviation=abs(float(coefficients[2])) if repeated else 0.0,
+        own_deviation=own,
+        reward_variance=float(np.var(known)) if known else 0.0,
+    )
 
 
 def _means(data: _Data, coefficients: Array, nodes_K: Array) -> Array:
@@ -121,7 +115,7 @@ def _means(data: _Data, coefficients: Array, nodes_K: Array) -> Array:
 
 
 def _posterior(data: _Data, means_NK: Array, own: float, weights_K: Array) -> Array:
-    """[G, K] How likely each node is each task's."""
+    """Return the posterior probability [G, K] of each node for each task."""
     standard_NK = (data.values_N[:, None] - means_NK) / own
     log_NK = -0.5 * standard_NK**2 - math.log(own)
     censored_N = ~data.ended_N
@@ -134,20 +128,25 @@ def _posterior(data: _Data, means_NK: Array, own: float, weights_K: Array) -> Ar
 
 
 def _moments(data: _Data, means_NK: Array, own: float) -> tuple[Array, Array]:
-    """[N, K] Mean and mean square of each value given what was seen of it."""
+    """Return the conditional mean and mean square [N, K] of each value, given its observation."""
     first_NK = np.repeat(data.values_N[:, None], means_NK.shape[1], axis=1)
     second_NK = first_NK**2
     censored_N = ~data.ended_N
     if censored_N.any():
         means, bound = means_NK[censored_N], first_NK[censored_N]
-        hazard = _hazard((bound - means) / own)
+        standard = (bound - means) / own
+        # The hazard is the density over the tail; far out, where both vanish, it is `z + 1 / z`.
+        density = np.exp(-0.5 * standard**2) / math.sqrt(2 * math.pi)
+        far = standard > 8.0
+        near = density / np.maximum(_tail(standard), 1e-300)
+        hazard = np.where(far, standard + 1 / np.where(far, standard, 1.0), near)
         first_NK[censored_N] = means + own * hazard
         second_NK[censored_N] = own**2 + means**2 + own * hazard * (bound + means)
     return first_NK, second_NK
 
 
 def _least_squares(data: _Data, nodes_K: Array, share_NK: Array, first_NK: Array) -> Array:
-    """Mean, shift and task deviation; the columns are 1, the centred reward, and the node."""
+    """Return mean, shift and task deviation; the columns are 1, the centred reward, and the node."""
     ones_N = np.ones_like(data.centred_N)
     node_N, square_N = share_NK @ nodes_K, share_NK @ nodes_K**2
     columns = [ones_N, data.centred_N, node_N]
@@ -160,13 +159,5 @@ def _least_squares(data: _Data, nodes_K: Array, share_NK: Array, first_NK: Array
 
 
 def _tail(standard: Array) -> Array:
-    """P(Z > standard)."""
+    """Return P(Z > standard)."""
     return np.asarray(0.5 * _erfc(standard / math.sqrt(2.0))) if standard.size else standard
-
-
-def _hazard(standard: Array) -> Array:
-    """The density over the tail; far out it is `z + 1 / z`."""
-    density = np.exp(-0.5 * standard**2) / math.sqrt(2 * math.pi)
-    far = standard > 8.0
-    near = density / np.maximum(_tail(standard), 1e-300)
-    return np.asarray(np.where(far, standard + 1 / np.where(far, standard, 1.0), near))

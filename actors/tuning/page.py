@@ -1,8 +1,8 @@
-"""One HTML file of a search: picture, table, fit and the lines to paste.
+"""The HTML page of a search, with picture, tables and the TOML to paste.
 
 Invariants:
-- Nothing is loaded from anywhere: style and picture are inside.
-- Whatever comes from a record, a path or a rule is escaped.
+- The page is self-contained: style and picture are embedded.
+- Text from recordings, paths and rules is escaped.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ LEGEND: Final = (
 
 
 def page(tuned: TuningResult, png: bytes) -> str:
-    """The whole file."""
+    """Return the page as HTML."""
     picture = base64.b64encode(png).decode()
-    said = "".join(f"<li>{escape(line)}</li>" for line in tuned.lines())
+    lines = "".join(f"<li>{escape(line)}</li>" for line in tuned.lines())
     failed = "".join(
         f"<li>{escape(failed.candidate.label())}: {escape(failed.reason)}</li>" for failed in tuned.searched.failed
     )
     sections = [
-        f"<h1>headrace tune</h1><p>{escape(tuned.recording.source)}</p><ul>{said}</ul>",
+        f"<h1>headrace tune</h1><p>{escape(tuned.recording.source)}</p><ul>{lines}</ul>",
         f'<img alt="step time against staleness, waste and length bias" src="data:image/png;base64,{picture}">',
         f"<h2>To paste</h2><pre>{escape(tuned.toml())}</pre>",
         f"<h2>Settings</h2>{_table(tuned, tuned.finals())}",
         LEGEND,
         f"<h2>Screened with fewer steps</h2>{_table(tuned, tuned.searched.screened)}",
-        f"<h2>Got nowhere</h2><ul>{failed}</ul>" if failed else "",
+        f"<h2>Failed</h2><ul>{failed}</ul>" if failed else "",
     ]
     head = f'<meta charset="utf-8"><title>headrace tune</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
@@ -55,12 +55,10 @@ def page(tuned: TuningResult, png: bytes) -> str:
 
 def _table(tuned: TuningResult, trials: Sequence[Trial]) -> str:
     header = "".join(f"<th>{escape(name)}</th>" for name in ("", "setting", *COLUMNS))
-    rows = "".join(_row(tuned, trial) for trial in trials)
-    return f"<table><tr>{header}</tr>{rows}</table>"
-
-
-def _row(tuned: TuningResult, trial: Trial) -> str:
-    mark = tuned.mark(trial)
-    kind = {">": "chosen", "=": "recorded"}.get(mark, "")
-    texts = (mark, trial.candidate.label(), *cells(trial))
-    return f'<tr class="{kind}">' + "".join(f"<td>{escape(text)}</td>" for text in texts) + "</tr>"
+    rows = []
+    for trial in trials:
+        mark = tuned.mark(trial)
+        kind = {">": "chosen", "=": "recorded"}.get(mark, "")
+        texts = "".join(f"<td>{escape(text)}</td>" for text in (mark, trial.candidate.label(), *cells(trial)))
+        rows.append(f'<tr class="{kind}">{texts}</tr>')
+    return f"<table><tr>{header}</tr>{''.join(rows)}</table>"

@@ -1,6 +1,6 @@
-"""The picture of a search: what speed costs, in staleness, waste and length bias.
+"""The picture of a search: step time against staleness, waste and length bias.
 
-Invariant: the picture is a function of the trials alone.
+Invariant: the picture depends only on the trials.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PANELS: Final[tuple[tuple[str, str, Figure], ...]] = (
 )
 MARKERS: Final = {"carry": "o", "abort": "X"}
 BOUNDS: Final = ("#9ccfe7", WATER, DEEP)
-"""Colours of bounds, the lowest first."""
+"""Colors of bounds, in ascending order."""
 SPARE: Final = 1.6
-"""Settings slower than the chosen one by more than this factor are beside the point, unless they were recorded."""
+"""Settings slower than the chosen one by more than this factor are left out, but for the recorded one."""
 
 
 def pareto_png(searched: SearchResult) -> bytes:
-    """Three panels (PNG, 1,650 x 640 pixels). Needs matplotlib (extra `cpu`)."""
+    """Draw three panels (PNG, 1,650 x 640 pixels). Needs matplotlib (extra `cpu`)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -43,7 +43,14 @@ def pareto_png(searched: SearchResult) -> bytes:
         _panel(axes, searched, of)
         axes.set_ylabel(label, color=INK, fontsize=11)
         axes.set_title(title, loc="left", fontsize=14, fontweight="bold", color=INK, pad=12)
-        _tidy(axes)
+        axes.grid(color=MIST, linewidth=0.9)
+        axes.set_axisbelow(True)
+        axes.margins(0.08, 0.12)
+        axes.tick_params(colors=INK, length=0, labelsize=10)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for side in ("left", "bottom"):
+            axes.spines[side].set_color(STONE)
         if title != "Staleness":
             axes.yaxis.set_major_formatter(lambda value, _position: f"{value:.0%}")
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -85,7 +92,7 @@ def _panel(axes: Any, searched: SearchResult, of: Figure) -> None:
 
 
 def panel_front(trials: Sequence[Trial], of: Figure) -> list[Trial]:
-    """What no other beats in both figures of a panel, fastest first."""
+    """Return the trials that no other dominates in both values of a panel, fastest first."""
     front: list[Trial] = []
     for trial in sorted(trials, key=lambda trial: (trial.step_s, of(trial))):
         if not front or of(trial) < of(front[-1]):
@@ -95,14 +102,3 @@ def panel_front(trials: Sequence[Trial], of: Figure) -> list[Trial]:
 
 def _points(trials: Sequence[Trial], of: Figure) -> tuple[list[float], list[float]]:
     return [trial.step_s for trial in trials], [of(trial) for trial in trials]
-
-
-def _tidy(axes: Any) -> None:
-    axes.grid(color=MIST, linewidth=0.9)
-    axes.set_axisbelow(True)
-    axes.margins(0.08, 0.12)
-    axes.tick_params(colors=INK, length=0, labelsize=10)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(STONE)

@@ -1,9 +1,9 @@
-"""A run directory, or a ledger that `headrace simulate --keep` left, as a `Recording`.
+"""The reader of run directories, or ledgers of `headrace simulate --keep`, as a `Recording`.
 
 Invariants:
-- Everything comes from the ledger, the metrics and the configuration that lie there; nothing is changed.
-- Where the run waited (for a place, for slots, for the learner) is no part of a duration: the simulation makes its own
-  waits.
+- All data comes from the ledger, metrics and configuration of the run; nothing is changed.
+- Waiting times of the run (for sandboxes, slots, the learner) are not part of a duration, since the simulation has its
+  own.
 """
 
 from __future__ import annotations
@@ -26,33 +26,45 @@ from headrace.buffer.types import Cause
 from headrace.sandboxes.simulated.provider import SimulationConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from headrace.actors.run.config import RunConfig
     from headrace.buffer.audit.evidence import Evidence
-    from headrace.buffer.core.records import AttemptRecord
 
 BEFORE: Final = ("boot", "prepare")
-"""Phases before the agent, without the wait for a place."""
+"""Phases before the agent, without the wait for a sandbox."""
 _PLANNED: Final = frozenset(
     {"batch_size", "group_size", "max_staleness", "rule", "unfinished", "mode", "max_in_flight", "passes"}
 )
-"""Keys of [buffer] that a candidate decides, or that a simulation has no use for."""
+"""Keys of [buffer] that a candidate sets, or that a simulation does not use."""
 
 
 def read_run(path: Path) -> Recording:
-    """Raises ConfigError, RunMissing, LedgerRefused."""
+    """Read the recording of a run. Raises ConfigError, RunMissing, LedgerRefused."""
     evidence = read_evidence(path)
     if not evidence.commits:
-        raise ConfigError(f"{path}: the run has made no step yet: there is no time of a step to compare with")
+        raise ConfigError(
+            f"{path}: the run has no step yet, so there is no step time to compare with; let it make some steps"
+        )
     directory = RunDirectory(path=path)
     config = reopen(path)[0] if directory.config.is_file() else None
     metrics = read_metrics(directory.metrics)
-    timed = _steps(evidence)
+    # Times between commits within an epoch, without the warm-up.
+    commits = evidence.surviving
+    timed = [
+        later.committed_at_s - earlier.committed_at_s
+        for earlier, later in pairwise(commits[min(MOST_WARMUP_STEPS, len(commits) // 2) :])
+        if earlier.epoch == later.epoch
+    ]
     settings = _sizes(evidence) if config is None else _configured(config, directory)
     overheads = _overheads(evidence)
-    settings |= _learner(evidence, metrics, timed) | overheads
+    # The time of the learner's own work in a step, without its waits.
+    steps = [float(record["step_s"]) for record in metrics if record.get("kind") == "step" and "step_s" in record]
+    steps = steps or [commit.metrics["learner_s"] for commit in evidence.commits if "learner_s" in commit.metrics]
+    if steps := steps or timed:
+        settings["learner_s"] = fmean(steps)
+    settings |= overheads
     if pushes := [float(record["total_s"]) for record in metrics if record.get("kind") == "push"]:
         settings["push_s"] = fmean(pushes)
     ends = Counter(attempt.cause for attempt in evidence.attempts if attempt.offered)
@@ -73,7 +85,7 @@ def read_run(path: Path) -> Recording:
 
 
 def _configured(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
-    buffer = config.buffer
+    buffer, tasks = config.buffer, directory.train_tasks
     slots = config.dispatcher.slots_per_worker * config.service.workers
     return {
         "slots": slots if buffer.max_in_flight is None else min(slots, buffer.max_in_flight),
@@ -82,7 +94,7 @@ def _configured(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
         "max_staleness": buffer.max_staleness,
         "rule": buffer.rule,
         "mode": buffer.mode,
-        "tasks": _lines(directory.train_tasks),
+        "tasks": max(1, len(tasks.read_bytes().splitlines())) if tasks.is_file() else 512,
         "push": config.engines.simulated.push if config.engines.is_simulated else "overlap",
         "buffer": {
             key: value
@@ -92,12 +104,8 @@ def _configured(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
     }
 
 
-def _lines(path: Path) -> int:
-    return max(1, len(path.read_bytes().splitlines())) if path.is_file() else 512
-
-
 def _sizes(evidence: Evidence) -> dict[str, Any]:
-    """What a ledger alone shows of its run's settings."""
+    """Return the settings of a run as far as its ledger shows them."""
     members = Counter(rollout.group_id for rollout in evidence.rollouts)
     rules = Counter(group.rule for group in evidence.groups if group.rule)
     return {
@@ -111,27 +119,8 @@ def _sizes(evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def _steps(evidence: Evidence) -> list[float]:
-    """Times between commits of one incarnation, those of the warm-up left out."""
-    commits = evidence.surviving
-    measured = commits[min(MOST_WARMUP_STEPS, len(commits) // 2) :]
-    return [
-        later.committed_at_s - earlier.committed_at_s
-        for earlier, later in pairwise(measured)
-        if earlier.epoch == later.epoch
-    ]
-
-
-def _learner(evidence: Evidence, metrics: Sequence[dict[str, Any]], timed: Sequence[float]) -> dict[str, float]:
-    """The learner's own time of a step, with its commit and its checkpoints; never its waits."""
-    steps = [float(record["step_s"]) for record in metrics if record.get("kind") == "step" and "step_s" in record]
-    steps = steps or [commit.metrics["learner_s"] for commit in evidence.commits if "learner_s" in commit.metrics]
-    steps = steps or list(timed)
-    return {"learner_s": fmean(steps)} if steps else {}
-
-
 def _overheads(evidence: Evidence) -> dict[str, float]:
-    """Mean times around the agent: before it, and after it with what is in no phase."""
+    """Return mean times before and after the agent; the latter includes time outside of phases."""
     before_s, after_s = [], []
     for attempt in evidence.attempts:
         if attempt.reward is None or attempt.ended_at_s is None:
@@ -144,7 +133,7 @@ def _overheads(evidence: Evidence) -> dict[str, float]:
         after_s.append(phases["evaluate"] + max(0.0, outside_s))
     if not before_s:
         return {}
-    # Simulated boots are lognormal about a median.
+    # The median of simulated boots, which are lognormal.
     spread = math.exp(SimulationConfig().boot_sigma ** 2 / 2)
     return {"boot_s": max(1e-3, fmean(before_s) / spread), "evaluate_s": fmean(after_s)}
 
@@ -159,26 +148,21 @@ def _observations(evidence: Evidence, *, before_s: float) -> Iterator[Observatio
         )
     )
     for attempt in evidence.attempts:
-        seen = _seen(attempt, ended_s, before_s)
-        if seen is not None:
-            seconds, finished = seen
-            task = str(tasks[groups[attempt.rollout_id]])
-            solved = None if attempt.reward is None else attempt.solved
-            yield Observation(task=task, seconds=seconds, finished=finished, solved=solved)
-
-
-def _seen(attempt: AttemptRecord, record_ended_s: float, before_s: float) -> tuple[float, bool] | None:
-    """How long the agent was seen to work, and whether it ended by itself; None where nothing tells."""
-    agent_s = sum(seconds for phase, seconds in attempt.phases_s if phase == "agent")
-    if attempt.reward is not None:
-        return (agent_s, True) if agent_s or attempt.phases_s else None
-    if agent_s:
-        return agent_s, False
-    if attempt.cause is Cause.CANCELLED and not attempt.offered:
-        # Its driver was lost, nobody knows when.
-        return None
-    if attempt.cause is Cause.INFRA and attempt.phases_s:
-        # It died before its agent began.
-        return None
-    elapsed_s = (attempt.ended_at_s or record_ended_s) - attempt.issued_at_s - before_s
-    return (elapsed_s, False) if elapsed_s > 0 else None
+        seconds = sum(seconds for phase, seconds in attempt.phases_s if phase == "agent")
+        finished = attempt.reward is not None
+        if finished and not attempt.phases_s:
+            continue
+        if not finished and not seconds:
+            if attempt.cause is Cause.CANCELLED and not attempt.offered:
+                # Its driver was lost at an unknown time.
+                continue
+            if attempt.cause is Cause.INFRA and attempt.phases_s:
+                # It failed before its agent started.
+                continue
+            # A lower bound of the time that its agent worked.
+            seconds = (attempt.ended_at_s or ended_s) - attempt.issued_at_s - before_s
+            if seconds <= 0:
+                continue
+        task = str(tasks[groups[attempt.rollout_id]])
+        solved = attempt.solved if finished else None
+        yield Observation(task=task, seconds=seconds, finished=finished, solved=solved)

@@ -1,10 +1,10 @@
-"""What was recorded: durations of attempts, and what a run says of everything else.
+"""Recordings for the tuner: durations of attempts, and the settings of their run.
 
 Invariants:
-- An attempt that did not end by itself (in flight at the end of the record, cancelled by a rule or the staleness bound,
-  dead of infrastructure) took at least as long as it was seen: it is kept, as unfinished.
-- An attempt whose agent used up its time counts as finished: under the same clock it takes that long again.
-- A file is read whole or refused with the line and what is wrong.
+- An attempt that did not end by itself (in flight at the end of the recording, cancelled by a rule or the staleness
+  bound, failed by infrastructure) took at least its observed time: it is included as unfinished.
+- An attempt whose agent used up its time counts as finished: with the same deadline it would take as long again.
+- A file is read completely, or refused with the line and the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LEAST_FINISHED: Final = 24
-"""Attempts that ended, below which nothing is fitted."""
+"""Minimum number of finished attempts for a fit."""
 COLUMNS: Final = ("seconds", "task", "reward", "finished", "solved")
 _WRITE: Final = 'write {"task": "t1", "seconds": 61.5, "reward": 1, "finished": true} on each line, or such a CSV'
 _BOOLEANS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -33,8 +33,8 @@ _BOOLEANS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One attempt's work, from the agent's start. Unfinished: it took longer than `seconds`. `solved` is None where
-    nothing was decided."""
+    """Duration of one attempt, from the start of the agent. An unfinished one took longer than `seconds`. `solved` is
+    None if there is no verdict."""
 
     task: str
     seconds: float
@@ -44,8 +44,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Durations, and what is known of the rest. `settings` are keys of a `SimulationPlan`; `step_s` is the mean time of
-    a step of the run, None where there was none; `failure` the share of attempts that died of infrastructure."""
+    """Observed durations and settings. `settings` are keys of a `SimulationPlan`; `step_s` is the mean step time of the
+    run, None without a run; `failure` is the share of attempts that ended as infra."""
 
     source: str
     observations: tuple[Observation, ...]
@@ -55,9 +55,9 @@ class Recording:
     step_s: float | None = None
     workers: int = 1
     capped: bool = False
-    """Whether `buffer.max_in_flight` was set, which must follow the slots."""
+    """True if `buffer.max_in_flight` was set, which must change with the slots."""
     sandboxes: int | None = None
-    """Rollouts that the run's sandbox pool has room for."""
+    """Number of rollouts that fit in the sandbox pool of the run."""
 
     @property
     def finished(self) -> tuple[Observation, ...]:
@@ -65,26 +65,39 @@ class Recording:
 
 
 def refuse_thin(recording: Recording) -> None:
-    """Raises ConfigError for a record from which nothing can be fitted."""
+    """Check that a recording has enough finished attempts. Raises ConfigError."""
     ended, all_of_them = len(recording.finished), len(recording.observations)
     if ended < LEAST_FINISHED:
         raise ConfigError(
-            f"{recording.source}: {ended} of {all_of_them} attempts ended, at least {LEAST_FINISHED} are needed; "
-            "let the run go on, or name a longer one"
+            f"{recording.source}: {ended} of {all_of_them} attempts finished, but a fit needs {LEAST_FINISHED}; "
+            "continue the run, or name a longer one"
         )
 
 
 def read_traces(path: Path) -> Recording:
-    """A JSONL or CSV file of durations. Raises ConfigError."""
+    """Read a JSONL or CSV file of durations. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a run directory or a file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is no text; {_WRITE}") from error
+        raise ConfigError(f"{path}: not UTF-8 text; {_WRITE}") from error
     rows = _json_rows(path, text) if text.lstrip().startswith("{") else _csv_rows(path, text)
-    observations = tuple(_observation(path, number, row) for number, row in rows)
-    return Recording(source=str(path), observations=observations)
+    observations = []
+    for number, row in rows:
+        seconds = _number(path, number, "seconds", row.get("seconds"))
+        if seconds is None or seconds < 0:
+            given = row.get("seconds")
+            raise ConfigError(f"{path}:{number}: seconds must be a number of at least 0 (given: {given!r})")
+        solved = _boolean(path, number, "solved", row.get("solved"))
+        reward = _number(path, number, "reward", row.get("reward"))
+        if solved is None and reward is not None:
+            solved = reward >= SOLVED_REWARD
+        finished = _boolean(path, number, "finished", row.get("finished")) is not False
+        # Without names every attempt is a separate task, since nothing is known about common tasks.
+        task = f"line {number}" if row.get("task") is None else str(row["task"])
+        observations.append(Observation(task=task, seconds=seconds, finished=finished, solved=solved))
+    return Recording(source=str(path), observations=tuple(observations))
 
 
 def _json_rows(path: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
@@ -95,9 +108,9 @@ def _json_rows(path: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{path}:{number}: no JSON ({error}); {_WRITE}") from error
+            raise ConfigError(f"{path}:{number}: not valid JSON ({error}); {_WRITE}") from error
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}:{number}: no object; {_WRITE}")
+            raise ConfigError(f"{path}:{number}: not a JSON object; {_WRITE}")
         _check_columns(f"{path}:{number}", row)
         rows.append((number, row))
     return rows
@@ -109,7 +122,7 @@ def _csv_rows(path: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
     rows = []
     for row in reader:
         if None in row or None in row.values():
-            raise ConfigError(f"{path}:{reader.line_num}: another number of fields than the first line has")
+            raise ConfigError(f"{path}:{reader.line_num}: the number of fields differs from that of the first line")
         rows.append((reader.line_num, {key: value or None for key, value in row.items()}))
     return rows
 
@@ -118,30 +131,9 @@ def _check_columns(where: str, columns: Mapping[str, Any] | Sequence[str]) -> No
     unknown = sorted(set(columns) - set(COLUMNS))
     if "seconds" not in columns:
         named = ", ".join(sorted(columns)[:5])
-        raise ConfigError(f"{where}: no column seconds{f' (columns: {named})' if named else ''}; {_WRITE}")
+        raise ConfigError(f"{where}: missing column seconds{f' (columns: {named})' if named else ''}; {_WRITE}")
     if unknown:
         raise ConfigError(f"{where}: unknown column {unknown[0]}; known: {', '.join(COLUMNS)}")
-
-
-def _observation(path: Path, number: int, row: Mapping[str, Any]) -> Observation:
-    seconds = _number(path, number, "seconds", row.get("seconds"))
-    if seconds is None or seconds < 0:
-        raise ConfigError(f"{path}:{number}: seconds is no number from 0 on (given: {row.get('seconds')!r})")
-    task = row.get("task")
-    return Observation(
-        # Without a name each attempt is a task of its own: nothing is known of what tasks have in common.
-        task=f"line {number}" if task is None else str(task),
-        seconds=seconds,
-        finished=_boolean(path, number, "finished", row.get("finished")) is not False,
-        solved=_solved(path, number, row),
-    )
-
-
-def _solved(path: Path, number: int, row: Mapping[str, Any]) -> bool | None:
-    """The column `solved`; without it a reward tells."""
-    solved = _boolean(path, number, "solved", row.get("solved"))
-    reward = _number(path, number, "reward", row.get("reward"))
-    return solved if solved is not None or reward is None else reward >= SOLVED_REWARD
 
 
 def _number(path: Path, number: int, column: str, value: Any) -> float | None:
@@ -152,7 +144,7 @@ def _number(path: Path, number: int, column: str, value: Any) -> float | None:
     except (TypeError, ValueError):
         parsed = math.nan
     if not math.isfinite(parsed):
-        raise ConfigError(f"{path}:{number}: {column} is no number (given: {value!r})")
+        raise ConfigError(f"{path}:{number}: {column} is not a number (given: {value!r})")
     return parsed
 
 

@@ -1,6 +1,6 @@
-"""What the tuner found: lines and a table for a person, JSON, and the TOML to paste.
+"""The result of the tuner, as text, table, JSON and TOML to paste.
 
-Invariant: what is pasted is what was simulated: every key that the chosen setting changes is in it.
+Invariant: the TOML has every key that the chosen setting changes, so a run uses what was simulated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS = ("step s", "staleness", "largest", "waste", "slow decile", "reward", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """One search, with what it rests on."""
+    """Result of a search, with its recording and fit."""
 
     recording: Recording
     fit: Fit
@@ -39,11 +39,11 @@ class TuningResult:
         return self.searched.chosen
 
     def finals(self) -> list[Trial]:
-        """Fastest first."""
+        """Return the final trials, fastest first."""
         return sorted(self.searched.finals, key=lambda trial: (trial.step_s, trial.candidate))
 
     def toml(self) -> str:
-        """The lines to paste into the recipe."""
+        """Return the lines to paste into the recipe."""
         candidate, recorded = self.chosen.candidate, recorded_candidate(self.base)
         buffer: dict[str, object] = {
             "mode": "async",
@@ -61,30 +61,28 @@ class TuningResult:
         return "\n".join(lines) + "\n"
 
     def lines(self) -> list[str]:
-        """What is known, and what is predicted."""
+        """Return a summary of recording and prediction."""
         fit, recorded = self.fit, self.searched.recorded
         before, after = self.searched.recorded_prediction, self.searched.chosen_prediction
         measured = f", {self.recording.step_s:.3g} s measured" if self.recording.step_s else ""
         attempts = f"{fit.finished} attempts ended and {fit.unfinished} did not, at {fit.tasks} tasks"
-        means = f"mean {fit.mean_s:.3g} s ({fit.naive_mean_s:.3g} s of those that ended)"
-        chosen = f"chosen ({self.chosen.candidate.label()}): {_spread(after)} a step predicted"
-        said = [
-            f"{attempts}: {means}; {fit.durations.task_share:.0%} of the variance is the task's",
-            f"recorded setting ({recorded.candidate.label()}): {_spread(before)} a step predicted{measured}",
+        means = f"mean {fit.mean_s:.3g} s ({fit.naive_mean_s:.3g} s of finished ones)"
+        chosen = f"chosen ({self.chosen.candidate.label()}): {_spread(after)} per step predicted"
+        lines = [
+            f"{attempts}: {means}; {fit.durations.task_share:.0%} of the variance is due to the task",
+            f"recorded setting ({recorded.candidate.label()}): {_spread(before)} per step predicted{measured}",
             f"{chosen}, {before.step_s / after.step_s:.2f} times as fast",
         ]
         if self.chosen == recorded:
-            said.append(
-                "no other setting is better than the recorded one by more than the spread of its seeds: keep it"
-            )
+            lines.append("no other setting beats the recorded one by more than the variation between seeds: keep it")
         if fit.beyond > 0.01:
-            said.append(
-                f"{fit.beyond:.1%} of attempts take longer than any that ended: a lognormal stands for them; "
-                "record a longer run to know"
+            lines.append(
+                f"{fit.beyond:.1%} of attempts take longer than any finished one and follow a fitted lognormal; "
+                "record a longer run for better data"
             )
         if self.chosen.candidate.slots > self.base.slots:
-            said.append("durations are those of the recorded load: more slots may make the engines slower")
-        return said
+            lines.append("durations were recorded at a lower load: with more slots the engines may be slower")
+        return lines
 
     def table(self) -> Table:
         table = Table("", "setting", box=None)
@@ -96,7 +94,7 @@ class TuningResult:
         return table
 
     def mark(self, trial: Trial) -> str:
-        """`>` chosen, `=` recorded, `*` on the front."""
+        """Return the mark of a trial: `>` chosen, `=` recorded, `*` on the Pareto front."""
         if trial == self.chosen:
             return ">"
         if trial == self.searched.recorded:
@@ -122,12 +120,12 @@ class TuningResult:
 
 
 def _spread(prediction: Prediction) -> str:
-    """`26.1 s (25.2 to 27.3 s)`, by seed."""
+    """Return a prediction with its range over seeds, e.g. `26.1 s (25.2 to 27.3 s)`."""
     return f"{prediction.step_s:.3g} s ({prediction.least_s:.3g} to {prediction.greatest_s:.3g} s)"
 
 
 def cells(trial: Trial) -> tuple[str, ...]:
-    """One for each of `COLUMNS`."""
+    """Return one text for each of `COLUMNS`."""
     return (
         f"{trial.step_s:.3g}",
         f"{trial.mean_staleness:.2f}",

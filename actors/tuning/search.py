@@ -1,12 +1,13 @@
-"""Few steps for all candidates, many for those that may be chosen (successive halving: K. Jamieson and A. Talwalkar,
-AISTATS 2016), and other seeds for the one that is.
+"""The search over candidates by successive halving, with a final round on other seeds.
+
+The first round simulates few steps of all candidates, the second many of the best (K. Jamieson and A. Talwalkar,
+AISTATS 2016).
 
 Invariants:
-- What is predicted of the chosen setting comes from seeds that it was not chosen by: the best of many is also the
-  luckiest of them.
-- The same record, space and seed give the same result, whatever the number of processes.
-- All candidates meet the same tasks, durations and rewards: what differs between them is their own doing.
-- The recorded setting goes through every round: it is what the others are compared with.
+- Predictions for the chosen setting use other seeds than its choice, since the best of many is also the luckiest.
+- The same recording, space and seed give the same result for any number of processes.
+- All candidates get the same tasks, durations and rewards, so that differences are due to the settings.
+- The recorded setting is in every round, as the baseline.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
     from headrace.actors.tuning.candidates import Candidate
 
 LEAST_STEPS: Final = 8
-"""Of a trial: half of them warm up."""
+"""Minimum steps of a trial, half of them as warm-up."""
 SURVIVORS: Final = 1 / 3
 MOST_SURVIVORS: Final = 16
 CONFIRMATIONS: Final = 3
-"""Other seeds."""
+"""Number of other seeds in the final round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """`steps` of the second round's trials; a quarter of that in the first, at least 8. `processes` share the trials.
-    `within` as in `choose`."""
+    """Effort of a search: `steps` per trial in the second round, a quarter of that (at least 8) in the first.
+    `processes` run trials in parallel. `within` as in `choose`."""
 
     steps: int
     processes: int
@@ -57,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """`finals` had all steps, `screened` only the first round's, `failed` got nowhere."""
+    """Result of a search. `finals` had all steps, `screened` only those of the first round."""
 
     recorded: Trial
     chosen: Trial
@@ -71,8 +72,8 @@ class SearchResult:
 def search(
     candidates: Sequence[Candidate], base: SimulationPlan, effort: Effort, say: Callable[[int, int, int], None]
 ) -> SearchResult:
-    """`candidates[0]` is the recorded one. `say` hears (round, trials done, trials in all). Raises ConfigError when the
-    recorded one cannot be simulated."""
+    """Search for the best candidate. `candidates[0]` is the recorded one; `say` gets (round, trials done, all trials).
+    Raises ConfigError if the recorded one cannot be simulated."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=effort.processes, mp_context=context, initializer=_quiet) as pool:
         screening = max(LEAST_STEPS, effort.steps // 4)
@@ -82,9 +83,13 @@ def search(
         second = _round(pool, [Job(item, base, effort.steps) for item in kept], lambda *now: say(2, *now))
         finals = tuple(trial for trial in second if isinstance(trial, Trial))
         failed = tuple(trial for trial in (*first, *second) if isinstance(trial, FailedTrial))
-        recorded = _recorded(finals, failed, candidates[0])
+        recorded = next((trial for trial in finals if trial.candidate == candidates[0]), None)
+        if recorded is None:
+            reason = next(trial.reason for trial in failed if trial.candidate == candidates[0])
+            raise ConfigError(f"tune: the recorded setting {candidates[0].label()} cannot be simulated: {reason}")
         chosen = choose(finals, within=effort.within)
-        jobs = [Job(trial.candidate, again, effort.steps) for again in _reseeded(base) for trial in (recorded, chosen)]
+        others = [base.model_copy(update={"seed": base.seed + 1 + number}) for number in range(CONFIRMATIONS)]
+        jobs = [Job(trial.candidate, other, effort.steps) for other in others for trial in (recorded, chosen)]
         third = _round(pool, jobs, lambda *now: say(3, *now))
     before, after = _prediction(third[0::2]), _prediction(third[1::2])
     if not is_worth_it(recorded, chosen, before, after):
@@ -100,20 +105,8 @@ def search(
     )
 
 
-def _recorded(finals: Sequence[Trial], failed: Sequence[FailedTrial], candidate: Candidate) -> Trial:
-    for trial in finals:
-        if trial.candidate == candidate:
-            return trial
-    reason = next(trial.reason for trial in failed if trial.candidate == candidate)
-    raise ConfigError(f"tune: the recorded setting {candidate.label()} cannot be simulated: {reason}")
-
-
-def _reseeded(base: SimulationPlan) -> list[SimulationPlan]:
-    return [base.model_copy(update={"seed": base.seed + 1 + number}) for number in range(CONFIRMATIONS)]
-
-
 def _prediction(trials: Sequence[Trial | FailedTrial]) -> Prediction:
-    """Raises ConfigError when the setting fails with other seeds."""
+    """Return the prediction of trials with several seeds. Raises ConfigError if one failed."""
     times_s = [trial.step_s for trial in trials if isinstance(trial, Trial)]
     for trial in trials:
         if isinstance(trial, FailedTrial):
@@ -122,7 +115,7 @@ def _prediction(trials: Sequence[Trial | FailedTrial]) -> Prediction:
 
 
 def _quiet() -> None:
-    """Failures that the plan asks for are no news."""
+    """Hide warnings about failures, which the plan simulates on purpose."""
     logging.getLogger("headrace").setLevel(logging.ERROR)
 
 
@@ -138,7 +131,7 @@ def _round(
 
 
 def survivors(trials: Sequence[Trial], recorded: Candidate) -> list[Candidate]:
-    """The fastest third, and what no other beats in everything; the fastest of these if there are too many."""
+    """Return the fastest third and the Pareto front, fastest first, at most MOST_SURVIVORS with the recorded one."""
     by_speed = sorted(trials, key=lambda trial: (trial.step_s, trial.candidate))
     fastest = by_speed[: max(1, round(SURVIVORS * len(by_speed)))]
     front = pareto_front(trials)

@@ -1,12 +1,12 @@
-"""Which of the trials to take.
+"""The choice among trials.
 
-The default preference: among the settings at most `within` (3 %) slower than the fastest, those that lose least (waste,
-plus the share of the slowest decile that training misses, plus the shift of the mean reward; differences below one
-percentage point count as none); of these the one with the lowest mean staleness, then with the fewest slots.
+The preference: of the settings at most `within` (3 %) slower than the fastest, those with the least loss (waste, plus
+the share of the slowest decile that training misses, plus the shift of the mean reward; differences below one
+percentage point are ignored); of these the one with the lowest mean staleness, then with the fewest slots.
 
 Invariants:
-- A choice depends on the trials alone, not on their order.
-- What other seeds do not confirm is not recommended: the recorded setting stays.
+- A choice does not depend on the order of the trials.
+- A setting that other seeds do not confirm is not recommended; the recorded one stays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EQUAL_LOSS: Final = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Of one setting: mean time of a step over seeds, and the least and the greatest."""
+    """Predicted step time of one setting: mean, minimum and maximum over seeds."""
 
     step_s: float
     least_s: float
@@ -33,7 +33,7 @@ class Prediction:
 
 
 def choose(trials: Sequence[Trial], *, within: float = WITHIN) -> Trial:
-    """By the preference above. ValueError without trials."""
+    """Choose a trial by the preference above. Raises ValueError without trials."""
     fastest_s = min(trial.step_s for trial in trials)
     fast = [trial for trial in trials if trial.step_s <= fastest_s * (1 + within)]
     least = min(trial.loss for trial in fast)
@@ -45,8 +45,8 @@ def choose(trials: Sequence[Trial], *, within: float = WITHIN) -> Trial:
 
 
 def is_worth_it(recorded: Trial, chosen: Trial, before: Prediction, after: Prediction) -> bool:
-    """Whether to leave the recorded setting for the chosen one, by what other seeds predict of both: faster beyond the
-    spread of the seeds, or losing less, or as fast and fresher."""
+    """Return True if the chosen setting beats the recorded one on other seeds: faster beyond their variation, or with
+    less loss, or as fast and less stale."""
     faster = after.greatest_s < before.least_s
     loses_less = chosen.loss < recorded.loss - EQUAL_LOSS
     fresher = after.step_s <= before.step_s and round(chosen.mean_staleness, 2) < round(recorded.mean_staleness, 2)
@@ -54,14 +54,13 @@ def is_worth_it(recorded: Trial, chosen: Trial, before: Prediction, after: Predi
 
 
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
-    """Those that no other beats: as good in step time, staleness, waste and bias, and better in one."""
-    return [trial for trial in trials if not any(_beats(other, trial) for other in trials)]
+    """Return the trials that no other dominates in step time, staleness, waste and bias."""
 
+    def costs(trial: Trial) -> tuple[float, float, float, float]:
+        return (trial.step_s, trial.mean_staleness, trial.waste, trial.length_bias + abs(trial.reward_bias))
 
-def _figures(trial: Trial) -> tuple[float, float, float, float]:
-    return (trial.step_s, trial.mean_staleness, trial.waste, trial.length_bias + abs(trial.reward_bias))
+    def dominates(other: Trial, trial: Trial) -> bool:
+        pairs = list(zip(costs(other), costs(trial), strict=True))
+        return all(left <= right for left, right in pairs) and any(left < right for left, right in pairs)
 
-
-def _beats(other: Trial, trial: Trial) -> bool:
-    pairs = list(zip(_figures(other), _figures(trial), strict=True))
-    return all(left <= right for left, right in pairs) and any(left < right for left, right in pairs)
+    return [trial for trial in trials if not any(dominates(other, trial) for other in trials)]

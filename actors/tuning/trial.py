@@ -1,9 +1,9 @@
-"""One candidate in virtual time, and what its ledger shows.
+"""The simulation of one candidate in virtual time, with the statistics of its ledger.
 
 Invariants:
-- Bias is counted against what the same attempts would have been without any rule or bound: durations and rewards of all
-  rollouts that were issued are draws that are known, also of those that were cancelled or evicted.
-- A trial depends on its plan alone: processes and their order change nothing.
+- Bias is relative to the same attempts without any rule or bound: durations and rewards of all issued rollouts are
+  known draws, even those of cancelled or evicted ones.
+- A trial depends only on its plan, not on processes or their order.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from headrace.buffer.types import RolloutId
 
 SLOW: Final = 0.9
-"""Rank from which an attempt belongs to the slowest decile."""
+"""Rank above which an attempt is in the slowest decile."""
 LOST: Final = frozenset({RolloutState.EVICTED, RolloutState.CANCELLED, RolloutState.POISON})
-"""Ends of rollouts that train nothing; what has not ended may still be trained."""
+"""End states of rollouts that are not trained; others may still be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """`slow_share`: the slowest tenth of what is issued, as a share of what is trained, over a tenth; 1 is none lost.
-    `reward`: mean reward of what is trained less that of what is issued."""
+    """Bias of trained rollouts. `slow_share`: share of the slowest decile of issued rollouts among trained ones, times
+    ten; 1 means no loss. `reward`: mean reward of trained rollouts minus that of issued ones."""
 
     slow_share: float
     reward: float
@@ -46,7 +46,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A candidate and its figures over the measured steps. `waste` as in `Account`; `evictions` are for each step."""
+    """A candidate with its statistics over the measured steps. `waste` as in `Account`; `evictions` are per step."""
 
     candidate: Candidate
     steps: int
@@ -61,12 +61,12 @@ class Trial:
 
     @property
     def length_bias(self) -> float:
-        """How far the slowest decile's share is from what it should be."""
+        """Deviation of `slow_share` from 1."""
         return abs(1.0 - self.slow_share)
 
     @property
     def loss(self) -> float:
-        """Waste and both biases, as shares, added up: what a fast setting may cost."""
+        """Sum of waste and both biases, as shares: the cost of a fast setting."""
         return self.waste + self.length_bias + abs(self.reward_bias)
 
     def to_json(self) -> dict[str, Any]:
@@ -76,14 +76,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedTrial:
-    """A candidate that gets nowhere."""
+    """A candidate whose simulation failed."""
 
     candidate: Candidate
     reason: str
 
 
 def run_trial(candidate: Candidate, base: SimulationPlan, steps: int) -> Trial | FailedTrial:
-    """In this process."""
+    """Simulate a candidate in this process."""
     plan = candidate.plan(base, steps=steps)
     with tempfile.TemporaryDirectory(prefix="headrace-tune-") as folder:
         kept = Path(folder) / "ledger"
@@ -116,7 +116,7 @@ class _Draw:
 
 
 def measure_bias(evidence: Evidence, plan: SimulationPlan) -> Bias:
-    """What is trained beside what was issued. Only rollouts that could have ended by now count."""
+    """Compare trained with issued rollouts. Only rollouts that could have ended by now count."""
     tasks = {task.id: task for task in plan.task_set()}
     of_group = {group.group_id: tasks[group.task_id] for group in evidence.groups}
     ended_s = max((commit.committed_at_s for commit in evidence.commits), default=0.0)
@@ -130,22 +130,18 @@ def measure_bias(evidence: Evidence, plan: SimulationPlan) -> Bias:
         first.append(_draw(durations, task, rollout.rollout_id, 1))
         if rollout.state not in LOST:
             last.append(_draw(durations, task, rollout.rollout_id, max(1, rollout.attempt)))
-    return _bias(first, last)
-
-
-def _bias(issued: list[_Draw], trained: list[_Draw]) -> Bias:
-    if not issued or not trained:
+    if not first or not last:
         return Bias(slow_share=1.0, reward=0.0)
-    slow_s = sorted(draw.duration_s for draw in issued)[int(SLOW * len(issued))]
-    expected = fmean(draw.duration_s >= slow_s for draw in issued)
+    slow_s = sorted(draw.duration_s for draw in first)[int(SLOW * len(first))]
+    expected = fmean(draw.duration_s >= slow_s for draw in first)
     return Bias(
-        slow_share=fmean(draw.duration_s >= slow_s for draw in trained) / expected,
-        reward=fmean(draw.reward for draw in trained) - fmean(draw.reward for draw in issued),
+        slow_share=fmean(draw.duration_s >= slow_s for draw in last) / expected,
+        reward=fmean(draw.reward for draw in last) - fmean(draw.reward for draw in first),
     )
 
 
 def _draw(durations: Durations, task: Task, rollout_id: RolloutId, attempt: int) -> _Draw:
-    """As the simulated agent and evaluator draw."""
+    """Draw duration and reward of an attempt as the simulated agent and evaluator do."""
     solved = is_solved(task, SimulatedVerdict.parse(task.evaluator.expected).success, f"{rollout_id}.{attempt}")
     duration_s = durations.draw_s(f"{task.id} {rollout_id} {attempt}", task=task.id, solved=solved)
     return _Draw(duration_s=duration_s, reward=float(solved))

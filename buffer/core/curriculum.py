@@ -36,8 +36,7 @@ class TaskStream:
         if not tasks:
             raise ValueError("there are no training tasks: give a task file with at least one line")
         self._tasks = tuple(tasks)
-        self._by_id = {task.id: task for task in tasks}
-        if len(self._by_id) != len(self._tasks):
+        if len({task.id for task in tasks}) != len(self._tasks):
             raise ValueError("duplicate task ids: each training task needs an id of its own")
         self._seed = seed
 
@@ -49,10 +48,6 @@ class TaskStream:
         order = [task.id for task in self._tasks]
         random.Random(f"headrace tasks {self._seed} {lap}").shuffle(order)
         return order
-
-    def by_id(self, task_id: TaskId) -> Task:
-        """Return a task. Raises KeyError when the stream does not have it."""
-        return self._by_id[task_id]
 
     def digest(self) -> str:
         """Return the SHA-256 over seed and ids in order, which a resumed run must find again."""

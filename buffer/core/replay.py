@@ -171,7 +171,7 @@ class ReplayBuffer:
                     rollout_id=started.rollout_id,
                     group_id=started.group_id,
                     attempt=started.attempt,
-                    task=self._stream.by_id(self.state.groups[started.group_id].task_id),
+                    task_id=self.state.groups[started.group_id].task_id,
                     avoid=avoid,
                 )
             )

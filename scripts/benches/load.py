@@ -25,6 +25,7 @@ from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import prepare_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import audit
+from headrace.buffer.tasks import write_tasks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,9 +103,10 @@ async def run_load(
     """Run one pass over all tasks to the last step, after measuring the idle actors for `idle_s`."""
     config = prepare_plan(plan, directory)
     config = config.model_copy(update={"telemetry": config.telemetry.model_copy(update={"enabled": False})})
+    warm_up = simulated_tasks(plan.seed, WARM_UP, evaluate_s=0.0, family="warm-up")
+    write_tasks(directory.heldout_tasks, warm_up)
     async with Service(config, directory, runtime) as service:
         await service.learner.open()
-        warm_up = simulated_tasks(plan.seed, WARM_UP, evaluate_s=0.0, family="warm-up")
         await service.dispatcher.evaluate(warm_up, samples=1, tag="warm-up")
         idle_cpu_per_s = await idle_cpu(idle_s)
         parts = (service.replay, service.pool, service.evaluator, service.engines, service.dispatcher, service.learner)

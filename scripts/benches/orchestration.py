@@ -20,7 +20,7 @@ from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
-from headrace.actors.rollouts.stations import WorkerParts
+from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.runtime.process_tree import cpu_s
 from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, start_local_ray, stop_local_ray
@@ -129,6 +129,7 @@ def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, 
         evaluator=evaluator,
         replay=replay,
         agent=ImmediateAgent(),
+        tasks=TaskCatalog(train=directory.train_tasks),
         gateway=None,
         sampling=Sampling(),
         budgets=Budgets(),

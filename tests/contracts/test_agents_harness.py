@@ -15,7 +15,7 @@ from aiohttp import web
 
 from headrace.actors.agents.agent import AgentNotStarted, AgentSession, StopReason
 from headrace.actors.agents.chat import ChatFailed
-from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch, ProgramConfig
+from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramConfig, ProgramEnd
 from headrace.buffer.repositories import Command, RepositorySpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes import doctor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.agents.agent import AgentReport
     from headrace.actors.agents.chat import ChatMessage, ChatReply
-    from headrace.actors.agents.cli_agent import Place, Printed
+    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail
     from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
@@ -62,7 +62,7 @@ class Probe(CliAgent):
 
     name = "probe"
 
-    def launch(self, place: Place) -> Launch:
+    def launch(self, place: LaunchContext) -> Launch:
         return Launch(
             command=(self.program(place, "probe"), place.url),
             files={f"{place.home}/setting": b"set", place.prompt_file: place.prompt.encode()},
@@ -70,10 +70,10 @@ class Probe(CliAgent):
             stdin=place.prompt_file,
         )
 
-    def ending(self, printed: Printed) -> Ending:
+    def ending(self, printed: OutputTail) -> ProgramEnd:
         for event in printed.events():
-            return Ending(result=json.dumps(event))
-        return Ending()
+            return ProgramEnd(result=json.dumps(event))
+        return ProgramEnd()
 
 
 @dataclass

@@ -22,7 +22,7 @@ from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
-from headrace.actors.rollouts.stations import WorkerParts
+from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
@@ -91,6 +91,7 @@ async def running(
             evaluator=await enter(Evaluator(pool, observing)),
             replay=replay,
             agent=agent,
+            tasks=TaskCatalog(train=[task]),
             gateway=await gateway.address(),
             sampling=Sampling(),
             train_truncated=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from headrace.buffer.types import Outcome, RolloutId, RolloutOrder
 
 WAIT_S = 30.0
+HELD_OUT = tuple(
+    Task(id=TaskId(f"held-{n}"), family="none", instruction="return", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
+    for n in range(3)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +64,12 @@ async def actors(tmp_path: Path) -> AsyncIterator[Actors]:
         pool = await spawn(SandboxPool, section, directory=directory, name="pool")
         evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
         parts = immediate_parts(directory, replay, pool, evaluator)
+        parts = replace(parts, tasks=replace(parts.tasks, evaluation=HELD_OUT))
         worker = await spawn(RolloutWorker, parts, name="worker")
         yield Actors(runtime=runtime, replay=replay, pool=pool, worker=worker, parts=parts)
 
 
-async def test_an_order_that_a_dead_dispatcher_waits_for_is_never_given_out(actors: Actors) -> None:
+async def test_orders_awaited_by_a_dead_dispatcher_are_never_issued(actors: Actors) -> None:
     replay = actors.replay
     first = await replay.issue(8, "dead", timeout_s=1)
     assert len(first.orders) == 8, "all there is room for"
@@ -109,7 +114,7 @@ async def raises_actor_lost(call: Awaitable[object]) -> None:
         await call
 
 
-async def test_orders_for_an_earlier_assignment_of_a_worker_begin_nowhere(actors: Actors) -> None:
+async def test_orders_for_an_outdated_assignment_do_not_start(actors: Actors) -> None:
     await actors.worker.reset()
     await actors.worker.start(list((await actors.replay.issue(2, "next", timeout_s=1)).orders), "an earlier one")
     assert (await actors.worker.status()).running == 0
@@ -127,7 +132,7 @@ class Waits(RolloutWorker):
         return await super()._run(order)
 
 
-async def test_a_reset_that_arrives_twice_costs_what_it_ends_and_no_slot(actors: Actors) -> None:
+async def test_a_repeated_reset_leaks_no_slots(actors: Actors) -> None:
     """The second time the worker carries orders. Their slots were taken for ever: the end of none was ever told."""
     worker = await actors.runtime.spawn(Waits, actors.parts, name="waits")
     try:
@@ -149,23 +154,21 @@ async def test_a_reset_that_arrives_twice_costs_what_it_ends_and_no_slot(actors:
         await actors.runtime.stop(worker)
 
 
-async def test_a_new_dispatcher_takes_over_and_an_evaluation_goes_on_from_the_ledger(actors: Actors) -> None:
+async def test_a_new_dispatcher_resumes_an_evaluation_from_the_ledger(actors: Actors) -> None:
     dispatchers = [
         Dispatcher(
             DispatcherConfig(slots_per_worker=4), replay=actors.replay, pool=actors.pool, workers=[actors.worker]
         )
         for _ in range(2)
     ]
-    nothing = EvaluatorSpec(kind=EvaluatorKind.NONE)
-    tasks = [Task(id=TaskId(f"held-{n}"), family="none", instruction="return", evaluator=nothing) for n in range(3)]
     async with asyncio.timeout(WAIT_S):
         async with dispatchers[0] as first, asyncio.TaskGroup() as calls:
-            once, again = (calls.create_task(first.evaluate(tasks[:2], samples=2, tag="base")) for _ in range(2))
+            once, again = (calls.create_task(first.evaluate(HELD_OUT[:2], samples=2, tag="base")) for _ in range(2))
             assert (await once).answers == (await again).answers == 4
         known = (await actors.replay.status()).evaluations
         assert known == 4, "two calls, one evaluation"
         async with dispatchers[1] as second:
-            summary = await second.evaluate(tasks, samples=2, tag="base")
+            summary = await second.evaluate(HELD_OUT, samples=2, tag="base")
     assert (summary.answers, summary.infra, summary.success) == (6, 0, 1.0)
     assert (await actors.replay.status()).evaluations == 6, "only the missing ones were run"
 
@@ -182,16 +185,15 @@ class LosesItsFirstOrders(RolloutWorker):
         await super().start(orders, assignment)
 
 
-async def test_orders_that_were_lost_on_their_way_to_a_living_worker_are_handed_out_again(actors: Actors) -> None:
+async def test_orders_lost_on_the_way_to_a_live_worker_are_sent_again(actors: Actors) -> None:
     worker = await actors.runtime.spawn(LosesItsFirstOrders, actors.parts, name="worker")
-    task = Task(id=TaskId("one"), family="none", instruction="return", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
     try:
         config = DispatcherConfig(slots_per_worker=4)
         async with (
             asyncio.timeout(WAIT_S),
             Dispatcher(config, replay=actors.replay, pool=actors.pool, workers=[worker]) as dispatcher,
         ):
-            summary = await dispatcher.evaluate([task], samples=1, tag="base")
+            summary = await dispatcher.evaluate(HELD_OUT[:1], samples=1, tag="base")
     finally:
         await actors.runtime.stop(worker)
     assert worker.lost
@@ -217,7 +219,7 @@ class Hangs(RolloutWorker):
 
 
 @pytest.mark.parametrize("call", ["start", "reset"])
-async def test_a_hung_worker_holds_up_no_orders_to_others(actors: Actors, call: str) -> None:
+async def test_a_hung_worker_does_not_delay_orders_to_others(actors: Actors, call: str) -> None:
     worker = await actors.runtime.spawn(Hangs, actors.parts, name="hangs")
     worker.call = call
     try:

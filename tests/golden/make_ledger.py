@@ -68,7 +68,7 @@ async def make(run_dir: Path):
         await store.offer_many([cases.ended(order, Cause.INFRA) for order in await store.issue(1, version)])
         await store.offer_many([cases.result(order, PolicyVersion(1, 0)) for order in orders[1:4]])
         await store.evaluations.record(
-            [(cases.result(orders[5], version), orders[5].task.id)], tag="held out", version=version
+            [(cases.result(orders[5], version), orders[5].task_id)], tag="held out", version=version
         )
         await store.take(version, 2, timeout_s=0.0)
 

@@ -152,4 +152,4 @@ async def test_an_engine_that_ends_by_itself_is_told(tiny_model_dir: Path) -> No
         async with asyncio.timeout(60):
             _, errors = await process.communicate()
     assert process.returncode == 1
-    assert "ended by itself with -9" in errors.decode()
+    assert "exited by itself with code -9" in errors.decode()

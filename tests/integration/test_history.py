@@ -148,7 +148,7 @@ async def test_preparing_checks_the_base_commit_out_and_hides_the_rest(provider:
     await prepare(Task(id=TaskId("t"), family="f", instruction="i", evaluator=evaluator), sandbox)
     assert await output(sandbox, "git rev-parse HEAD; cat prepared") == f"{base}\np"
     assert await findings(sandbox) == []
-    with pytest.raises(SandboxError, match="preparing /workspace/repo ended with"):
+    with pytest.raises(SandboxError, match="preparing /workspace/repo failed with"):
         await prepare(
             Task(id=TaskId("t"), family="f", instruction="i", evaluator=evaluator_for("no-such-commit")), sandbox
         )

@@ -179,9 +179,9 @@ async def test_an_agent_and_an_evaluator_of_another_package(load_support: Callab
     ("plugin", "said"),
     [
         ("raises", "their_things:raises raised KeyError: 'reward'"),
-        ("never", "their_things:never outlived timeout_s=0.2"),
+        ("never", "their_things:never exceeded timeout_s=0.2"),
         ("expects_a_file", "their_things:expects_a_file did not expect: /workspace/absent: No such file"),
-        ("number", "their_things:number: it gave float instead of a Verdict"),
+        ("number", "their_things:number: returned float instead of a Verdict"),
         ("infinite", "their_things:infinite: "),
         ("absent", "has no attribute 'absent'"),
     ],
@@ -209,8 +209,8 @@ def test_agents_travel_to_workers() -> None:
             {"kind": "their_things:Greeter", "settings": {"nam": 1}},
             "agent.settings: their_things:Greeter does not",
         ),
-        ({"kind": "builtins:dict"}, "'builtins:dict' gives no agent: it has no 'run'"),
-        ({"kind": "sys:path"}, "is no agent: it cannot be called with the settings"),
+        ({"kind": "builtins:dict"}, "'builtins:dict' did not return an agent: 'run' is missing"),
+        ({"kind": "sys:path"}, "is no agent: it is not callable"),
     ],
 )
 def test_an_agent_that_is_none_is_refused(section: dict[str, Any], said: str) -> None:

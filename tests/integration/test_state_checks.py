@@ -113,7 +113,7 @@ async def test_a_reward_that_is_no_bounded_number_is_the_evaluators_fault(provid
     check = f"{READ}reward = 0 if answer == '1\\n' else {value}"
     verdict = await verdict_on(provider, check, "echo 2 > answer")
     assert (verdict.reward, verdict.solved, verdict.cause) == (None, False, Cause.EVALUATOR)
-    assert verdict.detail.startswith("the evaluator is at fault: the reward"), verdict
+    assert verdict.detail.startswith("evaluator error: the reward"), verdict
 
 
 async def test_a_check_that_turns_out_to_need_more_gets_an_interpreter(provider: LocalProvider) -> None:

@@ -107,7 +107,7 @@ def test_an_applied_diff_never_touches_a_forbidden_path(
 
 
 @given(CONTENTS, CONTENTS)
-def test_a_replacement_read_back_makes_the_new_text(before: bytes, after: bytes) -> None:
+def test_a_replacement_hunk_applies_to_the_new_text(before: bytes, after: bytes) -> None:
     if before != after:
         [file] = parse_diff(render_diff([file_diff("x", before, after, "100644")]))
         assert apply_hunks(before, file.hunks) == after
@@ -130,7 +130,7 @@ def test_a_damaged_diff_is_refused_or_filtered_but_never_an_error(noise: bytes, 
     assert not [path for path in filtered.kept if FORBIDDEN.search(path)]
 
 
-def test_what_is_no_diff_is_refused() -> None:
+def test_text_that_is_not_a_diff_is_refused() -> None:
     for text in (
         b"hello\n",
         b"diff --git a/x b/y\n",

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
-from headrace.actors.agents.cli_agent import CliAgent, Place, Printed, ProgramConfig, target_of
+from headrace.actors.agents.cli_agent import CliAgent, LaunchContext, OutputTail, ProgramConfig, target_of
 from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.installation import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
@@ -36,7 +36,7 @@ KINDS: dict[str, Callable[[ProgramConfig], CliAgent]] = {
     "opencode": Opencode,
 }
 PROMPT = '--fix "it" {now}\n/please'
-PLACE = Place(
+PLACE = LaunchContext(
     folder="/opt/headrace/agents/x",
     home="/home/agent",
     url="http://127.0.0.1:47123/s/secret",
@@ -47,15 +47,15 @@ PLACE = Place(
 )
 
 
-def printed(*lines: object, max_bytes: int = 4096) -> Printed:
-    out = Printed(max_bytes)
+def printed(*lines: object, max_bytes: int = 4096) -> OutputTail:
+    out = OutputTail(max_bytes)
     for line in lines:
         out.add(Stream.STDOUT, (line if isinstance(line, str) else json.dumps(line)).encode() + b"\n")
     return out
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_every_agent_is_started_with(kind: str, tmp_path: Path) -> None:
+def test_launch_of_every_agent(kind: str, tmp_path: Path) -> None:
     agent = KINDS[kind](ProgramConfig(folder=tmp_path, arguments=("--more",), model='a "name"'))
     launch = agent.launch(PLACE)
     told = json.dumps([launch.command, dict(launch.environment), [text.decode() for text in launch.files.values()]])
@@ -71,14 +71,14 @@ def test_what_every_agent_is_started_with(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_agent_of_the_image_needs_nothing_of_the_host(kind: str) -> None:
+def test_an_agent_in_the_image_needs_no_host_folder(kind: str) -> None:
     agent = KINDS[kind](ProgramConfig(in_image="/usr/local/bin/it"))
     assert agent.folders == ()
     assert agent.launch(PLACE).command[0] == "/usr/local/bin/it"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_agent_that_is_not_installed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_is_not_installed_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(AgentMissing, match=f"scripts/install_agents {kind}"):
         KINDS[kind](ProgramConfig())
@@ -122,7 +122,7 @@ def test_settings_of_mini_swe_agent(tmp_path: Path) -> None:
         MiniSweAgentConfig.model_validate({"mode": "other"})
 
 
-def test_a_prompt_says_where_the_instruction_belongs() -> None:
+def test_a_prompt_without_the_instruction_is_refused() -> None:
     with pytest.raises(ValidationError, match="instruction"):
         ProgramConfig(prompt="do it")
 
@@ -171,7 +171,7 @@ CLAUDE_END = {"type": "result", "subtype": "success", "is_error": False, "num_tu
         ),
     ],
 )
-def test_endings(
+def test_output_of_every_agent_is_parsed(
     kind: str,
     lines: list[object],
     ending: tuple[str, int, bool],
@@ -181,7 +181,7 @@ def test_endings(
     assert (found.result, found.turns, found.error) == ending
 
 
-def test_only_the_end_of_what_is_printed_is_kept() -> None:
+def test_only_the_end_of_long_output_is_kept() -> None:
     out = printed(*({"n": number, "pad": "x" * 30} for number in range(100)), max_bytes=1024)
     out.add(Stream.STDERR, b"e" * 10_000)
     numbers = [event["n"] for event in out.events()]
@@ -192,18 +192,18 @@ def test_only_the_end_of_what_is_printed_is_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", ["claude-code", "qwen-code"])
-def test_a_result_too_long_to_be_kept_is_no_error(kind: str, tmp_path: Path) -> None:
+def test_a_result_too_long_to_keep_is_not_an_error(kind: str, tmp_path: Path) -> None:
     ending = KINDS[kind](ProgramConfig(folder=tmp_path)).ending
     assert not ending(printed({"type": "system"}, {**CLAUDE_END, "result": "x" * 5000})).error
     assert ending(printed({"type": "system"})).error
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, "[1]", "\x00", '{"a":', "null"])
-def test_what_is_no_event_is_passed_over(line: str) -> None:
+def test_lines_that_are_not_events_are_ignored(line: str) -> None:
     assert list(printed({"a": 1}, line, max_bytes=1 << 20).events()) == [{"a": 1}]
 
 
-def test_where_a_session_is() -> None:
+def test_session_urls_are_parsed() -> None:
     assert target_of("http://127.0.0.1:80/s/a-b_c/") == (HostPort(host="127.0.0.1", port=80), "/s/a-b_c")
     for url in ("https://h/s/x", "http://h:1", "http://h:1/", "", "/s/x"):
         with pytest.raises(ValueError, match="base URL"):
@@ -225,7 +225,7 @@ SOLVED = Verdict(reward=1.0, solved=True, cause=Cause.SOLVED)
         (StopReason.TIME, Exhausted.NONE, Verdict(reward=0.0, cause=Cause.INVALID), Cause.INVALID),
     ],
 )
-def test_what_an_end_means_for_the_outcome(
+def test_outcome_by_stop_reason_and_verdict(
     stop: StopReason, exhausted: Exhausted, verdict: Verdict, cause: Cause
 ) -> None:
     outcome = outcome_of(AgentReport(stop=stop, turns=1), exhausted, verdict)

@@ -74,7 +74,7 @@ def asked(cache: Path) -> int:
         ("qwen-code", "qwen-code/cli.js"),
     ],
 )
-def test_it_is_installed_once_and_everybody_may_run_it(npm: Path, agent: str, program: str) -> None:
+def test_an_agent_is_installed_once_and_executable_for_all_users(npm: Path, agent: str, program: str) -> None:
     folder = install(agent)
     packages = len(npm_packages(agent, platform.machine()))
     assert (folder, asked(npm)) == (installed_folder(agent), packages)
@@ -84,7 +84,7 @@ def test_it_is_installed_once_and_everybody_may_run_it(npm: Path, agent: str, pr
     assert sorted(path.name for path in npm.iterdir()) == [".lock", folder.name]
 
 
-def test_the_newest_stands_beside_the_pinned_version(npm: Path) -> None:
+def test_the_newest_version_is_installed_beside_the_pinned_one(npm: Path) -> None:
     assert install("codex").name == f"codex-{versions.CODEX}"
     newest = install("codex", latest=True)
     assert newest.name == "codex-9.9.9"
@@ -93,14 +93,14 @@ def test_the_newest_stands_beside_the_pinned_version(npm: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["BROKEN", "MISSING"])
-def test_a_failure_leaves_nothing_and_says_why(
+def test_a_failed_installation_leaves_nothing_and_reports_the_reason(
     npm: Path, trouble: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(trouble, "claude")
     assert main(["claude-code"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("claude-code is not installed: ")
-    assert ("ENOTFOUND" if trouble == "BROKEN" else "no claude in the package") in said
+    assert ("ENOTFOUND" if trouble == "BROKEN" else "the package has no claude") in said
     assert [path.name for path in npm.iterdir()] == [".lock"]
     monkeypatch.delenv(trouble)
     assert main(["claude-code"]) == 0
@@ -113,7 +113,7 @@ def test_two_installers_at_once_install_once(npm: Path) -> None:
     assert asked(npm) == 1
 
 
-def test_what_a_killed_installer_left_is_nothing_and_is_removed(
+def test_leftovers_of_a_killed_installer_are_removed(
     npm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "at_it")
@@ -130,7 +130,7 @@ def test_what_a_killed_installer_left_is_nothing_and_is_removed(
     assert sorted(path.name for path in npm.iterdir()) == [".lock", folder.name]
 
 
-def test_a_folder_without_packages_is_no_installation(npm: Path) -> None:
+def test_a_folder_without_packages_is_not_an_installation(npm: Path) -> None:
     folder = npm / f"mini-swe-agent-{versions.MINI_SWE_AGENT}"
     folder.mkdir(parents=True)
     with pytest.raises(AgentMissing):
@@ -139,7 +139,7 @@ def test_a_folder_without_packages_is_no_installation(npm: Path) -> None:
     assert installed_folder("mini-swe-agent") == folder
 
 
-def test_packages_that_cannot_be_had(npm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_packages_are_reported(npm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(npm))
     with pytest.raises(InstallFailed, match="No matching distribution"):
@@ -147,13 +147,13 @@ def test_packages_that_cannot_be_had(npm: Path, monkeypatch: pytest.MonkeyPatch)
     assert [path.name for path in npm.iterdir()] == [".lock"]
 
 
-def test_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_agent_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["claude"])
-    assert "there are claude-code, codex" in capsys.readouterr().err
+    assert "choose from claude-code, codex" in capsys.readouterr().err
 
 
-def test_no_agent_for_this_machine() -> None:
+def test_an_unsupported_machine_is_refused() -> None:
     with pytest.raises(InstallFailed, match="riscv"):
         npm_packages("codex", "riscv64")
 

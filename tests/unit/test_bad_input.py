@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.cli import app as cli
-from headrace.actors.held_out.command import Asked, prepare_evaluation
+from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import RunRequest, prepare, sole_driver
@@ -85,7 +85,7 @@ def test_a_wrong_recipe_is_one_line_with_the_key(
     assert says in refused(monkeypatch, capsys, recipe)
 
 
-def test_a_missing_recipe_names_one_that_exists(
+def test_a_missing_recipe_is_reported_with_an_existing_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert "scripts/recipes/quickstart.toml" in refused(monkeypatch, capsys, tmp_path / "none.toml")
@@ -110,7 +110,7 @@ def test_a_wrong_override_is_one_line(
     assert says in refused(monkeypatch, capsys, recipe, "--set", option)
 
 
-def test_sglang_that_is_not_there_is_refused_before_the_run_has_a_folder(
+def test_missing_sglang_is_refused_before_the_run_folder_is_created(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     options = ("--set", "engines.backend=sglang", "--set", f"engines.sglang.python={tmp_path / 'none'}")
@@ -200,14 +200,14 @@ def test_weights_of_another_shape_are_refused(
     assert "model.layers.3" in refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
 
 
-def test_a_default_of_the_architecture_that_does_not_fit_is_refused_at_start(
+def test_an_unsupported_architecture_default_is_refused_at_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     model = model_with(tmp_path, head_dim=None)
     assert "self_attn.q_proj" in refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
 
 
-def test_a_task_file_with_a_bad_line_is_named_with_its_line(
+def test_a_bad_line_of_a_task_file_is_reported_by_number(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     good = {"id": "a", "family": "f", "instruction": "do", "evaluator": {"kind": "none"}}
@@ -237,7 +237,7 @@ def test_a_task_file_with_a_bad_line_is_named_with_its_line(
         ("subprocess", "debootstrap:bookworm"),
     ],
 )
-def test_an_image_that_can_never_exist_is_refused_before_the_base_evaluation(
+def test_an_image_that_can_never_boot_is_refused_at_start(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     recipe: Path,
@@ -285,7 +285,7 @@ def test_a_name_cannot_leave_the_runs_folder(
     assert "--name" in refused(monkeypatch, capsys, recipe, "--name", "../elsewhere")
 
 
-def test_a_runs_folder_that_cannot_be_made_is_named(
+def test_a_runs_folder_that_cannot_be_created_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -294,7 +294,7 @@ def test_a_runs_folder_that_cannot_be_made_is_named(
     assert "--runs-dir" in capsys.readouterr().err
 
 
-def test_a_taken_name_is_refused_and_left_alone(
+def test_a_taken_run_name_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
@@ -320,7 +320,7 @@ def test_overrides_keep_their_types(recipe: Path, tmp_path: Path) -> None:
     assert config.agent.kind == "immediate"
 
 
-def test_the_page_of_keys_is_the_code() -> None:
+def test_the_configuration_page_is_up_to_date() -> None:
     rendered = runpy.run_path(str(ROOT / "scripts" / "config_docs.py"))["render"]()
     assert (ROOT / "docs" / "configuration.md").read_text() == rendered, "run scripts/config_docs.py"
 
@@ -343,7 +343,7 @@ def run_dir(recipe: Path, tmp_path: Path) -> Path:
     return tmp_path / "runs" / "one"
 
 
-def test_an_evaluation_of_nothing_is_refused(
+def test_invalid_evaluation_requests_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     assert "cannot be read" in eval_refused(monkeypatch, capsys, str(tmp_path / "none.toml"))
@@ -355,7 +355,7 @@ def test_an_evaluation_of_nothing_is_refused(
     assert "tasks.jsonl:1" in eval_refused(monkeypatch, capsys, str(recipe), "--tasks", str(broken))
 
 
-def test_a_checkpoint_that_does_not_exist_lists_those_that_do(
+def test_a_missing_checkpoint_is_reported_with_the_existing_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_dir: Path
 ) -> None:
     error = eval_refused(monkeypatch, capsys, str(run_dir), "--checkpoint", "1.3")
@@ -367,11 +367,11 @@ def test_a_checkpoint_that_does_not_exist_lists_those_that_do(
     assert not (run_dir / "evaluations").exists()
 
 
-def test_a_run_that_is_driven_is_not_evaluated(
+def test_a_live_run_is_not_evaluated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_dir: Path
 ) -> None:
     with sole_driver(RunDirectory(path=run_dir)):
-        assert "is being driven by another process" in eval_refused(monkeypatch, capsys, str(run_dir))
+        assert "is live in another process" in eval_refused(monkeypatch, capsys, str(run_dir))
 
 
 def test_training_tasks_are_not_evaluated(
@@ -385,7 +385,7 @@ def test_training_tasks_are_not_evaluated(
         assert "2 tasks are also in tasks.train ('renamed-0', 'renamed-1')" in error
 
 
-def test_an_output_folder_of_something_else_is_refused_and_left_alone(
+def test_an_output_folder_with_other_contents_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("headrace.actors.run.launch.require_namespaces", lambda: None)
@@ -393,16 +393,16 @@ def test_an_output_folder_of_something_else_is_refused_and_left_alone(
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     arguments = [str(recipe), "--out", str(out)]
-    assert "is not empty, and holds something else" in eval_refused(monkeypatch, capsys, *arguments)
+    assert "is not empty, and has other contents" in eval_refused(monkeypatch, capsys, *arguments)
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
-    evaluation = prepare_evaluation(Asked(source=recipe, out=tmp_path / "free", runs_dir=tmp_path))
+    evaluation = prepare_evaluation(EvalRequest(source=recipe, out=tmp_path / "free", runs_dir=tmp_path))
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "evaluation.json.partial").write_bytes(b"{")
-    assert prepare_evaluation(Asked(source=recipe, out=begun, runs_dir=tmp_path)).out == begun
+    assert prepare_evaluation(EvalRequest(source=recipe, out=begun, runs_dir=tmp_path)).out == begun
     (out / "evaluation.json").write_text(json.dumps(evaluation.identity))
-    assert prepare_evaluation(Asked(source=recipe, out=out, runs_dir=tmp_path)).identity == evaluation.identity
-    assert "holds something else" in eval_refused(monkeypatch, capsys, *arguments, "--samples", "9")
+    assert prepare_evaluation(EvalRequest(source=recipe, out=out, runs_dir=tmp_path)).identity == evaluation.identity
+    assert "has other contents" in eval_refused(monkeypatch, capsys, *arguments, "--samples", "9")
     (out / "summary.json").write_text("{}")
     assert "this evaluation is finished" in eval_refused(monkeypatch, capsys, *arguments)
     assert "is a file" in eval_refused(monkeypatch, capsys, str(recipe), "--out", str(recipe))

@@ -29,7 +29,7 @@ def test_docs_list_every_known_open_cheat() -> None:
     assert rows == [(each.name, each.why) for each in KNOWN_OPEN]
 
 
-def test_a_run_whose_evaluations_cannot_hold_the_twins_is_refused() -> None:
+def test_an_evaluation_deadline_too_short_for_twins_is_refused() -> None:
     task = REPOSITORIES[0].task()
     refuse_short_evaluations([task], 4 * task.evaluator.timeout_s)
     with pytest.raises(ConfigError, match=r"set rollout\.evaluate_timeout_s to 480"):

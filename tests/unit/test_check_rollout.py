@@ -27,31 +27,31 @@ TURN = {
 METADATA = {"reward": 0.0, "cause": "failed", "phases_s": {"boot": 0.1, "agent": 0.25}}
 
 
-def test_a_task_by_its_number_or_its_id(tmp_path: Path) -> None:
+def test_a_task_is_found_by_number_or_id(tmp_path: Path) -> None:
     first, second, *_ = train = generate(0, 512, Split.TRAIN)
     held_out = generate(0, 64, Split.HELD_OUT)
     for wanted, task in (("1", first), ("2", second), ("512", train[-1]), (held_out[3].id, held_out[3])):
         assert prepare_check(QUICKSTART, wanted, (), tmp_path).tasks == (task,)
     for wanted in ("0", "513", "-1", "absent", ""):
-        with pytest.raises(ConfigError, match=f"--task {wanted}: no task has that id, and training tasks have numbers"):
+        with pytest.raises(ConfigError, match=f"--task {wanted}: no task has that id; training tasks have numbers"):
             prepare_check(QUICKSTART, wanted, (), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty, and holds something else"):
+    with pytest.raises(ConfigError, match="is not empty, and has other contents"):
         prepare_check(QUICKSTART, "1", (), tmp_path)
 
 
-def test_simulated_engines_have_nothing_to_say(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engines\.backend simulated has no policy to check with"):
+def test_simulated_engines_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engines\.backend simulated has no policy to run"):
         prepare_check(ROOT / "scripts" / "recipes" / "simulated.toml", "1", (), tmp_path)
 
 
-def test_a_rollout_is_told_and_steers_no_terminal(tmp_path: Path) -> None:
+def test_a_rollout_is_shown_without_control_characters(tmp_path: Path) -> None:
     evaluation = prepare_check(QUICKSTART, "1", (), tmp_path)
-    with pytest.raises(RunError, match="left nothing"):
+    with pytest.raises(RunError, match="no records"):
         read_check(evaluation)
     folder = tmp_path / "rollouts" / "one-0"
     folder.mkdir(parents=True)
@@ -75,7 +75,7 @@ def test_a_rollout_is_told_and_steers_no_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.namespaces
-def test_the_command(tmp_path: Path) -> None:
+def test_the_check_command_runs_one_rollout(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("headrace")), "check", str(QUICKSTART), "--quiet"]
     command += ["--json", str(tmp_path / "told.json"), "--out", str(tmp_path / "out")]
     told = subprocess.run(command, capture_output=True, text=True, timeout=300)

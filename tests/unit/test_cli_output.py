@@ -25,13 +25,13 @@ def table() -> Table:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_no_cell_is_cut_on_80_columns_or_in_a_pipe(terminal: bool) -> None:
+def test_no_cell_is_truncated_on_80_columns_or_in_a_pipe(terminal: bool) -> None:
     out = io.StringIO()
     show(table(), Console(file=out, force_terminal=terminal, width=80, color_system=None))
     assert out.getvalue().count(CELL + ".") == 6
 
 
-def test_brackets_and_colons_are_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_and_colons_are_printed_literally(capsys: pytest.CaptureFixture[str]) -> None:
     say("write name:key:max_sandboxes or name:key:10 [dim]")
     console().print("name:key:max", markup=False)
     marked = Table("state", box=None)
@@ -47,12 +47,12 @@ def test_the_help_shows_the_lines_of_a_key_file() -> None:
     assert "name:key[:max_sandboxes]" in re.sub(r"\x1b\[[0-9;]*m", "", said)
 
 
-def test_the_version() -> None:
+def test_version_prints_the_version() -> None:
     told = CliRunner().invoke(app, ["--version"])
     assert (told.exit_code, told.output) == (0, f"headrace {version('headrace')}\n")
 
 
-def test_only_one_place_makes_a_console_for_commands() -> None:
+def test_consoles_are_created_in_one_module() -> None:
     root = Path(__file__).resolve().parents[2] / "actors" / "cli"
     made = {path.name for path in root.glob("*.py") if "Console(" in path.read_text()}
     assert made == {"output.py"}

@@ -88,7 +88,7 @@ def test_parked_tasks_are_listed_and_released(
     assert verify(run.path).clean
 
 
-def test_what_cannot_be_released_says_why(
+def test_invalid_releases_are_refused_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
 ) -> None:
     assert headrace(monkeypatch, "tasks", "unpark", run.path, "nobody") == cli.EXIT_BAD_INPUT
@@ -100,7 +100,7 @@ def test_what_cannot_be_released_says_why(
     assert "is being driven by another process" in capsys.readouterr().err
 
 
-def test_status_says_why_orders_are_held(
+def test_status_shows_why_orders_are_held(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
 ) -> None:
     assert headrace(monkeypatch, "status", run.path) == 0

@@ -21,7 +21,7 @@ from headrace.actors.evaluation.comparison import last_answer, same_json
         (float("nan"), float("nan"), False),
     ],
 )
-def test_equal_in_type_and_value(one: object, other: object, same: bool) -> None:
+def test_equality_needs_the_same_types_and_values(one: object, other: object, same: bool) -> None:
     assert same_json(one, other) is same
 
 

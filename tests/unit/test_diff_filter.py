@@ -63,7 +63,7 @@ def modified(path: str, before: str, after: str) -> bytes:
         ("a" * 2000, DropReason.PATH),
     ],
 )
-def test_paths(path: str, reason: DropReason | None) -> None:
+def test_forbidden_paths_are_dropped(path: str, reason: DropReason | None) -> None:
     assert reason_for_path(path, LISTED, new=True) is reason
 
 
@@ -138,7 +138,7 @@ index 0000000..45b983b
         (BECAME_A_FILE, "link", DropReason.LINK),
     ],
 )
-def test_kinds(diff: bytes, path: str, reason: DropReason) -> None:
+def test_changes_of_other_file_types_are_dropped(diff: bytes, path: str, reason: DropReason) -> None:
     good = modified("src/calc.py", "a\n", "b\n")
     filtered = filter_diff(diff + good, FilterRules(), {})
     assert filtered.kept == ("src/calc.py",)
@@ -146,7 +146,7 @@ def test_kinds(diff: bytes, path: str, reason: DropReason) -> None:
     assert (path, reason) in [(drop.path, drop.reason) for drop in filtered.dropped]
 
 
-def test_caps() -> None:
+def test_changes_over_a_cap_are_dropped() -> None:
     diff = b"".join(modified(f"src/{number}.py", "a\n", "b\n" * 50) for number in range(5))
     by_size = filter_diff(diff, FilterRules(max_bytes=1000), {})
     by_count = filter_diff(diff, FilterRules(max_files=2), {})
@@ -175,7 +175,7 @@ def test_only_the_test_section_of_a_settings_file_is_dropped() -> None:
     assert [drop.reason for drop in filtered.dropped] == [DropReason.SETTING]
 
 
-def test_a_change_beside_the_test_section_stays_as_it_is() -> None:
+def test_a_change_outside_the_test_section_is_kept() -> None:
     diff = modified("pyproject.toml", BASE_TOML, BASE_TOML.replace('"x"', '"y"'))
     filtered = filter_diff(diff, FilterRules(), {"pyproject.toml": BASE_TOML.encode()})
     assert (filtered.diff, filtered.dropped) == (diff, ())
@@ -200,11 +200,13 @@ CFG = "[metadata]\nname = x\n\n[tool:pytest]\naddopts = -q\n"
         ("pyproject.toml", "", "a = " + "[" * 5000, None),
     ],
 )
-def test_sections(name: str, base: str, new: str, expected: str | None) -> None:
+def test_test_sections_are_restored_or_the_change_is_refused(
+    name: str, base: str, new: str, expected: str | None
+) -> None:
     assert with_base_sections(name, base, new) == expected
 
 
-def test_a_settings_file_that_the_tests_need_is_not_deleted() -> None:
+def test_a_settings_file_with_test_sections_is_not_deleted() -> None:
     deleted = FileDiff(old_path="setup.cfg", new_path=None, old_mode="100644", hunks=replacement(CFG.encode(), b""))
     filtered = filter_diff(render_diff([deleted]), FilterRules(), {"setup.cfg": CFG.encode()})
     assert (filtered.kept, [drop.reason for drop in filtered.dropped]) == ((), [DropReason.SETTING])

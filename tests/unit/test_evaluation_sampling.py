@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.held_out.command import Asked, prepare_evaluation
+from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.run.config import RunConfig, load_recipe
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.parts import evaluation_terms, recipe_digest, training_terms
@@ -23,13 +23,13 @@ def config(*overrides: str) -> RunConfig:
     return load_recipe(RECIPE, [f"evaluation.sampling.{override}" for override in overrides], Path("/run"))
 
 
-def test_without_a_word_evaluations_are_sampled_as_training() -> None:
+def test_evaluations_sample_like_training_by_default() -> None:
     assert evaluation_terms(config()) == training_terms(config())
     warm = load_recipe(RECIPE, ["sampling.temperature=0.6", "sampling.max_sampled_tokens=90"], Path("/run"))
     assert evaluation_terms(warm) == training_terms(warm)
 
 
-def test_every_key_is_that_of_evaluation_sessions_and_of_no_others() -> None:
+def test_evaluation_sampling_keys_affect_only_evaluation_sessions() -> None:
     keys = ("temperature=0", "top_p=0.9", "top_k=20", "max_tokens_per_turn=7")
     other = config(*keys, "max_context_tokens=64", "max_sampled_tokens=99")
     terms = evaluation_terms(other).to_json()
@@ -44,7 +44,7 @@ def test_every_key_is_that_of_evaluation_sessions_and_of_no_others() -> None:
     assert training_terms(other) == training_terms(config())
 
 
-def test_another_sampling_is_another_evaluation() -> None:
+def test_different_sampling_is_a_different_evaluation() -> None:
     keys = ("temperature=0", "top_p=0.9", "top_k=20", "max_tokens_per_turn=7", "max_sampled_tokens=99")
     digests = {recipe_digest(config(*overrides)) for overrides in [(), *((key,) for key in keys)]}
     assert len(digests) == 1 + len(keys)
@@ -59,19 +59,19 @@ def test_another_sampling_is_another_evaluation() -> None:
         ("temprature=1", "unknown key evaluation.sampling.temprature"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(override: str, said: str) -> None:
+def test_invalid_sampling_is_refused(override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config(override)
 
 
-def test_engines_take_the_longer_context_of_the_two() -> None:
+def test_engines_get_the_longer_of_both_context_limits() -> None:
     overrides = ["engines.max_context_tokens=300", "evaluation.sampling.max_context_tokens=301"]
     with pytest.raises(ConfigError, match=r"is below evaluation\.sampling\.max_context_tokens 301: raise the first"):
         load_recipe(RECIPE, overrides, Path("/run"))
 
 
 def evaluation(run: Path, overrides: Sequence[str] = ()) -> Path:
-    return prepare_evaluation(Asked(source=run, runs_dir=run.parent, overrides=overrides)).out
+    return prepare_evaluation(EvalRequest(source=run, runs_dir=run.parent, overrides=overrides)).out
 
 
 def test_a_run_is_evaluated_at_another_temperature_in_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_run_is_evaluated_at_another_temperature_in_a_folder_of_its_own(tmp_pa
     greedy = evaluation(directory.path, ["evaluation.sampling.temperature=0"])
     assert usual != greedy
     assert greedy.parent == usual.parent == directory.path / "evaluations"
-    with pytest.raises(ConfigError, match=r"keeps its configuration but for evaluation\.sampling; name a recipe"):
+    with pytest.raises(ConfigError, match=r"only keys of evaluation\.sampling can be set; name a recipe"):
         evaluation(directory.path, ["evaluation.samples=3"])
     with pytest.raises(ConfigError, match=r"--set: evaluation\.sampling\.top_p"):
         evaluation(directory.path, ["evaluation.sampling.top_p=2"])

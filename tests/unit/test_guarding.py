@@ -10,6 +10,7 @@ import pytest
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import ServiceParts, periodic_evaluations
 from headrace.actors.runtime.call_guard import AwakeClock, guard
@@ -129,7 +130,7 @@ class Spawning:
 async def test_a_service_that_fails_to_start_stops_only_what_it_started(tmp_path: Path) -> None:
     runtime, directory = Spawning(), RunDirectory(path=tmp_path)
     config = load_recipe(RECIPE, (), tmp_path)
-    parts = Parts(config, directory, runtime, evaluations=periodic_evaluations(config, directory))
+    parts = Parts(config, directory, runtime, evaluations=periodic_evaluations(config, directory), tasks=TaskCatalog())
     with pytest.raises(ActorLost):
         await parts.start()
     assert runtime.stopped == ["new"]

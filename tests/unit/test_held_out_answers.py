@@ -23,7 +23,7 @@ from headrace.actors.rollouts import evaluation_folders as folders_module
 from headrace.actors.rollouts.answers import Answer, AnswerLog, answer_id, plain_name, read_answers
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, conversation_lines
 from headrace.actors.rollouts.evaluation_log import Recording, evaluation_order
-from headrace.actors.rollouts.recorded_stations import Kept
+from headrace.actors.rollouts.recorded_stations import RolloutReports
 from headrace.actors.rollouts.summary import About, pass_rates, summarize_answers, write_summary
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.training.replay import Evaluated
@@ -60,7 +60,7 @@ def answer(task_id: str = "one", sample: int = 0, reward: float | None = 1.0, **
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def test_a_line_is_read_back_as_it_was_and_stands_once(tmp_path: Path) -> None:
+def test_a_line_is_read_back_unchanged_and_written_once(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.jsonl"
     log = AnswerLog(path)
     log.append([answer(), answer(sample=1, reward=None)])
@@ -72,7 +72,7 @@ def test_a_line_is_read_back_as_it_was_and_stands_once(tmp_path: Path) -> None:
     assert again.get(RolloutId("base/other/0")) is None
 
 
-def test_a_torn_last_line_is_cut_off_and_written_again(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_removed_and_written_again(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     AnswerLog(path).append([answer(), answer("two")])
     data = path.read_bytes()
@@ -84,12 +84,12 @@ def test_a_torn_last_line_is_cut_off_and_written_again(tmp_path: Path) -> None:
         assert path.read_bytes() == data
 
 
-def test_a_whole_line_that_is_no_answer_is_named(tmp_path: Path) -> None:
+def test_an_invalid_line_is_reported_by_number(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     AnswerLog(path).append([answer()])
     with path.open("ab") as file:
         file.write(b'{"rollout_id": 1}\n')
-    with pytest.raises(ConfigError, match=r"results.jsonl:2: is no answer"):
+    with pytest.raises(ConfigError, match=r"results.jsonl:2: not a valid answer"):
         AnswerLog(path)
 
 
@@ -106,7 +106,7 @@ for number in range(10**6):
 """
 
 
-def test_what_was_acknowledged_before_a_kill_is_there_once(tmp_path: Path) -> None:
+def test_acknowledged_answers_survive_a_kill_once(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     first = json.dumps(answer().to_json())
     acknowledged = -1
@@ -125,7 +125,7 @@ def test_what_was_acknowledged_before_a_kill_is_there_once(tmp_path: Path) -> No
 
 
 @given(st.lists(st.text(st.characters(), max_size=100), unique=True, max_size=20))
-def test_every_task_id_has_a_name_of_its_own_that_is_no_path(ids: list[str]) -> None:
+def test_every_task_id_has_a_unique_name_that_is_not_a_path(ids: list[str]) -> None:
     names = [plain_name(task_id) for task_id in (*ids, *HOSTILE) if task_id not in HOSTILE or task_id not in ids]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[A-Za-z0-9_-]*(\.[0-9a-f]{16})?", name) for name in names)
@@ -134,11 +134,11 @@ def test_every_task_id_has_a_name_of_its_own_that_is_no_path(ids: list[str]) -> 
         FinishForm.model_validate({"session_ids": [session_id]})
 
 
-def test_folders_of_hostile_ids_stay_in_their_place(tmp_path: Path) -> None:
+def test_folders_of_hostile_ids_stay_inside_the_root(tmp_path: Path) -> None:
     folders = EvaluationFolders(root=tmp_path / "evaluations", about=ABOUT)
     for task_id in HOSTILE:
         one = answer(task_id)
-        assert folders.write("base", one, Kept()) == one
+        assert folders.write("base", one, RolloutReports()) == one
         kept = folders.read("base", one.folder)
         assert kept is not None
         assert (kept.rollout_id, kept.folder) == (one.rollout_id, one.folder)
@@ -160,9 +160,9 @@ def said(text: str) -> TranscriptTurn:
     )
 
 
-def test_a_later_attempt_replaces_the_folder_whole(tmp_path: Path) -> None:
+def test_a_later_attempt_replaces_the_whole_folder(tmp_path: Path) -> None:
     folders = EvaluationFolders(root=tmp_path, about=ABOUT)
-    first = Kept(
+    first = RolloutReports(
         agent=AgentReport(stop=StopReason.ERROR, turns=1, exit_code=2, result="\ud800 bad", log_tail="x" * 10**6),
         verdict=Verdict(reward=0.0, cause=Cause.FAILED, detail="no", log="printed \udcff", patch="--- a\n"),
     )
@@ -172,31 +172,32 @@ def test_a_later_attempt_replaces_the_folder_whole(tmp_path: Path) -> None:
     assert (target / "evaluator.log").read_bytes().startswith(b"failed: no\nprinted ")
     assert json.loads((target / "metadata.json").read_bytes())["agent"]["exit_code"] == 2
     assert (target / "metadata.json").stat().st_size < 20_000
-    folders.write("base", answer(attempt=2), Kept())
+    folders.write("base", answer(attempt=2), RolloutReports())
     assert [path.name for path in target.iterdir()] == ["metadata.json"]
     assert folders.read("base", answer().folder) == answer(attempt=2)
     assert list(target.parent.iterdir()) == [target], "nothing half-made is left"
 
 
-def test_files_are_capped_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capped_files_mark_truncation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders_module, "MAX_LOG_BYTES", 100)
     monkeypatch.setattr(folders_module, "MAX_CONVERSATION_BYTES", 1000)
     lines = conversation_lines([said("y" * 300)] * 5).splitlines()
     assert [json.loads(line).get("left_out_turns") for line in lines] == [None, None, 3]
     folders = EvaluationFolders(root=tmp_path, about=ABOUT)
-    folders.write("base", answer(), Kept(verdict=Verdict(reward=1.0, solved=True, cause=Cause.SOLVED, log="z" * 1000)))
+    verdict = Verdict(reward=1.0, solved=True, cause=Cause.SOLVED, log="z" * 1000)
+    folders.write("base", answer(), RolloutReports(verdict=verdict))
     log = (folders.rollout("base", answer().folder) / "evaluator.log").read_bytes()
     assert len(log) < 150
-    assert log.endswith(folders_module.CUT)
+    assert log.endswith(folders_module.TRUNCATED)
 
 
-def test_an_answer_outlives_a_disk_that_refuses_its_folder(tmp_path: Path) -> None:
+def test_an_answer_survives_a_disk_that_refuses_its_folder(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "rollouts").write_text("in the way")
-    assert EvaluationFolders(root=tmp_path, about=ABOUT).write("base", answer(), Kept()) == answer(folder="")
+    assert EvaluationFolders(root=tmp_path, about=ABOUT).write("base", answer(), RolloutReports()) == answer(folder="")
 
 
-def test_infra_is_in_the_denominator_of_nothing_and_counted_apart(tmp_path: Path) -> None:
+def test_infra_answers_are_in_no_mean_and_counted_apart(tmp_path: Path) -> None:
     answers = [answer(), answer(sample=1, reward=0.0), answer("two", reward=None, versions=()), answer("two", 1)]
     summary = summarize_answers(answers, tag="base", tasks=2, samples=2, dataset_sha256="ab")
     assert (summary.answers, summary.infra, summary.success) == (4, 1, 2 / 3)
@@ -219,7 +220,7 @@ def test_infra_is_in_the_denominator_of_nothing_and_counted_apart(tmp_path: Path
     assert (none.success, none.pass_rates) == (None, ())
 
 
-def test_pass_rates_count_what_is_solved_and_not_what_has_a_reward() -> None:
+def test_pass_rates_count_solved_answers_not_rewards() -> None:
     formatted = answer(reward=0.1, cause=Cause.FAILED, solved=False)
     costly = answer(sample=1, reward=-1.0, cause=Cause.SOLVED, solved=True)
     assert [rate.any_solved for rate in pass_rates([formatted, costly], 1)] == [0.5]
@@ -227,16 +228,15 @@ def test_pass_rates_count_what_is_solved_and_not_what_has_a_reward() -> None:
     assert (summary.success, summary.mean_reward) == (0.5, -0.45)
 
 
-def test_a_line_of_an_older_version_was_solved_by_a_reward_above_0() -> None:
+def test_older_lines_are_solved_by_a_reward_above_0() -> None:
     lines = [answer(reward=reward).to_json() for reward in (1.0, 0.0, None)]
     for line in lines:
         del line["solved"]
     assert [Answer.from_json(line).solved for line in lines] == [True, False, False]
 
 
-async def test_an_answer_that_only_the_ledger_has_was_solved_as_the_ledger_says() -> None:
-    spec = EvaluatorSpec(kind=EvaluatorKind.NONE)
-    order = evaluation_order("base", Task(id=TaskId("t"), family="a", instruction="do", evaluator=spec), 0)
+async def test_an_answer_recovered_from_the_ledger_keeps_its_verdict() -> None:
+    order = evaluation_order("base", TaskId("t"), 0)
     async with Recording(None, "base") as recording:
         for reward, solved, cause in ((-1.0, False, Cause.FAILED), (0.0, True, Cause.SOLVED)):
             known = Evaluated(attempts=1, reward=reward, solved=solved)
@@ -262,7 +262,7 @@ def test_pass_rates_are_the_means_over_all_subsets(outcomes: list[list[bool]]) -
         assert (rate.any_solved, rate.all_solved) == (pytest.approx(anything), pytest.approx(everything))
 
 
-def test_an_overlap_names_the_ids_also_when_the_task_was_renamed() -> None:
+def test_an_overlap_is_found_even_if_the_task_was_renamed() -> None:
     spec = EvaluatorSpec(kind=EvaluatorKind.NONE)
     train = [Task(id=TaskId(f"t{n}"), family="a", instruction=f"do {n}", evaluator=spec) for n in range(9)]
     held_out = [replace(task, id=TaskId(f"held-{task.id}"), family="b") for task in train[:7]]
@@ -296,6 +296,6 @@ def test_a_patch_file_is_a_diff_that_git_applies(tmp_path: Path, before: str | N
     assert (path.read_bytes().decode() if path.exists() else None) == after
 
 
-def test_a_hostile_path_stays_one_line_of_a_diff() -> None:
+def test_a_hostile_path_stays_on_one_line_of_a_diff() -> None:
     diff = file_diff("/x\n+++ b/etc/passwd\n", None, "y\n")
     assert len(diff.splitlines()) == 4

@@ -18,18 +18,21 @@ from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.rollouts.answers import answer_id, read_answers
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
+from headrace.actors.rollouts.evaluation_log import evaluation_order
 from headrace.actors.rollouts.records import EvaluationRecords
+from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, tasks_digest
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, tasks_digest, write_tasks
+from headrace.buffer.types import Purpose
 from headrace.sandboxes.pool.pool import PoolConfig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from headrace.actors.agents.agent import AgentSession
@@ -85,7 +88,7 @@ class Actors:
 
 
 @asynccontextmanager
-async def opened(path: Path, *, trains: bool = True) -> AsyncIterator[Actors]:
+async def opened(path: Path, tasks: Sequence[Task] = (), *, trains: bool = True) -> AsyncIterator[Actors]:
     directory = prepare_directory(path)
     runtime, agent = InlineRuntime(), HeldBack()
     folders = EvaluationFolders(root=path / "evaluations", about=About(model="m", recipe_sha256="r"))
@@ -106,7 +109,8 @@ async def opened(path: Path, *, trains: bool = True) -> AsyncIterator[Actors]:
         pool = await spawn(SandboxPool, section, directory=directory, name="pool")
         evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
         parts: WorkerParts = immediate_parts(directory, replay, pool, evaluator)
-        worker = await spawn(RolloutWorker, replace(parts, agent=agent, evaluations=folders), name="worker")
+        parts = replace(parts, agent=agent, evaluations=folders, tasks=replace(parts.tasks, evaluation=tuple(tasks)))
+        worker = await spawn(RolloutWorker, parts, name="worker")
         yield Actors(
             runtime=runtime,
             directory=directory,
@@ -126,9 +130,9 @@ def held_out(*instructions: str) -> list[Task]:
     ]
 
 
-async def test_every_answer_is_a_line_and_infra_is_counted_apart(tmp_path: Path) -> None:
+async def test_every_answer_has_a_line_and_infra_is_counted_apart(tmp_path: Path) -> None:
     tasks = held_out("return", "break", "break once")
-    async with opened(tmp_path / "run") as actors, actors.dispatcher() as dispatcher, asyncio.timeout(WAIT_S):
+    async with opened(tmp_path / "run", tasks) as actors, actors.dispatcher() as dispatcher, asyncio.timeout(WAIT_S):
         summary = await dispatcher.evaluate(tasks, samples=1, tag="base")
     assert (summary.answers, summary.infra, summary.success) == (3, 1, 1.0)
     answers = {answer.task_id: answer for answer in read_answers(actors.folders.results("base"))}
@@ -148,9 +152,9 @@ async def test_every_answer_is_a_line_and_infra_is_counted_apart(tmp_path: Path)
 
 
 @pytest.mark.parametrize("trains", [True, False])
-async def test_a_dispatcher_that_follows_runs_nothing_twice(tmp_path: Path, trains: bool) -> None:
+async def test_a_new_dispatcher_repeats_no_finished_answer(tmp_path: Path, trains: bool) -> None:
     tasks = held_out("return", "break", "return")
-    async with opened(tmp_path / "run", trains=trains) as actors, asyncio.timeout(WAIT_S):
+    async with opened(tmp_path / "run", tasks, trains=trains) as actors, asyncio.timeout(WAIT_S):
         async with actors.dispatcher() as first:
             before = await first.evaluate(tasks, samples=2, tag="base")
         ran = dict(actors.agent.attempts)
@@ -173,8 +177,9 @@ async def test_a_dispatcher_that_follows_runs_nothing_twice(tmp_path: Path, trai
             assert actors.agent.attempts[task.id] == ran[task.id], "solved ones come from the records"
 
 
-async def test_an_evaluation_takes_no_slot_inventory_or_batch_of_training(tmp_path: Path) -> None:
-    async with opened(tmp_path / "run") as actors, actors.dispatcher() as dispatcher, asyncio.timeout(WAIT_S):
+async def test_an_evaluation_uses_no_slot_inventory_or_batch_of_training(tmp_path: Path) -> None:
+    tasks = held_out("return", "return")
+    async with opened(tmp_path / "run", tasks) as actors, actors.dispatcher() as dispatcher, asyncio.timeout(WAIT_S):
         replay = actors.replay
         assert isinstance(replay, Replay)
         async with asyncio.TaskGroup() as group:
@@ -183,7 +188,7 @@ async def test_an_evaluation_takes_no_slot_inventory_or_batch_of_training(tmp_pa
                 actors.agent.has_started.clear()
                 await actors.agent.has_started.wait()
             before = await replay.status()
-            summary = await dispatcher.evaluate(held_out("return", "return"), samples=3, tag="step-1")
+            summary = await dispatcher.evaluate(tasks, samples=3, tag="step-1")
             during, status = await replay.status(), await dispatcher.status()
             actors.agent.let_go.set()
             await dispatcher.stop_training()
@@ -200,10 +205,10 @@ async def test_an_evaluation_takes_no_slot_inventory_or_batch_of_training(tmp_pa
     assert not [rollout for rollout in evidence.rollouts if rollout.rollout_id.startswith("step-1")]
 
 
-async def test_a_cancelled_attempt_leaves_an_answer_all_the_same(tmp_path: Path) -> None:
+async def test_a_cancelled_attempt_still_has_an_answer(tmp_path: Path) -> None:
     task = replace(held_out("wait")[0], id=TaskId("none-held"))
     async with (
-        opened(tmp_path / "run") as actors,
+        opened(tmp_path / "run", [task]) as actors,
         actors.dispatcher(evaluation_attempts=1) as dispatcher,
         asyncio.timeout(WAIT_S),
         asyncio.TaskGroup() as group,
@@ -215,3 +220,20 @@ async def test_a_cancelled_attempt_leaves_an_answer_all_the_same(tmp_path: Path)
     assert (summary.answers, summary.infra) == (1, 1)
     [answer] = read_answers(actors.folders.results("base"))
     assert (answer.cause, answer.reward) == ("cancelled", None)
+
+
+def test_a_catalog_keeps_tasks_with_the_same_id_apart_by_purpose(tmp_path: Path) -> None:
+    train, evaluation = held_out("train"), held_out("evaluate")
+    write_tasks(tmp_path / "train.jsonl", train)
+    tasks = TaskCatalog(train=tmp_path / "train.jsonl", evaluation=evaluation).load()
+    assert tasks == {(Purpose.TRAIN, train[0].id): train[0], (Purpose.EVALUATION, train[0].id): evaluation[0]}
+
+
+async def test_a_worker_refuses_orders_for_tasks_that_it_was_not_given(tmp_path: Path) -> None:
+    [known] = held_out("return")
+    async with opened(tmp_path / "run", [known], trains=False) as actors:
+        assignment = (await actors.worker.reset()).assignment
+        orders = [evaluation_order("base", task_id, 0) for task_id in (known.id, TaskId("unknown"))]
+        with pytest.raises(LookupError, match=r"no evaluation task 'unknown'.*WorkerParts\.tasks"):
+            await actors.worker.start(orders, assignment)
+        assert (await actors.worker.status()).running == 0

@@ -59,7 +59,7 @@ async def test_the_error_of_one_lease_does_not_affect_others(tmp_path: Path) -> 
             await leases.lease(LeaseRequest(spec=SandboxSpec(), queue_timeout_s=0.1))
 
 
-async def test_a_lease_that_is_cancelled_in_the_queue_is_forgotten(tmp_path: Path) -> None:
+async def test_a_lease_cancelled_in_the_queue_is_dropped(tmp_path: Path) -> None:
     async with opened(tmp_path) as (pool, leases):
         lease = await leases.lease(PLAIN)
         waiting = asyncio.create_task(leases.lease(PLAIN))

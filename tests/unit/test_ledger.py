@@ -41,7 +41,7 @@ def busy_core():
     buffer.offer(cases.ended(orders[0], Cause.INFRA), 6.0)
     buffer.offer(cases.result(orders[1], version, FIRST), 6.0)
     buffer.offer(cases.result(orders[1], version), 6.0)
-    buffer.record_evaluation(cases.result(orders[2], version), orders[2].task.id, "held out", version, 7.0)
+    buffer.record_evaluation(cases.result(orders[2], version), orders[2].task_id, "held out", version, 7.0)
     _, version = cases.step(buffer, version, skipped=True)
     assert buffer.take(buffer.open_epoch(saved, 8.0), 2, 9.0) is not None
     return buffer

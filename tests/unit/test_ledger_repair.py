@@ -346,7 +346,7 @@ def test_the_commands_refuse_a_run_that_is_driven_or_empty(monkeypatch, capsys, 
         (line,) = capsys.readouterr().err.strip().splitlines()
         return line
 
-    assert "nothing was recorded yet" in refused()
+    assert "nothing to repair" in refused()
     assert not (named_run / "ledger.db").exists()
     asyncio.run(begin_and_end(named_run))
     before = read_evidence(named_run)
@@ -363,7 +363,7 @@ def test_a_loss_that_cannot_be_retried_is_reported(monkeypatch, capsys, named_ru
     with closing(sqlite3.connect(named_run / "archive.db")) as database, database:
         database.execute("UPDATE rollouts SET state = 'evicted', batch_id = NULL WHERE rollout_id = 'g000000-0'")
     assert headrace(monkeypatch, "ledger", "retry-lost", named_run) == cli.EXIT_DIRTY
-    assert "1 are lost still" in capsys.readouterr().err
+    assert "1 are still lost" in capsys.readouterr().err
 
 
 def no_run_id(run_dir: Path) -> None:

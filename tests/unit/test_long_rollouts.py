@@ -50,11 +50,11 @@ async def evaluate_watched(plan: SimulationPlan, stall_s: float | None) -> list[
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_base_evaluation_with_the_published_durations_is_no_stall(seed: int) -> None:
+def test_a_base_evaluation_with_published_durations_is_not_a_stall(seed: int) -> None:
     assert run_virtual(evaluate_watched(make_plan("swe64", {"seed": seed}), None)) == []
 
 
-def test_turns_of_a_rollout_are_progress_before_its_end() -> None:
+def test_turns_count_as_progress_before_the_end_of_a_rollout() -> None:
     """With a clock that is shorter than the rollouts, and longer than their turns."""
     plan = make_plan("swe64", {"turns": 64})
     assert run_virtual(evaluate_watched(plan, 200.0)) == []

@@ -43,7 +43,7 @@ async def run_through_outage(folder):
         return held, await service.replay.status()
 
 
-def test_engines_that_are_away_for_ten_minutes_park_no_task_and_charge_none(tmp_path):
+def test_a_ten_minute_engine_outage_parks_and_charges_no_task(tmp_path):
     held, status = run_virtual(run_through_outage(tmp_path), seed=0)
     assert held.startswith("no engine serves, since ")
     assert status.held == ""

@@ -37,13 +37,13 @@ def test_an_unused_limit_does_not_grow() -> None:
     assert [limit.look(QUIET, 15, 10.0 * n) for n in range(1, 4)] == [16, 16, 16]
 
 
-def test_an_overload_shrinks_it_once_an_interval_and_never_below_the_least() -> None:
+def test_an_overload_shrinks_the_limit_once_per_interval_down_to_the_minimum() -> None:
     limit = AdaptiveLimit(CONFIG, most=64, now_s=0.0)
     assert [limit.look(QUEUED, 16, seconds) for seconds in (10.0, 11.0, 19.0, 20.0, 30.0, 40.0)] == [8, 8, 8, 4, 4, 4]
     assert "engines have 2.00 times" in limit.reason
 
 
-def test_a_service_that_slows_down_is_an_overload_and_is_named() -> None:
+def test_a_service_that_slows_down_is_a_named_overload() -> None:
     limit = AdaptiveLimit(CONFIG, most=64, now_s=0.0)
     limit.look(Pressure(latencies_s=(("simulator", 1.0),)), 0, 1.0)
     assert limit.look(Pressure(latencies_s=(("simulator", 2.9),)), 0, 10.0) == 16
@@ -51,7 +51,7 @@ def test_a_service_that_slows_down_is_an_overload_and_is_named() -> None:
     assert limit.reason == "simulator takes 3.1 s, at best 1 s"
 
 
-def test_a_latency_of_zero_is_no_best() -> None:
+def test_a_latency_of_zero_is_not_a_baseline() -> None:
     """Nothing was seen in the service: later it is overloaded all the same."""
     limit = AdaptiveLimit(CONFIG, most=64, now_s=0.0)
     for seconds, looked_s in ((0.0, 1.0), (1.0, 2.0), (3.1, 10.0)):
@@ -82,19 +82,19 @@ def paced(begun: list[float], seconds_at: Callable[[float], float], until_s: int
     return said
 
 
-def test_few_ends_are_noise_and_no_overload() -> None:
+def test_latencies_of_few_rollouts_are_not_an_overload() -> None:
     """One rollout ends in ten seconds, at random times: the times in the stations are always the same."""
     assert set(paced(begun_at(0.1, 5_000.0), lambda _: 5.0, 5_000)) == {""}
 
 
-def test_an_overload_is_seen_through_the_noise() -> None:
+def test_an_overload_is_detected_despite_noise() -> None:
     said = paced(begun_at(0.5, 2_000.0), lambda start: 5.0 if start < 1_000 else 30.0, 2_000)
     assert set(said[: 1_000 - 200]) == {""}
     assert "evaluator takes" in said[-1]
     assert "boot" not in said[-1]
 
 
-def test_latencies_need_enough_ends_and_stand_for_one_stretch() -> None:
+def test_latencies_need_enough_ends_and_expire_after_one_window() -> None:
     watch = LatencyWatch()
     told = []
     for now in range(60):
@@ -107,7 +107,7 @@ def test_latencies_need_enough_ends_and_stand_for_one_stretch() -> None:
     assert not any(told[first + 10 :]), "what ended since is not enough"
 
 
-def test_it_settles_at_what_a_service_can_take() -> None:
+def test_the_limit_settles_at_the_capacity_of_a_service() -> None:
     """A service that answers 16 calls a second: more at once wait, and 48 wait three times too long."""
     limit, seen = AdaptiveLimit(CONFIG, most=512, now_s=0.0), []
     for look in range(1, 400):
@@ -118,19 +118,19 @@ def test_it_settles_at_what_a_service_can_take() -> None:
     assert len(set(settled)) > 2, "it keeps asking for more"
 
 
-def test_off_means_all_slots() -> None:
+def test_without_pacing_all_slots_are_used() -> None:
     limit = AdaptiveLimit(PacingConfig(), most=64, now_s=0.0)
     assert limit.look(QUEUED, 64, 100.0) == 64
 
 
-def test_fewer_slots_than_the_least() -> None:
+def test_the_limit_never_exceeds_the_slots() -> None:
     limit = AdaptiveLimit(CONFIG, most=2, now_s=0.0)
     assert limit.limit == 2
     assert limit.look(QUEUED, 2, 10.0) == 2
 
 
-def test_a_start_below_the_least_is_refused() -> None:
-    with pytest.raises(ValidationError, match="raise the first or lower the second"):
+def test_a_start_below_the_minimum_is_refused() -> None:
+    with pytest.raises(ValidationError, match="raise start or lower least"):
         PacingConfig(start=4, least=8)
 
 

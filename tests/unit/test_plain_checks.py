@@ -31,14 +31,14 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("check", PLAIN)
-def test_plain(check: str) -> None:
+def test_checks_with_preloaded_imports_are_plain(check: str) -> None:
     assert imports_only(check, PRELOADED)
 
 
 @pytest.mark.parametrize("check", OTHERS, ids=lambda text: repr(text[:20]))
-def test_not_plain(check: str) -> None:
+def test_checks_with_other_imports_are_not_plain(check: str) -> None:
     assert not imports_only(check, PRELOADED)
 
 
-def test_the_programs_that_run_without_an_interpreter_need_none() -> None:
+def test_programs_without_interpreter_import_only_preloaded_modules() -> None:
     assert imports_only(source("collect_files"), PRELOADED | {"__future__"})

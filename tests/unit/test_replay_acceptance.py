@@ -129,7 +129,7 @@ def test_members_left_behind_are_carried_with_fixed_baselines():
     assert member(buffer, orders[3]).advantage == 0.25
     assert [member(buffer, order).baseline for order in orders] == baselines
     assert buffer.state.groups[group.group_id].complete_before == 2
-    assert buffer.state.task(orders[0].task.id).reward_sum == 2.25
+    assert buffer.state.task(orders[0].task_id).reward_sum == 2.25
 
 
 def test_a_late_member_is_refilled_and_poison_leaves_it_out():
@@ -254,7 +254,7 @@ def test_scales_of_early_groups_come_from_complete_ones():
     for order, reward in zip(orders, (4.0, 0.0, 0.0, 0.0), strict=True):
         finish(buffer, order, 1.0, reward)
     assert {member(buffer, order).scale for order in orders} == {1.0}, "no history yet"
-    task = buffer.state.task(orders[0].task.id)
+    task = buffer.state.task(orders[0].task_id)
     assert (task.complete_members, task.deviation_square_sum) == (4, 12.0)
     other = buffer.issue(4, FIRST, 2.0)
     for order in other[:3]:

@@ -76,7 +76,7 @@ def test_a_group_may_start_in_parts(opened):
     (first,) = opened.issue(1, FIRST, 0.0)
     (second,) = opened.issue(1, FIRST, 0.0)
     assert first.group_id == second.group_id
-    assert first.task == second.task
+    assert first.task_id == second.task_id
     assert opened.state.next_ordinal == 1
 
 
@@ -186,7 +186,7 @@ def test_an_unbounded_reward_is_an_infra_failure(opened, reward):
     assert "malformed result: the reward" in attempt.detail
     opened.record_evaluation(
         replace(done, rollout_id=RolloutId("eval-0"), outcome=replace(done.outcome, reward=reward)),
-        order.task.id,
+        order.task_id,
         "base",
         FIRST,
         1.0,
@@ -279,7 +279,7 @@ def test_an_evaluation_counts_what_was_sampled_though_none_of_it_is_trained(open
     row = done.trajectory.rows[0]
     masked = replace(row, loss_mask_T=np.zeros_like(row.loss_mask_T))
     done = replace(done, rollout_id=RolloutId("eval-0"), trajectory=replace(done.trajectory, rows=(masked,)))
-    opened.record_evaluation(done, order.task.id, "base", FIRST, 1.0)
+    opened.record_evaluation(done, order.task_id, "base", FIRST, 1.0)
     [kept] = [record for record in opened.drain() if isinstance(record, EvaluationRecord)]
     assert [(part.version, part.tokens) for part in kept.sampled] == [(FIRST, 6)]
 
@@ -287,10 +287,10 @@ def test_an_evaluation_counts_what_was_sampled_though_none_of_it_is_trained(open
 def test_evaluations_are_recorded_once(opened):
     (order,) = opened.issue(1, FIRST, 0.0)
     done = replace(cases.result(order, FIRST), rollout_id=RolloutId("eval-0"))
-    receipts = [opened.record_evaluation(done, order.task.id, "base", FIRST, 1.0).status for _ in range(2)]
+    receipts = [opened.record_evaluation(done, order.task_id, "base", FIRST, 1.0).status for _ in range(2)]
     assert receipts == [ReceiptStatus.ACCEPTED, ReceiptStatus.DUPLICATE]
     bad = replace(done, rollout_id=RolloutId("eval-1"), trajectory=cases.trajectory(PolicyVersion(9, 0)))
-    opened.record_evaluation(bad, order.task.id, "base", FIRST, 1.0)
+    opened.record_evaluation(bad, order.task_id, "base", FIRST, 1.0)
     causes = {record.key[0]: record.cause for record in opened.drain() if isinstance(record, EvaluationRecord)}
     assert causes == {"eval-0": Cause.SOLVED, "eval-1": Cause.INFRA}
     assert opened.status().evaluations == 2

@@ -402,10 +402,10 @@ async def test_evaluations_survive(tmp_path):
         await store.open_epoch(None)
         (order,) = await store.issue(1, FIRST)
         done = replace(cases.result(order, FIRST), rollout_id=RolloutId("eval-1"))
-        (receipt,) = await store.evaluations.record([(done, order.task.id)], tag="base", version=FIRST)
+        (receipt,) = await store.evaluations.record([(done, order.task_id)], tag="base", version=FIRST)
         assert receipt.status is ReceiptStatus.ACCEPTED
     async with await open_store(tmp_path) as store:
-        (receipt,) = await store.evaluations.record([(done, order.task.id)], tag="base", version=FIRST)
+        (receipt,) = await store.evaluations.record([(done, order.task_id)], tag="base", version=FIRST)
         assert receipt.status is ReceiptStatus.DUPLICATE
 
 

@@ -58,9 +58,9 @@ def test_a_task_counts_solved_rollouts_not_rewarded_ones():
     buffer = buffer_of()
     first, second = buffer.issue(2, FIRST, 10.0)
     buffer.offer(cases.result(first, FIRST, reward=0.1, solved=False), 15.0)
-    assert buffer.state.task(first.task.id).solved == 0
+    assert buffer.state.task(first.task_id).solved == 0
     buffer.offer(cases.result(second, FIRST, reward=-1.0, solved=True), 15.0)
-    assert (second.task.id, buffer.state.task(first.task.id).solved) == (first.task.id, 1)
+    assert (second.task_id, buffer.state.task(first.task_id).solved) == (first.task_id, 1)
 
 
 def test_the_history_of_a_task_is_kept():
@@ -69,17 +69,17 @@ def test_the_history_of_a_task_is_kept():
     buffer.offer(cases.result(first, FIRST, reward=1.0), 15.0)
     buffer.offer(cases.result(second, FIRST, reward=0.0), 17.0)
     buffer.offer(cases.ended(third, Cause.INFRA), 18.0)
-    task = buffer.state.task(first.task.id)
+    task = buffer.state.task(first.task_id)
     assert (task.groups, task.finished, task.solved, task.duration_s, task.last_pass) == (1, 2, 1, 12.0, 0)
     assert (task.complete_members, task.reward_sum, task.reward_square_sum) == (2, 1.0, 1.0)
     assert task.deviation_square_sum == 0.5
-    other = buffer.state.task(fourth.task.id)
+    other = buffer.state.task(fourth.task_id)
     assert (other.infra, other.poison, other.poison_streak, other.last_failure) == (1, 1, 1, "it broke")
 
 
 def test_a_repeatedly_poisoned_task_is_parked_with_its_reason():
     buffer = buffer_of()
-    bad = buffer.issue(1, FIRST, 0.0)[0].task.id
+    bad = buffer.issue(1, FIRST, 0.0)[0].task_id
     (second,) = buffer.issue(1, FIRST, 0.0)
     for number, rollout in enumerate(buffer.state.rollouts_of(second.group_id)):
         order = SimpleNamespace(rollout_id=rollout.rollout_id, attempt=1)
@@ -102,7 +102,7 @@ def test_a_member_that_finishes_ends_the_streak():
             buffer.offer(
                 cases.ended(order, Cause.INFRA) if reward is None else cases.result(order, FIRST, reward=reward), 1.0
             )
-    assert buffer.state.task(order.task.id).poison == 3
+    assert buffer.state.task(order.task_id).poison == 3
     assert buffer.status().parked == {}
 
 
@@ -137,7 +137,7 @@ def test_a_resumed_run_opens_the_same_groups(tmp_path, curriculum):
     changes = {"tasks": 12, "curriculum": curriculum, "max_attempts": 3}
 
     def outcome(order):
-        return float(zlib.crc32(f"{order.task.id} {order.rollout_id}".encode()) % 3 > 0)
+        return float(zlib.crc32(f"{order.task_id} {order.rollout_id}".encode()) % 3 > 0)
 
     straight = buffer_of(**changes)
     train_on(straight, FIRST, steps=8, outcome=outcome)

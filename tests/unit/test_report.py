@@ -44,7 +44,7 @@ def test_what_passed_failed_and_was_skipped() -> None:
     assert not [test_id for test_id in report.results if GOOD in test_id or BAD in test_id]
 
 
-def test_an_id_cut_at_its_blank_stands_for_all_that_begin_so() -> None:
+def test_an_id_truncated_at_a_blank_matches_all_with_that_prefix() -> None:
     better = replace(SESSION, records=[row for row in SESSION.records if row[2] != "xfailed"])
     assert read_report([better]).not_passed(["t.py::three[a"]) == ()
     assert read_report([better]).standing_for(["t.py::three[a", "x"]) == {
@@ -84,13 +84,13 @@ TWINS = read_report(
 )
 
 
-def test_a_test_is_confirmed_by_a_twin_that_ended_in_our_exception() -> None:
+def test_a_test_is_confirmed_by_a_twin_that_raised_the_canary_exception() -> None:
     passed = ("t.py::one", "t.py::two", "t.py::own", "t.py::gone")
     assert without_twin(passed, TWINS) == ("t.py::two", "t.py::own", "t.py::gone")
     assert excused_twins(TWINS) == {"t.py::yaml", "t.py::own"}
 
 
-def test_what_the_untouched_repository_runs_must_have_run() -> None:
+def test_tests_of_the_untouched_repository_must_have_run() -> None:
     assert missing_beside(read_report([SESSION]), TWINS) == (
         "t.py::own",
         "t.py::three[a]",
@@ -110,9 +110,9 @@ def test_a_test_that_ran_twice_must_pass_twice() -> None:
 @pytest.mark.parametrize(
     ("sessions", "said"),
     [
-        ([], "no session of pytest began"),
-        ([replace(SESSION, ended=False)], "did not come to its end"),
-        ([SESSION, replace(SESSION, ended=False)], "did not come to its end"),
+        ([], "no pytest session started"),
+        ([replace(SESSION, ended=False)], "a pytest session did not end"),
+        ([SESSION, replace(SESSION, ended=False)], "a pytest session did not end"),
         ([replace(SESSION, records=RUN)], "that must have passed did not run"),
         ([replace(SESSION, records=(*RUN, CANARIES[0]))], "that must have failed did not run"),
         ([replace(SESSION, records=(*CANARIES, ("test", f"t.py::test_{BAD}", "passed")))], "has failed, passed"),
@@ -121,13 +121,13 @@ def test_a_test_that_ran_twice_must_pass_twice() -> None:
         ([SESSION, replace(SESSION, must_pass="c" * 16)], "did not run"),
     ],
 )
-def test_what_is_not_believed(sessions: list[Session], said: str) -> None:
+def test_invalid_reports_are_refused(sessions: list[Session], said: str) -> None:
     with pytest.raises(ReportUntrusted, match=said):
         read_report(sessions)
 
 
 @pytest.mark.parametrize("name", ["apply", "canary_plugin", "collect", "compute", "monitor"])
-def test_programs_for_sandboxes_are_read_by_old_interpreters(name: str) -> None:
+def test_sandbox_programs_are_valid_for_old_interpreters(name: str) -> None:
     ast.parse(source(name), feature_version=(3, 7))
 
 

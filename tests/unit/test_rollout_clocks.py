@@ -38,6 +38,7 @@ CONFIG = RolloutConfig(
     guard_s=200,
 )
 EVER_S = 1e6
+TASK = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
 
 
 class Places:
@@ -73,7 +74,7 @@ class Places:
         empty = report_of(Session(SessionSpec(session_id=session.session_id), opened_at=0.0))
         return replace(empty, turns=self.turns, sampled_tokens=self.sampled_tokens)
 
-    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
         await self._take("agent")
         return self.report
 
@@ -83,8 +84,7 @@ class Places:
 
 
 def order() -> RolloutOrder:
-    task = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
-    return RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task=task)
+    return RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task_id=TASK.id)
 
 
 def simulated(check: Callable[[Any, Places], None], *, boot_s: float = 2.0, taken: int = 0, **takes_s: float) -> None:
@@ -96,13 +96,13 @@ def simulated(check: Callable[[Any, Places], None], *, boot_s: float = 2.0, take
         async with Pool({"host": provider}, config, clock=asyncio.get_running_loop().time) as pool:
             await pool.lease([SandboxSpec(ttl_s=EVER_S)] * taken)
             places = Places(pool, provider, **takes_s)
-            check(await run_rollout(order(), places, CONFIG), places)
+            check(await run_rollout(order(), TASK, places, CONFIG), places)
             assert len(provider.living) == taken
 
     run_virtual(main())
 
 
-def test_every_phase_is_clocked() -> None:
+def test_every_phase_is_timed() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
         assert [name for name, _ in result.phases_s] == [
@@ -121,7 +121,7 @@ def test_every_phase_is_clocked() -> None:
         ("evaluate", {"evaluate": EVER_S}),
     ],
 )
-def test_what_takes_too_long_is_infra_by_the_name_of_its_phase(phase: str, settings: dict[str, Any]) -> None:
+def test_a_phase_timeout_is_infra_and_names_the_phase(phase: str, settings: dict[str, Any]) -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
         assert result.outcome.detail.startswith(f"{phase}: ")
@@ -129,7 +129,7 @@ def test_what_takes_too_long_is_infra_by_the_name_of_its_phase(phase: str, setti
     simulated(check, **settings)
 
 
-def test_the_agents_clock_begins_with_the_agent() -> None:
+def test_the_agent_deadline_starts_with_the_agent() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
 
@@ -143,7 +143,7 @@ def test_an_agent_out_of_time_is_scored() -> None:
     simulated(check, agent=EVER_S)
 
 
-def test_the_guard_covers_what_no_clock_does() -> None:
+def test_the_guard_covers_phases_without_a_deadline() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
 
@@ -178,7 +178,7 @@ def test_an_agent_that_never_got_a_turn_is_infra(report: AgentReport, sampled_to
 
 
 @pytest.mark.parametrize("exit_code", [1, 126, 127, 137])
-def test_no_exit_code_escapes_the_verdict_after_a_turn(exit_code: int) -> None:
+def test_after_a_turn_every_exit_code_is_scored(exit_code: int) -> None:
     """Commands of the policy run as the agent's user, and can end it."""
     report = AgentReport(stop=StopReason.ERROR, turns=1, exit_code=exit_code)
     assert outcome_after(report, turns=1, sampled_tokens=5).reward == 1.0
@@ -192,7 +192,7 @@ def outcome_after(report: AgentReport, *, turns: int, sampled_tokens: int) -> Ou
         async with Pool({"host": provider}, PoolConfig(), clock=asyncio.get_running_loop().time) as pool:
             places = Places(pool, provider)
             places.report, places.turns, places.sampled_tokens = report, turns, sampled_tokens
-            outcomes.append((await run_rollout(order(), places, CONFIG)).outcome)
+            outcomes.append((await run_rollout(order(), TASK, places, CONFIG)).outcome)
 
     run_virtual(main())
     return outcomes[0]

@@ -55,7 +55,7 @@ def test_the_parts_add_up_to_the_total() -> None:
     assert told["start_cpu_s"] == pytest.approx(2.1)
 
 
-def test_this_process_is_found_by_the_name_of_its_actor() -> None:
+def test_a_process_is_found_by_the_name_of_its_actor() -> None:
     before = read({os.getpid(): "replay"}, {}, {}, 0)
     total = sum(number * number for number in range(1_000_000))
     after = read({os.getpid(): "replay"}, {}, {}, 0)

@@ -104,7 +104,7 @@ async def play(
     return report, service.asked
 
 
-async def test_looking_and_acting_solves_the_task(tmp_path: Path) -> None:
+async def test_a_policy_that_looks_and_acts_solves_the_task(tmp_path: Path) -> None:
     act = PROBLEM.act(PROBLEM.finding)
     report, asked = await play(tmp_path, says(PROBLEM.look), says(act))
     assert (report.stop, report.turns, report.commands) == (StopReason.FINISHED, 2, (PROBLEM.look, act))
@@ -121,7 +121,7 @@ async def test_looking_and_acting_solves_the_task(tmp_path: Path) -> None:
     ]
 
 
-async def test_turns_run_out(tmp_path: Path) -> None:
+async def test_the_agent_stops_after_its_last_turn(tmp_path: Path) -> None:
     report, asked = await play(tmp_path, says("ls"), says("ls"), max_turns=2)
     assert (report.stop, report.turns, len(asked)) == (StopReason.TURNS, 2, 2)
 
@@ -133,7 +133,7 @@ async def test_output_is_capped_and_errors_are_shown(tmp_path: Path) -> None:
     assert shown == ["1\n2\n3\n4", "cat: not"]
 
 
-async def test_a_slow_command_is_an_observation(tmp_path: Path) -> None:
+async def test_a_command_timeout_is_an_observation(tmp_path: Path) -> None:
     report, asked = await play(tmp_path, says("sleep 60"), says("exit"), command_timeout_s=0.2)
     assert report.stop is StopReason.FINISHED
     assert asked[1]["messages"][-1] == {"role": "user", "content": "timeout"}
@@ -150,7 +150,7 @@ async def test_a_slow_command_is_an_observation(tmp_path: Path) -> None:
         ((400, {"error": {"message": "full", "code": "context_length_exceeded"}}), StopReason.CONTEXT),
     ],
 )
-async def test_what_cannot_be_run_is_not_run(tmp_path: Path, answer: tuple[int, object], stop: StopReason) -> None:
+async def test_unusable_answers_are_not_run(tmp_path: Path, answer: tuple[int, object], stop: StopReason) -> None:
     report, _ = await play(tmp_path / "w", answer)
     assert report.stop is stop
     assert report.commands == ()
@@ -191,7 +191,7 @@ def test_exit_as_the_last_word_ends_the_session(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["echo exits", "exit 1", "cat noexit", "exit; ls", ""])
-def test_other_commands_do_not(command: str) -> None:
+def test_other_commands_do_not_end_the_session(command: str) -> None:
     assert not ends_session(command)
 
 
@@ -200,5 +200,5 @@ def test_a_stopped_answer_is_usable() -> None:
 
 
 def test_an_answer_without_choices_is_refused() -> None:
-    with pytest.raises(ChatFailed, match="no chat completion"):
+    with pytest.raises(ChatFailed, match="not a chat completion"):
         parse_answer(200, [])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.actors.agents.simulated import SimulatedAgent, SimulatedAgentConfig
-from headrace.actors.evaluation.simulated import simulated_verdict
+from headrace.actors.evaluation.evaluator import simulated_verdict
 from headrace.actors.evaluation.verdict import EvaluationRequest
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.rollouts.simulated_sessions import SimulatedSession

@@ -84,7 +84,7 @@ def trial(**figures: Any) -> Trial:
     return Trial(candidate=Candidate(**setting), **(whole | figures))
 
 
-def test_a_ledger_tells_of_its_run(run: Path) -> None:
+def test_a_run_is_read_from_its_ledger(run: Path) -> None:
     recording = read_run(run)
     told = recording.settings
     sizes = {key: told[key] for key in ("slots", "batch_size", "group_size", "max_staleness", "rule")}
@@ -102,14 +102,14 @@ def test_a_ledger_tells_of_its_run(run: Path) -> None:
     assert len(recording.finished) == sum(attempt.reward is not None for attempt in attempts)
 
 
-def test_failures_are_told_and_come_again(tmp_path: Path) -> None:
+def test_the_failure_rate_is_read_from_a_run(tmp_path: Path) -> None:
     failing = TRUTH.model_copy(update={"failure": 0.2, "steps": 12})
     run_plan(failing, tmp_path / "run")
     recording = read_run(tmp_path / "run")
     assert recording.failure == pytest.approx(0.2, abs=0.08)
 
 
-def test_traces_in_both_forms_are_the_same(tmp_path: Path) -> None:
+def test_jsonl_and_csv_traces_are_read_the_same(tmp_path: Path) -> None:
     rows = [("a", 1.5, 1.0, True), ("a", 2.5, None, False), ("b", 3.5, 0.0, True)]
     lines = [dict(zip(("task", "seconds", "reward", "finished"), row, strict=True)) for row in rows]
     (tmp_path / "t.jsonl").write_bytes(b"\n".join(orjson.dumps(line) for line in lines))
@@ -121,14 +121,14 @@ def test_traces_in_both_forms_are_the_same(tmp_path: Path) -> None:
     assert [observation.solved for observation in first.observations] == [True, None, False]
 
 
-def test_a_trace_is_solved_by_its_word_or_from_a_reward_of_1_on(tmp_path: Path) -> None:
+def test_a_trace_is_solved_by_its_column_or_a_reward_of_1(tmp_path: Path) -> None:
     text = "seconds,reward,solved\n1,0.1,\n1,1,\n1,-1,true\n1,5,no\n1,,yes\n"
     (tmp_path / "t.csv").write_text(text)
     observations = read_traces(tmp_path / "t.csv").observations
     assert [observation.solved for observation in observations] == [False, True, True, False, True]
 
 
-def test_a_format_reward_of_a_run_solves_nothing(run: Path, tmp_path: Path) -> None:
+def test_a_partial_reward_of_a_run_is_not_a_solution(run: Path, tmp_path: Path) -> None:
     formatted = shutil.copytree(run, tmp_path / "formatted")
     with closing(sqlite3.connect(formatted / "ledger.db")) as database, database:
         database.execute("UPDATE attempts SET reward = 0.1 WHERE reward = 0.0")
@@ -137,15 +137,15 @@ def test_a_format_reward_of_a_run_solves_nothing(run: Path, tmp_path: Path) -> N
 
 BAD = {
     "unknown column": ("t.csv", "seconds,colour\n1,red\n", "unknown column colour; known: seconds"),
-    "no seconds": ("t.csv", "task,reward\na,1\n", "no column seconds (columns: reward, task)"),
-    "negative": ("t.jsonl", '{"seconds": -1}\n', "seconds is no number from 0 on (given: -1)"),
-    "not finite": ("t.csv", "seconds\nnan\n", "seconds is no number (given: 'nan')"),
-    "torn": ("t.jsonl", '{"seconds": 1}\n{"sec', ":2: no JSON"),
+    "no seconds": ("t.csv", "task,reward\na,1\n", "missing column seconds (columns: reward, task)"),
+    "negative": ("t.jsonl", '{"seconds": -1}\n', "seconds must be a number of at least 0 (given: -1)"),
+    "not finite": ("t.csv", "seconds\nnan\n", "seconds is not a number (given: 'nan')"),
+    "torn": ("t.jsonl", '{"seconds": 1}\n{"sec', ":2: not valid JSON"),
     "no truth": ("t.csv", "seconds,finished\n1,maybe\n", "finished is neither true nor false"),
-    "short row": ("t.csv", "seconds,task\n1\n", "another number of fields"),
-    "binary": ("t.csv", b"\xff\xfe\x00", "is no text"),
-    "empty": ("t.csv", "", "no column seconds"),
-    "few": ("t.csv", "seconds\n1\n2\n", "2 of 2 attempts ended, at least 24 are needed"),
+    "short row": ("t.csv", "seconds,task\n1\n", "the number of fields differs"),
+    "binary": ("t.csv", b"\xff\xfe\x00", "not UTF-8 text"),
+    "empty": ("t.csv", "", "missing column seconds"),
+    "few": ("t.csv", "seconds\n1\n2\n", "2 of 2 attempts finished, but a fit needs 24"),
     "no learner": ("t.csv", "seconds\n" + "1\n" * 30, "--set learner_s=SECONDS"),
 }
 
@@ -184,7 +184,7 @@ def test_bad_options_end_in_one_line_and_code_2(
     assert said in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_run_and_a_run_without_a_step_are_refused(
+def test_other_folders_and_runs_without_a_step_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _tune(monkeypatch, tmp_path) == cli.EXIT_BAD_INPUT
@@ -201,7 +201,7 @@ def _tune(monkeypatch: pytest.MonkeyPatch, source: Path, *options: str) -> int:
     return ended.value.code
 
 
-def test_every_candidate_is_one_that_the_buffer_takes(run: Path) -> None:
+def test_the_buffer_accepts_every_candidate(run: Path) -> None:
     recording = read_run(run)
     base = SimulationPlan.model_validate(recording.settings)
     found = candidates(base, fit(recording), Space(), sandboxes=14)
@@ -216,8 +216,8 @@ def test_every_candidate_is_one_that_the_buffer_takes(run: Path) -> None:
     assert not any(candidate.rule == "all | expiring(1)" and candidate.max_staleness == 1 for candidate in found)
 
 
-def test_what_is_lost_is_seen() -> None:
-    """Aborting what is slow trains hardly any of the slowest tenth; carrying it loses none when nothing is evicted."""
+def test_lost_rollouts_are_measured_as_bias() -> None:
+    """Aborting slow rollouts trains hardly any of the slowest decile; carrying them loses none without evictions."""
     telling = TRUTH.durations.model_copy(update={"task_share": 0.1, "solved_shift": -2.5})
     base = TRUTH.model_copy(update={"durations": telling})
     roomy = Candidate(rule="fraction(0.5)", unfinished="carry", max_staleness=30, slots=8)
@@ -234,7 +234,7 @@ def test_what_is_lost_is_seen() -> None:
     assert aborted.length_bias == pytest.approx(1 - aborted.slow_share)
 
 
-def test_the_choice_is_fast_first_then_harmless_then_fresh() -> None:
+def test_the_choice_prefers_speed_then_low_loss_then_low_staleness() -> None:
     fast_but_biased = trial(step_s=10.0, slow_share=0.3, rule="count(3)")
     stale = trial(step_s=10.2, mean_staleness=2.0, slots=9)
     fresh = trial(step_s=10.25, mean_staleness=1.0, waste=0.005, slots=10)
@@ -245,14 +245,14 @@ def test_the_choice_is_fast_first_then_harmless_then_fresh() -> None:
     assert choose(trials, within=0.2) == slow
 
 
-def test_the_front_is_what_nothing_beats() -> None:
+def test_the_pareto_front_has_all_undominated_trials() -> None:
     best, other, beaten = trial(step_s=9, slots=1), trial(mean_staleness=0.5, slots=2), trial(step_s=12, slots=3)
     assert pareto_front([best, other, beaten]) == [best, other]
     twins = [trial(slots=1), trial(slots=2)]
     assert pareto_front(twins) == twins
 
 
-def test_survivors_are_the_fast_and_the_front() -> None:
+def test_survivors_are_the_fastest_and_the_pareto_front() -> None:
     ladder = [trial(step_s=10.0 + place, slots=place + 1) for place in range(9)]
     fresh = trial(step_s=40, mean_staleness=0.1, slots=99)
     recorded = ladder[0].candidate
@@ -282,12 +282,12 @@ def test_tuning_finds_a_faster_rule_and_writes_it(tuned: tuple[TuningResult, Pat
     assert written["chosen"]["rule"] == kept.rule
 
 
-def test_two_processes_find_the_same(run: Path, tuned: tuple[TuningResult, Path]) -> None:
+def test_the_number_of_processes_does_not_change_the_result(run: Path, tuned: tuple[TuningResult, Path]) -> None:
     request = TuneRequest(source=run, steps=8, space=SMALL, processes=2)
     assert run_tuning(prepare_tuning(request), lambda *_: None).to_json() == tuned[0].to_json()
 
 
-def test_the_page_is_whole_and_escapes_what_it_shows(tuned: tuple[TuningResult, Path]) -> None:
+def test_the_page_is_self_contained_and_escaped(tuned: tuple[TuningResult, Path]) -> None:
     found, out = tuned
     text = (out / "tuning.html").read_text()
     picture = text[text.index("data:image") : text.index('"', text.index("data:image"))]
@@ -308,7 +308,7 @@ def test_the_page_is_whole_and_escapes_what_it_shows(tuned: tuple[TuningResult, 
     ],
     ids=["faster", "faster within the noise", "slower within the noise", "fresher but slower", "fresher"],
 )
-def test_what_other_seeds_do_not_confirm_is_not_recommended(
+def test_a_setting_that_other_seeds_do_not_confirm_is_not_recommended(
     chosen: dict[str, Any], times_s: tuple[float, float, float], worth: bool
 ) -> None:
     before = Prediction(step_s=10.0, least_s=9.6, greatest_s=10.4)
@@ -316,6 +316,6 @@ def test_what_other_seeds_do_not_confirm_is_not_recommended(
     assert is_worth_it(trial(), trial(slots=6, **chosen), before, after) is worth
 
 
-def test_less_loss_is_worth_a_little_time() -> None:
+def test_a_slightly_slower_setting_with_less_loss_is_chosen() -> None:
     before = after = Prediction(step_s=10.0, least_s=9.6, greatest_s=10.4)
     assert is_worth_it(trial(waste=0.1), trial(slots=6), before, after)

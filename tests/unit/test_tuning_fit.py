@@ -58,7 +58,7 @@ def longest_of_a_group_s(config: DurationsConfig, *, seed: int = 9) -> float:
     )
 
 
-def test_the_curve_is_that_of_the_textbook() -> None:
+def test_the_curve_matches_a_textbook_example() -> None:
     """Remission times of 6-MP (Freireich and others, 1963; in every textbook of survival analysis)."""
     ended = [6, 6, 6, 7, 10, 13, 16, 22, 23]
     censored = [6, 9, 10, 11, 17, 19, 20, 25, 32, 32, 34, 35]
@@ -71,7 +71,7 @@ def test_the_curve_is_that_of_the_textbook() -> None:
     assert max(curve.quantiles_s(10, Lognormal(mu=3.0, sigma=1.0), cap_s=40)) == 40
 
 
-def test_without_censoring_the_curve_is_what_was_seen() -> None:
+def test_without_censoring_the_curve_is_empirical() -> None:
     curve = SurvivalCurve.estimate([3, 1, 2, 4], [True] * 4)
     assert curve.left == 0
     assert curve.quantiles_s(4, Lognormal(mu=0.0, sigma=1.0)) == (1, 2, 3, 4)
@@ -79,7 +79,7 @@ def test_without_censoring_the_curve_is_what_was_seen() -> None:
 
 
 @pytest.mark.parametrize("censor_at", [None, 0.6])
-def test_variances_within_and_between_tasks_are_found(censor_at: float | None) -> None:
+def test_variances_within_and_between_tasks_are_recovered(censor_at: float | None) -> None:
     chance = random.Random(5)
     values, finished, tasks, rewards = [], [], [], []
     for task in range(400):
@@ -99,15 +99,15 @@ def test_variances_within_and_between_tasks_are_found(censor_at: float | None) -
     assert found.own_deviation == pytest.approx(0.5, abs=0.04)
 
 
-def test_single_attempts_say_nothing_of_tasks() -> None:
+def test_single_attempts_give_no_task_variance() -> None:
     found = fit_mixed([1.0, 2.0, 3.0, 4.0], [True] * 4, list("abcd"), [None] * 4)
     assert (found.task_deviation, found.shift) == (0, 0)
     assert found.mean == pytest.approx(2.5, abs=1e-3)
     assert found.own_deviation == pytest.approx(1.118, abs=0.01)
 
 
-def test_what_is_unfinished_counts() -> None:
-    """A third is censored: those that ended are a quarter too short in the mean, the fit is not."""
+def test_censored_attempts_do_not_bias_the_mean() -> None:
+    """A third is censored: the mean of finished attempts is a quarter too short, that of the fit is right."""
     observations = drawn(TRUTH, tasks=250, censor_s=80)
     assert 0.25 < fmean(not observation.finished for observation in observations) < 0.4
     found, truth_s = fit(recorded(observations)), Durations(TRUTH, seed=0).mean_s
@@ -118,7 +118,7 @@ def test_what_is_unfinished_counts() -> None:
     assert -0.8 < found.durations.solved_shift < -0.3
 
 
-def test_the_longest_of_a_group_is_as_long_as_recorded() -> None:
+def test_the_longest_duration_of_a_group_matches_the_recording() -> None:
     """What whole groups wait for; attempts that are independent have longer maxima."""
     truth = TRUTH.model_copy(update={"task_share": 0.7, "stragglers": 0.0})
     found = fit(recorded(drawn(truth, tasks=400, censor_s=1e6))).durations
@@ -133,7 +133,7 @@ def test_a_fit_does_not_depend_on_the_order() -> None:
     assert fit(recorded(observations)) == fit(recorded(shuffled))
 
 
-def test_chances_are_drawn_towards_the_mean() -> None:
+def test_success_rates_shrink_towards_the_mean() -> None:
     observations = [
         Observation(task=task, seconds=1.0 + number / 100, solved=task == "easy")
         for task in ("easy", "hard")
@@ -144,14 +144,16 @@ def test_chances_are_drawn_towards_the_mean() -> None:
     assert 0.95 < high < 1
 
 
-def test_too_little_is_refused() -> None:
+def test_too_few_attempts_are_refused() -> None:
     observations = [Observation(task="t", seconds=1.0, finished=number < LEAST_FINISHED - 1) for number in range(99)]
-    with pytest.raises(ConfigError, match=rf"{LEAST_FINISHED - 1} of 99 attempts ended, at least {LEAST_FINISHED}"):
+    with pytest.raises(
+        ConfigError, match=rf"{LEAST_FINISHED - 1} of 99 attempts finished, but a fit needs {LEAST_FINISHED}"
+    ):
         fit(recorded(observations))
 
 
 @pytest.mark.parametrize("solved_share", [0.2, 0.5])
-def test_tasks_and_outcomes_leave_the_distribution_as_it_is(solved_share: float) -> None:
+def test_tasks_and_outcomes_do_not_change_the_marginal_distribution(solved_share: float) -> None:
     plain = DurationsConfig(mean_s=30, median_s=25, cap_s=500)
     ranked = plain.model_copy(update={"task_share": 0.4, "solved_shift": 1.5, "solved_share": solved_share})
     durations, chance = Durations(ranked, seed=4), random.Random(4)
@@ -165,7 +167,7 @@ def test_tasks_and_outcomes_leave_the_distribution_as_it_is(solved_share: float)
     assert fmean(times_s[True]) > 1.5 * fmean(times_s[False])
 
 
-def test_stragglers_are_in_the_mean() -> None:
+def test_the_mean_includes_stragglers() -> None:
     config = DurationsConfig(mean_s=30, median_s=25, cap_s=120, stragglers=0.1, straggler_factor=5)
     durations = Durations(config, seed=0)
     drawn_s = [durations.draw_s(str(number)) for number in range(20_000)]

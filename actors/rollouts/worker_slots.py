@@ -1,0 +1,253 @@
+"""The slots of the rollout workers: what each worker carries, and all calls to workers.
+
+Invariants:
+- A worker never carries more than `slots_per_worker` training rollouts, and all workers together never more than the
+  adaptive limit.
+- When a worker dies, its training attempts are abandoned (the buffer makes new ones), its evaluations end as infra, and
+  its sandboxes are released. It gets no orders before it has answered again, so a dead worker uses up no attempts.
+- Workers do not wait for each other: a worker that hangs or is away delays only its own orders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from headrace.actors.errors import ActorGone, ActorLost
+from headrace.actors.rollouts.answers import answer_without_record
+from headrace.actors.runtime.retry import until_back
+from headrace.buffer.types import Outcome, RolloutId, RolloutOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from headrace.actors.places.sandbox_pool import SandboxPool
+    from headrace.actors.rollouts.answers import Answer
+    from headrace.actors.rollouts.pacing import AdaptiveLimit, Pressure
+    from headrace.actors.rollouts.records import RolloutStore
+    from headrace.actors.rollouts.worker import RolloutWorker
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 5.0
+"""Timeout of one waiting call; it only bounds how fast a cancelled dispatcher notices."""
+RETRY_S = 0.2
+"""Delay before a lost call is repeated while its actor lives."""
+
+Attempt = tuple[RolloutId, int]
+
+
+@dataclass(slots=True)
+class WorkerSlot:
+    """Attempts that one worker carries."""
+
+    worker: RolloutWorker
+    incarnation: str = ""
+    """Name of its process; sandboxes are released by it."""
+    assignment: str = ""
+    """Name of its last reset; a new one means that everything it carried is gone."""
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the worker answers and serves this dispatcher."""
+    seen: int = 0
+    """Number of the last end that this worker reported."""
+    receiving: int = 0
+    """Pending calls that hand over orders; the worker gets no more meanwhile."""
+    cancelling: bool = False
+    """True while a call that cancels attempts is pending."""
+    training: dict[Attempt, None] = field(default_factory=dict)
+    """Training attempts, in start order."""
+    evaluations: dict[Attempt, RolloutOrder] = field(default_factory=dict)
+
+
+class WorkerSlots:
+    """Slots of all workers. `trained` is called with the outcome of every training attempt."""
+
+    def __init__(
+        self,
+        workers: Sequence[RolloutWorker],
+        *,
+        slots_per_worker: int,
+        limit: AdaptiveLimit,
+        replay: RolloutStore,
+        pool: SandboxPool,
+        trained: Callable[[Outcome], None],
+    ) -> None:
+        self._slots = [WorkerSlot(worker) for worker in workers]
+        self._slots_per_worker = slots_per_worker
+        self.limit = limit
+        self._replay = replay
+        self._pool = pool
+        self._trained = trained
+        self._freed = asyncio.Event()
+        self._calls: set[asyncio.Task[None]] = set()
+        """Pending calls to workers that run in the background."""
+        self._answers: dict[Attempt, asyncio.Future[Answer]] = {}
+        self.answered = 0
+        """Evaluation attempts that ended."""
+
+    def watch(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin to serve all workers, with tasks of this group."""
+        self._tasks = tasks
+        self._watchers = [tasks.create_task(self._watch(slot)) for slot in self._slots]
+
+    def stop(self) -> None:
+        """Cancel all calls to workers."""
+        for task in (*self._watchers, *self._calls):
+            task.cancel()
+
+    @property
+    def in_flight(self) -> int:
+        """Number of training attempts that workers carry."""
+        return sum(len(slot.training) for slot in self._slots)
+
+    @property
+    def evaluating(self) -> int:
+        """Number of evaluation attempts that workers carry."""
+        return sum(len(slot.evaluations) for slot in self._slots)
+
+    @property
+    def carried(self) -> list[Attempt]:
+        """Training attempts that workers carry."""
+        return [attempt for slot in self._slots for attempt in slot.training]
+
+    def room(self, slot: WorkerSlot) -> int:
+        """Number of training attempts that a worker can still take, without the adaptive limit."""
+        return self._slots_per_worker - len(slot.training)
+
+    def pace(self, pressure: Pressure) -> None:
+        """Adapt the limit to the load of engines and outside services."""
+        before = self.limit.limit
+        if self.limit.look(pressure, self.in_flight, asyncio.get_running_loop().time()) > before:
+            self._freed.set()
+
+    async def free(self) -> WorkerSlot:
+        """Wait for a worker with room for training, and return the least loaded one."""
+        return await self._slot_with(
+            lambda slot: len(slot.training),
+            room=lambda slot: not slot.receiving and self.room(slot) > 0 and self.in_flight < self.limit.limit,
+        )
+
+    def train(self, slot: WorkerSlot, orders: list[RolloutOrder]) -> None:
+        """Hand training orders to a worker. The call continues if the caller is cancelled: otherwise attempts that no
+        worker has would occupy slots forever."""
+        slot.training |= dict.fromkeys((order.rollout_id, order.attempt) for order in orders)
+        self._call(self._start(slot, orders))
+
+    async def evaluate(self, order: RolloutOrder) -> Answer:
+        """Run an evaluation attempt on the least loaded worker."""
+        slot = await self._slot_with(
+            lambda slot: len(slot.training) + len(slot.evaluations), room=lambda slot: slot.ready.is_set()
+        )
+        key = (order.rollout_id, order.attempt)
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        slot.evaluations[key] = order
+        try:
+            await self._start(slot, [order])
+            ended: Answer = await answer
+            return ended
+        finally:
+            self._answers.pop(key, None)
+            slot.evaluations.pop(key, None)
+
+    def cancel(self, attempts: Sequence[Attempt]) -> None:
+        """Cancel training attempts on their workers. Attempts of a worker with a pending cancel call are skipped; the
+        buffer names them again with the next orders."""
+
+        async def cancel_at(slot: WorkerSlot, attempts: list[Attempt]) -> None:
+            slot.cancelling = True
+            try:
+                with suppress(ActorLost):
+                    await slot.worker.cancel(attempts)
+            finally:
+                slot.cancelling = False
+
+        for slot in self._slots:
+            mine = [attempt for attempt in attempts if attempt in slot.training]
+            if mine and not slot.cancelling:
+                self._call(cancel_at(slot, mine))
+
+    async def calls_ended(self) -> None:
+        """Wait until the current calls to workers have ended."""
+        if self._calls:
+            await asyncio.wait(self._calls)
+
+    def _call(self, work: Coroutine[None, None, None]) -> None:
+        calling = self._tasks.create_task(work)
+        self._calls.add(calling)
+        calling.add_done_callback(self._calls.discard)
+
+    async def _slot_with(self, load: Callable[[WorkerSlot], int], *, room: Callable[[WorkerSlot], bool]) -> WorkerSlot:
+        while True:
+            ready = [slot for slot in self._slots if slot.ready.is_set() and room(slot)]
+            if ready:
+                return min(ready, key=load)
+            self._freed.clear()
+            await self._freed.wait()
+
+    async def _start(self, slot: WorkerSlot, orders: list[RolloutOrder]) -> None:
+        """Return once the worker has the orders, or died or was reset: its watcher then abandons all it carried."""
+        assignment = slot.assignment
+        slot.receiving += 1
+        try:
+            while slot.ready.is_set() and slot.assignment == assignment:
+                try:
+                    await slot.worker.start(orders, assignment)
+                except ActorLost:
+                    # The worker died, or only the call was lost.
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    return
+        finally:
+            slot.receiving -= 1
+            self._freed.set()
+
+    async def _watch(self, slot: WorkerSlot) -> None:
+        """Collect finished attempts of a worker forever, and handle its death."""
+        await self._attend(slot)
+        while True:
+            try:
+                ended = await slot.worker.finished(slot.assignment, after=slot.seen, timeout_s=POLL_S)
+            except ActorLost:
+                await self._abandon(slot)
+                await self._attend(slot)
+                continue
+            for finished in ended:
+                slot.seen = finished.number
+                key = (finished.rollout_id, finished.attempt)
+                if key in slot.training:
+                    del slot.training[key]
+                    self._freed.set()
+                    self._trained(finished.outcome)
+                elif (answer := self._answers.get(key)) and not answer.done():
+                    self.answered += 1
+                    order = slot.evaluations[key]
+                    answer.set_result(finished.answer or answer_without_record(order, finished.outcome))
+
+    async def _attend(self, slot: WorkerSlot) -> None:
+        """Reset a worker for this dispatcher. Waits however long it is away; the guard of the actors ends the run if it
+        does not come back."""
+        while True:
+            try:
+                status = await until_back(lambda: slot.worker.reset())
+                break
+            except ActorGone as error:
+                logger.warning("a worker is still away: %s", error)
+        slot.incarnation, slot.assignment = status.incarnation, status.assignment
+        slot.seen = 0
+        slot.ready.set()
+        self._freed.set()
+
+    async def _abandon(self, slot: WorkerSlot) -> None:
+        """Give up everything that a dead worker carried; it starts again, here or elsewhere."""
+        slot.ready.clear()
+        lost, slot.training = list(slot.training), {}
+        logger.warning("worker lost with %d rollouts and %d evaluations", len(lost), len(slot.evaluations))
+        for key, order in slot.evaluations.items():
+            if (answer := self._answers.get(key)) and not answer.done():
+                answer.set_result(answer_without_record(order, Outcome.infra("the worker died")))
+        if lost:
+            await until_back(lambda: self._replay.abandon(lost))
+        await until_back(lambda: self._pool.release_holder(slot.incarnation))
