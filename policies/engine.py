@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NewType, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.buffer.types import VersionSpan
     from headrace.buffer.versions import PolicyVersion
 
 EngineId = NewType("EngineId", str)
@@ -64,23 +65,12 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSpan:
-    """Output positions `[start, end)` were sampled by `version`; with `stale_kv` on keys and values that older weights
-    had left in the cache: no forward pass of that version gives these log-probabilities."""
-
-    start: int
-    end: int
-    version: PolicyVersion
-    stale_kv: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """`len(output_ids) == len(logprobs)`; the spans cover it without gaps. `text` drops what was matched as a stop."""
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    spans: tuple[TokenSpan, ...]
+    spans: tuple[VersionSpan, ...]
     finish: FinishReason
     text: str
     prompt_tokens: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from headrace.policies.cpu_engine.scheduler import Aborted, LengthReached, Stopped
@@ -54,14 +55,16 @@ def generation_json(
     """Reply of /generate for one sequence. A request aborted in the queue lacks some keys, as in SGLang."""
     finish = generation.finish
     assert finish is not None
+    spans: list[Json] = []
+    for label, tokens in groupby(generation.versions):
+        start = spans[-1]["end"] if spans else 0
+        spans.append({"version": label, "start": start, "end": start + sum(1 for _ in tokens)})
     meta: Json = {
         "id": generation.prompt.request_id,
         "finish_reason": finish_json(finish),
         "prompt_tokens": len(generation.prompt.input_ids),
         "weight_version": version,
-        "weight_versions": [
-            {"version": span.version, "start": span.start, "end": span.end} for span in generation.spans
-        ],
+        "weight_versions": spans,
         "num_retractions": generation.retractions,
         "completion_tokens": len(generation.output_ids),
         "reasoning_tokens": 0,

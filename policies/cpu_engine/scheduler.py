@@ -5,7 +5,7 @@ Invariants:
 - A generation is in exactly one place: waiting, running (its index is its cache row), or finished; it finishes once.
 - Nothing enters while `paused` or `holding` (a weight update session is open), and nothing is sampled while `paused`.
 - A pause in place leaves generations in their rows: their cache stays, and the next token is sampled on it.
-- Every output token carries the version that sampled it; spans cover the output without gaps.
+- Every output token carries the version that sampled it.
 - `moves` lists the row copies the cache needs, in order, before the next forward pass.
 - Like SGLang, an abort of a request that arrived during a pause is lost: callers repeat it after the pause. One of a
   request that was paused in place ends it when the pause ends.
@@ -49,15 +49,6 @@ class Aborted:
 Finish = Stopped | LengthReached | Aborted
 
 
-@dataclass(slots=True, kw_only=True)
-class Span:
-    """Output positions `[start, end)`."""
-
-    version: str
-    start: int
-    end: int
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Generation:
     """One request on its way."""
@@ -65,7 +56,8 @@ class Generation:
     prompt: Prompt
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    """The label of the weights that sampled each output token."""
     retractions: int = 0
     arrived_paused: bool = False
     abort_asked: bool = False
@@ -80,13 +72,9 @@ class Generation:
         return [*self.prompt.input_ids, *self.output_ids]
 
     def append(self, token: int, logprob: float, version: str) -> None:
-        position = len(self.output_ids)
         self.output_ids.append(token)
         self.logprobs.append(logprob)
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1].end = position + 1
-        else:
-            self.spans.append(Span(version=version, start=position, end=position + 1))
+        self.versions.append(version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,7 +172,7 @@ class EngineServer:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-            version = result.spans[-1].version if result.spans else self._engine.runner.version
+            version = result.versions[-1] if result.versions else self._engine.runner.version
             latency_s = time.monotonic() - started_s
             replies.append(
                 generation_json(result, self._decode, version=version, latency_s=latency_s, now_s=time.time())

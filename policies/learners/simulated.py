@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.buffer.types import CheckpointRef, StepReport
+from headrace.buffer.types import CheckpointRef, StepReport, VersionSpan
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, FinishReason, TokenSpan
+from headrace.policies.engine import Completion, FinishReason
 from headrace.policies.errors import EngineDown
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learner_errors import LearnerNotOpen
@@ -155,11 +155,11 @@ class SimulatedEngine:
         ends = [*starts[1:], asyncio.get_running_loop().time()]
         return [(start, end, served) for start, end, (_, served) in zip(starts, ends, changes, strict=True)]
 
-    def _spans(self, tokens: int, seconds: float, began: float, since: int) -> tuple[TokenSpan, ...]:
+    def _spans(self, tokens: int, seconds: float, began: float, since: int) -> tuple[VersionSpan, ...]:
         """Tokens in equal shares of the time, each the version's that was served at its end."""
         if tokens and since == len(self._history) - 1 and self.served.version is not None:
-            return (TokenSpan(start=0, end=tokens, version=self.served.version),)
-        spans: list[TokenSpan] = []
+            return (VersionSpan(start=0, end=tokens, version=self.served.version),)
+        spans: list[VersionSpan] = []
         worked_s, start = 0.0, 0
         stretches = self._stretches(began, since)
         for index, (began_s, ended_s, served) in enumerate(stretches):
@@ -168,14 +168,14 @@ class SimulatedEngine:
             end = tokens if last or not seconds else min(tokens, int(tokens * worked_s / seconds))
             if end > start and served.version is not None:
                 if spans and spans[-1].version == served.version:
-                    spans[-1] = TokenSpan(start=spans[-1].start, end=end, version=served.version)
+                    spans[-1] = VersionSpan(start=spans[-1].start, end=end, version=served.version)
                 else:
-                    spans.append(TokenSpan(start=start, end=end, version=served.version))
+                    spans.append(VersionSpan(start=start, end=end, version=served.version))
                 start = end
         return tuple(spans)
 
 
-def _completion(tokens: int, spans: tuple[TokenSpan, ...], first_id: int) -> Completion:
+def _completion(tokens: int, spans: tuple[VersionSpan, ...], first_id: int) -> Completion:
     return Completion(
         output_ids=tuple([position % VOCABULARY for position in range(first_id, first_id + tokens)]),
         logprobs=(LOGPROB,) * tokens,

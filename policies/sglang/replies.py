@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, FinishReason, TokenSpan
+from headrace.policies.engine import Completion, FinishReason
 from headrace.policies.errors import EngineReplyInvalid
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _count(meta: dict[str, Any], key: str) -> int:
     return 0 if meta.get(key) is None else int(read(meta, key, int))
 
 
-def covers(spans: tuple[TokenSpan, ...], length: int) -> bool:
+def covers(spans: tuple[VersionSpan, ...], length: int) -> bool:
     """The spans follow one another from 0 to `length`."""
     edges = [0, *(span.end for span in spans)]
     follow = all(span.start == edge <= span.end for span, edge in zip(spans, edges, strict=False))
@@ -89,20 +90,20 @@ def covers(spans: tuple[TokenSpan, ...], length: int) -> bool:
 
 def _read_spans(
     meta: dict[str, Any], length: int, foreign_version: str | None, spans_told: bool
-) -> tuple[TokenSpan, ...]:
+) -> tuple[VersionSpan, ...]:
     """The server's own spans; where it has none to tell, one over the whole output."""
     if "weight_versions" not in meta and (foreign_version is not None or not spans_told):
         label = read(meta, "weight_version", str) if foreign_version is None else foreign_version
-        return (TokenSpan(start=0, end=length, version=read_version(label, foreign_version)),)[: bool(length)]
+        return (VersionSpan(start=0, end=length, version=read_version(label, foreign_version)),)[: bool(length)]
     return tuple(
-        TokenSpan(
+        VersionSpan(
             start=int(span["start"]), end=int(span["end"]), version=read_version(span["version"], foreign_version)
         )
         for span in read(meta, "weight_versions", list)
     )
 
 
-def mark_stale(completion: Completion, cache_namespace: str | None) -> tuple[TokenSpan, ...]:
+def mark_stale(completion: Completion, cache_namespace: str | None) -> tuple[VersionSpan, ...]:
     """The spans where pushes arrive in place; every request then names its part of the cache after the version its
     engine had when it was sent. Only under the version that sampled the first token were all keys and values that it
     saw made by that version: another name, or none, flags everything, also where nothing was cached, for the prompt may

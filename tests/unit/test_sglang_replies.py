@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies import errors
-from headrace.policies.engine import GenerateRequest, RequestId, TokenSpan
+from headrace.policies.engine import GenerateRequest, RequestId
 from headrace.policies.sglang.dialects import DIALECTS, dialect_of
 from headrace.policies.sglang.refusals import refusal
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion
@@ -36,7 +37,7 @@ def completion(*edges: tuple[str, int, int], **meta: Any) -> Completion:
     return parse_completion(reply, spans_told=bool(edges))
 
 
-def stale(spans: tuple[TokenSpan, ...]) -> list[bool]:
+def stale(spans: tuple[VersionSpan, ...]) -> list[bool]:
     return [span.stale_kv for span in spans]
 
 
@@ -64,7 +65,7 @@ def test_unknown_versions_get_the_nearest_older_one_with_one_warning(
 
 
 def test_a_dialect_without_spans_labels_the_whole_output() -> None:
-    assert completion().spans == (TokenSpan(start=0, end=4, version=PolicyVersion(1, 3)),)
+    assert completion().spans == (VersionSpan(start=0, end=4, version=PolicyVersion(1, 3)),)
     with pytest.raises(errors.EngineReplyInvalid, match="weight_version"):
         completion(weight_version=None)
     with pytest.raises(errors.EngineReplyInvalid, match="weight_versions"):
