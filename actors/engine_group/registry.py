@@ -15,8 +15,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from headrace.actors.engine_group.breaker import BreakerState, CircuitBreaker
 from headrace.actors.engine_group.errors import EngineAddressTaken, EngineUnknown
+from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
@@ -76,6 +76,11 @@ MOVES: Mapping[EngineState, frozenset[EngineState]] = {
 }
 
 
+def new_breaker() -> CircuitBreaker:
+    """Return the breaker of a place: it opens after three failures in five minutes, for 10 s at first."""
+    return CircuitBreaker(3, 10.0, longest_open_s=300.0, window_s=300.0)
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineEntry:
     """One engine. `place` is what outlives it: engines that replace one another share it. `reason` tells why it does
@@ -112,7 +117,7 @@ class EngineRegistry:
             self._refuse_taken(engine_id, url)
         self._entries.pop(engine_id, None)
         entry = self._entries[engine_id] = EngineEntry(engine_id=engine_id, place=place, origin=origin, url=url)
-        self.breaker(place).tried(now)
+        self.breaker(place).begin(now)
         self._forget_the_oldest()
         return entry
 
@@ -140,7 +145,7 @@ class EngineRegistry:
 
     def trying(self, engine_id: EngineId, now: float) -> None:
         """It is about to be caught up."""
-        self.breaker(self[engine_id].place).tried(now)
+        self.breaker(self[engine_id].place).begin(now)
 
     def quarantine(self, engine_id: EngineId, reason: str, now: float) -> None:
         """It failed."""
@@ -201,7 +206,7 @@ class EngineRegistry:
         return next((entry for entry in self.living() if entry.url and address(entry.url) == address(url)), None)
 
     def breaker(self, place: str) -> CircuitBreaker:
-        return self._breakers.setdefault(place, CircuitBreaker())
+        return self._breakers.setdefault(place, new_breaker())
 
     def may_try(self, place: str, now: float) -> bool:
         """Whether an engine may be started, or caught up, at this place now."""

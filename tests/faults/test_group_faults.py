@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from headrace.actors.engine_group.breaker import CircuitBreaker
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import EngineState
+from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
 from headrace.policies.push.machine import Phase
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 

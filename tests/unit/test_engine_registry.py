@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.engine_group.breaker import BreakerState, CircuitBreaker
 from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
 from headrace.actors.engine_group.journal import TAIL_BYTES, PushJournal
 from headrace.actors.engine_group.members_file import EngineStatus, Roster, read_roster
-from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, EngineState, Origin
+from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, EngineState, Origin, new_breaker
 from headrace.actors.engine_group.requests import RequestBox, ask_group
+from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
@@ -114,7 +114,7 @@ def test_the_place_of_engines_that_fail_again_and_again_waits_ever_longer() -> N
 
 
 def test_a_quiet_window_makes_the_delay_short_again() -> None:
-    breaker = CircuitBreaker()
+    breaker = new_breaker()
     for now in (0.0, 0.0, 0.0, 10.0, 30.0):
         breaker.failed(now)
     assert breaker.delay_s == 40.0
