@@ -15,13 +15,11 @@ MAX_MODULES = 20
 LARGE_CLASSES = {
     "ReplayStore": (459, 51),
     "BatchBook": (379, 34),
-    "EngineGroup": (360, 30),
     "ReplayState": (333, 42),
     "Dispatcher": (329, 29),
     "ReplayBuffer": (301, 39),
     "SGLangEngine": (230, 29),
     "Replay": (201, 28),
-    "EngineRegistry": (157, 27),
 }
 """Classes that were larger when the bounds came: lines and methods, which may only become fewer."""
 FOLDERS = (*ORDER, "scripts/benches")

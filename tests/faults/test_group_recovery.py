@@ -53,8 +53,7 @@ class MortalGroup(EngineGroup):
         self._die_at("recovered")
         await super()._bring_up_to_date(at_once=at_once)
 
-    def _make_parts(self, http: aiohttp.ClientSession) -> None:
-        super()._make_parts(http)
+    async def _gather_engines(self) -> None:
         [sender] = self._senders.take(1)
         call = sender.call
 
@@ -65,6 +64,7 @@ class MortalGroup(EngineGroup):
             return reply
 
         sender.call = calling  # type: ignore[method-assign]
+        await super()._gather_engines()
 
     def _die_at(self, moment: str) -> None:
         fatal = self._directory / "fatal.json"

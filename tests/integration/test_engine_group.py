@@ -17,7 +17,7 @@ from headrace.actors.engine_group.errors import (
     EngineNotServing,
     EngineUnknown,
 )
-from headrace.actors.engine_group.fleet import Fleet, foreign_id
+from headrace.actors.engine_group.fleet import Fleet, attached_id
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
 from headrace.actors.engine_group.requests import ask_group
@@ -269,7 +269,7 @@ async def test_an_engine_that_joins_without_the_weights_is_no_success(
         await rig.push(models[1], 1)
         with pytest.raises(EngineNotServing, match="serves another model"):
             await rig.group.add(servers["odd"].url)
-        assert (await rig.engines())[foreign_id(servers["odd"].url)].state is EngineState.QUARANTINED
+        assert (await rig.engines())[attached_id(servers["odd"].url)].state is EngineState.QUARANTINED
 
 
 async def test_what_was_removed_stays_away_from_the_next_group(kit: Any, models: list[Path], tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ async def test_an_engine_at_an_address_that_is_taken_is_replaced(
         [status] = [status for status in await rig.group.status() if status.engine_id == refused]
         assert status.state is EngineState.GONE
         assert "have one address" in status.reason
-        assert not await started[0].body.is_alive()
+        assert not await started[0].handle.is_alive()
 
 
 async def test_a_group_starts_though_its_newest_snapshot_is_broken(
@@ -364,17 +364,17 @@ async def test_a_group_starts_though_its_newest_snapshot_is_broken(
         await rig.until_serving(1, "1.2")
 
 
-async def test_a_look_bears_an_engine_that_is_forgotten_meanwhile(
+async def test_a_health_check_ignores_an_engine_that_leaves_meanwhile(
     kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 1000.0)
     async with kit.servers(models[0], tmp_path, "a", "b") as servers:
         urls = [process.url for process in servers.values()]
         async with kit.open_group(models[0], tmp_path, count=0, attach=urls, health_timeout_s=60.0) as rig:
-            name, registry = foreign_id(urls[0]), rig.group._registry
+            name, registry = attached_id(urls[0]), rig.group._registry
             os.kill(servers["a"].pid, signal.SIGSTOP)
             async with asyncio.TaskGroup() as tasks:
-                looking = tasks.create_task(rig.group._health.look())
+                looking = tasks.create_task(rig.group._health.check())
                 await asyncio.sleep(0)
                 await rig.group._fleet.end(name, "it left")
                 for number in range(REMEMBERED + 1):

@@ -81,12 +81,12 @@ def test_an_attached_engine_in_quarantine_is_due_as_often_as_its_breaker_allows(
     registry.quarantine(ONE, "hangs", 2.0)
     registry.heard(ONE)
     assert registry.due(2.0) == ()
-    assert registry.breaker_state(ONE, 2.0) is BreakerState.OPEN
+    assert registry.breaker(registry[ONE].place).state(2.0) is BreakerState.OPEN
     assert [entry.engine_id for entry in registry.due(12.0)] == [ONE]
     registry.trying(ONE, 12.0)
     assert registry.due(12.0) == ()
     registry.serves(ONE, V1)
-    assert registry.breaker_state(ONE, 12.0) is BreakerState.CLOSED
+    assert registry.breaker(registry[ONE].place).state(12.0) is BreakerState.CLOSED
 
 
 def test_an_engine_of_ours_in_quarantine_is_replaced_not_caught_up() -> None:
