@@ -426,7 +426,7 @@ async def test_another_version_for_the_same_weights(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("path", "named"),
     [
-        ("/update_weights_from_tensor", "unpickles nothing"),
+        ("/update_weights_from_tensor", "does not unpickle"),
         ("/release_memory_occupation", "release_memory_occupation is not supported"),
         ("/resume_memory_occupation", "resume_memory_occupation is not supported"),
     ],
