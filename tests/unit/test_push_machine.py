@@ -192,14 +192,14 @@ def has_all_or_nothing(
 
 def test_most_engines_of_a_kind_are_right() -> None:
     agreement = Agreement()
-    agreement.tell(A, {"w": "wrong", "b": "same"})
+    agreement.add(A, {"w": "wrong", "b": "same"})
     assert agreement.wrong() == {}
-    agreement.tell(B, {"w": "right", "b": "same"})
-    agreement.tell(EngineId("other"), {"shard": "another kind"})
+    agreement.add(B, {"w": "right", "b": "same"})
+    agreement.add(EngineId("other"), {"shard": "another kind"})
     assert agreement.wrong() == {B: ["w"]}, "one against one: the first is believed"
-    agreement.tell(C, {"w": "right", "b": "same"})
+    agreement.add(C, {"w": "right", "b": "same"})
     assert agreement.wrong() == {A: ["w"]}
-    agreement.tell(EngineId("d"), {"w": "wrong", "b": "same"})
+    agreement.add(EngineId("d"), {"w": "wrong", "b": "same"})
     assert agreement.wrong() == {A: ["w"], EngineId("d"): ["w"]}, "as many against as many: who was believed before"
 
 
