@@ -18,7 +18,6 @@ LARGE_CLASSES = {
     "ReplayState": (333, 42),
     "Dispatcher": (329, 29),
     "ReplayBuffer": (301, 39),
-    "SGLangEngine": (230, 29),
     "Replay": (201, 28),
 }
 """Classes that were larger when the bounds came: lines and methods, which may only become fewer."""

@@ -106,5 +106,5 @@ def test_two_at_once_make_one(cache: Path) -> None:
 def test_an_unknown_version_is_refused(cache: Path) -> None:
     refused = run("9.9.9")
     assert refused.returncode == 2
-    assert "9.9.9 is not known here; there are 0.5.15.post1, 0.5.21, 0.5.23" in refused.stderr
+    assert "9.9.9 is not supported; choose one of 0.5.15.post1, 0.5.21, 0.5.23" in refused.stderr
     assert not (cache / "asked").exists()

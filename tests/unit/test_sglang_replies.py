@@ -34,7 +34,7 @@ def completion(*edges: tuple[str, int, int], **meta: Any) -> Completion:
     spans = [{"version": version, "start": start, "end": end} for version, start, end in edges]
     told = {"weight_versions": spans} if edges else {}
     reply = {"text": "", "output_ids": [0, 1, 2, 3], "meta_info": META | told | meta}
-    return parse_completion(reply, spans_told=bool(edges))
+    return parse_completion(reply, expects_spans=bool(edges))
 
 
 def stale(spans: tuple[VersionSpan, ...]) -> list[bool]:
@@ -61,7 +61,7 @@ def test_unknown_versions_get_the_nearest_older_one_with_one_warning(
         assert dialect_of(version).version == (spoken or DIALECTS[0].version)
         dialect_of(version)
     said = [record.getMessage() for record in caplog.records if record.name.startswith("headrace")]
-    assert [text.split(" was ")[0] for text in said] == [f"SGLang {version}"]
+    assert [text.split(" is ")[0] for text in said] == [f"SGLang {version}"]
 
 
 def test_a_dialect_without_spans_labels_the_whole_output() -> None:

@@ -136,7 +136,7 @@ async def test_it_starts_answers_and_leaves_nothing(rig: Rig) -> None:
 async def test_an_interpreter_that_hangs_is_a_failed_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     (rig.folder / "python").write_text("#!/bin/bash\nexec sleep 600\n")
     monkeypatch.setattr("headrace.policies.sglang.server.ASK_TIMEOUT_S", 0.1)
-    with pytest.raises(EngineStartFailed, match="did not tell its version"):
+    with pytest.raises(EngineStartFailed, match="did not report its version"):
         await SGLangProcess(rig.config()).start()
 
 
@@ -208,7 +208,7 @@ async def test_a_server_that_ends_or_stays_silent_did_not_start(rig: Rig) -> Non
 async def test_what_cannot_be_started_is_said_before_anything_runs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineStartFailed, match=r"no config\.json"):
         await SGLangProcess(rig.config(model=rig.folder)).start()
-    with pytest.raises(EngineStartFailed, match="cannot be run"):
+    with pytest.raises(EngineStartFailed, match="is not executable"):
         await SGLangProcess(rig.config(python=rig.folder / "nothing")).start()
     with pytest.raises(EngineStartFailed, match="has no SGLang"):
         await SGLangProcess(rig.config(python=sys.executable)).start()
