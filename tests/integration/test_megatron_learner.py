@@ -500,7 +500,7 @@ async def test_a_failed_open_frees_the_process(tmp_path: Path, write_model: Call
     await learner.close()
     with pytest.raises(CheckpointUnreadable, match="epoch"):
         await learner.open(checkpoint, epoch=1)
-    with pytest.raises(CheckpointUnreadable, match="holds version"):
+    with pytest.raises(CheckpointUnreadable, match="contains version"):
         await learner.open(replace(checkpoint, version=PolicyVersion(1, 5)), epoch=2)
 
 

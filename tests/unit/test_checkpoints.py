@@ -108,8 +108,8 @@ def with_files(root: Path, version: PolicyVersion) -> Path:
         (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda path: (path / "megatron" / "shard").write_bytes(b"moments"), "has 7 bytes, 350 were written"),
         (lambda path: (path / "megatron" / "shard").write_bytes(b"mOments" * 50), "its checksum differs"),
-        (lambda path: (path / "headrace.json").write_bytes(b""), "is no complete checkpoint"),
-        (lambda path: [file.unlink() for file in path.rglob("*") if file.is_file()], "is no complete checkpoint"),
+        (lambda path: (path / "headrace.json").write_bytes(b""), "is not a complete checkpoint"),
+        (lambda path: [file.unlink() for file in path.rglob("*") if file.is_file()], "is not a complete checkpoint"),
     ],
 )
 def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_taken(

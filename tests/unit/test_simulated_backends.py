@@ -57,7 +57,7 @@ async def changing(engine: SimulatedEngine, *changes: tuple[float, Served]) -> N
     loop = asyncio.get_running_loop()
     for at_s, served in changes:
         await asyncio.sleep(at_s - loop.time())
-        engine.tell(served)
+        engine.set_served(served)
 
 
 def one_turn(tokens: int, seconds: float, *changes: tuple[float, Served]) -> tuple[Completion, float]:
@@ -259,11 +259,11 @@ def test_an_attempt_takes_the_same_time_in_every_run_and_its_turns_sum_up() -> N
 def test_a_session_leaves_one_row_of_which_only_what_was_sampled_is_trained() -> None:
     async def main() -> None:
         engine = SimulatedEngine()
-        engine.tell(served(1, 3))
+        engine.set_served(served(1, 3))
         session = SimulatedSession(key="k", engine=engine, temperature=1.0)
         assert session.report(SessionId("s")).trajectory is None
         await session.turn(4, 1.0)
-        engine.tell(served(2, 4))
+        engine.set_served(served(2, 4))
         await session.turn(4, 1.0)
         report = session.report(SessionId("s"))
         assert report.trajectory is not None
