@@ -126,8 +126,8 @@ def test_a_padded_model_and_further_stop_ids_fit(copy: Path) -> None:
     ("name", "content", "said"),
     [
         ("tokenizer.json", None, "tokenizer.json: cannot be read"),
-        ("tokenizer.json", "{}", "is no tokenizer.json"),
-        ("tokenizer_config.json", "[]", "must hold one JSON object"),
+        ("tokenizer.json", "{}", "not a tokenizer.json"),
+        ("tokenizer_config.json", "[]", "must contain one JSON object"),
         ("tokenizer_config.json", '{"eos_token": "<|no|>"}', "'<|no|>' is not in tokenizer.json"),
         ("chat_template.jinja", "{% for %}", "does not compile"),
         ("config.json", "{}", "vocab_size must be a whole number"),
