@@ -72,7 +72,7 @@ def test_a_dialect_without_spans_labels_the_whole_output() -> None:
         parse_completion({"text": "", "output_ids": [0, 1, 2, 3], "meta_info": META})
 
 
-def test_stale_is_what_comes_after_a_change_of_version() -> None:
+def test_tokens_after_a_change_of_version_are_stale() -> None:
     changed = completion(("1.3", 0, 1), ("1.4", 1, 3), ("1.5", 3, 4))
     assert stale(mark_stale(changed, "1.3")) == [False, True, True]
     assert stale(mark_stale(completion(("1.3", 0, 4)), "1.3")) == [False]
@@ -81,7 +81,7 @@ def test_stale_is_what_comes_after_a_change_of_version() -> None:
 
 
 @pytest.mark.parametrize("cached_tokens", [0, 2])
-def test_all_is_stale_where_the_cache_was_of_another_version(cached_tokens: int) -> None:
+def test_all_tokens_are_stale_if_the_cache_is_of_another_version(cached_tokens: int) -> None:
     done = completion(("1.3", 0, 4), cached_tokens=cached_tokens)
     assert stale(mark_stale(done, "1.3")) == [False]
     assert stale(mark_stale(done, "1.2")) == [True]
@@ -89,7 +89,7 @@ def test_all_is_stale_where_the_cache_was_of_another_version(cached_tokens: int)
     assert mark_stale(replace(done, spans=()), "1.2") == ()
 
 
-def test_the_cache_namespace_is_sent_only_where_there_is_one() -> None:
+def test_the_cache_namespace_is_sent_only_if_set() -> None:
     request = GenerateRequest(request_id=RequestId("r"), input_ids=(1,), max_new_tokens=1)
     assert "extra_key" not in generate_body(request)
     assert generate_body(replace(request, cache_namespace="1.3"))["extra_key"] == "1.3"
