@@ -79,7 +79,7 @@ class PlacedProcess:
 
 
 class AttachedServer:
-    """Server that was started by somebody else."""
+    """Server that was attached, and is managed by others."""
 
     async def is_alive(self) -> bool:
         return True

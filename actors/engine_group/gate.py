@@ -34,18 +34,18 @@ class GatewayGate:
         self._registry = registry
 
     async def close(self, engine_id: EngineId, lease_s: float) -> None:
-        await tell_gateway(self._gateway.close_gate(engine_id, lease_s))
+        await call_gateway(self._gateway.close_gate(engine_id, lease_s))
 
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
         """Open the engine's gate. Returns no aborts to repeat: the gateway repeats them itself."""
         # The next routing table carries the namespace again, from the registry.
         self._registry.opened(engine_id, cache_namespace)
-        await tell_gateway(self._gateway.open_gate(engine_id, cache_namespace))
+        await call_gateway(self._gateway.open_gate(engine_id, cache_namespace))
         return ()
 
     async def route(self, table: RoutingTable) -> None:
         """Send a routing table; a restarting gateway gets the next one."""
-        await tell_gateway(self._gateway.set_engines(table))
+        await call_gateway(self._gateway.set_engines(table))
 
     async def stats(self) -> GatewayStats | None:
         """Return the gateway's counts, None when it does not answer."""
@@ -56,7 +56,7 @@ class GatewayGate:
             return None
 
 
-async def tell_gateway(call: Awaitable[object]) -> None:
+async def call_gateway(call: Awaitable[object]) -> None:
     """Await a call of the gateway, and ignore that it is dead, hangs or does not start."""
     try:
         async with asyncio.timeout(GATEWAY_TIMEOUT_S):

@@ -54,7 +54,7 @@ class Origin(StrEnum):
     RAY = "ray"
     """A process behind a Ray actor; killed and replaced when it fails."""
     ATTACHED = "attached"
-    """A server started by somebody else: never killed, out of routing while it fails."""
+    """A server that was attached: never killed, out of routing while it fails."""
     ROUTER = "router"
     """Like an attached server, as long as the router lists it."""
 

@@ -111,7 +111,7 @@ class Runtime(Protocol):
     """Environment in which actors run."""
 
     isolates_actors: ClassVar[bool]
-    """Whether an actor may hang or die alone, so that it needs a guard."""
+    """True if an actor may hang or die separately from this process, so that it needs a guard."""
 
     async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
         """Start an actor and return it once it is ready. Raises TypeError for a class with synchronous public methods,

@@ -55,7 +55,7 @@ class UpdateFromDisk(BaseModel):
     model_path: str = Field(min_length=1)
     """Directory with config.json and model.safetensors of the same model."""
     flush_cache: bool = True
-    """As in UpdateWeights."""
+    """Refused while requests run, as in UpdateWeights."""
     abort_all_requests: bool = False
     """Abort all requests first."""
     weight_version: str | None = None
