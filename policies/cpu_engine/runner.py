@@ -75,7 +75,9 @@ class Runner:
         for move in scheduler.moves:
             self.cache.move(move.source, move.target, move.length)
         scheduler.moves.clear()
-        if self._long is not None and not _holds_its_row(self._long, scheduler):
+        long = self._long
+        # A long prefill that was finished or retracted has lost its row.
+        if long and (long.generation not in scheduler.running or long.generation.retractions != long.retractions):
             self._long = None
         admitted = scheduler.admit() if self._long is None else []
         if len(admitted) == 1 and admitted[0].token_count > PREFILL_PORTION:
@@ -128,10 +130,6 @@ class Runner:
                     own = self._own_random[id(generation)] = torch.Generator().manual_seed(sampling.sampling_seed)
                 noise[row].exponential_(generator=own)
         return noise.clamp_min_(1e-30)
-
-
-def _holds_its_row(long: LongPrefill, scheduler: Scheduler) -> bool:
-    return long.generation in scheduler.running and long.generation.retractions == long.retractions
 
 
 @torch.inference_mode()

@@ -41,7 +41,17 @@ def weighted_rows(batch: Batch, *, vocabulary: int) -> list[WeightedRow]:
             continue
         weight = 1.0 / (len(batch.items) * tokens)
         for row in item.trajectory.rows:
-            _check(row, item, vocabulary)
+            where, length = f"rollout {item.rollout_id}", len(row.tokens_T)
+            if not length == len(row.loss_mask_T) == len(row.logprobs_T):
+                raise RowUnusable(f"{where}: tokens, mask and log-probabilities differ in length")
+            if length and row.loss_mask_T[0]:
+                raise RowUnusable(f"{where}: the first token of a row has no context and cannot be trained: mask it")
+            if length and not 0 <= int(row.tokens_T.min()) <= int(row.tokens_T.max()) < vocabulary:
+                raise RowUnusable(
+                    f"{where}: a token id is outside the model's vocabulary of {vocabulary}: check the tokenizer"
+                )
+            if not item.trajectory.temperature > 0.0:
+                raise RowUnusable(f"{where}: temperature {item.trajectory.temperature} has no gradient: sample above 0")
             if row.loss_mask_T.any():
                 rows.append(
                     WeightedRow(
@@ -49,15 +59,3 @@ def weighted_rows(batch: Batch, *, vocabulary: int) -> list[WeightedRow]:
                     )
                 )
     return rows
-
-
-def _check(row: Row, item: BatchItem, vocabulary: int) -> None:
-    where = f"rollout {item.rollout_id}"
-    if not len(row.tokens_T) == len(row.loss_mask_T) == len(row.logprobs_T):
-        raise RowUnusable(f"{where}: tokens, mask and log-probabilities differ in length")
-    if len(row.tokens_T) and row.loss_mask_T[0]:
-        raise RowUnusable(f"{where}: the first token of a row has no context and cannot be trained: mask it")
-    if len(row.tokens_T) and not 0 <= int(row.tokens_T.min()) <= int(row.tokens_T.max()) < vocabulary:
-        raise RowUnusable(f"{where}: a token id is outside the model's vocabulary of {vocabulary}: check the tokenizer")
-    if not item.trajectory.temperature > 0.0:
-        raise RowUnusable(f"{where}: temperature {item.trajectory.temperature} has no gradient: sample above 0")
