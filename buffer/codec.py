@@ -20,7 +20,6 @@ import zstandard
 from headrace.buffer.errors import CodecError
 from headrace.buffer.sanitizer import plain_float, plain_int
 from headrace.buffer.types import Row, Trajectory, VersionSpan
-from headrace.buffer.versions import PolicyVersion
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
@@ -120,9 +119,7 @@ def _decode_row(plain: bytes, offset: int) -> tuple[Row, int]:
     packed = np.frombuffer(plain, np.uint8, (length + 7) // 8, offset + 8 * length)
     offset += 8 * length + len(packed)
     spans = tuple(
-        VersionSpan(
-            start=start, end=end, version=PolicyVersion(epoch & ~_STALE_KV, step), stale_kv=bool(epoch & _STALE_KV)
-        )
+        VersionSpan.from_plain(start, end, epoch & ~_STALE_KV, step, bool(epoch & _STALE_KV))
         for start, end, epoch, step in words
     )
     mask = np.unpackbits(packed, count=length).astype(np.bool_)

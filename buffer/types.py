@@ -89,13 +89,38 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Row positions `[start, end)` that `version` sampled; with `stale_kv` on keys and values that older weights had
-    left in the engine's cache (a push that does not recompute them)."""
+    """The version that sampled the tokens `[start, end)`, counted in an engine's output or in a row. `stale_kv` marks
+    tokens sampled on keys and values that older weights had left in the engine's cache (a push that does not recompute
+    them): no forward pass of `version` gives their log-probabilities."""
 
     start: int
     end: int
     version: PolicyVersion
     stale_kv: bool = False
+
+    def shifted(self, offset: int) -> VersionSpan:
+        """Return the same span in a sequence whose positions are greater by `offset`."""
+        return VersionSpan(
+            start=self.start + offset, end=self.end + offset, version=self.version, stale_kv=self.stale_kv
+        )
+
+    def to_json(self) -> tuple[int, int, str, bool]:
+        """Return the JSON form, `[start, end, "epoch.step", stale_kv]`."""
+        return self.start, self.end, str(self.version), self.stale_kv
+
+    @classmethod
+    def from_json(cls, start: int, end: int, version: str, stale_kv: bool = False) -> VersionSpan:
+        """Return the span of a JSON form; session logs of the first versions lack `stale_kv`."""
+        return cls(start=start, end=end, version=PolicyVersion.parse(version), stale_kv=stale_kv)
+
+    def to_plain(self) -> tuple[int, int, int, int, bool]:
+        """Return the start, end, epoch, step and `stale_kv`: the values that pickles and stored trajectories hold."""
+        return self.start, self.end, self.version.epoch, self.version.step, self.stale_kv
+
+    @classmethod
+    def from_plain(cls, start: int, end: int, epoch: int, step: int, stale_kv: bool) -> VersionSpan:
+        """Return the span of these values."""
+        return cls(start=start, end=end, version=PolicyVersion(epoch, step), stale_kv=stale_kv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,21 +136,17 @@ class Row:
     def __reduce__(self) -> tuple[object, ...]:
         # Few plain objects instead of many: messages carry hundreds of rows, and each object costs time.
         arrays = ((self.tokens_T, np.int32), (self.loss_mask_T, np.bool_), (self.logprobs_T, np.float32))
-        spans = [(span.start, span.end, span.version.epoch, span.version.step, span.stale_kv) for span in self.versions]
+        spans = [span.to_plain() for span in self.versions]
         return _row, (*(np.asarray(array, dtype).tobytes() for array, dtype in arrays), spans)
 
 
 def _row(tokens: bytes, loss_mask: bytes, logprobs: bytes, spans: list[tuple[int, int, int, int, bool]]) -> Row:
     """Unpickle a row; its arrays are read-only."""
-    versions = {(epoch, step): PolicyVersion(epoch, step) for _, _, epoch, step, _ in spans}
     return Row(
         tokens_T=np.frombuffer(tokens, np.int32),
         loss_mask_T=np.frombuffer(loss_mask, np.bool_),
         logprobs_T=np.frombuffer(logprobs, np.float32),
-        versions=tuple(
-            VersionSpan(start=start, end=end, version=versions[epoch, step], stale_kv=stale_kv)
-            for start, end, epoch, step, stale_kv in spans
-        ),
+        versions=tuple(VersionSpan.from_plain(*span) for span in spans),
     )
 
 

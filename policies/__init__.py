@@ -1,1 +1,1 @@
-"""The model: engines, learners, weights, objectives."""
+"""Model of a run: engines, learners, weights and objectives."""

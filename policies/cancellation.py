@@ -1,4 +1,4 @@
-"""Work that has to end in order although whoever waits for it is cancelled."""
+"""Waits for work that must finish although its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 
 async def outlast(work: asyncio.Task[Any]) -> asyncio.CancelledError | None:
-    """Return when it is done, however often the caller is cancelled meanwhile; the last of these cancellations. The
-    work must be of bounded length."""
+    """Wait until `work`, which must be bounded in time, is done despite cancellations, and return the last of these."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:

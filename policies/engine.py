@@ -1,10 +1,9 @@
-"""The contract of an inference engine, with SGLang's semantics: ids in; ids, log-probabilities and version spans out.
+"""Interface of an inference engine with SGLang's semantics, from ids to ids, log-probabilities and version spans.
 
 Invariants:
-- `output_ids` and `logprobs` include the matched stop token (or the tokens that complete a stop string): they are
-  what was sampled.
+- `output_ids` and `logprobs` include the matched stop token (or the tokens that complete a stop string), as sampled.
 - `logprobs` are of the temperature-scaled softmax over the whole vocabulary, not renormalised for top_p or top_k.
-- Version spans are the engine's own; nobody stamps them afterwards.
+- Version spans come from the engine itself, and are not added afterwards.
 """
 
 from __future__ import annotations
@@ -16,40 +15,43 @@ from typing import TYPE_CHECKING, NewType, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.buffer.types import VersionSpan
     from headrace.buffer.versions import PolicyVersion
 
 EngineId = NewType("EngineId", str)
 RequestId = NewType("RequestId", str)
 
 MAX_TOKEN_CHARACTERS = 256
-"""No token of a vocabulary in use is longer: text of more characters than this for each token of a context cannot fit
-it, and need not be tokenized to know that."""
+"""Upper bound of a token's length in all vocabularies in use. A longer text than this for each token of a context does
+not fit it, and need not be tokenized."""
 
 
 class PauseMode(StrEnum):
-    """What happens to running requests during a pause."""
+    """Treatment of running requests during a pause."""
 
     RETRACT = "retract"
-    """They keep their tokens and are prefilled again on resume: clean."""
+    """They keep their tokens and are prefilled again on resume."""
     ABORT = "abort"
-    """They return at once with what they have."""
+    """They return at once with the tokens so far."""
     IN_PLACE = "in_place"
     """They keep their KV cache: the rest is sampled on stale keys and values."""
 
 
 class FinishReason(StrEnum):
+    """Reason why a generation ended."""
+
     STOP = "stop"
     """A stop token or stop string."""
     LENGTH = "length"
-    """max_new_tokens or the context."""
+    """The limit max_new_tokens or the context."""
     ABORT = "abort"
-    """Somebody aborted the request; the tokens so far are kept."""
+    """An abort of the request; the tokens so far are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """`input_ids` (a tuple, or an array of int32: prompts are long) are validated against the vocabulary before they
-    are sent: one bad id kills an SGLang server."""
+    """Request for one completion. `input_ids` (a tuple, or an array of int32 for long prompts) are checked against the
+    vocabulary before they are sent: an invalid id kills an SGLang server."""
 
     request_id: RequestId
     input_ids: Sequence[int]
@@ -60,27 +62,17 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     cache_namespace: str | None = None
-    """Only prefixes cached under the same name are used again (SGLang's `extra_key`); None shares the common ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSpan:
-    """Output positions `[start, end)` were sampled by `version`; with `stale_kv` on keys and values that older weights
-    had left in the cache: no forward pass of that version gives these log-probabilities."""
-
-    start: int
-    end: int
-    version: PolicyVersion
-    stale_kv: bool = False
+    """Only prefixes cached under the same name are reused (SGLang's `extra_key`); None uses those without a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """`len(output_ids) == len(logprobs)`; the spans cover it without gaps. `text` drops what was matched as a stop."""
+    """Sampled completion. `output_ids` and `logprobs` have equal lengths, and the spans cover them without gaps. `text`
+    omits the matched stop."""
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    spans: tuple[TokenSpan, ...]
+    spans: tuple[VersionSpan, ...]
     finish: FinishReason
     text: str
     prompt_tokens: int
@@ -90,10 +82,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """`running` and `waiting` are numbers of requests. `ranks` is how many processes of the engine join a weight group
-    (its tensor-parallel size). `update_session`: weights come between begin and end. `version_spans`: a reply tells
-    which version sampled which token; without them only a pause that aborts keeps a reply to one version.
-    `snapshot_checksums`: its checksums are made as a sender's are, so that the two can be compared."""
+    """State and features of an engine. `running` and `waiting` are numbers of requests. `ranks` is the number of its
+    processes that join a weight group (its tensor-parallel size). `update_session`: weights are sent between begin and
+    end. `version_spans`: a reply has the version of each token; without it, only a pause that aborts keeps a reply to
+    one version. `snapshot_checksums`: its checksums are computed as a sender's are, and can be compared with them."""
 
     server_version: str
     version: PolicyVersion
@@ -109,7 +101,7 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """One inference server. Every method has a deadline of its own and raises EngineError (see errors.py)."""
+    """Interface of one inference server. Every method has a deadline and raises EngineError (see errors.py)."""
 
     async def generate(self, request: GenerateRequest) -> Completion: ...
 

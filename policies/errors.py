@@ -1,4 +1,4 @@
-"""Errors of engines and of the weight push. Every one survives pickling and names the knob to turn.
+"""Errors of engines and weight pushes. All can be pickled, and name the setting to change.
 
 PolicyError
 |- ModelInvalid            a model directory or snapshot cannot be used
@@ -7,10 +7,10 @@ PolicyError
 |  |  `- EngineDown        nothing listens there: the request never arrived
 |  |- EngineTimeout        no reply within the deadline
 |  |- EngineRefused        a 4xx reply: `status`, `message`
-|  |  |- SessionAlreadyOpen  somebody else's weight update is open, or one was left open
-|  |  |- NoSession         weights came, or an update was to end, without one that is open
-|  |  |- UnknownGroup      the engine is in no process group of that name
-|  |  |- FlushRefused      requests hold the cache: pause them by retract or abort first
+|  |  |- SessionAlreadyOpen  a weight update session is open already
+|  |  |- NoSession         no weight update session is open
+|  |  |- UnknownGroup      the engine is not in a process group of that name
+|  |  |- FlushRefused      requests use the cache: pause them by retract or abort first
 |  |  `- WeightsMixed      some weights or some of the cache are of another version: discard the engine
 |  |- EngineReplyInvalid   a reply without the keys of the contract
 |  |- RequestInvalid       our own check refused the request; nothing was sent
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 
 class PolicyError(Exception):
-    """Root of all errors of this folder but the learner's."""
+    """Base of all errors of policies, except the learner's."""
 
 
 class ModelInvalid(PolicyError):
@@ -40,7 +40,7 @@ class EngineError(PolicyError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine is not there: no connection, a connection lost in mid-call, or a 5xx reply."""
+    """The engine is unavailable: no connection, a connection lost during a call, or a 5xx reply."""
 
 
 class EngineDown(EngineUnavailable):
@@ -48,7 +48,7 @@ class EngineDown(EngineUnavailable):
 
 
 class EngineTimeout(EngineError):
-    """No reply within the deadline that the message names."""
+    """The engine did not reply within the deadline that the message names."""
 
 
 class EngineRefused(EngineError):
@@ -64,35 +64,35 @@ class EngineRefused(EngineError):
 
 
 class SessionAlreadyOpen(EngineRefused):
-    """A weight update session is open already: somebody else's, or one that nobody ended."""
+    """A weight update session is open already, by another client or because it was not ended."""
 
 
 class NoSession(EngineRefused):
-    """Weights came, or a session was to end, while none was open."""
+    """Weights were sent, or a session was to be ended, without an open session."""
 
 
 class UnknownGroup(EngineRefused):
-    """The engine is in no process group of that name."""
+    """The engine is not in a process group of that name."""
 
 
 class FlushRefused(EngineRefused):
-    """Requests hold the cache: pause them by retract or abort first, or let them end."""
+    """Requests use the cache: pause them by retract or abort first, or let them end."""
 
 
 class WeightsMixed(EngineRefused):
-    """The engine changed some of its weights and not all, or kept a cache of others: only a new one is clean again."""
+    """The engine changed only some of its weights, or kept a cache of others: it must be replaced by a new one."""
 
 
 class EngineReplyInvalid(EngineError):
-    """The reply lacks a key or has a wrong type: not the contract this client speaks."""
+    """The reply lacks a key or has a wrong type."""
 
 
 class RequestInvalid(EngineError):
-    """The request was refused before it was sent (ids outside the vocabulary, nothing to sample)."""
+    """The client refused the request before sending it (ids outside the vocabulary, nothing to sample)."""
 
 
 class EngineStartFailed(EngineError):
-    """An engine process ended or stayed silent before it announced its address."""
+    """An engine process ended, or did not answer in time, before it announced its address."""
 
 
 class EngineSettingsInvalid(EngineStartFailed):
@@ -112,4 +112,4 @@ class SenderFailed(PushError):
 
 
 class SenderTimeout(SenderFailed):
-    """The sender missed its deadline and was killed: a hung transfer costs the sender."""
+    """The sender missed its deadline and was killed, because a transfer cannot be cancelled."""

@@ -1,26 +1,26 @@
 """Errors of the learner.
 
     LearnerError
-    ├── LearnerAlreadyOpen     a second learner in one process
+    ├── LearnerAlreadyOpen     a process has a second learner
     ├── LearnerNotOpen         step, snapshot or save before open or after close
     ├── RowUnusable            a row of a batch cannot be trained (token id, first token trained, lengths)
     ├── CheckpointUnreadable   a checkpoint directory cannot be used: it is of another format, or damaged
-    │   └── CheckpointDamaged  files of it are missing, cut off or altered: an older one may do
+    │   └── CheckpointDamaged  files of it are missing, truncated or altered: use an older one
     └── NonFiniteRun           too many steps in a row had a non-finite gradient
 
-Each carries one message that names the file or the setting to change, and survives pickling. A model directory that
-cannot be used is a `headrace.policies.errors.ModelInvalid`, for the learner as for the engine.
+All can be pickled, and have one message that names the file or the setting to change. A model directory that cannot be
+used raises `headrace.policies.errors.ModelInvalid`, as in the engine.
 """
 
 from __future__ import annotations
 
 
 class LearnerError(Exception):
-    """Base of all errors a learner raises itself."""
+    """Base of all errors that a learner raises itself."""
 
 
 class LearnerAlreadyOpen(LearnerError):
-    """Megatron and the default process group belong to the process: one learner each."""
+    """The process has a learner already; Megatron and the default process group are process-wide."""
 
 
 class LearnerNotOpen(LearnerError):
@@ -36,7 +36,7 @@ class CheckpointUnreadable(LearnerError):
 
 
 class CheckpointDamaged(CheckpointUnreadable):
-    """Files of a checkpoint directory are missing, cut off, altered, or contradict each other."""
+    """Files of a checkpoint directory are missing, truncated, altered, or contradict each other."""
 
 
 class NonFiniteRun(LearnerError):

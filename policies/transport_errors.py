@@ -1,4 +1,4 @@
-"""Errors of HTTP connections in words for people: no class names, no tuples."""
+"""Describes errors of HTTP connections in plain words, without class names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import aiohttp
 
 
 def reason(error: BaseException) -> str:
-    """`Connection refused` rather than `ClientConnectorError(ConnectionKey(...), ...)`."""
+    """Return `Connection refused` rather than `ClientConnectorError(ConnectionKey(...), ...)`."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, OSError):
-        # A failed look-up of a name has a number of its own kind, below 0; several failed addresses have none.
+        # The errno of a failed name look-up is negative; the error of several failed addresses has none.
         if cause.errno is not None and cause.errno > 0:
             return os.strerror(cause.errno)
         if cause.strerror:

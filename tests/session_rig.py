@@ -11,8 +11,9 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, FinishReason, TokenSpan
+from headrace.policies.engine import Completion, FinishReason
 from headrace.serve.capture.events import Delivered
 from headrace.serve.conversation import (
     Message,
@@ -152,8 +153,8 @@ class Rig:
             ids = tuple(output)
         middle = len(ids) // 2
         spans = (
-            TokenSpan(start=0, end=middle, version=PolicyVersion(1, number)),
-            TokenSpan(start=middle, end=len(ids), version=PolicyVersion(1, number + 1), stale_kv=number % 2 == 1),
+            VersionSpan(start=0, end=middle, version=PolicyVersion(1, number)),
+            VersionSpan(start=middle, end=len(ids), version=PolicyVersion(1, number + 1), stale_kv=number % 2 == 1),
         )
         return Completion(
             output_ids=ids,

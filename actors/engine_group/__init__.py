@@ -1,1 +1,1 @@
-"""The inference engines of a run: where they come from, who serves, how weights reach them, what outlives a crash."""
+"""Inference engines of a run: starting, attaching, supervision, pushes of weights, and recovery after a crash."""

@@ -1,4 +1,4 @@
-"""The `[engines]` table of a recipe."""
+"""Config section `[engines]` of a recipe."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from headrace.policies.learners.simulated import SimulatedEnginesConfig
 
 
 class Placement(StrEnum):
-    """Where the engines that the group starts run."""
+    """Placement of the engines that the group starts."""
 
     LOCAL = "local"
     """On the group's own host."""
     RAY = "ray"
-    """Each behind a Ray actor of its own, spread over the hosts of the cluster."""
+    """Each in its own Ray actor, spread over the hosts of the cluster."""
 
 
 class SGLangSection(BaseModel):
-    """Which SGLang is started."""
+    """Installation and options of SGLang servers that the group starts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Path | None = None
-    """Interpreter of the environment that SGLang is installed in; None takes what `scripts/install_sglang` made."""
+    """Interpreter of the environment in which SGLang is installed; None uses the one of `scripts/install_sglang`."""
     arguments: tuple[str, ...] = ()
-    """More options of sglang.launch_server; they override those that the other keys here give."""
+    """Additional options of sglang.launch_server; they override options that follow from other keys."""
 
 
 class EnginesConfig(BaseModel):
@@ -39,52 +39,52 @@ class EnginesConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: Literal["cpu", "sglang", "simulated"] = "cpu"
-    """What `count` engines are: `cpu` is the embedded engine, `sglang` starts SGLang servers, `simulated` takes time
+    """Kind of the `count` engines: `cpu` is the embedded engine, `sglang` starts SGLang servers, `simulated` takes time
     instead of computing, for the simulated agent and learner."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where they compute. The embedded engine knows the CPU only."""
+    """Device of the engines. The embedded engine supports the CPU only."""
     simulated: SimulatedEnginesConfig = SimulatedEnginesConfig()
     """Settings of simulated engines."""
     sglang: SGLangSection = SGLangSection()
     """Settings of SGLang servers."""
     count: int = Field(default=2, ge=0)
-    """Engines that the group starts; 0 only with `attach` or `router`."""
+    """Number of engines that the group starts; 0 requires `attach` or `router`."""
     placement: Placement = Placement.LOCAL
-    """Where those run: `local` on this host, or `ray`, one actor each, spread over the hosts of the cluster."""
+    """Placement of those engines: `local` on this host, or `ray`, one actor each, spread over the cluster's hosts."""
     attach: tuple[str, ...] = ()
-    """Base URLs of servers that others started (SGLang, or `headrace engine serve`); never killed."""
+    """Base URLs of running servers (SGLang, or `headrace engine serve`) to attach; they are never killed."""
     router: str | None = None
-    """Base URL of an sglang-router: its workers are attached, and followed as they come and go. Turns and pushes go to
+    """Base URL of an sglang-router, whose workers are attached and removed as its list changes. Turns and pushes go to
     the workers directly."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Devices of one SGLang server."""
+    """Number of devices of one SGLang server."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of SGLang's weights; `auto` takes the model's."""
+    """Data type of SGLang's weights; `auto` uses the model's."""
     cpus: float = Field(default=1.0, ge=0)
-    """CPU cores that Ray sets aside for one engine with `placement = "ray"`."""
+    """CPU cores that Ray reserves for one engine with `placement = "ray"`."""
     max_running: int = Field(default=64, ge=1)
-    """Sequences one engine decodes at once."""
+    """Maximum number of sequences that one engine decodes concurrently."""
     max_context_tokens: int | None = Field(default=None, ge=16)
-    """Prompt and answer together; None takes sampling.max_context_tokens."""
+    """Maximum tokens of prompt and answer together; None uses sampling.max_context_tokens."""
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """From start to the first answer; importing torch takes seconds, a large model minutes."""
+    """Time limit from start to the first answer; importing torch takes seconds, loading a large model minutes."""
     health_timeout_s: float = Field(default=10.0, gt=0)
-    """How long an engine may take to tell its load; then it has missed a health check. None counts while a push is
-    going on, which has deadlines of its own."""
+    """Time limit for an engine to report its load; a slower engine misses the health check. Misses during a push do not
+    count, because a push has its own deadlines."""
     health_misses: int = Field(default=3, ge=1)
-    """So many health checks missed in a row, and the engine is replaced, or taken out of routing when it is attached.
-    An engine whose process is dead is replaced at once."""
+    """Number of health checks missed in a row after which an engine is replaced, or, if it is attached, taken out of
+    routing. An engine whose process is dead is replaced at once."""
     drain_timeout_s: float = Field(default=10.0, gt=0)
-    """How long an engine that is removed may finish what it runs; then that goes on elsewhere."""
+    """Time in which an engine that is removed may finish its requests; the rest continue on another engine."""
 
     @property
     def is_simulated(self) -> bool:
-        """No engine, gateway or weights: turns take time."""
+        """True if there are no real engines, gateway or weights."""
         return self.backend == "simulated"
 
     @property
     def at_least(self) -> int:
-        """Engines that are known before the run: those that a router names are not."""
+        """Number of engines known before the run; a router's workers are not, so it counts at least 1."""
         return max(1, self.count + len(self.attach))
 
     @field_validator("attach", "router")
@@ -96,51 +96,41 @@ class EnginesConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        for check in (_something_serves, _simulated_alone, _embedded_on_the_cpu, _addresses_differ):
-            if (problem := check(self)) is not None:
-                raise ValueError(problem)
+        if not self.count and not self.attach and not self.router:
+            raise ValueError(
+                "engines.count is 0 and nothing is attached: raise it, or list servers in engines.attach or set "
+                "engines.router"
+            )
+        if self.is_simulated and (self.attach or self.router or not self.count):
+            raise ValueError(
+                "engines.attach and engines.router need real servers: set engines.backend to cpu instead of simulated"
+            )
+        if self.backend == "cpu" and self.count:
+            if self.device != "cpu":
+                raise ValueError(
+                    f"engines.backend cpu, the embedded engine, does not support device {self.device}: set backend to "
+                    "sglang"
+                )
+            if self.tensor_parallel > 1:
+                raise ValueError("engines.tensor_parallel needs SGLang: set engines.backend to sglang, or it to 1")
+            if self.dtype != "auto":
+                raise ValueError(
+                    "engines.dtype needs SGLang, because the embedded engine uses the model's own: leave it auto"
+                )
+        seen: dict[tuple[str, int], str] = {}
+        for url in self.attach:
+            if (other := seen.setdefault(address(url), url)) is not url:
+                raise ValueError(f"engines.attach: {other} and {url} are one address; list it once")
         return self
 
 
 def check_url(url: str) -> str:
-    """The URL without its last slash. Raises ValueError when it is not `http://host:port`."""
+    """Return the URL without a trailing slash. Raises ValueError when it is not `http://host:port`."""
     parts = urlsplit(url)
     try:
         named = parts.scheme in ("http", "https") and parts.hostname and parts.port is not None
     except ValueError:
         named = False
     if not named or parts.path.strip("/"):
-        raise ValueError(f"{url} is not the base URL of a server; write http://host:port")
+        raise ValueError(f"{url} is not the base URL of a server: write http://host:port")
     return url.rstrip("/")
-
-
-def _something_serves(config: EnginesConfig) -> str | None:
-    if config.count or config.attach or config.router:
-        return None
-    return "engines.count is 0 and nothing is attached: raise it, or name servers in engines.attach or engines.router"
-
-
-def _simulated_alone(config: EnginesConfig) -> str | None:
-    if config.is_simulated and (config.attach or config.router or not config.count):
-        return "engines.attach and engines.router are real servers, which engines.backend simulated has not; use cpu"
-    return None
-
-
-def _embedded_on_the_cpu(config: EnginesConfig) -> str | None:
-    if config.backend != "cpu" or not config.count:
-        return None
-    if config.device != "cpu":
-        return f"engines.backend cpu, the embedded engine, has no device {config.device}; set backend to sglang"
-    if config.tensor_parallel > 1:
-        return "engines.tensor_parallel is for SGLang; set engines.backend to sglang, or tensor_parallel to 1"
-    if config.dtype != "auto":
-        return "engines.dtype is for SGLang: the embedded engine computes in the model's own; leave it auto"
-    return None
-
-
-def _addresses_differ(config: EnginesConfig) -> str | None:
-    seen: dict[tuple[str, int], str] = {}
-    for url in config.attach:
-        if (other := seen.setdefault(address(url), url)) is not url:
-            return f"engines.attach: {other} and {url} are one address; name it once"
-    return None

@@ -1,8 +1,8 @@
-"""What stands behind an engine: a process of ours, an actor on some host, or somebody else's server.
+"""Handles of engine processes: a local process, a process behind a Ray actor, or an attached server.
 
 Invariants:
-- A body that is ours dies with what started it, also under kill -9; `kill` ends it at once, `stop` lets it close.
-- Somebody else's server is never ended: to us it lives as long as it answers.
+- A process that we started dies with its parent, even under kill -9. `kill` ends it at once, `stop` lets it shut down.
+- An attached server is never ended, and counts as alive as long as it answers.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from headrace.policies.processes.server_process import ServerProcess
 
 ASK_HOST_S = 10.0
-"""How long an engine's actor may take to say that it lives."""
+"""Time limit for an engine's actor to report that it is alive."""
 
 
-class Body(Protocol):
-    """One engine's."""
+class EngineHandle(Protocol):
+    """Handle of one engine."""
 
     async def is_alive(self) -> bool:
-        """Whether it may still answer; bounded."""
+        """Return False if the engine can no longer answer. Bounded in time."""
         ...
 
     async def stop(self) -> None:
-        """End it; nothing for what is not ours. Idempotent."""
+        """Shut the engine down, unless it is attached. Idempotent."""
         ...
 
     async def kill(self) -> None:
-        """End it at once; nothing for what is not ours. Idempotent."""
+        """End the engine at once, unless it is attached. Idempotent."""
         ...
 
 
-class OwnProcess:
-    """A process on this host."""
+class LocalProcess:
+    """Engine process on this host."""
 
     def __init__(self, process: ServerProcess) -> None:
         self._process = process
@@ -54,14 +54,14 @@ class OwnProcess:
 
 
 class PlacedProcess:
-    """A process behind an actor, wherever that is."""
+    """Engine process behind a Ray actor."""
 
     def __init__(self, host: EngineHost, runtime: RayRuntime) -> None:
         self._host = host
         self._runtime = runtime
 
     async def is_alive(self) -> bool:
-        """An actor that is slow to say so lives: its engine is asked itself."""
+        """Return False only if the actor is dead. A slow actor counts as alive: the engine's health check decides."""
         try:
             async with asyncio.timeout(ASK_HOST_S):
                 await self._host.address()
@@ -78,8 +78,8 @@ class PlacedProcess:
         await self._runtime.kill(self._host)
 
 
-class ForeignServer:
-    """Somebody else's."""
+class AttachedServer:
+    """Server that was attached, and is managed by others."""
 
     async def is_alive(self) -> bool:
         return True

@@ -1,11 +1,11 @@
-"""Errors of the engine group; each names what to do.
+"""Errors of the engine group.
 
 RunError
 `- EngineGroupError
    |- EngineAddressTaken    two engines would have one address
    |- EngineUnknown         no engine of that name
    |- EngineNotAdded        the server at that address does not answer as an engine
-   `- EngineNotServing      it joined, and did not take the newest weights
+   `- EngineNotServing      the engine was added but did not take the newest weights
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace.actors.errors import RunError
 
 
 class EngineGroupError(RunError):
-    """What an operator asked of the engines cannot be done."""
+    """An operator's request to the engine group failed."""
 
 
 class EngineAddressTaken(EngineGroupError):
@@ -26,8 +26,8 @@ class EngineUnknown(EngineGroupError):
 
 
 class EngineNotAdded(EngineGroupError):
-    """What answers at the address, if anything does, is no engine that can join."""
+    """No engine that could be attached answers at the address."""
 
 
 class EngineNotServing(EngineGroupError):
-    """It joined, and did not take the newest weights: no traffic until it did."""
+    """The engine was added but did not take the newest weights; it gets no traffic until it does."""

@@ -1,11 +1,11 @@
-"""The engines themselves: started, attached, ended. What each is allowed to do is the registry's.
+"""Fleet of engines: starts, attaches and ends them. The registry holds their states.
 
 Invariants:
 - Every engine that has answered is in the registry and in `members`, and leaves both at once.
 - A start that fails or is cancelled leaves no process and frees its place.
-- Nothing here needs the group's lock: an engine joins, and leaves, in one step of the loop.
+- Nothing here needs the group's lock: an engine joins or leaves in one step of the event loop.
 - A place is free when the process that held it is dead.
-- An engine's name is never used twice for a process; somebody else's server is named by its address.
+- The name of an engine process is never reused. An attached server is named by its address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.config import Placement
-from headrace.actors.engine_group.engine_process import Body, ForeignServer, OwnProcess, PlacedProcess
+from headrace.actors.engine_group.engine_process import AttachedServer, EngineHandle, LocalProcess, PlacedProcess
 from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded
 from headrace.actors.engine_group.host import EngineHost
 from headrace.actors.engine_group.members_file import EngineStatus
@@ -31,7 +31,6 @@ from headrace.policies.errors import EngineError, EngineStartFailed
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     import aiohttp
@@ -46,24 +45,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_VERSION = "0.0"
-"""How the label of weights that we did not push is read: it is older than all of ours."""
+"""Version of weights that we did not push: older than all of ours."""
 
 
 @dataclass(slots=True)
 class Member:
-    """One engine that has answered. `load` is what it said last; `process_id` is of a process on this host."""
+    """Engine that has answered. `load` is the last one it reported; `process_id` is set for a process on this host."""
 
     engine_id: EngineId
     client: SGLangEngine
-    body: Body
+    handle: EngineHandle
     load: EngineLoad | None = None
     process_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """Where engines are started, and how they are pushed to. `runtime` may be None as long as none is placed by
-    Ray."""
+    """Parameters shared by all engines of a group. `runtime` may be None unless Ray places the engines."""
 
     model_dir: Path
     directory: Path
@@ -73,16 +71,16 @@ class EngineContext:
 
 
 class Fleet:
-    """All engines of a group. `started` counts those that were ever started; `retired` places stay empty."""
+    """Engines of one group. `started` counts those that were ever started; `retired` places stay empty."""
 
     def __init__(
-        self, config: EnginesConfig, registry: EngineRegistry, ground: EngineContext, http: aiohttp.ClientSession
+        self, config: EnginesConfig, registry: EngineRegistry, context: EngineContext, http: aiohttp.ClientSession
     ) -> None:
         self._config = config
         self._registry = registry
-        self._ground = ground
+        self._context = context
         self._http = http
-        self._vocab_size = json.loads((ground.model_dir / "config.json").read_bytes())["vocab_size"]
+        self._vocab_size = json.loads((context.model_dir / "config.json").read_bytes())["vocab_size"]
         self.members: dict[EngineId, Member] = {}
         self.started = 0
         self.retired: set[str] = set()
@@ -92,23 +90,25 @@ class Fleet:
         return self.members[engine_id]
 
     async def start_missing(self, *, at_once: bool = False) -> list[EngineStartFailed]:
-        """Start engines at the places that are empty; why some did not start. A place where engines fail again and
-        again has to wait, unless `at_once`. When this returns, nobody else is starting engines either."""
+        """Start engines at the free places and return the errors of those that did not start. A place whose breaker is
+        open is skipped, unless `at_once`. No other start is under way when this returns."""
         async with self._rounds:
             now = time.monotonic()
-            free = [place for place in self._free_places() if at_once or self._registry.may_try(place, now)]
+            taken = self.retired | {entry.place for entry in self._registry.living()}
+            places = (f"place-{number}" for number in range(1, self._config.count + 1))
+            free = [place for place in places if place not in taken and (at_once or self._registry.may_try(place, now))]
             async with asyncio.TaskGroup() as tasks:
                 starting = [tasks.create_task(self._start(place)) for place in free]
         failures = [failure for task in starting if (failure := task.result()) is not None]
         for failure in failures:
-            logger.warning("an engine did not start; tried again by the supervision: %s", failure)
+            logger.warning("an engine did not start; the supervision tries again: %s", failure)
         return failures
 
     async def attach(self, url: str, origin: Origin) -> EngineId:
-        """Somebody else's server under the name of its address; the one that is there already, if it is. It waits for
-        weights. Raises EngineAddressTaken, EngineNotAdded."""
+        """Attach a running server, which then waits for weights, and return its name. Does nothing for a server that is
+        attached already. Raises EngineAddressTaken, EngineNotAdded."""
         url = url.rstrip("/")
-        engine_id = foreign_id(url)
+        engine_id = attached_id(url)
         known = self._registry.at(url)
         if known is not None and known.engine_id == engine_id and engine_id in self.members:
             return engine_id
@@ -117,7 +117,7 @@ class Fleet:
 
     async def _join(self, engine_id: EngineId, url: str, origin: Origin) -> EngineInfo:
         self._registry.starting(engine_id, place=engine_id, origin=origin, now=time.monotonic(), url=url)
-        self.members[engine_id] = Member(engine_id, self._client(engine_id, url), ForeignServer())
+        self.members[engine_id] = Member(engine_id, self._client(engine_id, url), AttachedServer())
         try:
             return await self.ask(engine_id)
         except EngineError as error:
@@ -125,63 +125,74 @@ class Fleet:
             raise EngineNotAdded(f"{url} does not answer as an engine: {error}") from error
 
     async def adopt(self, status: EngineStatus) -> EngineInfo | None:
-        """Take over an engine that outlived its group; None when it is gone or does not answer."""
+        """Take over an engine that outlived its group. Returns None when it is gone or does not answer."""
         if status.origin is Origin.LOCAL or status.place in self.retired:
             return None
-        if status.origin is Origin.RAY:
-            return await self._adopt_placed(status)
+        if status.origin is not Origin.RAY:
+            try:
+                return await self._join(attached_id(status.url), status.url, status.origin)
+            except EngineGroupError as error:
+                logger.warning("an attached engine gets no traffic until it answers: %s", error)
+                return None
+        assert self._context.runtime is not None
         try:
-            return await self._join(foreign_id(status.url), status.url, status.origin)
-        except EngineGroupError as error:
-            logger.warning("an attached engine is left out until it answers: %s", error)
+            host = await self._context.runtime.find(EngineHost, status.engine_id)
+            member = await self._hosted(status.engine_id, host)
+        except (ActorError, EngineError):
+            return None
+        self._registry.starting(
+            status.engine_id, place=status.place, origin=Origin.RAY, now=time.monotonic(), url=member.client.url
+        )
+        self.members[status.engine_id] = member
+        try:
+            return await self.ask(status.engine_id)
+        except EngineError as error:
+            await self.end(status.engine_id, f"it did not answer a new engine group: {error}")
             return None
 
     async def ask(self, engine_id: EngineId) -> EngineInfo:
-        """What it says of itself; from then on it waits for weights. Raises EngineError."""
+        """Return the engine's info; from then on the engine waits for weights. Raises EngineError."""
         member = self.members[engine_id]
         info = await member.client.info()
         self._registry.answered(engine_id, url=member.client.url, version=info.version)
         return info
 
     async def end(self, engine_id: EngineId, reason: str) -> None:
-        """Kill the engine if it is ours, and take it out. Idempotent."""
+        """Kill the engine unless it is attached, and remove it. Idempotent."""
         if (member := self.members.get(engine_id)) is not None:
-            await member.body.kill()
+            await member.handle.kill()
         self.members.pop(engine_id, None)
         if self._registry.stands(engine_id, *LIVING):
             self._registry.gone(engine_id, reason)
 
     async def stop_all(self) -> None:
-        """End what is ours."""
+        """Stop all engines that are not attached."""
         async with asyncio.TaskGroup() as tasks:
             for member in self.members.values():
-                tasks.create_task(member.body.stop())
+                tasks.create_task(member.handle.stop())
 
     def statuses(self, now: float) -> tuple[EngineStatus, ...]:
-        return tuple(self._status(engine_id, now) for engine_id in (entry.engine_id for entry in self._registry.all()))
-
-    def _status(self, engine_id: EngineId, now: float) -> EngineStatus:
-        entry, member = self._registry[engine_id], self.members.get(engine_id)
-        load = None if member is None else member.load
-        return EngineStatus(
-            engine_id=engine_id,
-            origin=entry.origin,
-            place=entry.place,
-            state=entry.state,
-            url=entry.url,
-            version=None if entry.version is None else str(entry.version),
-            running=None if load is None else load.running,
-            waiting=None if load is None else load.waiting,
-            misses=entry.misses,
-            breaker=self._registry.breaker_state(engine_id, now),
-            reason=entry.reason,
-            process_id=None if member is None else member.process_id,
-        )
-
-    def _free_places(self) -> Iterable[str]:
-        taken = {entry.place for entry in self._registry.living()}
-        places = (f"place-{number}" for number in range(1, self._config.count + 1))
-        return [place for place in places if place not in taken and place not in self.retired]
+        statuses = []
+        for entry in self._registry.all():
+            member = self.members.get(entry.engine_id)
+            load = None if member is None else member.load
+            statuses.append(
+                EngineStatus(
+                    engine_id=entry.engine_id,
+                    origin=entry.origin,
+                    place=entry.place,
+                    state=entry.state,
+                    url=entry.url,
+                    version=None if entry.version is None else str(entry.version),
+                    running=None if load is None else load.running,
+                    waiting=None if load is None else load.waiting,
+                    misses=entry.misses,
+                    breaker=self._registry.breaker(entry.place).state(now),
+                    reason=entry.reason,
+                    process_id=None if member is None else member.process_id,
+                )
+            )
+        return tuple(statuses)
 
     async def _start(self, place: str) -> EngineStartFailed | None:
         self.started += 1
@@ -190,39 +201,35 @@ class Fleet:
         self._registry.starting(engine_id, place=place, origin=origin, now=time.monotonic())
         begin = self._start_placed if origin is Origin.RAY else self._start_local
         try:
-            await self._take(await begin(engine_id, self.started))
+            member = await begin(engine_id, self.started)
+            try:
+                if not self._registry.stands(engine_id, EngineState.STARTING):
+                    raise EngineGroupError(f"{engine_id} was removed while it started")
+                self._registry.answered(engine_id, url=member.client.url, version=None)
+            except EngineGroupError:
+                await asyncio.shield(member.handle.kill())
+                raise
+            self.members[engine_id] = member
         except (EngineError, ActorError, EngineGroupError) as error:
             if self._registry.stands(engine_id, EngineState.STARTING):
                 self._registry.failed(engine_id, f"it did not start: {error}", time.monotonic())
             return EngineStartFailed(str(error))
         except BaseException:
             if self._registry.stands(engine_id, EngineState.STARTING):
-                self._registry.gone(engine_id, "its start was broken off")
+                self._registry.gone(engine_id, "its start was cancelled")
             raise
         return None
-
-    async def _take(self, member: Member) -> None:
-        """It joins. Killed, and EngineGroupError, when it was removed while it started, or its address is taken."""
-        engine_id = member.engine_id
-        try:
-            if not self._registry.stands(engine_id, EngineState.STARTING):
-                raise EngineGroupError(f"{engine_id} was removed while it started")
-            self._registry.answered(engine_id, url=member.client.url, version=None)
-        except EngineGroupError:
-            await asyncio.shield(member.body.kill())
-            raise
-        self.members[engine_id] = member
 
     async def _start_local(self, engine_id: EngineId, number: int) -> Member:
         process = server_process(self._config, self._plan(engine_id, number))
         await process.start()
         client = self._client(engine_id, process.url)
-        return Member(engine_id, client, OwnProcess(process), process_id=process.pid)
+        return Member(engine_id, client, LocalProcess(process), process_id=process.pid)
 
     async def _start_placed(self, engine_id: EngineId, number: int) -> Member:
-        ground, config = self._ground, self._config
-        assert ground.runtime is not None
-        host = await ground.runtime.spawn(
+        runtime, config = self._context.runtime, self._config
+        assert runtime is not None
+        host = await runtime.spawn(
             EngineHost,
             config,
             self._plan(engine_id, number),
@@ -237,48 +244,31 @@ class Fleet:
         try:
             return await self._hosted(engine_id, host)
         except BaseException:
-            await asyncio.shield(ground.runtime.kill(host))
+            await asyncio.shield(runtime.kill(host))
             raise
 
     def _plan(self, engine_id: EngineId, number: int) -> ServerPlan:
-        ground = self._ground
+        context = self._context
         return ServerPlan(
             name=engine_id,
-            model_dir=ground.model_dir,
-            directory=ground.directory,
-            seed=ground.seed * 1000 + number,
-            group_timeout_s=ground.push.engine_group_timeout_s,
+            model_dir=context.model_dir,
+            directory=context.directory,
+            seed=context.seed * 1000 + number,
+            group_timeout_s=context.push.engine_group_timeout_s,
         )
 
     async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:
-        assert self._ground.runtime is not None
+        assert self._context.runtime is not None
         hosted = await host.address()
-        if hosted.node != node_address() and is_loopback(self._ground.push.host):
+        if hosted.node != node_address() and is_loopback(self._context.push.host):
             raise EngineStartFailed(
-                f"{engine_id} on {hosted.node} does not reach push.host {self._ground.push.host}; "
-                f"set it to {node_address()}"
+                f"{engine_id} on {hosted.node} cannot reach push.host {self._context.push.host}: "
+                f"set push.host to {node_address()}"
             )
-        return Member(engine_id, self._client(engine_id, hosted.url), PlacedProcess(host, self._ground.runtime))
-
-    async def _adopt_placed(self, status: EngineStatus) -> EngineInfo | None:
-        assert self._ground.runtime is not None
-        try:
-            host = await self._ground.runtime.find(EngineHost, status.engine_id)
-            member = await self._hosted(status.engine_id, host)
-        except (ActorError, EngineError):
-            return None
-        self._registry.starting(
-            status.engine_id, place=status.place, origin=Origin.RAY, now=time.monotonic(), url=member.client.url
-        )
-        self.members[status.engine_id] = member
-        try:
-            return await self.ask(status.engine_id)
-        except EngineError as error:
-            await self.end(status.engine_id, f"it did not answer a new engine group: {error}")
-            return None
+        return Member(engine_id, self._client(engine_id, hosted.url), PlacedProcess(host, self._context.runtime))
 
     def _client(self, engine_id: EngineId, url: str) -> SGLangEngine:
-        push = self._ground.push
+        push = self._context.push
         config = SGLangConfig(
             vocab_size=self._vocab_size,
             foreign_version=NO_VERSION,
@@ -288,7 +278,7 @@ class Fleet:
         return SGLangEngine(engine_id, url, self._http, config)
 
 
-def foreign_id(url: str) -> EngineId:
-    """The name of somebody else's server: its address."""
+def attached_id(url: str) -> EngineId:
+    """Return the name of an attached server: its address."""
     host, port = address(url)
     return EngineId(f"{host}:{port}")

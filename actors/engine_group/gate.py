@@ -1,6 +1,6 @@
-"""Admission at the gateway, as a push and the engine group close and open it.
+"""Gateway client of the engine group: gates of engines, and routing tables.
 
-Invariant: a gateway that is gone, hangs or does not come up is told nothing, and holds up nobody.
+Invariant: a gateway that is dead, hangs or does not start delays nothing and raises nothing.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GATEWAY_TIMEOUT_S = 5.0
-"""A gateway that is silent for so long must not be taken for a failing engine: below every deadline of a push."""
+"""Below every deadline of a push, so that a silent gateway is not taken for a failing engine."""
 
 
 class GatewayGate:
-    """The gateway as the engine group knows it; a `Gate` of a push. One that is gone admits nothing, so there is
-    nothing to close."""
+    """Gateway of the engine group; a `Gate` of a push. A dead gateway admits nothing, so no gate need be closed."""
 
     def __init__(self, gateway: GatewayActor, registry: EngineRegistry) -> None:
         self._gateway = gateway
         self._registry = registry
 
     async def close(self, engine_id: EngineId, lease_s: float) -> None:
-        await tell_gateway(self._gateway.close_gate(engine_id, lease_s))
+        await call_gateway(self._gateway.close_gate(engine_id, lease_s))
 
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
-        """The gateway itself repeats the aborts. The registry must know, for the next table says so again."""
+        """Open the engine's gate. Returns no aborts to repeat: the gateway repeats them itself."""
+        # The next routing table carries the namespace again, from the registry.
         self._registry.opened(engine_id, cache_namespace)
-        await tell_gateway(self._gateway.open_gate(engine_id, cache_namespace))
+        await call_gateway(self._gateway.open_gate(engine_id, cache_namespace))
         return ()
 
     async def route(self, table: RoutingTable) -> None:
-        """A gateway that is restarting hears it again from the supervision."""
-        await tell_gateway(self._gateway.set_engines(table))
+        """Send a routing table; a restarting gateway gets the next one."""
+        await call_gateway(self._gateway.set_engines(table))
 
     async def stats(self) -> GatewayStats | None:
-        """None when it does not answer."""
+        """Return the gateway's counts, None when it does not answer."""
         try:
             async with asyncio.timeout(GATEWAY_TIMEOUT_S):
                 return await self._gateway.stats()
@@ -56,12 +56,12 @@ class GatewayGate:
             return None
 
 
-async def tell_gateway(call: Awaitable[object]) -> None:
-    """Await a call of the gateway; one that is gone, hangs or does not come up is told nothing."""
+async def call_gateway(call: Awaitable[object]) -> None:
+    """Await a call of the gateway, and ignore that it is dead, hangs or does not start."""
     try:
         async with asyncio.timeout(GATEWAY_TIMEOUT_S):
             await call
     except (ActorLost, TimeoutError):
         pass
     except Exception:
-        logger.exception("the gateway could not be told")
+        logger.exception("the call of the gateway failed")

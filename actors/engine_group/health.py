@@ -1,11 +1,11 @@
-"""Who answers: one look at all engines, and what it means while a push is going on.
+"""Health checks of engines, and their meaning during a push.
 
 Invariants:
-- A look never waits longer than the health deadline; engines are asked for their load, which a pause does not hold up.
-- Slowness is a failure only when it lasts: `misses` looks in a row. A process that is dead, or an address where nobody
-  listens, is one at once.
-- While a push is going on, slowness is not held against an engine: the push has deadlines of its own, and a paused
-  engine has reasons. A process that is dead is dead at any time.
+- A check never waits longer than the health deadline. It asks engines for their load, which a paused engine reports.
+- A slow engine fails only after `misses` checks in a row. A dead process, or an address where nothing listens, fails at
+  once.
+- During a push, slowness is not counted: the push has its own deadlines, and it pauses engines. A dead process counts
+  at any time.
 """
 
 from __future__ import annotations
@@ -18,42 +18,41 @@ from headrace.policies.errors import EngineDown, EngineError
 from headrace.policies.transport_errors import reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from headrace.actors.engine_group.fleet import Fleet, Member
     from headrace.actors.engine_group.gate import GatewayGate
+    from headrace.actors.engine_group.pusher import Pusher
     from headrace.actors.engine_group.registry import EngineRegistry
     from headrace.policies.engine import EngineId
 
 SILENT_CALLS = 8
-"""Turns in a row that an engine left without an answer, to their aborts too: it tells its load and generates
-nothing."""
+"""An engine fails that left so many turns in a row, and their aborts, without an answer: it reports its load but
+generates nothing."""
 
 
 class HealthChecks:
-    """Of one group. `pushes` gives a number that a push changes when it begins and when it ends, odd in between."""
+    """Health checks of one group."""
 
     def __init__(
         self,
         fleet: Fleet,
         registry: EngineRegistry,
         gate: GatewayGate,
+        pusher: Pusher,
         *,
         timeout_s: float,
         misses: int,
-        pushes: Callable[[], int],
     ) -> None:
         self._fleet = fleet
         self._registry = registry
         self._gate = gate
+        self._pusher = pusher
         self._timeout_s = timeout_s
         self._misses = misses
-        self._pushes = pushes
 
-    async def look(self) -> dict[EngineId, str]:
-        """The engines that failed, and why."""
-        before = self._pushes()
-        # Those in quarantine too: who answers again may be caught up.
+    async def check(self) -> dict[EngineId, str]:
+        """Check all engines and return the problem of each that failed."""
+        before, disturbed = self._pusher.pushes, self._pusher.is_pushing
+        # Engines in quarantine are checked too: one that answers again is pushed to.
         states = (EngineState.WAITING, EngineState.SERVING, EngineState.QUARANTINED)
         asked = [
             self._fleet[entry.engine_id]
@@ -61,21 +60,24 @@ class HealthChecks:
             if entry.engine_id in self._fleet.members
         ]
         async with asyncio.TaskGroup() as tasks:
-            looking = [tasks.create_task(self._look_at(member)) for member in asked]
-            silent = tasks.create_task(self._silent())
-        undisturbed = before % 2 == 0 and before == self._pushes()
+            checks = [tasks.create_task(self._check_one(member)) for member in asked]
+            asking_gateway = tasks.create_task(self._gate.stats())
+        disturbed = disturbed or before != self._pusher.pushes
+        stats = asking_gateway.result()
         failed: dict[EngineId, str] = {}
-        for member, answer in zip(asked, looking, strict=True):
+        for member, answer in zip(asked, checks, strict=True):
             dead, problem = answer.result()
-            if problem is None and undisturbed and member.engine_id in silent.result():
-                problem = f"{SILENT_CALLS} turns in a row had no end"
-            if problem is not None and (dead or undisturbed):
+            silent_calls = 0 if stats is None else stats.silent.get(member.engine_id, 0)
+            if problem is None and not disturbed and silent_calls >= SILENT_CALLS:
+                problem = f"it left {SILENT_CALLS} turns in a row unanswered"
+            if problem is not None and (dead or not disturbed):
                 failed[member.engine_id] = problem
         return failed
 
-    async def _look_at(self, member: Member) -> tuple[bool, str | None]:
-        """Whether it is dead, and what is wrong; nothing is wrong with one that left while it was asked."""
-        if not await member.body.is_alive():
+    async def _check_one(self, member: Member) -> tuple[bool, str | None]:
+        """Return True if the engine's process is dead, and the engine's problem, if any. An engine that left during the
+        check has none."""
+        if not await member.handle.is_alive():
             return True, "its process is dead"
         problem: Exception | None = None
         try:
@@ -91,9 +93,4 @@ class HealthChecks:
         misses = self._registry.missed(member.engine_id)
         if misses < self._misses and not isinstance(problem, EngineDown):
             return False, None
-        return False, f"it did not tell its load, {misses} times in a row: {reason(problem)}"
-
-    async def _silent(self) -> set[str]:
-        """Engines that generate nothing any more, as the gateway sees it."""
-        stats = await self._gate.stats()
-        return set() if stats is None else {engine for engine, calls in stats.silent.items() if calls >= SILENT_CALLS}
+        return False, f"it did not report its load, {misses} times in a row: {reason(problem)}"

@@ -1,8 +1,8 @@
-"""An engine on some host of the cluster, behind an actor of its own.
+"""Ray actor that hosts one engine process.
 
 Invariants:
-- The actor's death is the engine's death, and the other way round: neither is started again by Ray.
-- The engine listens on the address by which other hosts reach its host.
+- The engine dies with the actor, and the actor with the engine; Ray restarts neither.
+- The engine listens on the address at which other hosts reach its host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedEngine:
-    """Where the engine is; `process_id` is of its own host."""
+    """Location of a hosted engine; `process_id` is valid on its own host."""
 
     url: str
     process_id: int
@@ -31,7 +31,7 @@ class HostedEngine:
 
 
 class EngineHost(ResourceOwner):
-    """Starts one engine where Ray put this actor. The paths of the plan are the same on every host."""
+    """Starts one engine on the host of this actor. The plan's paths must be the same on every host."""
 
     def __init__(self, config: EnginesConfig, plan: ServerPlan) -> None:
         super().__init__()

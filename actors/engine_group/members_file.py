@@ -1,9 +1,9 @@
-"""`members.json`: the engines of a group and how each is, for its successor and for operators.
+"""Reads and writes `members.json`, the list of a group's engines and their states, for its successor and operators.
 
 Invariants:
-- Replaced as a whole, and only readable by its owner. It is written before anything follows from it.
-- What it says is as old as `time_s`: a group that is gone says nothing new.
-- `incarnation` counts the groups of the run: routing tables of a later one are newer, whatever the clock says.
+- The file is replaced atomically, is readable by its owner only, and is written before any effect of its content.
+- `time_s` is the time of writing; a dead group does not update the file.
+- `incarnation` counts the groups of the run, so that routing tables of a later group are newer whatever the clock says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """One engine. `running` and `waiting` are numbers of requests at the last health check, None before the first;
-    `breaker` says whether it may be tried again; `reason` why it does not serve; `process_id` is that of a process of
-    ours on the group's host."""
+    """Status of one engine. `running` and `waiting` are numbers of requests at the last health check, None before the
+    first; `breaker` is the state of its place's circuit breaker; `reason` explains why it does not serve; `process_id`
+    is set for a process on the group's host."""
 
     engine_id: EngineId
     origin: Origin
@@ -48,14 +48,14 @@ class EngineStatus:
 
     @property
     def load(self) -> str:
-        """`running+waiting`, or a dash."""
+        """The load as `running+waiting`, or a dash before the first health check."""
         return "-" if self.running is None else f"{self.running}+{self.waiting}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """`started` counts the engines that the group ever started; `retired` are places that were removed for good;
-    `incarnation` is the number of the group that wrote it, from 1."""
+    """Content of the members file. `started` counts the engines that were ever started; `retired` are places that were
+    removed for good; `incarnation` is the number, from 1, of the group that wrote it."""
 
     engines: tuple[EngineStatus, ...] = ()
     started: int = 0
@@ -75,29 +75,26 @@ class Roster:
 
 
 def read_roster(path: Path) -> Roster:
-    """An empty one where there is none, or none that can be read: the group then starts new engines."""
+    """Return the content of a members file; an empty roster when the file is missing or damaged, so that the group
+    starts new engines."""
     if not path.exists():
         return Roster()
-    try:
-        return _roster(orjson.loads(path.read_bytes()))
-    except (KeyError, TypeError, ValueError) as error:
-        logger.warning("%s is damaged (%r): it is written anew, and its engines are not taken over", path, error)
-        return Roster()
-
-
-def _roster(document: dict[str, Any]) -> Roster:
-    return Roster(
-        engines=tuple(_status(record) for record in document["engines"]),
-        started=document["started"],
-        retired=frozenset(document["retired"]),
-        # Rosters of the first versions do not count.
-        incarnation=document.get("incarnation", 0),
-        time_s=document["time_s"],
-    )
-
-
-def _status(record: dict[str, Any]) -> EngineStatus:
     known = {item.name for item in fields(EngineStatus)}
-    values = {key: value for key, value in record.items() if key in known}
-    typed = {"origin": Origin(record["origin"]), "state": EngineState(record["state"])}
-    return EngineStatus(**{**values, **typed})
+    try:
+        document = orjson.loads(path.read_bytes())
+        engines = []
+        for record in document["engines"]:
+            values = {key: value for key, value in record.items() if key in known}
+            typed = {"origin": Origin(record["origin"]), "state": EngineState(record["state"])}
+            engines.append(EngineStatus(**{**values, **typed}))
+        return Roster(
+            engines=tuple(engines),
+            started=document["started"],
+            retired=frozenset(document["retired"]),
+            # Files of the first versions lack it.
+            incarnation=document.get("incarnation", 0),
+            time_s=document["time_s"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        logger.warning("%s is damaged (%r): it is replaced, and its engines are not taken over", path, error)
+        return Roster()

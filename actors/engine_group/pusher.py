@@ -1,10 +1,10 @@
-"""Weights into the engines of a group: rolling pushes, catch-ups in waves of their own, and what became of each engine.
+"""Pushes of weights to the engines of a group, and the state of each engine after them.
 
 Invariants:
-- Whoever calls holds the group's lock: one push at a time.
-- An engine serves after a push only if that push says it took the weights whole. One that comes out of quarantine is
-  pushed to alone, and its checksums agreed, with the snapshot's or with those of an engine that serves.
-- A push whose sender died begins again once, for the engines that it did not reach.
+- The caller holds the group's lock: one push runs at a time.
+- An engine serves after a push only if that push reports that it took the weights completely. An engine leaves
+  quarantine only after a push to it alone, with checksums equal to the snapshot's or to those of a serving engine.
+- A push whose sender died is repeated once, for the engines that it did not reach.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.registry import EngineState
@@ -22,7 +22,7 @@ from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from headrace.actors.engine_group.fleet import Fleet
     from headrace.actors.engine_group.gate import GatewayGate
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class Pusher:
-    """Pushes for one group. `settled` is called when it is known what became of an engine, and of all of a push before
-    the journal says that it ended."""
+    """Pusher of one group. `settled` is called when an engine failed a push, and when the outcome of all engines is
+    known, before the journal records the end of the push."""
 
     def __init__(
         self,
@@ -62,12 +62,27 @@ class Pusher:
         self._metrics = metrics
         self._settled = settled
         self._last_push_s: float | None = None
+        self.pushes = 0
+        """Number of times that pushing began or ended."""
+
+    @property
+    def is_pushing(self) -> bool:
+        return self.pushes % 2 == 1
+
+    @contextmanager
+    def pushing(self) -> Iterator[None]:
+        """Mark the time in which engines may be paused, for the health checks."""
+        self.pushes += 1
+        try:
+            yield
+        finally:
+            self.pushes += 1
 
     async def push(
         self, engines: Sequence[EngineId], snapshot: WeightsSnapshot, rollouts_in_flight: int | None = None
     ) -> None:
-        """To all of them, wave by wave, and once more to those a dying sender left behind. Raises ModelInvalid,
-        SenderFailed."""
+        """Push to the engines, wave by wave, and once more to those that a dead sender did not reach. Raises
+        ModelInvalid, SenderFailed."""
         if not engines:
             return
         report = await self._once(engines, snapshot)
@@ -77,8 +92,8 @@ class Pusher:
             self._record(await self._once(behind, snapshot), rollouts_in_flight)
 
     async def readmit(self, engine_id: EngineId, snapshot: WeightsSnapshot) -> None:
-        """Bring an engine of which nobody knows what it holds to the newest weights, alone. Whether that worked is in
-        the registry. Raises ModelInvalid, SenderFailed."""
+        """Push the newest weights to one engine whose weights are unknown, and record the result in the registry.
+        Raises ModelInvalid, SenderFailed."""
         self._registry.trying(engine_id, time.monotonic())
         try:
             await self.untangle(engine_id)
@@ -95,11 +110,11 @@ class Pusher:
         self._end(report)
 
     async def untangle(self, engine_id: EngineId, groups: Sequence[str] = ()) -> None:
-        """Leave the session and the process groups of a push that nobody ended; the pause stays. Raises EngineError
-        when the engine does not answer."""
+        """Close the update session and the process groups of an unfinished push; the engine stays paused. Raises
+        EngineError when the engine does not answer."""
         client = self._fleet[engine_id].client
         await client.load()
-        # Refused where none is open.
+        # The engine refuses where no session is open.
         with suppress(EngineRefused):
             await client.end_update()
         for name in groups:
@@ -114,28 +129,22 @@ class Pusher:
         return report
 
     def _end(self, report: PushReport) -> None:
-        """What is known is on disk before the journal forgets the push: who takes over must not believe a tainted
-        engine."""
+        # The states are on disk before the journal records the end: a successor must not trust an engine that failed.
         self._settled()
         self._journal.ended(report)
 
     def _note(self, part: EnginePush, snapshot: WeightsSnapshot) -> None:
-        """What became of an engine that did not fail: the push itself told of those that did."""
+        """Record the outcome of an engine that did not fail; `_push` records failures at once."""
         engine_id = part.engine_id
         if part.outcome is PushOutcome.UPDATED:
             self._registry.serves(engine_id, snapshot.version)
         elif part.outcome is PushOutcome.BEHIND and self._registry[engine_id].state is not EngineState.QUARANTINED:
             self._registry.left_behind(engine_id)
 
-    def _take_out(self, engine_id: EngineId, reason: str) -> None:
-        """On disk, too: of an engine that failed after it was opened the journal tells nothing bad."""
-        self._registry.quarantine(engine_id, reason, time.monotonic())
-        self._settled()
-
     async def _through_sender(
         self, engines: Sequence[EngineId], snapshot: WeightsSnapshot, *, in_doubt: Sequence[EngineId] = ()
     ) -> PushReport:
-        """A push whose sender died before anything was touched is begun again, once."""
+        """Push, and repeat the push once if its sender died before any engine was changed."""
         try:
             return await self._push(engines, snapshot, in_doubt)
         except SenderFailed as error:
@@ -148,6 +157,12 @@ class Pusher:
         self._journal.begin(snapshot)
         clients = [self._fleet[engine_id].client for engine_id in engines]
         senders = self._senders.take(len(snapshot.shards))
+
+        def failed(engine_id: EngineId, why: str) -> None:
+            self._registry.quarantine(engine_id, f"push of {snapshot.version}: {why}", time.monotonic())
+            # The journal does not show the failure of an engine whose gate was open already, so it is written now.
+            self._settled()
+
         try:
             return await push(
                 snapshot,
@@ -157,18 +172,18 @@ class Pusher:
                 self._journal.step,
                 self._config,
                 in_doubt=in_doubt,
-                failed=lambda engine_id, why: self._take_out(engine_id, f"push of {snapshot.version}: {why}"),
+                failed=failed,
             )
         except BaseException:
-            # Nobody says what became of those that were sent something.
+            # The state of engines that were sent something is unknown.
             for entry in self._registry.in_state(EngineState.WAITING, EngineState.SERVING):
                 if entry.engine_id in self._journal.sent_to:
-                    self._registry.suspect(entry.engine_id, f"the push of {snapshot.version} was broken off")
+                    self._registry.suspect(entry.engine_id, f"the push of {snapshot.version} was interrupted")
             raise
 
     async def _disagreement(self, engine_id: EngineId, snapshot: WeightsSnapshot) -> str | None:
-        """What is wrong with the weights of an engine that was pushed to alone; None when its checksums agree with
-        those of an engine that serves, or when there is none of its kind."""
+        """Return the problem with the weights of an engine that was pushed to alone; None when its checksums equal
+        those of a serving engine, or when no serving engine has comparable ones."""
         peers = [
             entry.engine_id
             for entry in self._registry.in_state(EngineState.SERVING)
@@ -182,10 +197,10 @@ class Pusher:
             try:
                 ours = await self._checksums(engine_id)
             except (EngineError, TimeoutError) as error:
-                return f"it told no checksums: {error}"
+                return f"it did not report its checksums: {error}"
             if ours.keys() != theirs.keys():
                 continue
-            return None if ours == theirs else f"its checksums are not those of {peer}"
+            return None if ours == theirs else f"its checksums differ from those of {peer}"
         return None
 
     async def _checksums(self, engine_id: EngineId) -> dict[str, str]:

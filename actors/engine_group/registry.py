@@ -1,11 +1,11 @@
-"""Which engines there are, what state each is in, and who may be tried again. Pure: no clock, no I/O; `now` is
-monotonic seconds.
+"""Registry of the engines of a group: their states, and the circuit breakers of their places. Pure: no clock, no I/O;
+`now` is monotonic seconds.
 
 Invariants:
-- Every change of state is one of `MOVES`; what is gone stays gone under its name.
-- Two engines that live have two addresses, and two places.
-- Only an engine that serves is routed to, and it holds weights that a push or a verified recovery gave it.
-- A failure counts against the engine's place: where engines fail again and again, the next try waits (`breaker`).
+- Every change of state is one of `MOVES`; an engine that is gone does not return under the same name.
+- Two living engines never share an address or a place.
+- Only a serving engine is routed to, and it holds weights that a push or a verified recovery gave it.
+- A failure counts against the engine's place: after repeated failures the next attempt waits (`breaker`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from headrace.actors.engine_group.breaker import BreakerState, CircuitBreaker
 from headrace.actors.engine_group.errors import EngineAddressTaken, EngineUnknown
+from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineId
 
 REMEMBERED = 16
-"""How many engines that are gone are still told of."""
+"""Number of gone engines that are still listed."""
 
 
 class EngineState(StrEnum):
-    """Where an engine stands."""
+    """State of an engine."""
 
     STARTING = "starting"
-    """It has not answered yet."""
+    """Has not answered yet."""
     WAITING = "waiting"
-    """It answers, and lacks the newest weights: no traffic."""
+    """Answers but lacks the newest weights: no traffic."""
     SERVING = "serving"
-    """It gets traffic."""
+    """Gets traffic."""
     QUARANTINED = "quarantined"
-    """It failed a push, or hangs: no traffic until it is replaced, or caught up and verified."""
+    """Failed a push, or hangs: no traffic until it is replaced, or has new, verified weights."""
     LEAVING = "leaving"
-    """No new traffic; what runs ends, or goes on elsewhere."""
+    """No new traffic; its requests end, or continue on another engine."""
     GONE = "gone"
-    """Stopped, dead or let go."""
+    """Stopped, dead or removed."""
 
 
 class Origin(StrEnum):
-    """Where an engine comes from, and so what may be done with it."""
+    """Origin of an engine, which decides if the group may kill it."""
 
     LOCAL = "local"
     """A process of the group; killed and replaced when it fails."""
     RAY = "ray"
-    """A process behind an actor of its own; killed and replaced too."""
+    """A process behind a Ray actor; killed and replaced when it fails."""
     ATTACHED = "attached"
-    """Somebody else's server: never killed, taken out of routing while it fails."""
+    """A server that was attached: never killed, out of routing while it fails."""
     ROUTER = "router"
-    """The same, as long as the router names it."""
+    """Like an attached server, as long as the router lists it."""
 
     @property
     def is_ours(self) -> bool:
@@ -76,11 +76,16 @@ MOVES: Mapping[EngineState, frozenset[EngineState]] = {
 }
 
 
+def new_breaker() -> CircuitBreaker:
+    """Return the breaker of a place; it opens after three failures in five minutes, for 10 s at first."""
+    return CircuitBreaker(3, 10.0, longest_open_s=300.0, window_s=300.0)
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineEntry:
-    """One engine. `place` is what outlives it: engines that replace one another share it. `reason` tells why it does
-    not serve; `misses` counts health checks in a row without an answer; `answers` is false from a failure until it
-    answers again. `cache_namespace` goes with its requests: its version, where pushes come in place."""
+    """State of one engine. An engine and its replacements share a `place`. `reason` explains why it does not serve;
+    `misses` counts health checks in a row without an answer; `answers` is False from a failure until it answers again.
+    `cache_namespace` is sent with its requests: its version, where pushes are in place."""
 
     engine_id: EngineId
     place: str
@@ -96,64 +101,67 @@ class EngineEntry:
 
 @dataclass(slots=True)
 class EngineRegistry:
-    """All engines of a group."""
+    """Engines of one group, by name."""
 
     _entries: dict[EngineId, EngineEntry] = field(default_factory=dict)
     _breakers: dict[str, CircuitBreaker] = field(default_factory=dict)
 
     def starting(self, engine_id: EngineId, *, place: str, origin: Origin, now: float, url: str = "") -> EngineEntry:
-        """A new engine, which is being started or asked. Raises EngineAddressTaken, ValueError for a name or a place
-        that is taken."""
-        if self._entries.get(engine_id, None) is not None and self._entries[engine_id].state in LIVING:
-            raise ValueError(f"{engine_id} is there already")
+        """Add an engine that is being started or attached. Raises EngineAddressTaken, or ValueError when the name or
+        the place is taken."""
+        if self.stands(engine_id, *LIVING):
+            raise ValueError(f"there is already an engine {engine_id}")
         if any(entry.place == place for entry in self.living()):
-            raise ValueError(f"there is an engine at {place} already")
+            raise ValueError(f"there is already an engine at {place}")
         if url:
             self._refuse_taken(engine_id, url)
         self._entries.pop(engine_id, None)
         entry = self._entries[engine_id] = EngineEntry(engine_id=engine_id, place=place, origin=origin, url=url)
-        self.breaker(place).tried(now)
-        self._forget_the_oldest()
+        self.breaker(place).begin(now)
+        gone = [known.engine_id for known in self._entries.values() if known.state is EngineState.GONE]
+        for oldest in gone[:-REMEMBERED]:
+            del self._entries[oldest]
         return entry
 
     def answered(self, engine_id: EngineId, *, url: str, version: PolicyVersion | None) -> None:
-        """It is there, and waits for the newest weights. Raises EngineAddressTaken."""
+        """Record that the engine answered and waits for the newest weights. Raises EngineAddressTaken."""
         self._refuse_taken(engine_id, url)
         entry = self._move(engine_id, EngineState.WAITING, "it waits for weights")
         entry.url, entry.version, entry.misses = url, version, 0
 
     def serves(self, engine_id: EngineId, version: PolicyVersion) -> None:
-        """It holds these weights whole and gets traffic. Raises ValueError for one that never answered."""
+        """Record that the engine holds all of these weights and gets traffic. Raises ValueError for one that never
+        answered."""
         if not self[engine_id].url:
-            raise ValueError(f"{engine_id} has no address: it cannot serve")
+            raise ValueError(f"{engine_id} cannot serve: it has no address because it never answered")
         entry = self._move(engine_id, EngineState.SERVING, "")
         entry.version, entry.misses = version, 0
         self.breaker(entry.place).succeeded()
 
     def opened(self, engine_id: EngineId, cache_namespace: str | None) -> None:
-        """Its gate was opened: this goes with its requests from now on."""
+        """Record the cache namespace that is sent with the engine's requests from now on."""
         self[engine_id].cache_namespace = cache_namespace
 
     def left_behind(self, engine_id: EngineId) -> None:
-        """It is well, and a push did not reach it."""
+        """Record that a push did not reach the engine, which is healthy."""
         self._move(engine_id, EngineState.WAITING, "a push ended before its turn")
 
     def trying(self, engine_id: EngineId, now: float) -> None:
-        """It is about to be caught up."""
-        self.breaker(self[engine_id].place).tried(now)
+        """Record that a push to a quarantined engine begins."""
+        self.breaker(self[engine_id].place).begin(now)
 
     def quarantine(self, engine_id: EngineId, reason: str, now: float) -> None:
-        """It failed."""
+        """Record a failure of the engine."""
         entry = self._move(engine_id, EngineState.QUARANTINED, reason)
         entry.answers = False
         self.breaker(entry.place).failed(now)
 
     def suspect(self, engine_id: EngineId, reason: str) -> None:
-        """Nobody knows what it holds, by no fault of its own."""
+        """Record that the engine's weights are unknown through no fault of its own; its breaker does not count this."""
         self._move(engine_id, EngineState.QUARANTINED, reason)
 
     def missed(self, engine_id: EngineId) -> int:
-        """A health check got no answer; how many in a row."""
+        """Record a health check without an answer, and return the number of those in a row."""
         entry = self[engine_id]
         entry.misses, entry.answers = entry.misses + 1, False
         return entry.misses
@@ -163,14 +171,14 @@ class EngineRegistry:
         entry.misses, entry.answers = 0, True
 
     def leaving(self, engine_id: EngineId) -> None:
-        self._move(engine_id, EngineState.LEAVING, "it was told to leave")
+        self._move(engine_id, EngineState.LEAVING, "it is being removed")
 
     def gone(self, engine_id: EngineId, reason: str) -> None:
-        """It is no more. What it did wrong was said before, by `quarantine` or `failed`."""
+        """Record the end of an engine; its failures were recorded by `quarantine` or `failed`."""
         self._move(engine_id, EngineState.GONE, reason)
 
     def failed(self, engine_id: EngineId, reason: str, now: float) -> None:
-        """It died, or did not start."""
+        """Record that the engine died or did not start."""
         entry = self._move(engine_id, EngineState.GONE, reason)
         self.breaker(entry.place).failed(now)
 
@@ -178,16 +186,17 @@ class EngineRegistry:
         """Raises EngineUnknown."""
         entry = self._entries.get(engine_id)
         if entry is None:
-            raise EngineUnknown(f"there is no engine {engine_id}; `headrace engine list` names those of a run")
+            raise EngineUnknown(f"there is no engine {engine_id}; `headrace engine list` lists the engines of a run")
         return entry
 
     def stands(self, engine_id: EngineId, *states: EngineState) -> bool:
-        """Whether there is an engine of that name, in one of these states: who waited asks before a change."""
+        """Return True if there is an engine of that name in one of these states. Callers that awaited something check
+        this before they change the state."""
         entry = self._entries.get(engine_id)
         return entry is not None and entry.state in states
 
     def all(self) -> tuple[EngineEntry, ...]:
-        """Those that are gone too."""
+        """Return all engines, including the gone ones that are remembered."""
         return tuple(self._entries.values())
 
     def living(self) -> tuple[EngineEntry, ...]:
@@ -197,30 +206,28 @@ class EngineRegistry:
         return tuple(entry for entry in self._entries.values() if entry.state in states)
 
     def at(self, url: str) -> EngineEntry | None:
-        """The living engine at this address."""
+        """Return the living engine at this address, if any."""
         return next((entry for entry in self.living() if entry.url and address(entry.url) == address(url)), None)
 
     def breaker(self, place: str) -> CircuitBreaker:
-        return self._breakers.setdefault(place, CircuitBreaker())
+        return self._breakers.setdefault(place, new_breaker())
 
     def may_try(self, place: str, now: float) -> bool:
-        """Whether an engine may be started, or caught up, at this place now."""
+        """Return True if an engine may be started, or pushed to, at this place now."""
         return self.breaker(place).allows(now)
 
     def due(self, now: float, *, at_once: bool = False) -> tuple[EngineEntry, ...]:
-        """Engines to be caught up: those that wait, and those in quarantine that answer again and are not ours to
-        replace; `at_once`, also those at places where engines fail again and again."""
+        """Return the engines that need the newest weights: those that wait, and attached ones in quarantine that answer
+        again. Engines whose place has an open breaker are left out, unless `at_once`."""
         waiting = self.in_state(EngineState.WAITING)
-        healed = (
+        recovered = (
             entry for entry in self.in_state(EngineState.QUARANTINED) if entry.answers and not entry.origin.is_ours
         )
-        return tuple(entry for entry in (*waiting, *healed) if at_once or self.may_try(entry.place, now))
-
-    def breaker_state(self, engine_id: EngineId, now: float) -> BreakerState:
-        return self.breaker(self[engine_id].place).state(now)
+        return tuple(entry for entry in (*waiting, *recovered) if at_once or self.may_try(entry.place, now))
 
     def table(self, version: int) -> RoutingTable:
-        """Every engine that has answered; those that do not serve are named, so that what runs there may end."""
+        """Return the routing table of all engines that have answered. Those that do not serve are listed as not
+        admitted, so that requests running there may end."""
         shown = self.in_state(EngineState.WAITING, EngineState.SERVING, EngineState.QUARANTINED, EngineState.LEAVING)
         return RoutingTable(
             version=version,
@@ -248,19 +255,14 @@ class EngineRegistry:
         if other is not None and other.engine_id != engine_id:
             raise EngineAddressTaken(f"{engine_id} and {other.engine_id} have one address, {url}: remove one of them")
 
-    def _forget_the_oldest(self) -> None:
-        gone = [entry.engine_id for entry in self._entries.values() if entry.state is EngineState.GONE]
-        for engine_id in gone[:-REMEMBERED]:
-            del self._entries[engine_id]
-
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches the address."""
+    """Return True if only this host can reach the address."""
     return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def address(url: str) -> tuple[str, int]:
-    """Host and port, so that two spellings of one address are one."""
+    """Return the host and port in one spelling for equal addresses."""
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,10 +1,10 @@
-"""How an engine leaves: what it runs ends by itself, or goes on elsewhere.
+"""Removal of an engine: its requests finish, or continue on another engine.
 
 Invariants:
-- Nothing new is sent to it: it is out of the routing table before, and its gate is closed.
-- Turns that do not end in time are aborted by a pause that hands over what was sampled, and the gateway goes on with
-  them at another engine. Every wait is bounded.
-- A server that is not ours is left running, out of the session of a push and unpaused, whatever a push left there.
+- No new requests reach it: it is already out of the routing table, and its gate is closed.
+- Turns that do not end in time are aborted by a pause that returns the tokens sampled so far, and the gateway continues
+  them on another engine. Every wait is bounded.
+- An attached server is left running, unpaused and without an open update session, whatever state a push left it in.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from headrace.policies.sglang.client import SGLangEngine
 
 LOOK_S = 0.2
-"""How often a leaving engine is asked whether it still runs something."""
+"""Interval between requests for the load of a leaving engine."""
 
 
 async def leave(client: SGLangEngine, gate: GatewayGate, *, timeout_s: float) -> None:
-    """Return when the engine runs nothing, or does not answer, or cannot be made to."""
+    """Drain the engine. Returns when it runs nothing, does not answer, or `timeout_s` passed twice."""
     await gate.close(client.engine_id, 2 * timeout_s)
     with suppress(EngineError):
-        # Refused where none is open.
+        # The engine refuses where no session is open.
         with suppress(EngineRefused):
             await client.end_update()
         if not await _is_idle(client, timeout_s):
@@ -38,7 +38,7 @@ async def leave(client: SGLangEngine, gate: GatewayGate, *, timeout_s: float) ->
 
 
 async def _is_idle(client: SGLangEngine, timeout_s: float) -> bool:
-    """Whether it ran nothing any more within the time. Raises EngineError."""
+    """Return True as soon as the engine runs nothing, False after `timeout_s`. Raises EngineError."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while True:

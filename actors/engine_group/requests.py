@@ -1,18 +1,19 @@
-"""What operators ask of the engines of a live run: files in `<run>/engines/requests`.
+"""Requests of operators to the engine group of a live run, as files in `<run>/engines/requests`.
 
-A run may sit on a Ray that nobody outside can reach, so the run directory carries the question and the answer.
+The operator may have no access to the run's Ray cluster, so requests and answers are exchanged in the run directory.
 
 Invariants:
-- A question is one file `ID.json`, an answer one file `ID.done.json`, each written whole; whoever may write into the
-  run directory may ask.
-- A question is answered once, in the order of asking, and is idempotent: asked again it comes to the same. Its name
-  begins with a number that grows, so that the order does not depend on a clock.
+- A request is one file `ID.json`, an answer one file `ID.done.json`, each written atomically. Anybody who may write
+  into the run directory may make requests.
+- Requests are answered once, in their order, and are idempotent. An ID begins with a growing number, so that the order
+  does not depend on a clock.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
 ANSWERED = ".done.json"
 LOOK_S = 0.2
-"""How often the one who asks looks for the answer."""
+"""Interval in which the operator's side looks for the answer."""
 KEPT_S = 3600.0
-"""How long an answer waits for the one who asked."""
+"""Time after which an answer that nobody read is removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """`what` is the URL of a server to add, or the name of an engine to remove."""
+    """Request of an operator. `what` is the URL of a server to add, or the name of an engine to remove."""
 
     request_id: str
     kind: Literal["add", "remove"]
@@ -41,67 +42,55 @@ class EngineRequest:
 
 
 class RequestBox:
-    """The group's side."""
+    """Requests as the engine group sees them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._answered_s: dict[str, float] = {}
-        """When this process first saw an answer, by the monotonic clock."""
+        """Monotonic time at which this process first saw each answer."""
 
     def open(self) -> list[EngineRequest]:
-        """What is not answered yet, oldest first. Answers that nobody fetched in an hour are dropped."""
+        """Return the unanswered requests, oldest first, and remove answers that nobody read for an hour."""
         if not self._directory.exists():
             return []
-        asked: list[EngineRequest] = []
+        requests: list[EngineRequest] = []
+        now_s = time.monotonic()
         for path in sorted(self._directory.glob("*.json")):
             if path.name.endswith(ANSWERED):
-                self._drop_if_old(path)
-            elif (request := _read(path)) is not None:
-                asked.append(request)
-        return asked
-
-    def _drop_if_old(self, answer: Path) -> None:
-        now_s = time.monotonic()
-        if now_s - self._answered_s.setdefault(answer.name, now_s) > KEPT_S:
-            del self._answered_s[answer.name]
-            answer.unlink(missing_ok=True)
+                if now_s - self._answered_s.setdefault(path.name, now_s) > KEPT_S:
+                    del self._answered_s[path.name]
+                    path.unlink(missing_ok=True)
+                continue
+            # A file that is not a request is left alone.
+            with suppress(OSError, TypeError, orjson.JSONDecodeError):
+                request = EngineRequest(**orjson.loads(path.read_bytes()))
+                if request.request_id == path.stem and request.kind in ("add", "remove"):
+                    requests.append(request)
+        return requests
 
     def answer(self, request: EngineRequest, *, engine_id: str, error: str = "") -> None:
-        """`error` says why it could not be done."""
+        """Answer a request; `error` is the reason why it failed."""
         answer = orjson.dumps({"engine_id": engine_id, "error": error})
         write_private(self._directory / f"{request.request_id}{ANSWERED}", answer)
         (self._directory / f"{request.request_id}.json").unlink(missing_ok=True)
 
 
-def _read(path: Path) -> EngineRequest | None:
-    """None for what is no question: it is left where it is."""
-    try:
-        document = orjson.loads(path.read_bytes())
-        request = EngineRequest(**document)
-    except (OSError, TypeError, orjson.JSONDecodeError):
-        return None
-    return request if request.request_id == path.stem and request.kind in ("add", "remove") else None
-
-
-def _next_number(directory: Path) -> int:
-    """Above those of all questions that wait; two that are asked at once may share one."""
-    numbers = [path.name.split("-", 1)[0] for path in directory.glob("*.json")]
-    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
-
-
 def ask_group(directory: Path, kind: Literal["add", "remove"], what: str, *, timeout_s: float) -> str:
-    """The operator's side, blocking: the engine's name, once it is done. Raises EngineGroupError with the group's
-    reason, or when nobody answered."""
+    """Make a request, wait for its answer (blocking), and return the engine's name. Raises EngineGroupError with the
+    group's reason, or when the group did not answer in time."""
     directory.mkdir(parents=True, exist_ok=True)
-    request = EngineRequest(request_id=f"{_next_number(directory):06d}-{uuid.uuid4().hex}", kind=kind, what=what)
-    question = directory / f"{request.request_id}.json"
-    write_private(question, orjson.dumps(asdict(request)))
+    # Two concurrent operators may take the same number; the rest of the ID differs.
+    numbers = [path.name.split("-", 1)[0] for path in directory.glob("*.json")]
+    number = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+    request = EngineRequest(request_id=f"{number:06d}-{uuid.uuid4().hex}", kind=kind, what=what)
+    path = directory / f"{request.request_id}.json"
+    write_private(path, orjson.dumps(asdict(request)))
     answer = directory / f"{request.request_id}{ANSWERED}"
     deadline_s = time.monotonic() + timeout_s
     while not answer.exists():
         if time.monotonic() > deadline_s:
-            question.unlink(missing_ok=True)
-            raise EngineGroupError(f"the engines of this run did not answer within {timeout_s:g} s")
+            path.unlink(missing_ok=True)
+            raise EngineGroupError(f"the run's engine group did not answer within {timeout_s:g} s: is it running?")
         time.sleep(LOOK_S)
     document = orjson.loads(answer.read_bytes())
     answer.unlink(missing_ok=True)

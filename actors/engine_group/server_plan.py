@@ -1,4 +1,4 @@
-"""The process of one engine: the embedded one, or a server of SGLang."""
+"""Parameters of one engine process, which is the embedded engine or an SGLang server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
-    """One engine that is to be started: it binds to `host`, and its files in `directory` have the stem `name`.
-    `group_timeout_s` bounds the formation of a weight group, and the transfer of a bucket, at the engine's end."""
+    """Parameters of an engine to start. It binds to `host`, and its files in `directory` have the stem `name`.
+    `group_timeout_s` bounds the formation of a weight group, and the transfer of a bucket, on the engine's side."""
 
     name: str
     model_dir: Path
@@ -29,11 +29,25 @@ class ServerPlan:
 
 
 def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
-    """The process of one engine, not yet started."""
-    return _sglang(config, plan) if config.backend == "sglang" else _embedded(config, plan)
-
-
-def _embedded(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
+    """Return the process of one engine, not yet started."""
+    if config.backend == "sglang":
+        return SGLangProcess(
+            SGLangServerConfig(
+                model=plan.model_dir,
+                directory=plan.directory,
+                python=config.sglang.python,
+                device=config.device,
+                name=plan.name,
+                host=plan.host,
+                seed=plan.seed,
+                max_running=config.max_running,
+                max_context=config.max_context_tokens,
+                tensor_parallel=config.tensor_parallel,
+                dtype=config.dtype,
+                arguments=config.sglang.arguments,
+                start_timeout_s=config.start_timeout_s,
+            )
+        )
     return EngineProcess(
         EngineProcessConfig(
             model=plan.model_dir,
@@ -44,26 +58,6 @@ def _embedded(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
             max_running=config.max_running,
             max_context=config.max_context_tokens,
             group_timeout_s=plan.group_timeout_s,
-            start_timeout_s=config.start_timeout_s,
-        )
-    )
-
-
-def _sglang(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
-    return SGLangProcess(
-        SGLangServerConfig(
-            model=plan.model_dir,
-            directory=plan.directory,
-            python=config.sglang.python,
-            device=config.device,
-            name=plan.name,
-            host=plan.host,
-            seed=plan.seed,
-            max_running=config.max_running,
-            max_context=config.max_context_tokens,
-            tensor_parallel=config.tensor_parallel,
-            dtype=config.dtype,
-            arguments=config.sglang.arguments,
             start_timeout_s=config.start_timeout_s,
         )
     )

@@ -60,9 +60,7 @@ class SimulatedSession:
             ids += turn.output_ids
             mask += [False] * observed + [True] * len(turn.output_ids)
             logprobs += [0.0] * observed + list(turn.logprobs)
-            spans += [
-                VersionSpan(start=start + span.start, end=start + span.end, version=span.version) for span in turn.spans
-            ]
+            spans += [span.shifted(start) for span in turn.spans]
         row = Row(
             tokens_T=np.array(ids, dtype=np.int32),
             loss_mask_T=np.array(mask, dtype=np.bool_),

@@ -1,1 +1,1 @@
-"""How actors are spawned, called, retried and watched: over Ray or in one process."""
+"""Runtime of actors: spawning, calling, retrying and supervising them, with Ray or in one process."""

@@ -1,11 +1,11 @@
-"""One call for all requests that are ready within a short window, or while the call before is under way.
+"""Batcher that sends all requests of a short window, or of the time of the previous call, in one call.
 
 Invariants:
-- A busy machine answers late, so that more travels together just when each call costs others time; but no request waits
-  longer than `TOGETHER_S` for those before it.
+- On a busy machine calls take longer, so batches grow just when each call is expensive. No request waits longer than
+  `TOGETHER_S` for the previous batch.
 - Every request gets exactly one answer: its result, its own error, or the error of the call that carried it.
-- A cancelled request does not disturb the others of its batch. Calls that make something, or of which one may be far
-  slower than another, are operations (`operations.py`).
+- A cancelled request does not affect the others of its batch. Calls that create something, or that differ much in
+  duration, are operations instead (`operations.py`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 DEFAULT_WINDOW_S = 0.01
-"""All rollouts ready within 10 ms travel together."""
+"""Requests within 10 ms are sent together."""
 TOGETHER_S = 0.1
-"""How long something waits for more to travel with it: a message costs more than this delay does."""
+"""Longest time that a request or result waits for others: a message costs more than this delay."""
 
 
 class Batcher(Generic[Q, R]):
-    """Turns `call(list of requests) -> list of results or errors, same order` into one-by-one awaits."""
+    """Turns `call(list of requests) -> list of results or errors, same order` into one await for each request."""
 
     def __init__(
         self,
@@ -68,21 +68,20 @@ class Batcher(Generic[Q, R]):
         try:
             results = await self._call([request for request, _ in live])
         except Exception as error:  # noqa: BLE001 - belongs to every request of the batch
-            _settle(live, [error] * len(live))
+            results = [error] * len(live)
         except asyncio.CancelledError:
             for _, answer in live:
                 answer.cancel()
             raise
-        else:
-            _settle(live, results)
+        for (_, answer), result in zip(live, results, strict=True):
+            # It may have been cancelled meanwhile.
+            if not answer.done():
+                settle(answer, result)
 
 
-def _settle(live: list[tuple[Q, asyncio.Future[R]]], results: Sequence[R | Exception]) -> None:
-    """Answer every request that was not cancelled meanwhile."""
-    for (_, answer), result in zip(live, results, strict=True):
-        if answer.done():
-            continue
-        if isinstance(result, Exception):
-            answer.set_exception(result)
-        else:
-            answer.set_result(result)
+def settle(answer: asyncio.Future[R], result: R | Exception) -> None:
+    """Set the result of a future, or its exception."""
+    if isinstance(result, Exception):
+        answer.set_exception(result)
+    else:
+        answer.set_result(result)

@@ -1,11 +1,11 @@
-"""Long calls of actors whose process may die or hang.
+"""Guards for long calls of actors whose process may die or hang.
 
 Invariants:
-- A long call of a lost actor is made again when the actor is back; what it repeats is idempotent.
-- An actor that answers nothing for `hang_s` is killed: then it is a lost actor like any other. One that is lost for
-  `cluster.absent_s` ends the run; until then everything else goes on.
-- Only time in which this process ran counts: after a pause of the machine, or of this process (a migration, SIGSTOP),
-  answers are there that could not be heard, and nobody is killed for them.
+- A long, idempotent call of a lost actor is repeated when the actor is back.
+- An actor that does not answer for `hang_s` is killed, which makes it a lost actor. An actor that is lost for
+  `cluster.absent_s` ends the run; until then everything else continues.
+- Only time in which this process ran counts: after a pause of the machine or of this process (a migration, SIGSTOP),
+  answers have arrived that could not be read, and no actor is killed for that.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 GUARD_S = 2.0
-"""How often an actor is asked whether it is alive."""
+"""Interval between checks of an actor."""
 SLICE_S: Final = 1.0
-"""A longer wait is made of waits of this length, so that a pause shows."""
+"""Longer waits are split into waits of this length, so that a pause is noticed."""
 PAUSE_S: Final = 5.0
-"""A wait that took this much longer than it was asked to was a pause; a busy loop is not that late."""
+"""A wait that took this much longer than requested was a pause; a busy event loop is never that late."""
 PAUSES_KEPT: Final = 64
 
 logger = logging.getLogger(__name__)
 
 
 class AwakeClock:
-    """Seconds in which this process ran, for somebody who reads it at least every `every_s`."""
+    """Clock of the seconds in which this process ran. It must be read at least every `every_s`."""
 
     def __init__(self, every_s: float) -> None:
         self._longest_s = every_s + PAUSE_S
@@ -47,7 +47,7 @@ class AwakeClock:
         self._pauses: deque[tuple[float, float]] = deque(maxlen=PAUSES_KEPT)
 
     def read(self, now_s: float) -> float:
-        """The awake time at `now_s` of any clock that goes on in a pause."""
+        """Return the awake time at `now_s`, a reading of a clock that does not stop in a pause."""
         gap_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         if gap_s > self._longest_s:
@@ -57,14 +57,14 @@ class AwakeClock:
         return now_s - self._paused_s
 
     def paused_within(self, seconds: float) -> float:
-        """How much of the last so many seconds before the last reading were pauses."""
+        """Return the seconds of pauses within the last `seconds` before the last reading."""
         if self._last_s is None:
             return 0.0
         return sum(gap_s for ended_s, gap_s in self._pauses if ended_s > self._last_s - seconds)
 
 
 async def keep_running(call: Callable[[], Awaitable[R]], ready: Callable[[], Awaitable[object]]) -> R:
-    """Await a long call of an actor; when the actor is lost, wait until `ready` answers and call again."""
+    """Await a long call of an actor. When the actor is lost, wait until `ready` answers, and call again."""
     while True:
         try:
             return await call()
@@ -73,8 +73,8 @@ async def keep_running(call: Callable[[], Awaitable[R]], ready: Callable[[], Awa
 
 
 async def guard(runtime: Runtime, name: str, actor: object, hang_s: float) -> NoReturn:
-    """Kill an actor whenever it hangs, until cancelled; what its death means is handled where its calls are awaited.
-    Raises ActorGone when it is lost for `cluster.absent_s`."""
+    """Kill an actor whenever it hangs, until cancelled. The callers that await its calls handle its death. Raises
+    ActorGone when it is lost for `cluster.absent_s`."""
     process_id: int | None = None
     lost_s = 0.0
     while True:
@@ -94,7 +94,8 @@ async def guard(runtime: Runtime, name: str, actor: object, hang_s: float) -> No
 
 
 async def answered(call: Coroutine[Any, Any, R], limit_s: float) -> R:
-    """The answer of a call. TimeoutError when none came in `limit_s` during which this process ran without a pause."""
+    """Return the answer of a call. Raises TimeoutError when none came within `limit_s` in which this process ran
+    without a pause."""
     now = asyncio.get_running_loop().time
     answer = asyncio.ensure_future(call)
     left_s = limit_s

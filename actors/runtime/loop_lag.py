@@ -1,7 +1,7 @@
-"""How long the event loop of an actor stands still, for `scripts/bench months`.
+"""Monitor of the event loop lag of actors, for `scripts/bench months`.
 
-Invariant: it runs only where `HEADRACE_TICKER` names a folder, and writes one file there for each process: the largest
-gap between two ticks so far, in seconds, beyond the time of a tick.
+Invariant: it runs only if `HEADRACE_TICKER` names a folder, where it writes one file for each process: the largest gap
+between two ticks so far, in seconds, beyond the time of a tick.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TICK_S: Final = 0.05
 
 
 def begin_ticking(name: str) -> asyncio.Task[None] | None:
-    """Tick in the running loop, if somebody measures."""
+    """Start the monitor in the running loop, if `HEADRACE_TICKER` is set."""
     folder = os.environ.get(FOLDER_KEY)
     if not folder:
         return None
@@ -24,7 +24,7 @@ def begin_ticking(name: str) -> asyncio.Task[None] | None:
 
 
 def largest_gaps(folder: Path) -> dict[str, float]:
-    """Seconds by actor class and process id."""
+    """Return the largest gaps in seconds, by actor class and process id."""
     return {path.name: float(path.read_text() or 0) for path in folder.iterdir()}
 
 
@@ -36,5 +36,5 @@ async def _tick(path: Path) -> None:
         now_s = loop.time()
         if (gap_s := now_s - last_s - TICK_S) > largest_s:
             largest_s = gap_s
-            path.write_text(f"{gap_s:.4f}")  # noqa: ASYNC240 - a few bytes, and only while somebody measures
+            path.write_text(f"{gap_s:.4f}")  # noqa: ASYNC240 - a few bytes, and only in the bench
         last_s = now_s

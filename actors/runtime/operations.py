@@ -1,21 +1,23 @@
-"""Work that one call to an actor begins and other calls fetch, so that no batch waits for its slowest member.
+"""Operations of actors: one call begins the work and other calls fetch its results, so that no batch waits for its
+slowest member.
 
 Invariants:
-- An operation is named by its caller's key: begun twice it runs once. Each result is handed out once; whoever lost it
-  begins again under the same key.
-- Every request of a caller gets exactly one answer: its result, its own error, or that of an actor that is gone.
-- Results travel as they are ready, those of one moment together; what nobody fetches is given back.
+- An operation is named by its caller's key: begun twice, it runs once. Each result is returned once; a caller that lost
+  it begins again under the same key.
+- Every request of a caller gets exactly one answer: its result, its own error, or the error of a lost actor.
+- Results are sent as they become ready, in batches; results that nobody fetches are released.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, Protocol, Self, TypeVar
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S
+from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S, settle
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.retry import until_back
 
@@ -26,38 +28,37 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 FETCH_S: Final = 10.0
-"""How long a call waits for a first result before it says that there is none."""
+"""Longest time that a fetch waits for a first result before it returns none."""
 KEPT_S: Final = 120.0
-"""How long a result waits for its caller: longer than an actor may take to restart."""
+"""Longest time that a result is kept for its caller: longer than the restart of an actor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results(Generic[R]):
-    """What is ready, by key; `unknown` keys are those of no operation here: begin them again."""
+    """Results that are ready, by key. `unknown` keys have no operation here: the caller must begin them again."""
 
     ready: dict[str, R | Exception] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
 
 
 class Operator(Protocol[Q, R]):
-    """An actor that offers operations."""
+    """Actor that offers operations."""
 
     async def begin(self, requests: dict[str, Q]) -> Results[R]:
-        """Begin what does not run yet; what is ready at once comes back at once."""
+        """Begin operations that do not run yet, and return the results that are ready at once."""
         ...
 
     async def fetch(self, keys: list[str]) -> Results[R]:
-        """Wait for the next results among these."""
+        """Wait for the next results of these operations."""
         ...
 
     async def withdraw(self, keys: list[str]) -> None:
-        """End these; nobody wants their results. Idempotent."""
+        """Cancel these operations and release their results. Idempotent."""
         ...
 
 
 class Operations(ResourceOwner, Generic[Q, R]):
-    """The actor's side; an async context manager. Errors of `work` are results; `unclaimed` gets results that nobody
-    fetched."""
+    """Operations on the actor's side. Errors of `work` are results; `unclaimed` gets results that nobody fetched."""
 
     def __init__(self, work: Callable[[Q], Awaitable[R]], *, unclaimed: Callable[[R], Awaitable[None]]) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class Operations(ResourceOwner, Generic[Q, R]):
     async def _run(self, request: Q) -> R | Exception:
         try:
             return await self._work(request)
-        except Exception as error:  # noqa: BLE001 - belongs to whoever asked
+        except Exception as error:  # noqa: BLE001 - belongs to the caller
             return error
 
     def _keep(self, key: str, task: asyncio.Task[R | Exception]) -> None:
@@ -137,8 +138,8 @@ class Operations(ResourceOwner, Generic[Q, R]):
 
 
 class OperationCalls(Generic[Q, R]):
-    """The caller's side: turns begin and fetch into one-by-one awaits, requests of one moment in one call. What was
-    cancelled here is withdrawn there; a result that comes all the same goes to `unclaimed`."""
+    """Operations on the caller's side: turns begin and fetch into one await for each request, and batches requests. A
+    cancelled request is withdrawn from the actor; a result that arrives nevertheless goes to `unclaimed`."""
 
     def __init__(
         self, actor: Operator[Q, R], *, unclaimed: Callable[[R], Awaitable[None]], window_s: float = DEFAULT_WINDOW_S
@@ -150,7 +151,7 @@ class OperationCalls(Generic[Q, R]):
         self._tasks = asyncio.TaskGroup()
         self._batches: set[asyncio.Task[None]] = set()
         self._beginning: asyncio.Future[None] | None = None
-        """Done once the newest batch has begun."""
+        """Set once the newest batch has begun."""
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -162,7 +163,7 @@ class OperationCalls(Generic[Q, R]):
         await self._tasks.__aexit__(None, None, None)
 
     async def __call__(self, key: str, request: Q) -> R:
-        """The result of the operation. Raises its error, ActorGone."""
+        """Return the result of the operation. Raises its error, ActorGone."""
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._pending[key] = (request, answer)
         if len(self._pending) == 1:
@@ -174,27 +175,15 @@ class OperationCalls(Generic[Q, R]):
             return await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled():
-                # The answer came in the same turn, and the actor has it no more.
+                # The answer arrived in the same turn of the loop, and the actor no longer has it.
                 if answer.exception() is None:
-                    self._tasks.create_task(self._drop(answer.result()))
+                    self._tasks.create_task(_unless_gone(self._unclaimed(answer.result())))
             elif self._pending.pop(key, None) is None:
-                self._tasks.create_task(self._withdraw(key))
+                self._tasks.create_task(_unless_gone(until_back(lambda: self._actor.withdraw([key]))))
             raise
 
-    async def _drop(self, result: R) -> None:
-        try:
-            await self._unclaimed(result)
-        except ActorGone:
-            return
-
-    async def _withdraw(self, key: str) -> None:
-        try:
-            await until_back(lambda: self._actor.withdraw([key]))
-        except ActorGone:
-            return
-
     async def _carry(self, before: asyncio.Future[None] | None, begun: asyncio.Future[None]) -> None:
-        """One batch, from its first request until the last has its answer."""
+        """Process one batch, from its first request until the last has its answer."""
         await asyncio.sleep(self._window_s)
         if before is not None:
             await asyncio.wait([before], timeout=TOGETHER_S)
@@ -204,12 +193,21 @@ class OperationCalls(Generic[Q, R]):
         try:
             while waiting := {key: answer for key, answer in waiting.items() if not answer.done()}:
                 requests = {key: batch[key][0] for key in to_begin if key in waiting}
-                results = await self._ask(requests, list(waiting))
+                try:
+                    begin = partial(self._actor.begin, requests)
+                    results = await (until_back(begin) if requests else self._actor.fetch(list(waiting)))
+                    to_begin = list(results.unknown)
+                except ActorLost:
+                    # All operations are lost with the actor.
+                    results, to_begin = Results(), list(waiting)
                 if not begun.done():
                     begun.set_result(None)
-                to_begin = list(waiting) if results is None else list(results.unknown)
-                if results is not None:
-                    await self._settle(batch, results)
+                for key, result in results.ready.items():
+                    _, answer = batch[key]
+                    if not answer.done():
+                        settle(answer, result)
+                    elif not isinstance(result, Exception):
+                        await self._unclaimed(result)
         except Exception as error:  # noqa: BLE001 - belongs to every request that is left
             for answer in waiting.values():
                 if not answer.done():
@@ -221,22 +219,7 @@ class OperationCalls(Generic[Q, R]):
         finally:
             begun.cancel()
 
-    async def _ask(self, requests: dict[str, Q], keys: list[str]) -> Results[R] | None:
-        """The next results; None when the actor was lost with all that it had begun."""
-        if requests:
-            return await until_back(lambda: self._actor.begin(requests))
-        try:
-            return await self._actor.fetch(keys)
-        except ActorLost:
-            return None
 
-    async def _settle(self, batch: dict[str, tuple[Q, asyncio.Future[R]]], results: Results[R]) -> None:
-        for key, result in results.ready.items():
-            _, answer = batch[key]
-            if isinstance(result, Exception):
-                if not answer.done():
-                    answer.set_exception(result)
-            elif answer.done():
-                await self._unclaimed(result)
-            else:
-                answer.set_result(result)
+async def _unless_gone(call: Awaitable[None]) -> None:
+    with suppress(ActorGone):
+        await call

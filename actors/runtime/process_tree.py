@@ -1,4 +1,4 @@
-"""What this process and all its descendants use together; processes that end meanwhile are left out."""
+"""Resource usage of this process and its descendants; processes that end meanwhile are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def cpu_s() -> float:
-    """User and system time, of their reaped children too."""
+    """Return the user and system time, including reaped children."""
     total = 0.0
     for process in _tree():
         with suppress(psutil.NoSuchProcess):
@@ -22,7 +22,7 @@ def cpu_s() -> float:
 
 
 def memory_bytes() -> dict[str, int]:
-    """Proportional set size (PSS) by the name of the process: a page that n processes share counts 1/n in each."""
+    """Return the proportional set size (PSS) by process name: a page that n processes share counts 1/n in each."""
     found: dict[str, int] = {}
     for process in _tree():
         with suppress(psutil.NoSuchProcess):

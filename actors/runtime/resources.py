@@ -1,4 +1,4 @@
-"""What an async context manager opened, closed in reverse order."""
+"""Base class of async context managers that close their resources in reverse order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class ResourceOwner:
-    """Base of a class whose `__aenter__` puts what it opens on `_stack`: leaving closes that, and nothing else."""
+    """Base of a class whose `__aenter__` pushes the resources that it opens on `_stack`; leaving closes these."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()

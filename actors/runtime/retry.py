@@ -1,5 +1,4 @@
-"""The retry table of calls between actors: only a lost actor is worth another try, and only idempotent calls go
-through here."""
+"""Retry policy of calls between actors: idempotent calls are repeated while their actor is lost."""
 
 from __future__ import annotations
 
@@ -17,33 +16,31 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 DEFAULT_ABSENT_S: Final = 120.0
-"""A cold process with torch takes about 15 s to be back on this machine."""
+"""A process that imports torch takes about 15 s to restart with cold caches."""
 
 
 @dataclass(slots=True)
 class Absence:
-    """How long this process waits for an actor that is away: `cluster.absent_s`, the same in every process of a run."""
+    """Time that this process waits for a lost actor: `cluster.absent_s`, the same in every process of a run."""
 
     seconds: float = DEFAULT_ABSENT_S
 
 
 ABSENCE: Final = Absence()
-"""Of this process. `RayRuntime` sets it, and takes it along to every actor that it starts."""
+"""Setting of this process. `RayRuntime` passes it on to every actor that it starts."""
 
 
 async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float | None = None) -> R:
-    """Repeat an idempotent call while its actor restarts. Raises ActorGone when it is lost for `deadline_s` (None:
-    `cluster.absent_s`); other errors at once.
+    """Repeat an idempotent call while its actor restarts. Raises ActorGone when the actor is lost for `deadline_s`
+    (None: `cluster.absent_s`), and other errors at once.
 
-    The time counts from the loss, not from the call: one that lasted long before it was lost was running."""
+    The time counts from the loss, not from the call, which may have run for long before."""
+    # Tenacity costs more than most calls, so it only handles a call that failed.
     try:
         return await call()
-    except ActorLost as lost:
-        return await _again_until_back(call, lost, ABSENCE.seconds if deadline_s is None else deadline_s)
-
-
-async def _again_until_back(call: Callable[[], Awaitable[R]], first: ActorLost, deadline_s: float) -> R:
-    """After a first call that was lost; what goes well never comes here, since tenacity costs more than most calls."""
+    except ActorLost as error:
+        first = error
+    deadline_s = ABSENCE.seconds if deadline_s is None else deadline_s
     now = asyncio.get_running_loop().time
     lost_s = now()
     policy = AsyncRetrying(

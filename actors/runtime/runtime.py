@@ -1,17 +1,17 @@
-"""Actors as plain classes: `pool = await runtime.spawn(SandboxPool, config, name="pool")`.
+"""Runtime that spawns plain classes as actors: `pool = await runtime.spawn(SandboxPool, config, name="pool")`.
 
 Invariants:
-- This is the only file that talks to `ray.remote`. Everywhere else an actor is an object with async methods.
-- A class may be spawned only when all its public methods are async (else TypeError), so that no call can block an
-  event loop.
-- An actor that has `__aenter__` is entered once before its first call (after Ray restarted its process also when it is
-  asked for its stats: somebody may wait for what it does and not call it), and exited by `stop`; both in one task of
-  its own, so that a context that breaks (a background task failed) is noticed.
-- An actor whose context breaks ends its process, and Ray starts another: no actor lives on with half of itself dead.
-- Errors cross with their own type. A dead or restarting process is `ActorLost`, whatever Ray calls it.
-- Cancelling the await of a call cancels the coroutine in the actor; a call cancelled over there is `ActorLost` here.
-- A call that lasts is asked after: when its actor knows nothing of it, twice, it was lost on the way: `ActorLost`.
-- Proxies are picklable and may be handed to other actors.
+- This is the only file that uses `ray.remote`. Everywhere else an actor is an object with async methods.
+- A class may be spawned only if all its public methods are async (else TypeError), so that no call can block an event
+  loop.
+- An actor that has `__aenter__` is entered once before its first call, and exited by `stop`, both in a task of its own,
+  so that a failure of its context (of a background task) is noticed. After a restart of its process it is also entered
+  when its stats are requested: others may depend on its background work without calling it.
+- An actor whose context fails ends its process, and Ray starts another: no actor continues with a failed part.
+- Errors keep their type across processes. A dead or restarting process is `ActorLost`, whatever error Ray raises.
+- Cancelling the await of a call cancels the coroutine in the actor; a call that the actor cancelled is `ActorLost`.
+- The actor of a long call is polled: if it twice does not know the call, the call was lost in transit: `ActorLost`.
+- Proxies are picklable and may be passed to other actors.
 """
 
 from __future__ import annotations
@@ -45,34 +45,35 @@ logger = logging.getLogger(__name__)
 
 BROKEN_EXIT_CODE = 70
 BREAKING_S = 10.0
-"""How long a broken actor may take to close what it has open."""
+"""Time limit for a failed actor to close its resources."""
 STOP_TIMEOUT_S = 60.0
-"""How long one actor may take to exit its context; then it is killed."""
+"""Time limit for an actor to exit its context; then it is killed."""
 START_TRIES = 2
-"""Of a local Ray."""
+"""Number of attempts to start a local Ray."""
 PING_TIMEOUT_S = 5.0
-"""An actor that is to be stopped and does not tell its process id within this time hangs: it is killed."""
+"""An actor to be stopped that does not report its process id within this time hangs, and is killed."""
 WATCH_S = 15.0
-"""How often a call that lasts is asked after."""
+"""Interval in which the actor of a long call is polled."""
 RAY_SOCKET: Final = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""The longest path that Ray makes below the folder for temporary files."""
+"""Longest path that Ray creates below the folder for temporary files."""
 _NO_RAY_METRICS: Final = {
     "RAY_enable_metrics_collection": "0",
-    # A port that these exporters cannot open; they log that and go on.
+    # A port that these exporters cannot open; they log that and continue.
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
 }
-"""Ray exports metrics on every interface and asks for no credential; ours are in metrics.jsonl and OpenTelemetry."""
+"""Disables Ray's metrics, which it exports on every interface without authentication; ours are in metrics.jsonl and
+OpenTelemetry."""
 _SOCKET_PATH_BYTES: Final = 107
-"""unix(7)"""
+"""Longest path of a Unix socket, see unix(7)."""
 ENDING: ContextVar[Callable[[], None] | None] = ContextVar("headrace.ending", default=None)
-"""How the actor whose code runs ends itself, where it has no process of its own."""
+"""Function that ends the current actor, for actors without a process of their own."""
 DEFAULT_MAX_CONCURRENCY = 2048
-"""Calls one actor may have in flight: dispatcher, workers and status calls together stay far below."""
+"""Maximum number of concurrent calls of one actor; dispatcher, workers and status calls together stay far below."""
 
 
 def end_actor() -> NoReturn:
-    """End the actor whose code runs, at once, so that another one starts from its disk."""
+    """End the current actor at once, so that another one starts from its disk."""
     end = ENDING.get()
     if end is None:
         os._exit(BROKEN_EXIT_CODE)
@@ -81,7 +82,7 @@ def end_actor() -> NoReturn:
 
 
 def require_async(cls: type[object]) -> None:
-    """TypeError when `cls` has a public method or property that is not a coroutine function."""
+    """Raise TypeError if `cls` has a public method or property that is not a coroutine function."""
     for name, member in inspect.getmembers_static(cls):
         if name.startswith("_"):
             continue
@@ -93,8 +94,8 @@ def require_async(cls: type[object]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What an actor asks of its host. `spread` puts actors on different hosts as far as there are some; without
-    `restarts` its death is its end."""
+    """Resources of an actor. `spread` places actors on different hosts where possible; without `restarts` a dead actor
+    is not restarted."""
 
     cpus: float = 0.0
     gpus: float = 0.0
@@ -103,40 +104,40 @@ class Resources:
 
 
 PLAIN = Resources()
-"""Of actors that wait for others most of their time."""
+"""Resources of actors that mostly wait for others."""
 
 
 class Runtime(Protocol):
-    """Where actors live."""
+    """Environment in which actors run."""
 
     isolates_actors: ClassVar[bool]
-    """Whether an actor may hang or die alone, so that it needs a guard."""
+    """True if an actor may hang or die separately from this process, so that it needs a guard."""
 
     async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
-        """A ready actor. TypeError for a class with synchronous public methods, StartFailed when it does not come
-        up."""
+        """Start an actor and return it once it is ready. Raises TypeError for a class with synchronous public methods,
+        StartFailed when the actor does not start."""
         ...
 
     async def stop(self, actor: object) -> None:
-        """Exit the actor's context and end it. Idempotent; a dead actor is no error."""
+        """Exit the actor's context and end it. Idempotent; a dead actor is not an error."""
         ...
 
     def found(self, actor: object) -> bool:
-        """Whether `spawn` found it alive, spawned by somebody else."""
+        """Return True if `spawn` found the actor already running, spawned by another process."""
         ...
 
     async def stats(self, actor: object) -> tuple[int, int]:
-        """(process id, calls received so far) of an actor. ActorLost when its process is gone."""
+        """Return the process id and the number of calls received so far. Raises ActorLost when its process is gone."""
         ...
 
     async def restart(self, actor: object, process_id: int) -> None:
-        """Kill the process of an actor that answers nothing any more; another is started. Idempotent."""
+        """Kill the process of an actor that hangs; another is started. Idempotent."""
         ...
 
 
 class InlineRuntime:
-    """The instance itself, in this process: for unit tests, virtual time and as the baseline of the orchestration
-    bench."""
+    """Runtime whose actors are plain instances in this process, for unit tests, virtual time and the baseline of the
+    orchestration bench."""
 
     isolates_actors: ClassVar[bool] = False
 
@@ -157,45 +158,45 @@ class InlineRuntime:
             await stack.aclose()
 
     def found(self, actor: object) -> bool:
-        """Never: an instance belongs to whoever spawned it."""
+        """Return False: an instance belongs to its spawner."""
         return False
 
     async def stats(self, actor: object) -> tuple[int, int]:
-        """This process; inline calls are not counted."""
+        """Return the id of this process, and 0: inline calls are not counted."""
         return os.getpid(), 0
 
     async def restart(self, actor: object, process_id: int) -> None:
-        """Nothing: an instance in this process cannot hang without it."""
+        """Do nothing: an instance in this process cannot hang alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """An error of the actor's method, carried as a value so that it keeps its type."""
+    """Error of an actor's method, returned as a value so that it keeps its type."""
 
     error: BaseException
 
 
 class _Life:
-    """Enters an instance's context, keeps it open, and exits it, all in one task; the process ends when it breaks."""
+    """Enters an instance's context, holds it open and exits it, in one task. The process ends if the context fails."""
 
     def __init__(self, instance: object) -> None:
         self._instance: Any = instance
         self._closing = asyncio.Event()
         self._entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # It outlives the call that started it, and is awaited by `close`: the actor's own root task.
+        # The root task of the actor: it outlives the call that started it, and `close` awaits it.
         self._task = asyncio.get_running_loop().create_task(self._live())
 
     @property
     def failed(self) -> bool:
-        """Entering was tried and went wrong."""
+        """True if entering the context failed."""
         return self._entered.done() and self._entered.exception() is not None
 
     async def entered(self) -> None:
-        """Return once the context is open. Raises the error of entering."""
+        """Wait until the context is open. Raises the error of entering."""
         await asyncio.shield(self._entered)
 
     async def close(self) -> None:
-        """Exit the context, or break off its entering. Raises the error of exiting."""
+        """Exit the context, or cancel its entering. Raises the error of exiting."""
         self._closing.set()
         if not self._entered.done():
             self._task.cancel()
@@ -208,13 +209,13 @@ class _Life:
             try:
                 if hasattr(self._instance, "__aenter__"):
                     await stack.enter_async_context(self._instance)
-            except Exception as error:  # noqa: BLE001 - carried to whoever waits for the opening
+            except Exception as error:  # noqa: BLE001 - raised by `entered`
                 self._entered.set_exception(error)
-                # Seen, also when nobody waits: whoever comes next enters again and meets it.
+                # Mark the exception as retrieved, in case nothing waits: the next call enters again and gets it.
                 self._entered.exception()
                 return
             except asyncio.CancelledError:
-                self._entered.set_exception(ActorGone(f"{type(self._instance).__name__} was closed while it opened"))
+                self._entered.set_exception(ActorGone(f"{type(self._instance).__name__} was closed while it started"))
                 self._entered.exception()
                 raise
             self._entered.set_result(None)
@@ -228,16 +229,16 @@ class _Life:
 
 def _end_process(life: asyncio.Task[None]) -> None:
     error = None if life.cancelled() else life.exception()
-    logger.critical("the actor broke; its process ends and starts again", exc_info=error)
+    logger.critical("the actor's context failed; its process ends and is restarted", exc_info=error)
     os._exit(BROKEN_EXIT_CODE)
 
 
 class Host:
-    """What Ray really runs: owns one instance, opens it once, and turns errors into values."""
+    """Ray actor that owns one instance, enters it once, and returns errors as values."""
 
-    def __init__(self, made_of: bytes) -> None:
-        # As bytes, since Ray could not restart an actor whose arguments hold references of its own kind.
-        ABSENCE.seconds, cls, args, kwargs = pickle.loads(made_of)
+    def __init__(self, pickled: bytes) -> None:
+        # As bytes, because Ray cannot restart an actor whose arguments hold object references.
+        ABSENCE.seconds, cls, args, kwargs = pickle.loads(pickled)
         self._instance: Any = cls(*args, **kwargs)
         self._life: _Life | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -246,10 +247,10 @@ class Host:
         self._running: set[str] = set()
 
     async def open(self) -> object:
-        """Enter the instance's context if that was not done; None, or the error of entering."""
+        """Enter the instance's context unless it is open. Returns None, or the error of entering."""
         try:
             await self._opened()
-        except Exception as error:  # noqa: BLE001 - carried to the caller with its type
+        except Exception as error:  # noqa: BLE001 - raised in the caller with its type
             return _Raised(error)
         return None
 
@@ -259,18 +260,18 @@ class Host:
         try:
             await self._opened()
             return await getattr(self._instance, method)(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - the one boundary: the caller gets it with its type
+        except Exception as error:  # noqa: BLE001 - the one boundary: raised in the caller with its type
             return _Raised(error)
         finally:
             self._running.discard(call_id)
 
     async def knows(self, call_id: str) -> bool:
-        """Whether this call is running here."""
+        """Return True if this call is running here."""
         return call_id in self._running
 
     async def stats(self, *, begin: bool) -> tuple[int, int]:
-        """(process id, calls received). With `begin` an actor that is not entered begins to be, without being waited
-        for; one whose entering failed tries again."""
+        """Return the process id and the number of calls received. With `begin`, start to enter an instance that is not
+        open, or whose entering failed, without waiting for it."""
         if begin and not self._closed:
             self._begun()
         return os.getpid(), self._calls
@@ -288,20 +289,15 @@ class Host:
         await self._begun().entered()
 
     def _begun(self) -> _Life:
-        """The instance's life; a new one where there is none or its entering failed."""
+        """Return the instance's life, a new one if there is none or its entering failed."""
         if self._life is None or self._life.failed:
             self._life = _Life(self._instance)
             self._ticking = self._ticking or begin_ticking(type(self._instance).__name__)
         return self._life
 
 
-def _host_of(cls: type) -> type[Host]:
-    """With the actor's own name, for `ps` and Ray's pages."""
-    return type(cls.__name__, (Host,), {})
-
-
 class ActorProxy:
-    """Stands for a named actor in another process: attribute access gives an async callable. Pickled by name."""
+    """Proxy of a named actor in another process: attribute access returns an async callable. Pickled by name."""
 
     def __init__(self, name: str, handle: Any = None) -> None:
         self._name = name
@@ -320,7 +316,7 @@ class ActorProxy:
         return call
 
     async def _resolved(self) -> Any:
-        """The Ray handle; looked up by name once, in a thread since Ray's look-up blocks."""
+        """Return the Ray handle, looked up by name once, in a thread because Ray's look-up blocks."""
         if self._handle is None:
             import ray
 
@@ -338,8 +334,8 @@ class ActorProxy:
 
 
 async def _await_call(name: str, reference: Any, ask: Callable[[], Any] | None = None) -> Any:
-    """The value of a Ray call; raises the method's own error, ActorLost, or CancelledError (after cancelling the
-    remote). `ask` asks the actor whether it runs the call."""
+    """Return the value of a Ray call. Raises the method's own error, ActorLost, or CancelledError (after cancelling the
+    call in the actor). `ask` polls the actor if it runs the call."""
     import ray
     from ray.exceptions import ActorDiedError, ActorUnavailableError, TaskCancelledError
 
@@ -349,8 +345,8 @@ async def _await_call(name: str, reference: Any, ask: Callable[[], Any] | None =
         ray.cancel(reference)
         raise
     except TaskCancelledError as error:
-        # Not cancelled here, so over there: the actor is closing or breaking.
-        raise ActorLost(f"actor {name} broke off a call") from error
+        # The actor cancelled the call, because it is closing or failed.
+        raise ActorLost(f"actor {name} cancelled a call") from error
     except (ActorDiedError, ActorUnavailableError) as error:
         raise ActorLost(f"actor {name} is gone or restarting") from error
     if isinstance(value, _Raised):
@@ -359,25 +355,26 @@ async def _await_call(name: str, reference: Any, ask: Callable[[], Any] | None =
 
 
 async def _unless_forgotten(name: str, reference: Any, ask: Callable[[], Any]) -> Any:
-    """The value of a call. ActorLost when its actor says twice in a row that it runs no such call: the answer may
-    have been on its way the first time, not the second."""
+    """Return the value of a call. Raises ActorLost when its actor reports twice in a row that it does not run the call:
+    the first time, the answer may have been in transit."""
     answer, denials = asyncio.wrap_future(reference.future()), 0
     try:
         while not (await asyncio.wait([answer], timeout=WATCH_S))[0]:
-            # An actor that says nothing restarts or hangs; what that means for the call is found out by others.
+            # An actor that does not answer restarts or hangs, which is detected elsewhere.
             with suppress(ActorLost, TimeoutError):
                 async with asyncio.timeout(WATCH_S):
                     denials = 0 if await _await_call(name, ask()) else denials + 1
             if denials > 1 and not answer.done():
-                raise ActorLost(f"actor {name} knows nothing of a call")
+                raise ActorLost(f"actor {name} does not know a call")
         return answer.result()
     finally:
         answer.cancel()
 
 
 class RayRuntime:
-    """Actors as named, detached Ray actors (with a local Ray they still die with the driver): restarted for ever unless
-    their `Resources` say otherwise, never retried by Ray (retries are ours, by idempotency key)."""
+    """Runtime whose actors are named, detached Ray actors (with a local Ray they still die with the driver). Ray
+    restarts them without limit unless their `Resources` forbid it, and never retries calls: that is left to callers,
+    which know the idempotent ones."""
 
     isolates_actors: ClassVar[bool] = True
 
@@ -402,7 +399,8 @@ class RayRuntime:
         name = self._prefix + name
         exists = await asyncio.to_thread(_exists, name)
         handle = (
-            ray.remote(_host_of(cls))
+            # A subclass with the actor's own name, for `ps` and Ray's pages.
+            ray.remote(type(cls.__name__, (Host,), {}))
             .options(
                 name=name,
                 num_cpus=resources.cpus,
@@ -417,7 +415,7 @@ class RayRuntime:
             .remote(cloudpickle.dumps((ABSENCE.seconds, cls, args, kwargs)))
         )
         try:
-            # One that somebody else spawned may be restarting just now; a new one that dies is not worth another try.
+            # An actor of another spawner may be restarting; a new one that dies is not retried.
             async with asyncio.timeout(ABSENCE.seconds):
                 await until_back(lambda: _await_call(name, handle.open.remote()), deadline_s=None if exists else 0.0)
         except (ActorGone, TimeoutError) as error:
@@ -425,7 +423,7 @@ class RayRuntime:
             raise StartFailed(f"actor {name} died while starting; see the Ray logs of this run") from error
         except asyncio.CancelledError:
             if not exists:
-                # Nobody has a proxy of it, and it may hold a device, and actors of its own.
+                # Nobody has a proxy of it to stop it later, and it may hold a device or other actors.
                 try:
                     await self.stop(ActorProxy(name, handle))
                 finally:
@@ -436,18 +434,18 @@ class RayRuntime:
         return cast("T", ActorProxy(name, handle))
 
     def found(self, actor: object) -> bool:
-        """Whether `spawn` found it alive, spawned by somebody else."""
+        """Return True if `spawn` found the actor already running, spawned by another process."""
         return cast("ActorProxy", actor)._name in self._found  # noqa: SLF001 - the proxy is ours
 
     async def find(self, cls: type[T], name: str) -> T:
-        """The named actor, spawned by somebody else. ActorLost when there is none."""
+        """Return the named actor, spawned by another process. Raises ActorLost when there is none."""
         require_async(cls)
         proxy = ActorProxy(self._prefix + name)
         await proxy._resolved()  # noqa: SLF001 - the proxy is ours
         return cast("T", proxy)
 
     async def kill(self, actor: object) -> None:
-        """End the actor at once, wherever it is, and do not start it again. Idempotent."""
+        """Kill the actor on any host, without a restart. Idempotent."""
         import ray
 
         with suppress(ActorLost):
@@ -468,7 +466,7 @@ class RayRuntime:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await handle.close.remote()
         except TimeoutError:
-            # A stopped process does not hear Ray either.
+            # A stopped process does not react to Ray.
             if process_id := self._process_ids.get(repr(proxy)):
                 await self.restart(actor, process_id)
         except (ActorLost, RayError):
@@ -476,7 +474,7 @@ class RayRuntime:
         ray.kill(handle, no_restart=True)
 
     async def stats(self, actor: object) -> tuple[int, int]:
-        """(process id, calls received so far) of an actor. ActorLost when its process is gone."""
+        """Return the process id and the number of calls received so far. Raises ActorLost when its process is gone."""
         return await self._ask_stats(cast("ActorProxy", actor), begin=True)
 
     async def _ask_stats(self, proxy: ActorProxy, *, begin: bool) -> tuple[int, int]:
@@ -486,16 +484,14 @@ class RayRuntime:
         return answer
 
     async def restart(self, actor: object, process_id: int) -> None:
-        """Kill the process of an actor that answers nothing any more; Ray starts another. Idempotent.
-
-        By signal, since a stopped process does not hear Ray either: the actor must be on this host.
-        """
+        """Kill the process of an actor that hangs; Ray starts another. Idempotent. The actor must be on this host."""
+        # By signal, because a stopped process does not react to Ray.
         with suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
 
 
 def node_address() -> str:
-    """The address by which other hosts reach this one."""
+    """Return the address at which other hosts reach this one."""
     import ray.util
 
     address: str = ray.util.get_node_ip_address()
@@ -513,7 +509,7 @@ def _exists(name: str) -> bool:
 
 
 def check_ray_folder() -> Path:
-    """Return the folder for temporary files, where Ray makes its sockets. Raises FolderRefused, ConfigError."""
+    """Return the folder for temporary files, where Ray creates its sockets. Raises FolderRefused, ConfigError."""
     folder = temporary_folder()
     longest = _SOCKET_PATH_BYTES - len(RAY_SOCKET)
     if len(os.fsencode(folder)) > longest:
@@ -524,29 +520,36 @@ def check_ray_folder() -> Path:
 
 
 def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -> None:
-    """Start a Ray of our own on this machine; it dies with this process.
+    """Start a local Ray, which dies with this process.
 
-    Ray listens on every interface, also when it is local, and whoever reaches it runs code: so it always wants a token,
-    one of our own that only this process and its children know. Left alone, Ray would write one into the user's home.
-
-    Raises StartFailed when Ray does not come up, and when it was imported before: it has read by then that it wants no
-    token. Raises FolderRefused and ConfigError when TMPDIR is of no use to it.
+    Raises StartFailed when Ray does not start, or was imported before it was configured to require a token. Raises
+    FolderRefused and ConfigError when TMPDIR is not usable for it.
     """
     check_ray_folder()
     if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
         raise StartFailed("ray was imported before headrace started it: set RAY_AUTH_MODE=token before that import")
+    # Even a local Ray listens on every interface, and anybody who reaches it can run code. So it requires a token that
+    # only this process and its children know; by default, Ray would write one into the user's home.
     os.environ["RAY_AUTH_MODE"] = "token"
-    # Ray reads the token once per process, so a second start keeps it.
+    # Ray reads the token once per process, so a second start reuses it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Left alone, Ray's workers only get what everything else on the machine leaves (nice 15): gateway, learner and
-    # engines are the work here, and their deadlines pass while they starve.
+    # By default, Ray's workers run at nice 15. Gateway, learner and engines would starve and miss their deadlines.
     os.environ.setdefault("RAY_worker_niceness", "0")
     for name, value in _NO_RAY_METRICS.items():
         os.environ.setdefault(name, value)
+    import ray
+
     for tries_left in reversed(range(START_TRIES)):
         try:
-            _init_ray(run, object_store_bytes=object_store_bytes, logs=logs)
-        except Exception as error:  # Ray raises bare ones; a node that is slow to start gets 30 s of it, no more.
+            ray.init(
+                address="local",
+                namespace=f"headrace-{run.name}",
+                object_store_memory=object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=logs,
+                configure_logging=False,
+            )
+        except Exception as error:  # Ray raises bare exceptions. It waits at most 30 s for a slow node.
             stop_local_ray()
             if not tries_left:
                 raise StartFailed(f"Ray did not start: {error}; is this machine overloaded?") from error
@@ -554,21 +557,8 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
             return
 
 
-def _init_ray(run: Path, *, object_store_bytes: int, logs: bool) -> None:
-    import ray
-
-    ray.init(
-        address="local",
-        namespace=f"headrace-{run.name}",
-        object_store_memory=object_store_bytes,
-        include_dashboard=False,
-        log_to_driver=logs,
-        configure_logging=False,
-    )
-
-
 def stop_local_ray() -> None:
-    """Shut down the Ray that `start_local_ray` started; nothing to do when it is not running."""
+    """Shut down the Ray that `start_local_ray` started, if it is running."""
     import ray
 
     if ray.is_initialized():

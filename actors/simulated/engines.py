@@ -221,7 +221,7 @@ class EngineWatch(ResourceOwner):
         while True:
             after = self.engine.served.number
             try:
-                self.engine.tell(await until_back(lambda: self._group.watch(self._load(), after=after)))  # noqa: B023
+                self.engine.set_served(await until_back(lambda: self._group.watch(self._load(), after=after)))  # noqa: B023
             except ActorGone as error:
                 logger.warning("the simulated engines are still away: %s", error)
                 continue

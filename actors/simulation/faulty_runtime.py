@@ -370,7 +370,7 @@ class FaultyRuntime:
     async def _lose(self, cell: Cell) -> None:
         """Nothing comes back; asked twice, the actor knows nothing of the call."""
         await asyncio.sleep(2 * WATCH_S)
-        raise ActorLost(f"actor {cell.name} knows nothing of a call")
+        raise ActorLost(f"actor {cell.name} does not know a call")
 
     def _strikes(self, kind: str, chance: float, name: str) -> bool:
         struck = self.chance.random() < chance

@@ -1,1 +1,1 @@
-"""The embedded CPU engine: a small Qwen3 model behind SGLang's HTTP contract."""
+"""Embedded CPU engine, which serves a small Qwen3 model with SGLang's HTTP routes."""

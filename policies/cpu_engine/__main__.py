@@ -1,4 +1,4 @@
-"""`python -m headrace.policies.cpu_engine --model DIR`."""
+"""Entry point of `python -m headrace.policies.cpu_engine --model DIR`."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from headrace.policies.cpu_engine.program import main
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    # A transfer thread may hang in a collective that nothing can cancel: leave without waiting for it.
+    # A transfer thread may hang in a collective, which cannot be cancelled: exit without waiting for it.
     os._exit(code)

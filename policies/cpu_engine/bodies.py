@@ -1,4 +1,4 @@
-"""Bodies of the weight routes, with SGLang's keys and defaults."""
+"""Request bodies of the weight routes, with SGLang's keys and defaults."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class InitGroup(BaseModel):
     master_port: int = Field(gt=0, lt=65536)
     """Port of rank 0's store."""
     rank_offset: int = Field(gt=0, lt=65536)
-    """Our rank: this engine is one process."""
+    """Rank of this engine, which is a single process."""
     world_size: int = Field(gt=1, le=65536)
-    """Ranks in the group."""
+    """Number of ranks in the group."""
     group_name: str = "weight_update_group"
-    """Its name, also the store's prefix."""
+    """Name of the group, and prefix of its keys in the store."""
     backend: str = "nccl"
-    """This engine takes gloo only."""
+    """Backend of the group; this engine supports gloo only."""
 
 
 class UpdateWeights(BaseModel):
@@ -36,15 +36,15 @@ class UpdateWeights(BaseModel):
     shapes: tuple[tuple[int, ...], ...]
     """One shape for each name."""
     group_name: str = "weight_update_group"
-    """The group to receive from."""
+    """Group from which the weights are received."""
     flush_cache: bool = True
-    """Nothing is cached between requests here, so there is nothing to flush; refused while requests run."""
+    """Refused while requests run. There is nothing to flush: this engine caches nothing between requests."""
     abort_all_requests: bool = False
-    """Abort what waits."""
+    """Abort all waiting requests."""
     weight_version: str | None = None
-    """The label from the swap on."""
+    """Label of the weights after the swap."""
     load_format: str | None = None
-    """None: one broadcast a tensor; flattened_bucket: one for all."""
+    """None for one broadcast per tensor, `flattened_bucket` for one broadcast of all tensors."""
 
 
 class UpdateFromDisk(BaseModel):
@@ -55,11 +55,11 @@ class UpdateFromDisk(BaseModel):
     model_path: str = Field(min_length=1)
     """Directory with config.json and model.safetensors of the same model."""
     flush_cache: bool = True
-    """As in UpdateWeights."""
+    """Refused while requests run, as in UpdateWeights."""
     abort_all_requests: bool = False
-    """Abort what runs and waits, first."""
+    """Abort all requests first."""
     weight_version: str | None = None
-    """The label from the swap on; None keeps it."""
+    """Label of the weights after the swap; None keeps the present one."""
 
 
 class UpdateVersion(BaseModel):
@@ -68,6 +68,6 @@ class UpdateVersion(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     new_version: str
-    """The label from now on, for the same weights."""
+    """New label of the present weights."""
     abort_all_requests: bool = True
-    """Abort what runs and waits, first: SGLang's default."""
+    """Abort all requests first, as SGLang does by default."""

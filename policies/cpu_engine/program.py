@@ -1,8 +1,8 @@
-"""The embedded CPU engine: a process that serves a small Qwen3 model over SGLang's HTTP contract.
+"""Embedded CPU engine: a process that serves a small Qwen3 model with SGLang's HTTP routes.
 
 Invariants:
-- HTTP lives in the main thread, torch in one other thread, weight transfers in threads of their own.
-- The address is announced only when requests are answered, by one atomic write of `{"url", "pid"}`.
+- HTTP runs in the main thread, torch in one other thread, and weight transfers in their own threads.
+- The address is announced when the engine is ready for requests, by an atomic write of `{"url", "pid"}`.
 - With `parent_pid` the process dies with its parent.
 
 Start it with `python -m headrace.policies.cpu_engine --model DIR` or through `EngineProcess`.
@@ -37,7 +37,7 @@ DEFAULT_CONTEXT_TOKENS = 1024
 
 
 class CpuEngineConfig(BaseModel):
-    """One engine process."""
+    """Settings of one engine process."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,27 +46,27 @@ class CpuEngineConfig(BaseModel):
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = Field(default=0, ge=0, lt=65536)
-    """0 takes a free port."""
+    """Port to bind; 0 chooses a free one."""
     announce: Path | None = None
     """File that receives `{"url", "pid"}` once the engine answers."""
     weight_version: str = "1.0"
     """Label of the weights on disk."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Of the sampling noise."""
+    """Random seed for sampling."""
     max_running: int = Field(default=64, gt=0, le=1024)
-    """Rows of the cache: sequences decoded at once."""
+    """Rows of the cache, which is the maximum number of sequences decoded concurrently."""
     max_context: int | None = Field(default=None, gt=1)
-    """Tokens of prompt and output together; None takes the model's own, at most 1024."""
+    """Maximum tokens of prompt and output together; None uses the model's maximum, but at most 1024."""
     max_prefill_tokens: int = Field(default=4096, gt=0)
-    """Padded tokens of one prefill."""
+    """Maximum number of padded tokens in one prefill."""
     group_timeout_s: float = Field(default=20.0, gt=0)
-    """Longest formation of a weight group, and longest transfer of one bucket."""
+    """Time limit for the formation of a weight group, and for the transfer of one bucket."""
     parent_pid: int | None = None
-    """Die when this process is gone; it must be our parent."""
+    """Process id of the parent; the engine ends when the parent does."""
 
 
 def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
-    """Raises ModelInvalid when the file is unreadable or has ids that the model has no rows for."""
+    """Read a tokenizer. Raises ModelInvalid when the file is unreadable or has more tokens than the model."""
     from tokenizers import Tokenizer
 
     try:
@@ -82,7 +82,7 @@ def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
 
 
 def read_eos_ids(directory: Path) -> frozenset[int]:
-    """End ids of generation_config.json if it names them, else of config.json."""
+    """Return the end-of-sequence ids of generation_config.json if it has them, else those of config.json."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         given = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
@@ -94,7 +94,7 @@ def read_eos_ids(directory: Path) -> frozenset[int]:
 
 
 def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
-    """Load the model and put the parts together. Raises ModelInvalid."""
+    """Load the model and build the engine. Raises ModelInvalid."""
     from headrace.policies.cpu_engine.requests import Limits
     from headrace.policies.cpu_engine.runner import Runner
     from headrace.policies.cpu_engine.scheduler import Scheduler
@@ -132,7 +132,7 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
 
 
 async def serve(config: CpuEngineConfig) -> None:
-    """Run until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT."""
     from aiohttp import web
 
     engine, server = build(config)
@@ -157,7 +157,7 @@ async def serve(config: CpuEngineConfig) -> None:
 
 
 def run(config: CpuEngineConfig) -> int:
-    """The whole life of an engine process; returns its exit code."""
+    """Run an engine process and return its exit code."""
     import uvloop
 
     if config.parent_pid is not None:
@@ -172,6 +172,7 @@ def run(config: CpuEngineConfig) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> CpuEngineConfig:
+    """Parse command-line arguments, one for each field of the config."""
     parser = argparse.ArgumentParser(prog="headrace.policies.cpu_engine", description=(__doc__ or "").splitlines()[0])
     for name, field in CpuEngineConfig.model_fields.items():
         parser.add_argument(f"--{name.replace('_', '-')}", required=field.is_required(), default=argparse.SUPPRESS)

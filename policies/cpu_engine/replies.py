@@ -1,8 +1,9 @@
-"""The JSON bodies of the CPU engine, key by key as SGLang 0.5.23 sends them. Pure: clocks are arguments."""
+"""JSON replies of the CPU engine, with the same keys as SGLang 0.5.23. Pure: times are arguments."""
 
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from headrace.policies.cpu_engine.scheduler import Aborted, LengthReached, Stopped
@@ -20,7 +21,7 @@ MISSING_WHEN_QUEUED = (
 
 
 def finish_json(finish: Finish) -> Json:
-    """SGLang's finish_reason."""
+    """Return SGLang's finish_reason."""
     if isinstance(finish, Stopped):
         return {"type": "stop", "matched": finish.matched}
     if isinstance(finish, LengthReached):
@@ -31,7 +32,8 @@ def finish_json(finish: Finish) -> Json:
 
 
 def visible_text(generation: Generation, decode: Callable[[Sequence[int], bool], str]) -> str:
-    """The text without what matched as a stop, unless `no_stop_trim`. `decode(ids, skip_special_tokens)`."""
+    """Return the text without the matched stop, unless `no_stop_trim`. `decode` takes the ids and
+    `skip_special_tokens`."""
     sampling, finish, ids = generation.prompt.sampling, generation.finish, generation.output_ids
     trimmed = isinstance(finish, Stopped) and not sampling.no_stop_trim
     if trimmed and isinstance(finish, Stopped) and isinstance(finish.matched, int):
@@ -51,17 +53,20 @@ def generation_json(
     latency_s: float,
     now_s: float,
 ) -> Json:
-    """Reply of /generate for one sequence. A request aborted in the queue lacks some keys, as in SGLang."""
+    """Return the reply of /generate for one sequence. As in SGLang, it lacks some keys if the request was aborted in
+    the queue."""
     finish = generation.finish
     assert finish is not None
+    spans: list[Json] = []
+    for label, tokens in groupby(generation.versions):
+        start = spans[-1]["end"] if spans else 0
+        spans.append({"version": label, "start": start, "end": start + sum(1 for _ in tokens)})
     meta: Json = {
         "id": generation.prompt.request_id,
         "finish_reason": finish_json(finish),
         "prompt_tokens": len(generation.prompt.input_ids),
         "weight_version": version,
-        "weight_versions": [
-            {"version": span.version, "start": span.start, "end": span.end} for span in generation.spans
-        ],
+        "weight_versions": spans,
         "num_retractions": generation.retractions,
         "completion_tokens": len(generation.output_ids),
         "reasoning_tokens": 0,
@@ -72,7 +77,7 @@ def generation_json(
         "response_sent_to_client_ts": now_s,
     }
     if generation.prompt.return_logprob:
-        # JSON has no infinities: the log-probability of what was all but impossible is null.
+        # JSON has no infinities, so an infinite log-probability becomes null.
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [
             [logprob if math.isfinite(logprob) else None, token, None]
@@ -86,7 +91,7 @@ def generation_json(
 
 
 def loads_json(running: int, waiting: int, used_tokens: int, total_tokens: int, max_running: int) -> Json:
-    """Reply of /v1/loads."""
+    """Return the reply of /v1/loads."""
     usage = used_tokens / total_tokens
     load = {
         "dp_rank": 0,

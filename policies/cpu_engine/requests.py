@@ -1,11 +1,12 @@
-"""Parsing of /generate bodies with SGLang's keys, defaults and refusals. Pure: no clock, no I/O, no torch.
+"""Parses /generate bodies with SGLang's keys, defaults and errors. Pure: no clock, no I/O, no torch.
 
 Invariants:
-- What leaves here can be run: ids inside the vocabulary, prompt and output inside the context, finite sampling numbers.
-- A key that SGLang knows and this engine cannot honour is refused in plain words, never ignored; unknown keys at the
-  top level are ignored and unknown sampling keys refused, as SGLang does.
-- `extra_key`, which names a part of SGLang's prefix cache, is accepted and has no effect: nothing is cached from one
-  request to the next, so every prefix is computed under the weights of the time.
+- A parsed request can be run: its ids are in the vocabulary, prompt and output fit the context, and its sampling
+  parameters are finite.
+- A key of SGLang that this engine does not support is refused with a clear message, never ignored. As in SGLang,
+  unknown keys at the top level are ignored and unknown sampling keys refused.
+- `extra_key`, which names a part of SGLang's prefix cache, is accepted and has no effect: nothing is cached between
+  requests, so every prefix is computed with the current weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 GREEDY_BELOW = 1e-6
 MAX_SEQUENCES = 4096
-"""Most sequences of one body, samples of each prompt counted."""
+"""Maximum number of sequences in one body, counting each sample of a prompt."""
 UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "stop_regex": None,
     "min_p": 0.0,
@@ -55,32 +56,32 @@ UNSUPPORTED_TOP: Mapping[str, object] = {
 
 
 class Sampling(BaseModel):
-    """The sampling parameters this engine honours, with SGLang's names and defaults."""
+    """Sampling parameters that this engine supports, with SGLang's names and defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     max_new_tokens: int = Field(default=128, ge=0)
-    """Most output tokens; 0 samples nothing."""
+    """Maximum number of output tokens; 0 samples nothing."""
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Divides the logits; 0 is greedy and reports raw log-probabilities."""
+    """Divisor of the logits; 0 is greedy and reports raw log-probabilities."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus."""
+    """Probability mass of the nucleus."""
     top_k: int = Field(default=-1, ge=-1)
-    """-1 is off."""
+    """Number of most likely tokens to sample from; -1 disables the limit."""
     stop: str | list[str] | None = None
-    """Strings that end the output when its text contains one."""
+    """Strings that end the output when its text contains one of them."""
     stop_token_ids: list[int] | None = None
-    """Ids that end the output, besides the model's own."""
+    """Ids that end the output, in addition to the model's."""
     ignore_eos: bool = False
-    """No id ends the output."""
+    """Do not end the output at any id."""
     no_stop_trim: bool = False
-    """The text keeps what matched."""
+    """Include the matched stop string or token in the text."""
     skip_special_tokens: bool = True
-    """The text leaves special tokens out."""
+    """Leave special tokens out of the text."""
     sampling_seed: int | None = None
-    """Own random stream of this request."""
+    """Seed of a separate random stream for this request."""
     n: int = Field(default=1, ge=1, le=64)
-    """Samples of each prompt."""
+    """Number of samples of each prompt."""
 
     def stop_strings(self) -> tuple[str, ...]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -93,7 +94,7 @@ class Sampling(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the model can take; tokens."""
+    """Limits of the model, in tokens."""
 
     vocab_size: int
     context_tokens: int
@@ -101,7 +102,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One sequence to continue."""
+    """Sequence to continue."""
 
     request_id: str
     input_ids: tuple[int, ...]
@@ -111,20 +112,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedBody:
-    """`listed` says whether the reply is a list (a batch, or n > 1)."""
+    """Parsed /generate body. `listed` is True if the reply is a list (a batch, or n > 1)."""
 
     prompts: tuple[Prompt, ...]
     listed: bool
 
 
 def parse_generate(body: object, limits: Limits, encode: Callable[[str], list[int]]) -> ParsedBody:
-    """The prompts of one /generate body. Raises RequestInvalid with the text of the 400."""
+    """Parse a /generate body. Raises RequestInvalid with the message of the 400 reply."""
     if not isinstance(body, dict):
         raise RequestInvalid("the body must be one JSON object")
     refuse_unsupported(body, UNSUPPORTED_TOP, "")
     if body.get("logprob_start_len") not in (None, -1):
         raise RequestInvalid(
-            "logprob_start_len other than -1 is not supported yet: this engine gives output logprobs only"
+            "logprob_start_len other than -1 is not supported: this engine returns output logprobs only"
         )
     inputs, batched = read_inputs(body, limits, encode)
     samplings = read_samplings(body.get("sampling_params"), len(inputs))
@@ -152,7 +153,7 @@ def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, object],
 def read_inputs(
     body: Mapping[str, Any], limits: Limits, encode: Callable[[str], list[int]]
 ) -> tuple[list[list[int]], bool]:
-    """Lists of ids and whether they came as a batch."""
+    """Return the lists of ids, and True if they are a batch."""
     text, ids = body.get("text"), body.get("input_ids")
     check_sizes(text, ids, limits)
     if (text is None) == (ids is None):
@@ -169,7 +170,7 @@ def read_inputs(
 
 
 def check_sizes(text: object, ids: object, limits: Limits) -> None:
-    """Refuse by length alone what would hold up everybody else while it is read."""
+    """Refuse oversized inputs by their length alone: reading them would delay other requests."""
     most = max(MAX_SEQUENCES, limits.context_tokens)
     if any(isinstance(items, list) and len(items) > most for items in (text, ids)):
         raise RequestInvalid(
@@ -222,7 +223,7 @@ def read_flags(given: object, count: int) -> list[bool]:
 
 
 def read_request_ids(given: object, count: int, batched: bool) -> list[str]:
-    """SGLang's naming: the rid `bat` of a batch becomes `bat_0`, `bat_1`."""
+    """Return the request ids, named as SGLang does: the rid `bat` of a batch becomes `bat_0`, `bat_1`."""
     if given is None:
         return [uuid.uuid4().hex for _ in range(count)]
     if isinstance(given, str) and given:
@@ -243,7 +244,7 @@ def check_ids(ids: list[Any], sampling: Sampling, limits: Limits) -> None:
         )
     wrong = next((item for item in ids if type(item) is not int or not 0 <= item < limits.vocab_size), None)
     if wrong is not None or None in ids:
-        raise RequestInvalid(f"input_ids holds {str(wrong)[:100]}; the vocabulary is [0, {limits.vocab_size})")
+        raise RequestInvalid(f"input_ids contains {str(wrong)[:100]}; valid ids are [0, {limits.vocab_size})")
     total = len(ids) + sampling.max_new_tokens
     if total > limits.context_tokens:
         raise RequestInvalid(

@@ -1,11 +1,11 @@
-"""Forward passes and sampling for the rows of a scheduler. Lives in the torch thread.
+"""Runs forward passes and sampling for the rows of a scheduler, in the torch thread.
 
 Invariants:
-- Reported log-probabilities are those of the temperature-scaled softmax over the whole vocabulary, whatever top_k and
-  top_p cut away (temperature 0: of the raw softmax).
-- A long prompt is prefilled in portions, one a step: between two steps the thread answers. Meanwhile nothing is
-  admitted and nothing else decoded, as during any prefill. One that is retracted begins again.
-- `version` is the label of `model.weights`; both change in one call between steps.
+- Reported log-probabilities are those of the temperature-scaled softmax over the whole vocabulary, regardless of top_k
+  and top_p (at temperature 0, those of the raw softmax).
+- A long prompt is prefilled in portions, one per step, so that the thread can answer between them. Meanwhile nothing
+  else is admitted or decoded, as during any prefill. A retracted prefill starts over.
+- `version` is the label of `model.weights`; both change together between two steps.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from headrace.policies.models.qwen3_config import Qwen3Config
 
 PREFILL_PORTION: Final = 512
-"""Tokens of a long prompt that one step computes."""
+"""Tokens of a long prompt that are prefilled in one step."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LongPrefill:
-    """A prompt of which the first `done` tokens are cached. A retraction takes its row away."""
+    """Long prompt whose first `done` tokens are cached. A retraction frees its row."""
 
     generation: Generation
     retractions: int
@@ -40,7 +40,7 @@ class LongPrefill:
 
 
 class Runner:
-    """Weights, cache and random numbers of one engine."""
+    """Weights, cache and random generators of one engine."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Runner:
         self.model = Qwen3(config, weights, capacity=context_tokens)
         self.cache = KeyValueCache(config, rows=max_running, capacity=context_tokens)
         self._random = torch.Generator().manual_seed(seed)
-        # The request's own stream survives a retraction: it belongs to the generation, not to the row.
+        # By generation and not by row, so that a request's random stream survives a retraction.
         self._own_random: dict[int, torch.Generator] = {}
         self._long: LongPrefill | None = None
 
     def swap(self, weights: Qwen3Weights, version: str | None) -> Qwen3Weights:
-        """Run on `weights` from now on; None keeps the label. Returns what ran until now."""
+        """Use `weights` from now on, and return the previous ones. A `version` of None keeps the label."""
         old, self.model.weights = self.model.weights, weights
         self.version = self.version if version is None else version
         return old
@@ -70,12 +70,14 @@ class Runner:
         self.version = version
 
     def step(self, scheduler: Scheduler) -> list[Generation]:
-        """A portion of a long prefill, or one prefill of what may enter, or one token for everything that runs. Returns
-        what finished."""
+        """Run a portion of a long prefill, or one prefill of all admitted prompts, or decode one token of each running
+        generation. Returns the finished generations."""
         for move in scheduler.moves:
             self.cache.move(move.source, move.target, move.length)
         scheduler.moves.clear()
-        if self._long is not None and not _holds_its_row(self._long, scheduler):
+        long = self._long
+        # A long prefill that was finished or retracted has lost its row.
+        if long and (long.generation not in scheduler.running or long.generation.retractions != long.retractions):
             self._long = None
         admitted = scheduler.admit() if self._long is None else []
         if len(admitted) == 1 and admitted[0].token_count > PREFILL_PORTION:
@@ -92,7 +94,7 @@ class Runner:
         return self._record(scheduler, range(len(running)), logits)
 
     def _prefill_portion(self, scheduler: Scheduler, long: LongPrefill) -> list[Generation]:
-        # Its row may be another one than before: those that end meanwhile leave holes.
+        # Its row may have changed: rows of finished generations are filled with others.
         row, tokens = scheduler.running.index(long.generation), long.generation.tokens()
         portion = tokens[long.done : long.done + PREFILL_PORTION]
         logits = self.model.extend(portion, long.done, row, self.cache)
@@ -111,12 +113,12 @@ class Runner:
         return finished
 
     def forget(self, finished: Sequence[Generation]) -> None:
-        """Drop what is kept for these generations."""
+        """Drop the random streams of these generations."""
         for generation in finished:
             self._own_random.pop(id(generation), None)
 
     def _noise(self, generations: Sequence[Generation], width: int) -> Tensor:
-        """Exponential noise `(B, V)`; ones where the request is greedy."""
+        """Return exponential noise `(B, V)`, with ones where the request is greedy."""
         noise = torch.empty(len(generations), width).exponential_(generator=self._random)
         for row, generation in enumerate(generations):
             sampling = generation.prompt.sampling
@@ -130,13 +132,10 @@ class Runner:
         return noise.clamp_min_(1e-30)
 
 
-def _holds_its_row(long: LongPrefill, scheduler: Scheduler) -> bool:
-    return long.generation in scheduler.running and long.generation.retractions == long.retractions
-
-
 @torch.inference_mode()
 def sample(logits_BV: Tensor, samplings: Sequence[Sampling], noise_BV: Tensor) -> tuple[list[int], list[float]]:
-    """Ids and their log-probabilities. `argmax(p / exponential noise)` is a draw from p (the exponential race)."""
+    """Return sampled ids and their log-probabilities. `argmax(p / exponential noise)` is a draw from p (the exponential
+    race)."""
     temperatures = [1.0 if item.temperature < 1e-6 else item.temperature for item in samplings]
     if any(value != 1.0 for value in temperatures):
         logits_BV = logits_BV / torch.tensor(temperatures)[:, None]
@@ -149,7 +148,7 @@ def sample(logits_BV: Tensor, samplings: Sequence[Sampling], noise_BV: Tensor) -
 
 
 def truncate(weights_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Zero what top_k and top_p leave out; the most likely id always stays."""
+    """Set the weights outside top_k and top_p to zero; the most likely id always stays."""
     ordered, order = weights_BV.sort(dim=-1, descending=True)
     vocabulary = ordered.shape[1]
     top_p = torch.tensor([item.top_p for item in samplings])[:, None]

@@ -1,14 +1,14 @@
-"""Which generation runs in which cache row, when it ends, and what a pause does to it. Pure: no clock, no I/O, no
-torch.
+"""Scheduler that assigns generations to cache rows, ends them, and pauses them. Pure: no clock, no I/O, no torch.
 
 Invariants:
-- A generation is in exactly one place: waiting, running (its index is its cache row), or finished; it finishes once.
-- Nothing enters while `paused` or `holding` (a weight update session is open), and nothing is sampled while `paused`.
-- A pause in place leaves generations in their rows: their cache stays, and the next token is sampled on it.
-- Every output token carries the version that sampled it; spans cover the output without gaps.
-- `moves` lists the row copies the cache needs, in order, before the next forward pass.
-- Like SGLang, an abort of a request that arrived during a pause is lost: callers repeat it after the pause. One of a
-  request that was paused in place ends it when the pause ends.
+- A generation is in exactly one state: waiting, running (its index is its cache row), or finished; it finishes once.
+- Nothing is admitted while `paused` or `holding` (a weight update session is open), and nothing is sampled while
+  `paused`.
+- A pause in place leaves generations in their rows: their cache is kept, and the next token is sampled from it.
+- Every output token carries the version that sampled it.
+- `moves` lists the row copies that the cache needs, in order, before the next forward pass.
+- As in SGLang, an abort of a request that arrived during a pause is lost: callers repeat it after the pause. An abort
+  of a request that was paused in place takes effect when the pause ends.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """A stop id or a stop string."""
+    """Finish by a stop id or a stop string."""
 
     matched: int | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthReached:
-    """max_new_tokens."""
+    """Finish by max_new_tokens."""
 
     length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aborted:
-    """`queued`: it held no cache row when it was aborted; SGLang answers in another shape then."""
+    """Finish by an abort. `queued` is True if it had no cache row then; SGLang's reply lacks some keys in that case."""
 
     queued: bool
 
@@ -49,27 +49,19 @@ class Aborted:
 Finish = Stopped | LengthReached | Aborted
 
 
-@dataclass(slots=True, kw_only=True)
-class Span:
-    """Output positions `[start, end)`."""
-
-    version: str
-    start: int
-    end: int
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Generation:
-    """One request on its way."""
+    """Sequence that is being generated."""
 
     prompt: Prompt
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    """The label of the weights that sampled each output token."""
     retractions: int = 0
     arrived_paused: bool = False
     abort_asked: bool = False
-    """It ends when the pause in place does."""
+    """It was aborted during a pause in place, and finishes when the pause ends."""
     finish: Finish | None = None
 
     @property
@@ -80,18 +72,14 @@ class Generation:
         return [*self.prompt.input_ids, *self.output_ids]
 
     def append(self, token: int, logprob: float, version: str) -> None:
-        position = len(self.output_ids)
         self.output_ids.append(token)
         self.logprobs.append(logprob)
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1].end = position + 1
-        else:
-            self.spans.append(Span(version=version, start=position, end=position + 1))
+        self.versions.append(version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMove:
-    """Copy the first `length` tokens of cache row `source` over row `target`."""
+    """Copy of the first `length` tokens of cache row `source` to row `target`."""
 
     source: int
     target: int
@@ -99,7 +87,7 @@ class RowMove:
 
 
 class Scheduler:
-    """The core of the engine. `tail_text` decodes ids to text, specials included; `eos_ids` are the model's own stop
+    """Core of the engine. `tail_text` decodes ids to text, including special tokens; `eos_ids` are the model's stop
     ids."""
 
     def __init__(
@@ -122,19 +110,19 @@ class Scheduler:
 
     @property
     def runnable(self) -> bool:
-        """A step would do something."""
+        """True if a step would do something."""
         return not self.paused and (bool(self.running) or (bool(self.waiting) and not self.holding))
 
     @property
     def drained(self) -> bool:
-        """Nothing is sampled any more: all rows are free, or a pause keeps them."""
+        """True if nothing is sampled: all rows are free, or paused."""
         return self.paused or not self.running
 
     def knows(self, request_id: str) -> bool:
         return any(item.prompt.request_id == request_id for item in (*self.running, *self.waiting))
 
     def add(self, generation: Generation) -> list[Generation]:
-        """Queue a generation. Returns it at once if there is nothing to sample."""
+        """Queue a generation. Returns it as finished if there is nothing to sample."""
         generation.arrived_paused = self.paused
         if generation.prompt.sampling.max_new_tokens == 0:
             generation.finish = LengthReached(length=0)
@@ -143,7 +131,7 @@ class Scheduler:
         return []
 
     def admit(self) -> list[Generation]:
-        """Give rows to waiting generations, in order of arrival, up to the padded size of one prefill."""
+        """Assign rows to waiting generations, in order of arrival, up to the padded size of one prefill."""
         admitted: list[Generation] = []
         widest = 0
         while self.waiting and not self.paused and not self.holding and len(self.running) < self.max_running:
@@ -155,7 +143,7 @@ class Scheduler:
         return admitted
 
     def record(self, rows: range, tokens: Iterable[int], logprobs: Iterable[float], version: str) -> list[Generation]:
-        """Append one sampled token to each of the running `rows`; returns those that finished."""
+        """Append one sampled token to each of the running `rows`, and return the finished generations."""
         finished = []
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             generation = self.running[row]
@@ -167,8 +155,8 @@ class Scheduler:
         return finished
 
     def abort(self, request_id: str | None) -> list[Generation]:
-        """Finish the request of this id (None: all), except what arrived during the present pause. What holds a row in
-        a pause finishes when that ends."""
+        """Abort the request of this id (None: all), except those that arrived during the present pause. A request with
+        a row that is paused in place finishes when the pause ends."""
         chosen = [
             item
             for item in (*self.running, *self.waiting)
@@ -183,12 +171,12 @@ class Scheduler:
         return self._abort([item for item in chosen if not item.abort_asked])
 
     def drop(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Finish generations whose client is gone, wherever they are."""
+        """Finish generations whose client disconnected."""
         return self._abort([item for item in generations if item.finish is None])
 
     def pause(self, mode: PauseMode) -> list[Generation]:
-        """Stop sampling; returns what finished by it. `retract` frees all rows and keeps the tokens, `in_place` keeps
-        both."""
+        """Stop sampling, and return the generations that finish because of it. `retract` frees all rows and keeps the
+        tokens, `in_place` keeps both."""
         self.paused = True
         if mode is PauseMode.IN_PLACE:
             return []
@@ -200,7 +188,7 @@ class Scheduler:
         return finished
 
     def resume(self) -> list[Generation]:
-        """Sample again; returns what was aborted meanwhile."""
+        """Resume sampling, and return the generations that were aborted during the pause."""
         self.paused = False
         for generation in self.waiting:
             generation.arrived_paused = False
@@ -215,7 +203,7 @@ class Scheduler:
             return Stopped(matched=last)
         stops = sampling.stop_strings()
         if stops:
-            # A token is at least one byte, so this many tokens surely hold the longest stop string.
+            # A token has at least one byte, so this many tokens contain the longest stop string.
             tail = self.tail_text(outputs[-max(len(stop.encode()) for stop in stops) - 1 :])
             matched = next((stop for stop in stops if stop in tail), None)
             if matched is not None:
@@ -234,7 +222,7 @@ class Scheduler:
         if not gone:
             return
         self.waiting = deque(item for item in self.waiting if id(item) not in gone)
-        # From the end: then the last row, which fills the hole, is never one that goes as well.
+        # From the end, so that the last row, which fills the gap, is never one to be released as well.
         for row in reversed(range(len(self.running))):
             if id(self.running[row]) in gone:
                 last = self.running.pop()

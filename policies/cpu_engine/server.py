@@ -1,9 +1,9 @@
-"""SGLang's HTTP routes over an engine thread.
+"""HTTP server of the CPU engine, with SGLang's routes.
 
 Invariants:
-- Every reply is JSON, or empty where SGLang's is; a bad request is a 400 that says why and changes nothing.
-- Bodies are parsed here, in the event loop's thread; the torch thread sees checked values only.
-- A client that goes away takes its requests with it.
+- Every reply is JSON, or empty where SGLang's is; a bad request gets a 400 with the reason and changes nothing.
+- Bodies are parsed in the event loop's thread; the torch thread gets valid values only.
+- The requests of a client that disconnects are dropped.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ Body = TypeVar("Body", bound=BaseModel)
 MAX_BODY_BYTES = 64 * 1024 * 1024
 HEALTH_GENERATE_TIMEOUT_S = 20.0
 FROM_TENSOR_REFUSED = (
-    "update_weights_from_tensor is not supported: its tensors come pickled, and this engine unpickles nothing that "
-    "comes over the network; use update_weights_from_distributed or update_weights_from_disk"
+    "update_weights_from_tensor is not supported: its tensors are pickled, and this engine does not unpickle data "
+    "from the network; use update_weights_from_distributed or update_weights_from_disk"
 )
 MEMORY_REFUSED = (
-    "{path} is not supported: this engine has nothing that it could give back and go on with; stop its process instead"
+    "{path} is not supported: this engine cannot release memory and continue later; stop its process instead"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What the server tells about itself."""
+    """Properties of the server that its info routes report."""
 
     model_path: str
     limits: Limits
@@ -61,7 +61,7 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 
 def outcome(message: str, *, success: bool = True) -> web.Response:
-    """The form in which SGLang answers weight calls."""
+    """Return a reply of the weight routes in SGLang's format."""
     return json_response({"success": success, "message": message}, 200 if success else 400)
 
 
@@ -69,7 +69,7 @@ def outcome(message: str, *, success: bool = True) -> web.Response:
 async def classify(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """The one place that turns errors into statuses."""
+    """Convert errors to HTTP statuses."""
     try:
         return await handler(request)
     except (RequestInvalid, GroupFailed) as error:
@@ -98,7 +98,7 @@ async def read_json(request: web.Request) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise RequestInvalid(f"the body is not JSON: {error}") from error
+        raise RequestInvalid(f"the body is not valid JSON: {error}") from error
 
 
 async def read_body(request: web.Request, model: type[Body]) -> Body:
@@ -117,7 +117,7 @@ async def read_object(request: web.Request) -> Json:
 
 
 class EngineServer:
-    """Handlers of one engine."""
+    """HTTP handlers of one engine."""
 
     def __init__(
         self, engine: EngineThread, updater: WeightUpdater, tokenizer: Tokenizer, settings: ServerSettings
@@ -163,7 +163,7 @@ class EngineServer:
         started_s = time.monotonic()
         generations, futures = self._engine.generate(parsed.prompts)
         try:
-            # Every future is resolved even when a sibling fails: the torch thread owns them.
+            # All futures are awaited, even if one fails: the torch thread resolves each of them.
             results = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
         except asyncio.CancelledError:
             self._engine.drop(generations)
@@ -172,7 +172,7 @@ class EngineServer:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-            version = result.spans[-1].version if result.spans else self._engine.runner.version
+            version = result.versions[-1] if result.versions else self._engine.runner.version
             latency_s = time.monotonic() - started_s
             replies.append(
                 generation_json(result, self._decode, version=version, latency_s=latency_s, now_s=time.time())
@@ -303,12 +303,12 @@ class EngineServer:
         return json_response(await asyncio.wrap_future(self._engine.submit(read)))
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 when the torch thread answers, paused or not: SGLang with its health generation switched off."""
+        """Answer 200 if the torch thread responds, even when paused, as SGLang does without health generation."""
         await asyncio.wrap_future(self._engine.submit(lambda: None))
         return web.Response()
 
     async def health_generate(self, request: web.Request) -> web.Response:
-        """Generates one token; paused it blocks and then answers 503, as SGLang does."""
+        """Generate one token. As in SGLang, a paused engine answers 503 after a timeout."""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
         prompts = parse_generate(body, self._settings.limits, self._encode).prompts
         generations, futures = self._engine.generate(prompts)

@@ -1,14 +1,12 @@
-"""Memory for weights that are not live yet: a spare set of the same shape, and buffers in which buckets arrive.
+"""Staging memory for weights that are not live yet: a spare set of weights, and buffers for incoming buckets.
 
 Invariants:
-- It is allocated once, at the first update, and used again: an engine holds two sets of weights and two buckets (one
-  arrives while the other is loaded), however many updates it sees. Only a transfer that was given up keeps a third set,
-  until its collective ends.
-- A bucket of fp32 tensors in the order of the storage arrives in its place; buffers are for all others.
-- Whoever writes takes the memory out and puts it back when done; what a writer that was given up still writes to is
-  never used again.
-- A set becomes live only with every parameter. What a push leaves out is taken from the live set, but after a loss
-  (`torn`) a push must bring all of it: nobody can say what the sender takes for received.
+- The memory is allocated at the first update and reused: an engine holds two sets of weights and two buckets (one is
+  received while the other is loaded). Only an abandoned transfer occupies a third set, until its collective ends.
+- A bucket of fp32 tensors in storage order is received in place; all others are received into a buffer.
+- A writer takes the memory out and returns it when done. Memory of an abandoned writer is never reused.
+- A set becomes live only with every parameter. Parameters that a push omits are copied from the live set, but after a
+  lost transfer (`torn`) a push must send all: the sender may assume that lost parameters were received.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """Used by one writer at a time; the torch thread may `recycle` meanwhile."""
+    """Staging memory of one engine. It has one writer at a time; the torch thread may call `recycle` meanwhile."""
 
     def __init__(self, config: Qwen3Config) -> None:
         self._config = config
@@ -41,18 +39,18 @@ class Staging:
         self._torn = False
 
     def start(self) -> None:
-        """A new update: nothing of an earlier one counts."""
+        """Begin an update; parameters staged by an earlier one are discarded."""
         self._torn = False
         if self._spare is not None:
             self._spare.forget()
 
     def tear(self) -> None:
-        """Something was lost on its way here: nothing that is staged counts."""
+        """Discard the staged parameters after a transfer was lost."""
         self.start()
         self._torn = True
 
     def take_buffer(self, size_bytes: int) -> Tensor:
-        """Room for one bucket; its first bytes are the bucket's."""
+        """Return a buffer of at least this size."""
         self._largest_bytes = max(self._largest_bytes, size_bytes)
         if self._buffers and self._buffers[-1].numel() >= size_bytes:
             return self._buffers.pop()
@@ -72,14 +70,14 @@ class Staging:
             self._spare = spare
 
     def recycle(self, old: Qwen3Weights) -> None:
-        """What was live until now, unless a writer that did not wait for the swap has another set already."""
+        """Make the set that was live until now the spare one, unless a writer has allocated another meanwhile."""
         old.forget()
         with self._exchanging:
             if self._spare is None:
                 self._spare = old
 
     def complete(self, spare: Qwen3Weights, live: Qwen3Weights) -> None:
-        """Fill what a push left out. Raises ModelInvalid after a loss."""
+        """Copy the parameters that a push omitted. Raises ModelInvalid if a transfer was lost."""
         missing = spare.missing()
         if missing and self._torn:
             raise ModelInvalid(
@@ -89,7 +87,7 @@ class Staging:
 
 
 def place_of(spare: Qwen3Weights, bucket: Bucket) -> Tensor | None:
-    """The bytes in which this bucket may arrive without another copy."""
+    """Return the bytes in which this bucket can be received in place, if it can."""
     if set(bucket.dtypes) != {"float32"}:
         return None
     place = spare.place(bucket.names)
@@ -97,7 +95,7 @@ def place_of(spare: Qwen3Weights, bucket: Bucket) -> Tensor | None:
 
 
 def load_bucket(spare: Qwen3Weights, bucket: Bucket, buffer: Tensor | None) -> None:
-    """Copy a received bucket to its places; without a buffer it is there. Raises ModelInvalid."""
+    """Load a received bucket into the spare set; without a buffer it was received in place. Raises ModelInvalid."""
     if buffer is None:
         for name in bucket.names:
             spare.accept(name, torch.float32)

@@ -1,9 +1,8 @@
-"""The torch thread of the engine: the only place that touches scheduler, runner and cache.
+"""Torch thread of the engine, which alone uses scheduler, runner and cache.
 
 Invariants:
-- Others act only by `submit`: their functions run here, between two steps, never during one.
-- Each generation's future is resolved exactly once; a failed forward pass fails the generations that ran and nothing
-  else.
+- Other threads act only through `submit`: their functions run in this thread, between two steps.
+- Each generation's future is resolved exactly once. A failed forward pass fails the running generations only.
 - The thread sleeps when nothing can run.
 """
 
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """`start`, then `submit` and the calls below from any thread, then `stop`."""
+    """Torch thread. Call `start` first and `stop` last; the other methods may be called from any thread."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner = runner
@@ -47,7 +46,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends after the step under way."""
+        """End the thread after the current step."""
 
         def stop() -> None:
             self._stopping = True
@@ -63,14 +62,14 @@ class EngineThread:
         def work() -> None:
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, who awaits the future
+            except BaseException as error:  # noqa: BLE001 - raised in the caller, who awaits the future
                 future.set_exception(error)
 
         self._work.put(work)
         return future
 
     def generate(self, prompts: Sequence[Prompt]) -> tuple[list[Generation], list[Future[Generation]]]:
-        """Queue prompts; all of them are refused (RequestInvalid in each future) when one id is in flight already."""
+        """Queue prompts. All are refused (RequestInvalid in each future) if one of the ids is already in use."""
         generations = [Generation(prompt=prompt) for prompt in prompts]
         futures: list[Future[Generation]] = [Future() for _ in prompts]
         for future in futures:
@@ -90,7 +89,7 @@ class EngineThread:
         return generations, futures
 
     def drop(self, generations: Sequence[Generation]) -> Future[None]:
-        """The client of these generations is gone."""
+        """Finish generations whose client disconnected."""
         return self.submit(lambda: self._deliver(self.scheduler.drop(generations)))
 
     def abort(self, request_id: str | None) -> Future[None]:
@@ -103,7 +102,7 @@ class EngineThread:
         return self.submit(lambda: self._deliver(self.scheduler.resume()))
 
     def hold(self) -> Future[None]:
-        """Let nothing enter; done when nothing is sampled any more. `release` undoes it."""
+        """Admit no requests until `release`. The future is done when nothing is sampled any more."""
         drained: Future[None] = Future()
         drained.set_running_or_notify_cancel()
 
@@ -125,26 +124,25 @@ class EngineThread:
 
         torch.set_num_threads(1)
         while not self._stopping:
-            self._take_work()
+            if not self.scheduler.runnable:
+                self._work.get()()
+            while not self._work.empty():
+                self._work.get_nowait()()
             if self.scheduler.runnable:
                 self._step()
             if self.scheduler.drained:
                 while self._drained:
                     self._drained.pop().set_result(None)
-        self._fail_all(EngineUnavailable("the engine stopped"))
-
-    def _take_work(self) -> None:
-        if not self.scheduler.runnable:
-            self._work.get()()
-        while not self._work.empty():
-            self._work.get_nowait()()
+        for future in self._results.values():
+            future.set_exception(EngineUnavailable("the engine stopped"))
+        self._results.clear()
 
     def _step(self) -> None:
         try:
             self._deliver(self.runner.step(self.scheduler))
             self.steps += 1
         except Exception:
-            # The boundary: whatever a forward pass raises must not end the thread that serves everybody else.
+            # An error of a forward pass must not end the thread: it serves other requests.
             logger.exception("forward pass failed")
             failed = list(self.scheduler.running)
             self.scheduler.drop(failed)
@@ -158,8 +156,3 @@ class EngineThread:
         self.runner.forget(finished)
         for generation in finished:
             self._results.pop(id(generation)).set_result(generation)
-
-    def _fail_all(self, error: EngineUnavailable) -> None:
-        for future in self._results.values():
-            future.set_exception(error)
-        self._results.clear()

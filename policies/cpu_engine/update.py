@@ -1,16 +1,17 @@
-"""Weight updates of the CPU engine: sessions, process groups, reception into staging memory, the swap between two
+"""Weight updater of the CPU engine: sessions, process groups, reception into staging memory, and the swap between two
 steps.
 
 Invariants:
-- `begin` lets what runs finish, unless a pause keeps it from running, and nothing new enters before `end`.
-- A bucket is checked against the model's own shapes before anything is received, and received in a thread of its own:
-  the torch thread and the event loop stay live.
-- The reply to a bucket means that it is here. It is loaded while the next one arrives; a value that cannot be loaded is
-  told with the next reply, at the latest with that of the bucket that carries the version.
-- Weights change in one piece, with the bucket that carries a version. What no version announced is dropped at `end`: a
-  sender that died between two buckets leaves nothing behind. A failed reception changes nothing and costs the group.
-- `checksums` are worked out when they are asked for, from the weights that run, brought back to the dtype they were
-  sent in: they show what was spoiled on the way here as well as what was loaded to the wrong place.
+- `begin` lets running requests finish, unless a pause holds them, and no request is admitted before `end`.
+- A bucket is checked against the model's shapes before it is received, and received in a separate thread: the torch
+  thread and the event loop are not blocked.
+- The reply to a bucket means that it was received. It is loaded while the next one is received; an error of loading is
+  reported with the next reply, at the latest with that of the bucket that carries the version.
+- The weights change at once, with the bucket that carries a version. Buckets without a following version are dropped at
+  `end`, so a sender that died between two buckets has no effect. A failed reception changes nothing, but the group is
+  lost.
+- `checksums` are computed on request from the live weights, converted back to the dtype in which they were sent: they
+  show errors of the transfer as well as tensors loaded to the wrong place.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ NOT_FLUSHED = (
 
 
 def start_thread(function: Callable[[], T]) -> Future[T]:
-    """Run in a daemon thread: unlike an executor's it never keeps a process from ending while a transfer hangs."""
+    """Run a function in a daemon thread. Unlike an executor's, it does not block the process's exit when it hangs."""
     future: Future[T] = Future()
 
     def work() -> None:
         try:
             result = function()
-        except BaseException as error:  # noqa: BLE001 - handed to the awaiting coroutine
+        except BaseException as error:  # noqa: BLE001 - raised in the awaiting coroutine
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -77,8 +78,8 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """A bucket on its way from its buffer to the spare set; both are its own until it is done. Other parts of the set
-    may be received meanwhile."""
+    """Bucket that is being loaded from its buffer into the spare set, and owns both until it is done. Other parts of
+    the set may be received meanwhile."""
 
     future: Future[None]
     spare: Qwen3Weights
@@ -86,7 +87,7 @@ class Loading:
 
 
 class WeightUpdater:
-    """One engine's update state. Methods raise RequestInvalid or GroupFailed with the text of the 400."""
+    """Update state of one engine. Methods raise RequestInvalid or GroupFailed with the message of the 400 reply."""
 
     def __init__(self, engine: EngineThread, *, group_timeout_s: float) -> None:
         self._engine = engine
@@ -102,7 +103,7 @@ class WeightUpdater:
         self._loading: Loading | None = None
 
     async def begin(self) -> None:
-        """Open the session; returns when nothing runs."""
+        """Open the session. Returns when nothing runs."""
         if self._open:
             raise RequestInvalid("A weight update session is already open; call /end_weight_update first.")
         self._open, self._session = True, object()
@@ -114,7 +115,7 @@ class WeightUpdater:
             raise
 
     async def end(self) -> None:
-        """Drop what no version announced, close the session, let requests in."""
+        """Drop buckets without a version, close the session, and admit requests."""
         self._in_session()
         try:
             async with self._receiving:
@@ -125,15 +126,15 @@ class WeightUpdater:
         await asyncio.wrap_future(released)
 
     def _close(self) -> Future[None]:
-        """A bucket that is still on its way finds its session gone."""
+        # A bucket that is still being received is refused later, because its session has ended.
         self._open, self._session = False, None
         return self._engine.release()
 
     async def init_group(self, body: InitGroup) -> None:
-        """Join a group; blocks until rank 0 is there, at most `group_timeout_s`. What is formed after that, or after
-        the caller gave up, is left again."""
+        """Join a group. Waits for rank 0, at most `group_timeout_s`. A group that is formed after that, or after the
+        caller was cancelled, is left again."""
         if body.backend != "gloo":
-            raise RequestInvalid(f"backend {body.backend} is not there on a CPU engine; use gloo")
+            raise RequestInvalid(f"a CPU engine does not support backend {body.backend}; use gloo")
         if body.rank_offset >= body.world_size:
             raise RequestInvalid("rank_offset must be below world_size")
         if body.group_name in self._groups or body.group_name in self._forming:
@@ -153,7 +154,7 @@ class WeightUpdater:
         self._forming.add(body.group_name)
         joining = start_thread(join)
         try:
-            # The store and the group each take that long at most.
+            # `join` alone may take twice as long: once for the store, once for the group.
             async with asyncio.timeout(self._group_timeout_s):
                 self._groups[body.group_name] = await asyncio.wrap_future(joining)
         except TimeoutError as error:
@@ -173,10 +174,27 @@ class WeightUpdater:
         await in_thread(lambda: destroy_group(group))
 
     async def update(self, body: UpdateWeights) -> None:
-        """Receive one bucket; swap when it carries a version."""
+        """Receive one bucket, and swap the weights if it carries a version."""
         session = self._in_session()
         self._group(body.group_name)
-        bucket = self._checked(body)
+        if not len(body.names) == len(body.dtypes) == len(body.shapes):
+            raise RequestInvalid("names, dtypes and shapes must have the same length")
+        if len(set(body.names)) != len(body.names):
+            raise RequestInvalid("names holds a parameter twice")
+        if body.load_format not in (None, "flattened_bucket"):
+            raise RequestInvalid(f"load_format {body.load_format} is not supported; use flattened_bucket or null")
+        dtypes = tuple(dtype.removeprefix("torch.") for dtype in body.dtypes)
+        for name, dtype, shape in zip(body.names, dtypes, body.shapes, strict=True):
+            mine = self._shapes.get(name)
+            if mine is None:
+                raise RequestInvalid(f"parameter {name}: the snapshot has it, this engine's model does not")
+            if mine != shape:
+                raise RequestInvalid(f"parameter {name}: the snapshot has shape {shape}, this engine {mine}")
+            if dtype not in DTYPES:
+                raise RequestInvalid(
+                    f"parameter {name}: the snapshot has dtype {dtype}, this engine takes {sorted(DTYPES)}"
+                )
+        bucket = Bucket(names=body.names, dtypes=dtypes, shapes=body.shapes)
         if body.abort_all_requests:
             await asyncio.wrap_future(self._engine.abort(None))
         async with self._receiving:
@@ -189,8 +207,8 @@ class WeightUpdater:
         await self._flushed(body.flush_cache)
 
     async def update_from_disk(self, body: UpdateFromDisk) -> int:
-        """Load a directory and swap; returns how many requests a pause held meanwhile. As with `begin`, what runs
-        finishes first unless a pause keeps it from running."""
+        """Load a directory, swap the weights, and return the number of paused requests. As with `begin`, running
+        requests finish first unless a pause holds them."""
         if self._open:
             raise RequestInvalid("A weight update session is open; call /end_weight_update first.")
         if body.abort_all_requests:
@@ -212,13 +230,13 @@ class WeightUpdater:
         return held
 
     async def relabel(self, body: UpdateVersion) -> None:
-        """Another version for the same weights, from the next token on."""
+        """Change the version label of the present weights, from the next token on."""
         if body.abort_all_requests:
             await asyncio.wrap_future(self._engine.abort(None))
         await asyncio.wrap_future(self._engine.submit(lambda: self._engine.runner.relabel(body.new_version)))
 
     async def checksums(self) -> dict[str, str]:
-        # Not while a bucket is received: after the swap that follows, the weights that run now are written to.
+        # Not while a bucket is received: after the swap that follows, the weights that are live now are overwritten.
         async with self._receiving:
             live = self._engine.runner.model.weights
             return await in_thread(
@@ -226,7 +244,7 @@ class WeightUpdater:
             )
 
     def _in_session(self, begun: object | None = None) -> object:
-        """The session that is open; it must be the one that was `begun`, if any was."""
+        """Return the open session. Raises RequestInvalid if there is none, or if it is not the session `begun`."""
         if self._session is None or begun not in (None, self._session):
             raise RequestInvalid("No weight update session is open; call /begin_weight_update first.")
         return self._session
@@ -237,7 +255,7 @@ class WeightUpdater:
         return self._groups[name]
 
     async def _receive(self, bucket: Bucket, body: UpdateWeights) -> None:
-        """One bucket from the wire, and on its way to the spare set."""
+        """Receive one bucket and start to load it into the spare set."""
         group = self._group(body.group_name)
         try:
             spare = self._staging.take_spare() if self._loading is None else self._loading.spare
@@ -249,7 +267,7 @@ class WeightUpdater:
             pieces = [flat] if body.load_format == "flattened_bucket" else split(flat, bucket)
             await in_thread(lambda: receive(group, pieces))
         except BaseException:
-            # A collective cannot be cancelled: its thread may still be in there. Group and memory are left to it.
+            # A collective cannot be cancelled. Its thread may still use the group and the memory: both are abandoned.
             self._groups.pop(body.group_name, None)
             self._loading = None
             self._staging.tear()
@@ -261,7 +279,7 @@ class WeightUpdater:
         self._loading = Loading(future=future, spare=spare, buffer=buffer)
 
     async def _loaded(self) -> None:
-        """Wait for the bucket that came last."""
+        """Wait until the last bucket is loaded."""
         loading, self._loading = self._loading, None
         if loading is not None:
             async with self._writing(loading.spare):
@@ -271,69 +289,48 @@ class WeightUpdater:
 
     @asynccontextmanager
     async def _writing(self, spare: Qwen3Weights) -> AsyncIterator[Qwen3Weights]:
-        """Put the spare set back when it is written; after a cancellation its writer may go on, and it is left to
-        him."""
+        """Return the spare set to staging when it was written. After a cancellation it is abandoned, because its writer
+        thread may still run."""
         try:
             yield spare
         except ModelInvalid as error:
             self._staging.put_spare(spare)
             self._staging.tear()
-            raise RequestInvalid(f"the weights were refused and the old ones kept: {error}") from error
+            raise RequestInvalid(f"the weights were refused and the old ones are still in use: {error}") from error
         except BaseException:
             self._staging.tear()
             raise
         self._staging.put_spare(spare)
 
     async def _apply(self, version: str | None) -> None:
-        """Exchange the spare set and the live one between two steps."""
+        """Swap the spare set and the live one between two steps."""
         runner = self._engine.runner
         async with self._writing(self._staging.take_spare()) as spare:
             await in_thread(lambda: self._staging.complete(spare, runner.model.weights))
         spare = self._staging.take_spare()
 
         def exchange() -> None:
-            # In the torch thread from beginning to end: a caller who gave up cannot leave the live set in staging.
+            # Both in the torch thread, so that a cancelled caller cannot leave the live set in staging.
             self._staging.recycle(runner.swap(spare, version))
 
         await asyncio.wrap_future(self._engine.submit(exchange))
 
     async def _flushed(self, wanted: bool) -> None:
-        """SGLang flushes with every update, and says so when running requests keep it from that."""
+        """Raise RequestInvalid, as SGLang does, if running requests prevent a flush that was requested."""
         scheduler = self._engine.scheduler
         if wanted and await asyncio.wrap_future(self._engine.submit(lambda: bool(scheduler.running))):
             raise RequestInvalid(NOT_FLUSHED)
 
-    def _checked(self, body: UpdateWeights) -> Bucket:
-        if not len(body.names) == len(body.dtypes) == len(body.shapes):
-            raise RequestInvalid("names, dtypes and shapes must have the same length")
-        if len(set(body.names)) != len(body.names):
-            raise RequestInvalid("names holds a parameter twice")
-        if body.load_format not in (None, "flattened_bucket"):
-            raise RequestInvalid(f"load_format {body.load_format} is not supported; use flattened_bucket or null")
-        dtypes = tuple(dtype.removeprefix("torch.") for dtype in body.dtypes)
-        for name, dtype, shape in zip(body.names, dtypes, body.shapes, strict=True):
-            if name not in self._shapes:
-                raise RequestInvalid(f"parameter {name}: the snapshot has it, this engine's model does not")
-            if self._shapes[name] != shape:
-                raise RequestInvalid(
-                    f"parameter {name}: the snapshot has shape {shape}, this engine {self._shapes[name]}"
-                )
-            if dtype not in DTYPES:
-                raise RequestInvalid(
-                    f"parameter {name}: the snapshot has dtype {dtype}, this engine takes {sorted(DTYPES)}"
-                )
-        return Bucket(names=body.names, dtypes=dtypes, shapes=body.shapes)
-
 
 def leave_late(joining: Future[WeightGroup]) -> None:
-    """Called in the thread that formed the group, after whoever wanted it gave up."""
+    """Leave a group that was formed after its caller had stopped waiting. Runs in the thread that formed it."""
     if joining.exception() is None:
         with suppress(GroupFailed):
             destroy_group(joining.result())
 
 
 def receive(group: WeightGroup, pieces: list[Tensor]) -> None:
-    """Block until all pieces are here. Raises GroupFailed; the group is gone then, with its threads and sockets."""
+    """Receive all pieces, blocking. Raises GroupFailed; the group is destroyed then, with its threads and sockets."""
     try:
         for piece in pieces:
             finish_broadcast(group, start_broadcast(group, piece))

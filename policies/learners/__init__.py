@@ -1,1 +1,1 @@
-"""Learners: objectives, the Megatron learner, the simulated one, checkpoints."""
+"""Learners (Megatron and simulated), objectives and checkpoints."""

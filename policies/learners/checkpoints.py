@@ -1,14 +1,14 @@
-"""Checkpoint directories: what is complete, what is in it, which to keep. No torch.
+"""Reads, writes, checks and removes checkpoint directories. Needs no torch.
 
 Invariants:
 - `<root>/<epoch>.<step>/` exists only complete: it is written under a `tmp-` name, every file and directory is
-  fsynced, then renamed.
-- `headrace.json` holds the batches since the previous checkpoint in the order they were stepped, skipped ones too,
-  and the hash chain over all batches of the run's line up to here: folding the batches over `previous_chain` gives
+  fsynced, and then it is renamed.
+- `headrace.json` contains the batches since the previous checkpoint in the order of their steps, including skipped
+  ones, and the hash chain over all batches of the run up to here: folding the batches over `previous_chain` gives
   `chain`.
-- Versions order checkpoints: an epoch opened later is later.
-- `headrace.json` is written last and lists every other file with its size and CRC-32: what is missing, cut off or
-  altered is found before anything is loaded. A damaged directory is renamed to `aside-<name>`, never removed.
+- Checkpoints are ordered by version; a later epoch is later.
+- `headrace.json` is written last and lists every other file with its size and CRC-32, so that missing, truncated or
+  altered files are found before anything is loaded. A damaged directory is renamed to `aside-<name>`, never removed.
 
 Layout: `headrace.json`, `megatron/` (model, optimizer and random state), and beside them a Hugging Face model
 directory.
@@ -37,7 +37,7 @@ FORMAT = 1
 MANIFEST = "headrace.json"
 MEGATRON_STATE = "megatron"
 ASIDE = "aside-"
-"""Prefix of checkpoints that are kept for inspection only."""
+"""Prefix of damaged checkpoints, which are kept for inspection only."""
 _UNFINISHED = "tmp-"
 _READ_BYTES = 1 << 20
 _COMPLETE = re.compile(r"\d+\.\d+")
@@ -45,8 +45,8 @@ _COMPLETE = re.compile(r"\d+\.\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteppedBatch:
-    """A batch the learner consumed, with its ordered (rollout, attempt) members. `skipped`: its gradient was not
-    finite."""
+    """Batch that the learner consumed, with its ordered (rollout, attempt) members. `skipped` is True if its gradient
+    was not finite."""
 
     batch_id: BatchId
     members: tuple[tuple[RolloutId, int], ...]
@@ -55,7 +55,7 @@ class SteppedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The contents of `headrace.json`."""
+    """Content of `headrace.json`."""
 
     version: PolicyVersion
     previous_chain: str
@@ -65,7 +65,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAside:
-    """A checkpoint that cannot be used, and where it is kept."""
+    """Damaged checkpoint, and the path to which it was renamed."""
 
     name: str
     reason: str
@@ -74,20 +74,20 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usable:
-    """The newest checkpoint that is whole (None: there is none), and newer ones that are not."""
+    """Newest undamaged checkpoint (None if there is none), and newer damaged ones."""
 
     checkpoint: CheckpointRef | None
     set_aside: tuple[SetAside, ...]
 
 
 def fold_chain(chain: str, batches: Iterable[SteppedBatch]) -> str:
-    """The hash chain after `batches` (see `headrace.buffer.types.extend_chain`)."""
+    """Return the hash chain after `batches` (see `headrace.buffer.types.extend_chain`)."""
     digests = (batch_digest(batch.batch_id, batch.members) for batch in batches)
     return reduce(extend_chain, digests, chain)
 
 
 def read_checkpoint(path: Path) -> CheckpointRef:
-    """The reference to a complete checkpoint; only its manifest is read. Raises CheckpointUnreadable."""
+    """Return the reference to a checkpoint, from its manifest only. Raises CheckpointUnreadable."""
     manifest = read_manifest(path)
     return CheckpointRef(
         path=str(path.absolute()),
@@ -98,25 +98,38 @@ def read_checkpoint(path: Path) -> CheckpointRef:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Batches and members of one checkpoint. Raises CheckpointDamaged when it is torn or inconsistent, and
-    CheckpointUnreadable when it is of another format."""
+    """Read the manifest of one checkpoint. Raises CheckpointDamaged when it is truncated or inconsistent,
+    CheckpointUnreadable when it has another format."""
     document = _read_document(path)
     try:
-        manifest = _manifest(document)
+        batches = tuple(
+            SteppedBatch(
+                batch_id=BatchId(batch["batch_id"]),
+                members=tuple((RolloutId(rollout), int(attempt)) for rollout, attempt in batch["members"]),
+                skipped=bool(batch["skipped"]),
+            )
+            for batch in document["batches"]
+        )
+        manifest = Manifest(
+            version=PolicyVersion.parse(document["version"]),
+            previous_chain=document["previous_chain"],
+            chain=document["chain"],
+            batches=batches,
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{path / MANIFEST} lacks or misspells a field: {error!r}") from error
+        raise CheckpointDamaged(f"{path / MANIFEST} lacks a field or has an invalid one: {error!r}") from error
     if fold_chain(manifest.previous_chain, manifest.batches) != manifest.chain:
         raise CheckpointDamaged(
-            f"{path / MANIFEST}: its batches do not give its hash chain; take an earlier checkpoint"
+            f"{path / MANIFEST}: its hash chain does not match its batches; use an earlier checkpoint"
         )
     return manifest
 
 
 def check_checkpoint(path: Path) -> CheckpointRef:
-    """`read_checkpoint` after all its files were read and compared. Raises as `read_manifest` does."""
+    """Check all files of a checkpoint, and return its reference. Raises as `read_manifest` does."""
     checkpoint = read_checkpoint(path)
     if str(checkpoint.version) != path.name:
-        raise CheckpointDamaged(f"{path} holds version {checkpoint.version}: the directory was renamed")
+        raise CheckpointDamaged(f"{path} contains version {checkpoint.version}: the directory was renamed")
     # Checkpoints of older versions list no files.
     for name, (size, checksum) in _read_document(path).get("files", {}).items():
         file = path / name
@@ -130,7 +143,7 @@ def check_checkpoint(path: Path) -> CheckpointRef:
 
 
 def usable_checkpoint(root: Path) -> Usable:
-    """The newest checkpoint that is whole; damaged ones above it are renamed, and kept. Reads all of its files. Raises
+    """Return the newest undamaged checkpoint, after reading all of its files. Newer damaged ones are renamed. Raises
     CheckpointUnreadable for one of a newer headrace."""
     aside: list[SetAside] = []
     for path in reversed(list_checkpoints(root)):
@@ -142,7 +155,7 @@ def usable_checkpoint(root: Path) -> Usable:
 
 
 def set_aside(path: Path, reason: str) -> SetAside:
-    """Rename a checkpoint so that nobody resumes from it."""
+    """Rename a checkpoint so that no run resumes from it."""
     names = (f"{ASIDE}{path.name}", *(f"{ASIDE}{path.name}-{number}" for number in range(2, 1000)))
     kept_as = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(kept_as)
@@ -150,7 +163,7 @@ def set_aside(path: Path, reason: str) -> SetAside:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write `headrace.json` into the directory `path`, which holds all other files."""
+    """Write `headrace.json` into the directory `path`, which contains all other files."""
     batches = [
         {"batch_id": batch.batch_id, "skipped": batch.skipped, "members": [list(member) for member in batch.members]}
         for batch in manifest.batches
@@ -171,7 +184,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoint directories under `root`, oldest version first; empty when `root` does not exist."""
+    """Return the complete checkpoint directories under `root`, oldest first; none if `root` does not exist."""
     if not root.is_dir():
         return []
     complete = (path for path in root.iterdir() if _COMPLETE.fullmatch(path.name))
@@ -179,9 +192,9 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def stage(root: Path, version: PolicyVersion) -> Path:
-    """An empty directory to write the checkpoint of `version` into. Removes what interrupted saves left: `root` has
-    one learner."""
+    """Return a new, empty directory for the checkpoint of `version`, and remove those of interrupted saves."""
     root.mkdir(parents=True, exist_ok=True)
+    # No other save can be running, because `root` has one learner.
     for leftover in root.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover)
     staged = root / f"{_UNFINISHED}{version}"
@@ -190,15 +203,16 @@ def stage(root: Path, version: PolicyVersion) -> Path:
 
 
 def publish(staged: Path, version: PolicyVersion) -> Path:
-    """Make a staged checkpoint durable, then visible under its final name, which is returned."""
+    """Make a staged checkpoint durable, rename it, and return its final path."""
     final = staged.with_name(str(version))
     publish_folder(staged, final)
     return final
 
 
 def keep_newest(root: Path, count: int) -> None:
-    """Remove all but the `count` newest complete checkpoints; a half-removed one is never visible as complete."""
+    """Remove all but the `count` newest complete checkpoints."""
     for path in list_checkpoints(root)[:-count]:
+        # Renamed first, so that a partly removed directory never looks complete.
         shutil.rmtree(path.rename(path.with_name(f"{_UNFINISHED}removed-{path.name}")))
 
 
@@ -206,9 +220,9 @@ def _read_document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointDamaged(f"{path} is no complete checkpoint: {error}") from error
+        raise CheckpointDamaged(f"{path} is not a complete checkpoint: {error}") from error
     if not isinstance(document, dict) or "format" not in document:
-        raise CheckpointDamaged(f"{path / MANIFEST} is not a checkpoint's: it names no format")
+        raise CheckpointDamaged(f"{path / MANIFEST} is not a checkpoint manifest: it has no format")
     if document["format"] != FORMAT:
         raise CheckpointUnreadable(
             f"{path / MANIFEST} has format {document['format']}, this headrace reads {FORMAT}: upgrade headrace"
@@ -222,20 +236,3 @@ def _crc32(path: Path) -> int:
         while data := file.read(_READ_BYTES):
             checksum = zlib.crc32(data, checksum)
     return checksum
-
-
-def _manifest(document: dict[str, Any]) -> Manifest:
-    batches = tuple(
-        SteppedBatch(
-            batch_id=BatchId(batch["batch_id"]),
-            members=tuple((RolloutId(rollout), int(attempt)) for rollout, attempt in batch["members"]),
-            skipped=bool(batch["skipped"]),
-        )
-        for batch in document["batches"]
-    )
-    return Manifest(
-        version=PolicyVersion.parse(document["version"]),
-        previous_chain=document["previous_chain"],
-        chain=document["chain"],
-        batches=batches,
-    )

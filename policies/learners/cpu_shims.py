@@ -1,9 +1,9 @@
-"""What megatron-core 0.16 needs to run on a machine without CUDA.
+"""Shim that megatron-core 0.16 needs on a machine without CUDA.
 
 Invariants:
-- Nothing is touched where CUDA is available.
-- This is the only module that replaces a function of torch, and it replaces one. (Megatron's own checkpoint writer
-  would also need `torch.cuda.synchronize`, its optimizer two more; neither is used, see `megatron_checkpoint`.)
+- Nothing is changed where CUDA is available.
+- This is the only module that replaces a function of torch, and it replaces only one. (Megatron's checkpoint writer
+  would also need `torch.cuda.synchronize`, and its optimizer two more; neither is used, see `megatron_checkpoint`.)
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 
 def install() -> bool:
-    """Make `torch.cuda.current_device` answer the CPU device: Megatron passes its answer on as `device=` for gradient
-    buffers and RoPE frequencies. True when the shim is in place, False where CUDA is available."""
+    """Make `torch.cuda.current_device` return the CPU device, because Megatron passes its result as `device=` for
+    gradient buffers and RoPE frequencies. Returns False, without a change, where CUDA is available."""
     if torch.cuda.is_available():
         return False
     torch.cuda.current_device = _cpu_device  # type: ignore[assignment]

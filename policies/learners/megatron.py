@@ -1,11 +1,11 @@
-"""The Megatron learner: megatron-core on a GPU or on the CPU, behind the Learner protocol.
+"""Megatron learner: megatron-core on a GPU or on the CPU, behind the Learner protocol.
 
 Invariants:
-- One open learner per process; a second `open` raises LearnerAlreadyOpen.
-- All torch work, from the import on, runs in one dedicated thread in the order it was asked for; the event loop never
-  waits for it.
-- A cancelled await abandons the answer, not the work: what runs is finished by its thread, what had not begun is
-  dropped. `step` with the same batch again, `snapshot` and `save` return the answer that was abandoned.
+- A process has one open learner; a second `open` raises LearnerAlreadyOpen.
+- All torch work, including the import, runs in one dedicated thread in the order of the calls, and never blocks the
+  event loop.
+- A cancelled call loses its result, but work that has begun is finished by the thread. `step` with the same batch,
+  `snapshot` and `save` then return that result.
 - Importing this module does not import torch.
 """
 
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class MegatronLearner:
-    """See `headrace.policies.learner.Learner` for the contract."""
+    """Implementation of `headrace.policies.learner.Learner`."""
 
     _process_slot: ClassVar[threading.Lock] = threading.Lock()
 
@@ -40,41 +40,42 @@ class MegatronLearner:
         self._trainer: MegatronTrainer | None = None
 
     async def open(self, resume: CheckpointRef | None, *, epoch: int) -> LearnerState:
-        """Raises LearnerAlreadyOpen, ModelInvalid or CheckpointUnreadable; after an error it may be called
-        again."""
-        return await self._in_thread(lambda: self._open(resume, epoch))
+        """See `Learner.open`. Raises LearnerAlreadyOpen, ModelInvalid or CheckpointUnreadable; after an error it may be
+        called again."""
+
+        def work() -> LearnerState:
+            if not self._process_slot.acquire(blocking=False):
+                raise LearnerAlreadyOpen("this process already has an open learner: close it or spawn a second process")
+            try:
+                from headrace.policies.learners.megatron_trainer import open_trainer
+
+                self._trainer = open_trainer(self._config, resume, epoch)
+            except BaseException:
+                self._process_slot.release()
+                raise
+            return self._trainer.state()
+
+        return await self._in_thread(work)
 
     async def step(self, batch: Batch) -> StepReport:
-        """Raises LearnerNotOpen, NonFiniteRun, RowUnusable or RowOverBudget (`headrace.buffer.packing`)."""
+        """See `Learner.step`. Raises LearnerNotOpen, NonFiniteRun, RowUnusable or RowOverBudget."""
         return await self._in_thread(lambda: self._opened().step(batch))
 
     async def snapshot(self) -> WeightsSnapshot:
-        """The current weights in fp32. Raises LearnerNotOpen."""
+        """Return the current weights in fp32. Raises LearnerNotOpen."""
         return await self._in_thread(lambda: self._opened().snapshot())
 
     async def save(self) -> CheckpointRef:
-        """Raises LearnerNotOpen; an OSError when the disk refuses, then no checkpoint exists and the next save tries
+        """See `Learner.save`. Raises LearnerNotOpen, or OSError without leaving a checkpoint; the next save tries
         again."""
         return await self._in_thread(lambda: self._opened().save())
 
     async def close(self) -> None:
-        """Finish what is under way, end the process group and free the process for another learner. Idempotent."""
+        """Finish running work, end the process group, and allow another learner in this process. Idempotent."""
         await self._in_thread(self._close)
 
     async def _in_thread(self, work: Callable[[], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def _open(self, resume: CheckpointRef | None, epoch: int) -> LearnerState:
-        if not self._process_slot.acquire(blocking=False):
-            raise LearnerAlreadyOpen("this process already has an open learner: close it or spawn a second process")
-        try:
-            from headrace.policies.learners.megatron_trainer import open_trainer
-
-            self._trainer = open_trainer(self._config, resume, epoch)
-        except BaseException:
-            self._process_slot.release()
-            raise
-        return self._trainer.state()
 
     def _opened(self) -> MegatronTrainer:
         if self._trainer is None:

@@ -1,10 +1,10 @@
-"""Model and optimizer through megatron-core's distributed checkpointing.
+"""Saves and loads model and optimizer with megatron-core's distributed checkpointing.
 
 Invariants:
-- The format on disk is Megatron's `torch_dist`: `dist_checkpointing.load` reads it, also at another parallel size.
-- Saving stays in this process and thread: Megatron's own writer forks workers and spawns a manager, which a process
-  full of Ray's threads must not do.
-- What is loaded equals what was saved to the bit.
+- The format on disk is Megatron's `torch_dist`: `dist_checkpointing.load` reads it, also with another parallel size.
+- Saving stays in this process and thread: Megatron's writer forks workers and spawns a manager, which is not safe in a
+  process with Ray's threads.
+- Saving and loading are exact to the bit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class InProcessSave(torch_strategies.TorchDistSaveShardedStrategy):  # type: ign
 
 def save_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -> None:
     """Write parameters, AdamW's moments and step count, and all random states into the empty `directory`."""
-    updates = _updates(optimizer)
+    updates = max((int(state["step"]) for state in optimizer.state.values()), default=0)
     state = _sharded(model, optimizer, updates) | {"updates": updates, "random": random_states()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -59,21 +59,21 @@ def save_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -
 
 
 def load_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -> None:
-    """The inverse of `save_state`, into a model of the same shape and a fresh optimizer."""
+    """Load what `save_state` wrote into a model of the same shape and a new optimizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         updates = int(dist_checkpointing.load_common_state_dict(str(directory))["updates"])
         if updates:
-            _start_moments(optimizer, updates)
+            for parameter in model.parameters():
+                moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
+                optimizer.state[parameter] = {"step": torch.tensor(float(updates)), **moments}
         loaded = dist_checkpointing.load(_sharded(model, optimizer, updates), str(directory))
     model.load_state_dict(loaded["model"])
     if updates:
-        _copy_moments(model, optimizer, loaded["moments"])
+        for name, parameter in model.named_parameters():
+            for key in MOMENTS:
+                optimizer.state[parameter][key].copy_(loaded["moments"][key][name])
     restore_random_states(loaded["random"])
-
-
-def _updates(optimizer: torch.optim.AdamW) -> int:
-    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 
 def _sharded(model: GPTModel, optimizer: torch.optim.AdamW, updates: int) -> dict[str, Any]:
@@ -88,16 +88,3 @@ def _sharded(model: GPTModel, optimizer: torch.optim.AdamW, updates: int) -> dic
         for key in MOMENTS
     }
     return {"model": tensors, "moments": moments}
-
-
-def _start_moments(optimizer: torch.optim.AdamW, updates: int) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(updates)), **moments}
-
-
-def _copy_moments(model: GPTModel, optimizer: torch.optim.AdamW, moments: dict[str, dict[str, torch.Tensor]]) -> None:
-    for name, parameter in model.named_parameters():
-        for key in MOMENTS:
-            optimizer.state[parameter][key].copy_(moments[key][name])

@@ -1,10 +1,10 @@
-"""megatron-core's GPTModel from a Hugging Face Qwen3 directory.
+"""Builds megatron-core's GPTModel from a Hugging Face Qwen3 directory.
 
 Invariants:
-- The model is megatron-core's own (local layer spec, no kernels that need a GPU), in fp32; only sizes come from
+- The model is megatron-core's (local layer spec, no kernels that need a GPU), in fp32; its sizes are read from
   config.json.
-- Rows are padded on the right and the mask is causal, so a real position never attends to padding.
-- Importing this module imports torch and megatron: only the learner's thread does.
+- Rows are padded on the right and the mask is causal, so no position attends to padding.
+- Importing this module imports torch and megatron, so only the learner's thread does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.policies.errors import ModelInvalid
 from headrace.policies.models.hf_mapping import Weights, to_hugging_face, to_megatron
 
 with warnings.catch_warnings():
-    # Megatron announces each accelerator library it does not find and each deprecated module it imports from itself.
+    # Megatron warns of each missing accelerator library, and of deprecated modules that it imports itself.
     warnings.simplefilter("ignore")
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def transformer_config(shape: Qwen3Config) -> TransformerConfig:
-    """Megatron's configuration of `shape`, without the fusions that need CUDA."""
+    """Return Megatron's configuration for `shape`, without the fusions that need CUDA."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
@@ -63,7 +63,7 @@ def transformer_config(shape: Qwen3Config) -> TransformerConfig:
 
 
 def build_model(shape: Qwen3Config, config: TransformerConfig) -> GPTModel:
-    """An uninitialised model: load weights next. Needs Megatron's model-parallel groups."""
+    """Return an uninitialised model. Needs Megatron's model-parallel groups."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return GPTModel(
@@ -79,7 +79,7 @@ def build_model(shape: Qwen3Config, config: TransformerConfig) -> GPTModel:
 
 
 def read_weights(model_dir: Path) -> Weights:
-    """`model_dir/model.safetensors` in Hugging Face names, converted to fp32. Raises ModelInvalid."""
+    """Read `model_dir/model.safetensors`, with Hugging Face names, converted to fp32. Raises ModelInvalid."""
     path = model_dir / "model.safetensors"
     try:
         weights = load_file(path)
@@ -89,7 +89,7 @@ def read_weights(model_dir: Path) -> Weights:
 
 
 def load_weights(model: GPTModel, weights: Weights, shape: Qwen3Config) -> None:
-    """Copy weights in Hugging Face names into `model`. Raises ModelInvalid when they do not fit."""
+    """Copy weights with Hugging Face names into `model`. Raises ModelInvalid when they do not fit."""
     mapped = to_megatron(weights, shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -97,16 +97,16 @@ def load_weights(model: GPTModel, weights: Weights, shape: Qwen3Config) -> None:
 
 
 def export_weights(model: GPTModel, shape: Qwen3Config) -> Weights:
-    """A copy of the weights in Hugging Face names, on the CPU."""
+    """Return a copy of the weights with Hugging Face names, on the CPU."""
     named = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return to_hugging_face(named, shape)
 
 
 def forward(model: torch.nn.Module, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Logits of shape (B, T, V). `model` is a GPTModel or Megatron's DDP around one."""
+    """Return the logits, of shape (B, T, V). `model` is a GPTModel or Megatron's DDP around one."""
     length = tokens_BT.shape[1]
     positions_BT = torch.arange(length, device=tokens_BT.device).expand_as(tokens_BT)
-    # True hides: without an explicit mask Megatron builds one on CUDA.
+    # True masks a position. Without an explicit mask, Megatron builds one on CUDA.
     hidden_11TT = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens_BT.device).triu(1)
     logits: torch.Tensor = model(tokens_BT, positions_BT, hidden_11TT)
     return logits

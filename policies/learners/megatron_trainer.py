@@ -1,11 +1,11 @@
-"""The synchronous half of the Megatron learner: everything that touches torch, called from one thread.
+"""Synchronous part of the Megatron learner, which uses torch and is called from one thread.
 
 Invariants:
-- Weights, moments and version change only at the end of a step whose gradient is finite; whatever fails earlier
-  leaves them as they were.
-- A batch is stepped once: handing in the last batch again (its answer was lost to a cancelled await) returns the same
+- Weights, moments and version change only at the end of a step whose gradient is finite; an earlier failure does not
+  change them.
+- A batch is trained once: a step with the last batch again (whose result was lost in a cancelled call) returns the same
   report.
-- Every stepped batch, also a skipped one, enters the hash chain in order and the next checkpoint's manifest.
+- Every batch, including a skipped one, is added in order to the hash chain and to the next checkpoint's manifest.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from headrace.policies.learners.train_rows import WeightedRow
 
 KEPT_SNAPSHOTS = 2
-"""The one being sent and the one just written."""
+"""Number of snapshots to keep: the one being sent and the one just written."""
 MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 class MegatronTrainer:
-    """Model, optimizer, version and hash chain of one learner incarnation. Start one with `open_trainer`."""
+    """Model, optimizer, version and hash chain of one learner incarnation. Create it with `open_trainer`."""
 
     def __init__(self, config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> None:
         self._config = config
@@ -78,19 +78,33 @@ class MegatronTrainer:
         return LearnerState(parent=self._parent, step=self._version.step, chain=self._chain)
 
     def step(self, batch: Batch) -> StepReport:
-        """One update. Raises RowUnusable or RowOverBudget before anything changed, NonFiniteRun after the last skip
-        allowed."""
+        """Perform one update. Raises RowUnusable or RowOverBudget before any change, NonFiniteRun after the last
+        allowed skip."""
         if self._last_report is not None and self._last_report.batch_id == batch.lease.batch_id:
             self._stop_when_diverged()
             return self._last_report
-        started, learning_rate = time.perf_counter(), self._learning_rate()
+        started = time.perf_counter()
+        # Constant after a linear warm-up over the first `warmup_steps` updates of the run.
+        warm = (self._version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
+        learning_rate = self._config.learning_rate * min(1.0, warm)
         loss, sums = self._accumulate(weighted_rows(batch, vocabulary=self._shape.vocab_size))
-        grad_norm = self._clipped_grad_norm()
+        for parameter in self._model.parameters():
+            parameter.grad = parameter.main_grad
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_grad_norm))
         skipped = not math.isfinite(grad_norm)
         if not skipped:
-            self._update(learning_rate)
-        self._release_gradients()
-        self._record(batch, skipped=skipped)
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+            self._version = PolicyVersion(self._version.epoch, self._version.step + 1)
+        # Megatron's hooks add a parameter's `grad` to its buffer, so it must be empty before the next backward.
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        members = tuple((item.rollout_id, item.attempt) for item in batch.items)
+        stepped = checkpoints.SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=skipped)
+        self._since_save.append(stepped)
+        self._chain = checkpoints.fold_chain(self._chain, [stepped])
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         metrics = _metrics(batch, sums) | {
             "loss": loss,
             "grad_norm": grad_norm,
@@ -105,7 +119,7 @@ class MegatronTrainer:
         return self._last_report
 
     def snapshot(self) -> WeightsSnapshot:
-        """Write the weights for the sender; the file of the snapshot before the last is removed."""
+        """Write the weights for the sender, and remove the file of the snapshot before the last."""
         if self._last_snapshot is not None and self._last_snapshot.version == self._version:
             return self._last_snapshot
         directory = self._config.snapshot_dir
@@ -114,8 +128,8 @@ class MegatronTrainer:
         staged = final.with_suffix(".tmp")
         self._export(staged)
         staged.rename(final)
-        # By version, not from memory: the sender may still read what an incarnation before this one wrote. Not by time:
-        # after a clock was set back the file just written would be the oldest.
+        # By version: the sender may still read a file of the previous incarnation, and modification times are wrong
+        # after the clock was set back.
         oldest_first = sorted(directory.glob("*.safetensors"), key=lambda path: PolicyVersion.parse(path.stem))
         for path in oldest_first[:-KEPT_SNAPSHOTS]:
             path.unlink()
@@ -123,8 +137,7 @@ class MegatronTrainer:
         return self._last_snapshot
 
     def save(self) -> CheckpointRef:
-        """Write the checkpoint of the current version. When it exists (only skipped steps since), it is returned as
-        it is."""
+        """Write the checkpoint of the current version, unless it exists because only skipped steps followed it."""
         root = self._config.checkpoint_dir
         if (root / str(self._version)).exists():
             return checkpoints.read_checkpoint(root / str(self._version))
@@ -141,7 +154,7 @@ class MegatronTrainer:
         megatron_checkpoint.save_state(staged / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
         checkpoints.write_manifest(staged, manifest)
         final = checkpoints.publish(staged, self._version)
-        # The checkpoint that was resumed from does not stay.
+        # The checkpoint from which the run resumed may be removed.
         self._source = final
         self._saved_chain, self._since_save = self._chain, []
         checkpoints.keep_newest(root, self._config.keep_checkpoints)
@@ -152,51 +165,22 @@ class MegatronTrainer:
         megatron_world.stop()
 
     def _accumulate(self, rows: list[WeightedRow]) -> tuple[float, LossSums]:
-        """Sum the gradient of all rows into Megatron's buffers; the loss and its sums over trained tokens."""
+        """Accumulate the gradient of all rows in Megatron's buffers, and return the loss and its sums over trained
+        tokens."""
         self._ddp.zero_grad_buffer()
         lengths = [len(row.row.tokens_T) for row in rows]
-        brakes = ClipConfig(
+        clip = ClipConfig(
             eps_low=self._config.eps_low, eps_high=self._config.eps_high, weight_cap=self._config.weight_cap
         )
         total, sums = 0.0, LossSums()
         for indices in pack(lengths, token_budget=self._config.token_budget):
             micro = collate([rows[index] for index in indices], self._device)
             logprobs_N, entropies_N = trained_logprobs(megatron_model.forward(self._ddp, micro.tokens_BT), micro)
-            loss, part = policy_loss(logprobs_N, micro, brakes, entropies_N)
+            loss, part = policy_loss(logprobs_N, micro, clip, entropies_N)
             loss.backward()  # type: ignore[no-untyped-call]
             total, sums = total + float(loss.detach()), sums + part
         self._ddp.finish_grad_sync()
         return total, sums
-
-    def _clipped_grad_norm(self) -> float:
-        """Hand each parameter its accumulated gradient, clip in place, and return the norm before clipping."""
-        for parameter in self._model.parameters():
-            parameter.grad = parameter.main_grad
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_grad_norm)
-        return float(norm)
-
-    def _update(self, learning_rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._version = PolicyVersion(self._version.epoch, self._version.step + 1)
-
-    def _release_gradients(self) -> None:
-        # Megatron's hooks add a parameter's `grad` to its buffer, so it must be empty before the next backward.
-        for parameter in self._model.parameters():
-            parameter.grad = None
-
-    def _learning_rate(self) -> float:
-        """Constant after a linear warm-up over the first `warmup_steps` updates of the run."""
-        warm = (self._version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
-        return self._config.learning_rate * min(1.0, warm)
-
-    def _record(self, batch: Batch, *, skipped: bool) -> None:
-        members = tuple((item.rollout_id, item.attempt) for item in batch.items)
-        stepped = checkpoints.SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=skipped)
-        self._since_save.append(stepped)
-        self._chain = checkpoints.fold_chain(self._chain, [stepped])
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
 
     def _stop_when_diverged(self) -> None:
         limit = self._config.max_skipped_in_a_row
@@ -211,19 +195,25 @@ class MegatronTrainer:
         save_file(weights, path, metadata={"format": "pt", "version": str(self._version)})
 
     def _copy_model_files(self, target: Path) -> None:
-        """Configuration, tokenizer and template; a run that has a checkpoint takes them from its newest one."""
+        """Copy configuration, tokenizer and template from the start policy or the newest checkpoint."""
         for file in sorted(self._source.iterdir()):
             if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
                 shutil.copyfile(file, target / file.name)
-        # transformers loads in the dtype that config.json names; the export is fp32 whatever the start policy was.
+        # transformers loads in the dtype of config.json, and the exported weights are fp32.
         keys = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"}
         (target / "config.json").write_text(json.dumps(keys, indent=2), encoding="utf-8")
 
 
 def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> MegatronTrainer:
-    """Start the world and load the model or the checkpoint; ends the world again when that fails."""
+    """Start the world and load the model or the checkpoint; if that fails, end the world again."""
     if resume is not None:
-        _check_resume(resume, epoch)
+        found = checkpoints.read_checkpoint(Path(resume.path))
+        if (found.version, found.chain) != (resume.version, resume.chain):
+            raise CheckpointUnreadable(
+                f"{resume.path} contains version {found.version}, but {resume.version} was requested"
+            )
+        if epoch <= resume.version.epoch:
+            raise CheckpointUnreadable(f"{resume.path} has epoch {resume.version.epoch}: resume it in a later epoch")
     try:
         return MegatronTrainer(config, resume, epoch)
     except BaseException:
@@ -231,17 +221,9 @@ def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int
         raise
 
 
-def _check_resume(resume: CheckpointRef, epoch: int) -> None:
-    found = checkpoints.read_checkpoint(Path(resume.path))
-    if (found.version, found.chain) != (resume.version, resume.chain):
-        raise CheckpointUnreadable(f"{resume.path} holds version {found.version}, not the {resume.version} asked for")
-    if epoch <= resume.version.epoch:
-        raise CheckpointUnreadable(f"{resume.path} is of epoch {resume.version.epoch}: resume it in a later epoch")
-
-
 def _metrics(batch: Batch, sums: LossSums) -> dict[str, float]:
-    """Means over trained tokens of rows that were computed (none when every advantage is 0); `tokens` counts all
-    trained tokens."""
+    """Return the metrics of a step. Means are over the trained tokens of computed rows (none if every advantage is 0);
+    `tokens` counts all trained tokens."""
     staleness = [item.staleness for item in batch.items]
     metrics = {
         "tokens": float(sum(trained_tokens(item) for item in batch.items)),

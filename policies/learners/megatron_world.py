@@ -1,9 +1,8 @@
-"""The process-wide state Megatron needs: process group, model-parallel groups, random state.
+"""Process-wide state of Megatron: process group, model-parallel groups and random state.
 
 Invariants:
-- One world per process, with a rendezvous of its own on a free port of 127.0.0.1: no fixed port. Nothing of it
-  listens on another address.
-- What `start` began, `stop` ends, also after a `start` that failed half-way.
+- A process has one world, whose rendezvous listens on a free port of 127.0.0.1 only.
+- `stop` ends everything that `start` began, even if it failed.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 
 
 def start(seed: int) -> torch.device:
-    """Start a world of one rank over nccl on a GPU, over gloo without one, and return the device to train on."""
+    """Start a world of one rank, with nccl on a GPU or gloo without one, and return the device to train on."""
     cpu_shims.install()
     cuda = torch.cuda.is_available()
-    # One thread: the engines and the rollouts share the cores, and a step becomes reproducible to the bit.
+    # One thread, because engines and rollouts share the cores; it also makes steps reproducible to the bit.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     choose_interface("127.0.0.1")
@@ -37,13 +36,13 @@ def start(seed: int) -> torch.device:
         "nccl" if cuda else "gloo", store=store, rank=0, world_size=1, timeout=GROUP_TIMEOUT
     )
     parallel_state.initialize_model_parallel(1, 1)
-    # Megatron's training tracker of random states reads CUDA's; the inference one does without.
+    # Megatron's tracker of random states for training needs CUDA; the one for inference does not.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not cuda)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def stop() -> None:
-    """End the groups; a process that exits with a live gloo group aborts."""
+    """End the groups; a process that exits with an open gloo group aborts."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():

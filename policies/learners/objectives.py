@@ -1,10 +1,10 @@
-"""The policy loss: GRPO with truncated importance weights and the directional clip, both on current / behaviour.
+"""Policy loss: GRPO with truncated importance weights and a directional clip, both on current / behaviour.
 
 Invariants:
-- The ratio is always against the policy that sampled the token (the behaviour log-probability stored with it). One
-  update per batch makes current / proximal identically 1, so a clip there would brake nothing.
-- A token whose ratio has already passed the clip in the direction of its advantage has exactly zero gradient.
-- Sums, not means: the caller's weights fix the reduction, so splitting a batch changes nothing.
+- The ratio is to the policy that sampled the token (by the behaviour log-probability stored with it). With one update
+  per batch, current / proximal is always 1, so clipping it would have no effect.
+- A token whose ratio has passed the clip in the direction of its advantage has exactly zero gradient.
+- The loss is a sum: the caller's weights define the reduction, so splitting a batch changes nothing.
 
 Shapes: B rows, T padded tokens, V vocabulary, N trained tokens of the micro-batch in row-major order.
 """
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipConfig:
-    """`eps_low`, `eps_high`: the clip lets the ratio be in [1 - eps_low, 1 + eps_high]. `weight_cap`: C, the largest
-    importance weight."""
+    """Clip of the ratio to [1 - eps_low, 1 + eps_high], and the maximum importance weight `weight_cap` (C)."""
 
     eps_low: float
     eps_high: float
@@ -35,8 +34,8 @@ class ClipConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Rows padded on the right to the longest. `trained_BT` marks sampled tokens; the arrays over N follow it in
-    row-major order."""
+    """Rows, padded on the right to the longest. `trained_BT` marks the trained tokens, and the arrays over N follow it
+    in row-major order."""
 
     tokens_BT: torch.Tensor
     trained_BT: torch.Tensor
@@ -48,7 +47,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Sums over trained tokens, detached: add them over micro-batches, divide by `tokens`."""
+    """Detached sums over trained tokens, to be added over micro-batches and divided by `tokens`."""
 
     tokens: int = 0
     entropy: float = 0.0
@@ -67,7 +66,7 @@ class LossSums:
 
 
 def collate(rows: Sequence[WeightedRow], device: torch.device) -> MicroBatch:
-    """Pad `rows` on the right (causal attention never looks there) and flatten what belongs to trained tokens."""
+    """Pad `rows` on the right, where causal attention ignores the padding, and flatten the values of trained tokens."""
     longest = max(len(row.row.tokens_T) for row in rows)
     tokens_BT = np.zeros((len(rows), longest), dtype=np.int64)
     trained_BT = np.zeros((len(rows), longest), dtype=np.bool_)
@@ -93,8 +92,8 @@ def collate(rows: Sequence[WeightedRow], device: torch.device) -> MicroBatch:
 
 
 def trained_logprobs(logits_BTV: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies (nats, detached) of the trained tokens, each of shape N, of softmax(logits /
-    temperature).
+    """Return log-probabilities and entropies (nats, detached) of the trained tokens, each of shape N, for
+    softmax(logits / temperature).
 
     The logits at position t predict the token at t + 1."""
     predicts_BT = micro.trained_BT[:, 1:]
@@ -107,9 +106,9 @@ def trained_logprobs(logits_BTV: torch.Tensor, micro: MicroBatch) -> tuple[torch
 
 
 def policy_loss(
-    logprobs_N: torch.Tensor, micro: MicroBatch, brakes: ClipConfig, entropies_N: torch.Tensor
+    logprobs_N: torch.Tensor, micro: MicroBatch, clip: ClipConfig, entropies_N: torch.Tensor
 ) -> tuple[torch.Tensor, LossSums]:
-    """The weighted sum over trained tokens of
+    """Return the weighted sum over trained tokens of
 
         l = - sg[min(r, C) * active] * A * exp(logp - sg[logp]),    r = exp(logp - logp_behaviour)
         active = not (A > 0 and r > 1 + eps_high  or  A < 0 and r < 1 - eps_low)
@@ -123,10 +122,10 @@ def policy_loss(
     """
     log_ratio_N = logprobs_N.detach() - micro.behaviour_logprobs_N
     ratio_N = log_ratio_N.exp()
-    passed_N = ((micro.advantages_N > 0) & (ratio_N > 1.0 + brakes.eps_high)) | (
-        (micro.advantages_N < 0) & (ratio_N < 1.0 - brakes.eps_low)
+    passed_N = ((micro.advantages_N > 0) & (ratio_N > 1.0 + clip.eps_high)) | (
+        (micro.advantages_N < 0) & (ratio_N < 1.0 - clip.eps_low)
     )
-    scale_N = torch.where(passed_N, 0.0, ratio_N.clamp(max=brakes.weight_cap) * micro.advantages_N * micro.weights_N)
+    scale_N = torch.where(passed_N, 0.0, ratio_N.clamp(max=clip.weight_cap) * micro.advantages_N * micro.weights_N)
     loss = -(scale_N * (logprobs_N - logprobs_N.detach()).exp()).sum()
     sums = LossSums(
         tokens=int(logprobs_N.numel()),

@@ -1,7 +1,7 @@
-"""The states of every random generator of a learner's process: Python's, numpy's, torch's, each GPU's, Megatron's.
+"""States of all random generators of a learner's process: Python's, numpy's, torch's, each GPU's and Megatron's.
 
-Invariant: what is drawn after `restore_random_states(random_states())` is what would have been drawn without it. Values
-are plain data and tensors, which checkpoints load without running code.
+Invariant: `restore_random_states(random_states())` does not change what is drawn next. The values are plain data and
+tensors, which checkpoints load without running code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 
 
 def random_states() -> dict[str, Any]:
-    """All of them, to be kept in a checkpoint."""
+    """Return the states of all generators, for a checkpoint."""
     version, words, gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=False)
     return {
@@ -32,7 +32,8 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any] | torch.Tensor) -> None:
-    """The inverse. An older checkpoint holds torch's state alone; on another number of GPUs theirs stay as seeded."""
+    """Restore the states. Older checkpoints contain torch's state only; with another number of GPUs, their generators
+    keep their seeds."""
     if isinstance(states, torch.Tensor):
         torch.set_rng_state(states)
         return

@@ -1,11 +1,11 @@
-"""Engines and a learner that take time instead of computing: for virtual time, tuning, replays and fault tests.
+"""Simulated engines and learner, which take time instead of computing, for virtual time, tuning, replays and fault
+tests.
 
 Invariants:
-- Time comes from the running event loop alone, and there is no chance here: under a virtual-time loop a history
-  repeats.
-- A token carries the version that was served when its share of the turn's time was over; while engines are paused
-  no time of a turn passes.
-- The learner's checkpoints are those of `checkpoints`, without weights: `ledger verify` takes them as witnesses.
+- Time is read only from the running event loop, and nothing is random: with a virtual-time loop a history repeats.
+- A token carries the version that was served at the end of its share of the turn's time. A turn's time does not pass
+  while engines are paused.
+- The learner's checkpoints are those of `checkpoints`, without weights, so that `ledger verify` can use them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.buffer.types import CheckpointRef, StepReport
+from headrace.buffer.types import CheckpointRef, StepReport, VersionSpan
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, FinishReason, TokenSpan
+from headrace.policies.engine import Completion, FinishReason
 from headrace.policies.errors import EngineDown
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learner_errors import LearnerNotOpen
@@ -32,72 +32,71 @@ if TYPE_CHECKING:
     from headrace.buffer.types import Batch
 
 LOGPROB: Final = -1.0
-"""Of every simulated token."""
+"""Log-probability of every simulated token."""
 VOCABULARY: Final = 50_000
 RESOLUTION_S: Final = 1e-3
-"""A turn that lacks less than this is over. The timers of uvloop, under Ray, count in milliseconds: to wait again and
-again for what their rounding leaves would be a busy loop."""
+"""Remaining time below which a turn is over. Timers of uvloop, which Ray uses, have a resolution of milliseconds:
+waiting for a smaller remainder would be a busy loop."""
 NOWHERE: Final = Path(os.devnull)
 
 
 class PushMode(StrEnum):
-    """What becomes of generation while weights are pushed."""
+    """Treatment of generation during a push."""
 
     OVERLAP = "overlap"
-    """It goes on; what is sampled after the push is the new version's."""
+    """Generation continues; tokens sampled after the push have the new version."""
     PAUSE = "pause"
-    """All turns stop for the time of the push."""
+    """All turns stop during the push."""
     DRAIN = "drain"
     """No rollout begins until those in flight have ended and the push is over."""
 
 
 class SimulatedEnginesConfig(BaseModel):
-    """How weights reach simulated engines."""
+    """Pushes and failures of simulated engines."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     push: PushMode = PushMode.OVERLAP
-    """`overlap`: generation goes on through a push; `pause`: all turns stop meanwhile; `drain`: rollouts in flight end
-    first, and none begins until the push is over."""
+    """Treatment of generation during a push: `overlap` continues it, `pause` stops all turns, and `drain` lets rollouts
+    in flight end first and begins none until the push is over."""
     push_s: float = Field(default=10.0, ge=0)
-    """Time of one push."""
+    """Duration of one push."""
     gate_wait_s: float = Field(default=20.0, gt=0)
-    """How long a turn waits for engines that are down, before it fails."""
+    """Time for which a turn waits for engines that are down, before it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What engines do from a moment on. `number` grows with every change; `version` is None before the first push."""
+    """State of the simulated engines. `number` grows with every change; `version` is None before the first push."""
 
     number: int = 0
     version: PolicyVersion | None = None
     generating: bool = True
-    """Whether turns go on."""
+    """True if turns continue."""
     admitting: bool = True
-    """Whether rollouts may begin."""
+    """True if rollouts may begin."""
     reachable: bool = True
-    """Whether turns may begin; those under way go on."""
+    """True if turns may begin; running turns continue."""
     gate_wait_s: float = 20.0
-    """How long a turn waits for that."""
+    """Time for which a turn waits until it may begin."""
 
 
 class SimulatedEngine:
-    """All engines as one process sees them: `tell` it of changes, ask it for turns. Nothing is generated before the
-    first version."""
+    """All simulated engines, as one process sees them. Nothing is generated before the first version."""
 
     def __init__(self) -> None:
         self.served = Served()
         self._changed = asyncio.Event()
         self._history: list[tuple[float, Served]] = []
         self.generating = 0
-        """Turns under way."""
+        """Number of running turns."""
         self.turns = 0
-        """Turns that ended."""
+        """Number of turns that ended."""
         self.generated_s = 0.0
-        """Time of all turns that ended, without their pauses."""
+        """Total time of turns that ended, without their pauses."""
 
-    def tell(self, served: Served) -> None:
-        """This holds from now on."""
+    def set_served(self, served: Served) -> None:
+        """Change the state of the engines, unless a newer one is set."""
         if served.number <= self.served.number:
             return
         self.served = served
@@ -111,12 +110,17 @@ class SimulatedEngine:
             await self._changed.wait()
 
     async def generate(self, tokens: int, seconds: float, *, first_id: int = 0) -> Completion:
-        """One turn: `tokens` tokens in `seconds` of generation, counting up from `first_id`. Raises EngineDown."""
+        """Generate `tokens` tokens, with ids from `first_id`, in `seconds` of generation. Raises EngineDown."""
         while self.served.version is None:
             await self._changed.wait()
         if not self.served.reachable:
-            await self._reached()
-        # What held when the turn began, and what came since.
+            try:
+                async with asyncio.timeout(self.served.gate_wait_s):
+                    while not self.served.reachable:
+                        await self._changed.wait()
+            except TimeoutError:
+                raise EngineDown(f"the simulated engines were down for {self.served.gate_wait_s:g} s") from None
+        # `since` is the index of the state in which the turn began.
         began, since = asyncio.get_running_loop().time(), len(self._history) - 1
         self.generating += 1
         left_s = seconds
@@ -126,92 +130,79 @@ class SimulatedEngine:
                     await asyncio.sleep(left_s)
                 else:
                     await self._changed.wait()
-                left_s = seconds - self._worked(began, since)
+                if since == len(self._history) - 1:
+                    worked_s = asyncio.get_running_loop().time() - began if self.served.generating else 0.0
+                else:
+                    periods = self._periods(began, since)
+                    worked_s = sum(end - start for start, end, served in periods if served.generating)
+                left_s = seconds - worked_s
         finally:
             self.generating -= 1
         self.turns += 1
         self.generated_s += seconds
-        return _completion(tokens, self._spans(tokens, seconds, began, since), first_id)
+        return Completion(
+            output_ids=tuple([position % VOCABULARY for position in range(first_id, first_id + tokens)]),
+            logprobs=(LOGPROB,) * tokens,
+            spans=self._spans(tokens, seconds, began, since),
+            finish=FinishReason.STOP,
+            text="",
+            prompt_tokens=0,
+            cached_tokens=0,
+            retractions=0,
+        )
 
-    async def _reached(self) -> None:
-        """Wait for engines that are down, as a gateway does."""
-        try:
-            async with asyncio.timeout(self.served.gate_wait_s):
-                while not self.served.reachable:
-                    await self._changed.wait()
-        except TimeoutError:
-            raise EngineDown(f"the simulated engines were down for {self.served.gate_wait_s:g} s") from None
-
-    def _worked(self, began: float, since: int) -> float:
-        """Seconds that passed while engines generated."""
-        if since == len(self._history) - 1:
-            return asyncio.get_running_loop().time() - began if self.served.generating else 0.0
-        return sum(end - start for start, end, served in self._stretches(began, since) if served.generating)
-
-    def _stretches(self, began: float, since: int) -> list[tuple[float, float, Served]]:
-        """From the beginning of a turn until now: what held from when to when."""
+    def _periods(self, began: float, since: int) -> list[tuple[float, float, Served]]:
+        """Return the states since the beginning of a turn, each with its start and end."""
         changes = self._history[since:]
         starts = [max(began, start) for start, _ in changes]
         ends = [*starts[1:], asyncio.get_running_loop().time()]
         return [(start, end, served) for start, end, (_, served) in zip(starts, ends, changes, strict=True)]
 
-    def _spans(self, tokens: int, seconds: float, began: float, since: int) -> tuple[TokenSpan, ...]:
-        """Tokens in equal shares of the time, each the version's that was served at its end."""
+    def _spans(self, tokens: int, seconds: float, began: float, since: int) -> tuple[VersionSpan, ...]:
+        """Divide a turn's time into equal shares for the tokens; each has the version served at the end of its
+        share."""
         if tokens and since == len(self._history) - 1 and self.served.version is not None:
-            return (TokenSpan(start=0, end=tokens, version=self.served.version),)
-        spans: list[TokenSpan] = []
+            return (VersionSpan(start=0, end=tokens, version=self.served.version),)
+        spans: list[VersionSpan] = []
         worked_s, start = 0.0, 0
-        stretches = self._stretches(began, since)
-        for index, (began_s, ended_s, served) in enumerate(stretches):
+        periods = self._periods(began, since)
+        for index, (began_s, ended_s, served) in enumerate(periods):
             worked_s += (ended_s - began_s) * served.generating
-            last = index == len(stretches) - 1
+            last = index == len(periods) - 1
             end = tokens if last or not seconds else min(tokens, int(tokens * worked_s / seconds))
             if end > start and served.version is not None:
                 if spans and spans[-1].version == served.version:
-                    spans[-1] = TokenSpan(start=spans[-1].start, end=end, version=served.version)
+                    spans[-1] = VersionSpan(start=spans[-1].start, end=end, version=served.version)
                 else:
-                    spans.append(TokenSpan(start=start, end=end, version=served.version))
+                    spans.append(VersionSpan(start=start, end=end, version=served.version))
                 start = end
         return tuple(spans)
 
 
-def _completion(tokens: int, spans: tuple[TokenSpan, ...], first_id: int) -> Completion:
-    return Completion(
-        output_ids=tuple([position % VOCABULARY for position in range(first_id, first_id + tokens)]),
-        logprobs=(LOGPROB,) * tokens,
-        spans=spans,
-        finish=FinishReason.STOP,
-        text="",
-        prompt_tokens=0,
-        cached_tokens=0,
-        retractions=0,
-    )
-
-
 class SimulatedLearnerConfig(BaseModel):
-    """How long a simulated learner takes."""
+    """Durations and failures of a simulated learner."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step_s: float = Field(default=240.0, ge=0)
-    """Time of one step."""
+    """Duration of one step."""
     save_s: float = Field(default=0.0, ge=0)
-    """Time of one checkpoint."""
+    """Duration of one checkpoint."""
     seed: int = 0
-    """Set by the run; a simulated step has no chance in it."""
+    """Set by the run; unused, because simulated steps are not random."""
     hang_at_step: int | None = Field(default=None, ge=1)
-    """The step with this number never ends, once in a run directory: for trying the watchdog."""
+    """Number of a step that hangs, once in a run directory, to test the watchdog."""
     hangs_again: bool = False
-    """It never ends, however often a new learner tries it."""
+    """Let that step hang for every new learner."""
     weights: Path | None = None
-    """Weights (safetensors) that real engines are pushed under every version; set by the run. None: the engines are
+    """Weights (safetensors) that are pushed to real engines as every version; set by the run. None if the engines are
     simulated too."""
     checkpoint_dir: Path | None = None
-    """Where checkpoints (without weights) are written; set by the run. None keeps them in memory."""
+    """Directory for checkpoints (without weights); set by the run. None keeps them in memory."""
 
 
 class SimulatedLearner:
-    """Satisfies `learner.Learner`."""
+    """Simulated implementation of `learner.Learner`."""
 
     def __init__(self, config: SimulatedLearnerConfig) -> None:
         self._config = config
@@ -229,7 +220,7 @@ class SimulatedLearner:
         return LearnerState(parent=parent, step=step, chain=self._previous_chain)
 
     async def step(self, batch: Batch) -> StepReport:
-        """Takes `step_s`. Raises LearnerNotOpen."""
+        """See `Learner.step`. Takes `step_s`. Raises LearnerNotOpen."""
         version = self._opened()
         began_s = asyncio.get_running_loop().time()
         if version.step + 1 == self._config.hang_at_step and self._hangs():
@@ -247,7 +238,7 @@ class SimulatedLearner:
         return StepReport(batch_id=batch.lease.batch_id, version=self._version, skipped=False, metrics=metrics)
 
     async def snapshot(self) -> WeightsSnapshot:
-        """The same weights under every version, or none but their name. Raises LearnerNotOpen."""
+        """Return the same weights for every version, or, without real engines, only a name. Raises LearnerNotOpen."""
         version = self._opened()
         if self._config.weights is not None:
             return WeightsSnapshot(version=version, shards=(WeightsShard.of(self._config.weights),))
@@ -255,7 +246,7 @@ class SimulatedLearner:
         return WeightsSnapshot(version=version, shards=(WeightsShard(path=NOWHERE, sha256=digest),))
 
     async def save(self) -> CheckpointRef:
-        """Takes `save_s`. Raises LearnerNotOpen."""
+        """See `Learner.save`. Takes `save_s`. Raises LearnerNotOpen."""
         version = self._opened()
         await asyncio.sleep(self._config.save_s)
         manifest = Manifest(
@@ -264,17 +255,22 @@ class SimulatedLearner:
             chain=fold_chain(self._previous_chain, self._stepped),
             batches=tuple(self._stepped),
         )
-        path = self._write(manifest)
+        path, root = f"memory/{version}", self._config.checkpoint_dir
+        if root is not None:
+            staged = stage(root, version)
+            write_manifest(staged, manifest)
+            path = str(publish(staged, version).absolute())
         self._previous_chain, self._stepped = manifest.chain, []
         batch_ids = tuple(batch.batch_id for batch in manifest.batches)
         return CheckpointRef(path=path, version=version, batch_ids=batch_ids, chain=manifest.chain)
 
     async def close(self) -> None:
-        """Idempotent."""
+        """See `Learner.close`. Idempotent."""
         self._version = None
 
     def _hangs(self) -> bool:
-        """True once in a run directory, unless it hangs again; always where there is none."""
+        """Return True if this attempt at `hang_at_step` hangs: always without a run directory or with `hangs_again`,
+        else the first time only."""
         root = self._config.checkpoint_dir
         if root is None or self._config.hangs_again:
             return True
@@ -284,15 +280,6 @@ class SimulatedLearner:
         hung.parent.mkdir(parents=True, exist_ok=True)
         hung.touch()
         return True
-
-    def _write(self, manifest: Manifest) -> str:
-        """The path of the checkpoint; a name where there is no directory."""
-        root = self._config.checkpoint_dir
-        if root is None:
-            return f"memory/{manifest.version}"
-        staged = stage(root, manifest.version)
-        write_manifest(staged, manifest)
-        return str(publish(staged, manifest.version).absolute())
 
     def _opened(self) -> PolicyVersion:
         if self._version is None:

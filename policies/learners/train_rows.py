@@ -1,10 +1,9 @@
-"""From a batch to weighted rows.
+"""Converts a batch to weighted rows.
 
 Invariants:
-- A trajectory contributes the mean over all its trained tokens in all its rows, a batch the mean over its
-  trajectories: each token of trajectory i weighs 1 / (batch_size * trained tokens of i), whatever row or micro-batch
-  it is in.
-- Trajectories with advantage exactly 0 or without trained tokens yield no rows, but stay in the denominator.
+- A trajectory contributes the mean over its trained tokens in all its rows, and a batch the mean over its trajectories:
+  each token of trajectory i has the weight 1 / (batch_size * trained tokens of i), in any row or micro-batch.
+- Trajectories with advantage exactly 0 or without trained tokens yield no rows, but count in the denominator.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightedRow:
-    """A row with what its tokens share. `weight` multiplies each trained token's loss."""
+    """Row with the values that its tokens share. `weight` multiplies the loss of each trained token."""
 
     row: Row
     advantage: float
@@ -29,12 +28,12 @@ class WeightedRow:
 
 
 def trained_tokens(item: BatchItem) -> int:
-    """Trained tokens of a trajectory over all its rows."""
+    """Return the number of trained tokens in all rows of a trajectory."""
     return sum(int(row.loss_mask_T.sum()) for row in item.trajectory.rows)
 
 
 def weighted_rows(batch: Batch, *, vocabulary: int) -> list[WeightedRow]:
-    """The rows of `batch` that add to the gradient. Raises RowUnusable for a row the model cannot be trained on."""
+    """Return the rows of `batch` that have a gradient. Raises RowUnusable for a row that cannot be trained."""
     rows: list[WeightedRow] = []
     for item in batch.items:
         tokens = trained_tokens(item)
@@ -42,7 +41,17 @@ def weighted_rows(batch: Batch, *, vocabulary: int) -> list[WeightedRow]:
             continue
         weight = 1.0 / (len(batch.items) * tokens)
         for row in item.trajectory.rows:
-            _check(row, item, vocabulary)
+            where, length = f"rollout {item.rollout_id}", len(row.tokens_T)
+            if not length == len(row.loss_mask_T) == len(row.logprobs_T):
+                raise RowUnusable(f"{where}: tokens, mask and log-probabilities differ in length")
+            if length and row.loss_mask_T[0]:
+                raise RowUnusable(f"{where}: the first token of a row has no context and cannot be trained: mask it")
+            if length and not 0 <= int(row.tokens_T.min()) <= int(row.tokens_T.max()) < vocabulary:
+                raise RowUnusable(
+                    f"{where}: a token id is outside the model's vocabulary of {vocabulary}: check the tokenizer"
+                )
+            if not item.trajectory.temperature > 0.0:
+                raise RowUnusable(f"{where}: temperature {item.trajectory.temperature} has no gradient: sample above 0")
             if row.loss_mask_T.any():
                 rows.append(
                     WeightedRow(
@@ -50,15 +59,3 @@ def weighted_rows(batch: Batch, *, vocabulary: int) -> list[WeightedRow]:
                     )
                 )
     return rows
-
-
-def _check(row: Row, item: BatchItem, vocabulary: int) -> None:
-    where = f"rollout {item.rollout_id}"
-    if not len(row.tokens_T) == len(row.loss_mask_T) == len(row.logprobs_T):
-        raise RowUnusable(f"{where}: tokens, mask and log-probabilities differ in length")
-    if len(row.tokens_T) and row.loss_mask_T[0]:
-        raise RowUnusable(f"{where}: the first token of a row has no context and cannot be trained: mask it")
-    if len(row.tokens_T) and not 0 <= int(row.tokens_T.min()) <= int(row.tokens_T.max()) < vocabulary:
-        raise RowUnusable(f"{where}: a token id is outside the model's vocabulary of {vocabulary}: check the tokenizer")
-    if not item.trajectory.temperature > 0.0:
-        raise RowUnusable(f"{where}: temperature {item.trajectory.temperature} has no gradient: sample above 0")

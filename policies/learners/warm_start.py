@@ -1,15 +1,15 @@
-"""Makes the tiny policy's starting point: supervised learning on noisy demonstrations of the training split.
+"""Trains the tiny policy's starting point by supervised learning on noisy demonstrations of the training split.
 
 Invariants:
-- The result is a function of the config alone (seed included) on one machine and torch version; one thread, no clock.
-- It has two parts. Practice shows mostly good demonstrations, until copying what was read works. Then come poor ones on
-  purpose: most look in the wrong place, guess, or show another task's command. To look in the right place first is left
-  to reinforcement learning.
-- Most wrong demonstrations are as long as the right ones. A trajectory's gradient is the mean over its tokens, so short
-  failures beside long successes would push down the tokens that both share, until a kind of task is lost.
+- On one machine and torch version, the result depends only on the config (including the seed): one thread, no clock.
+- There are two phases. The practice uses mostly good demonstrations, until the model can copy what it read. The second
+  phase uses deliberately poor ones: most look in the wrong place, guess, or show another task's command. Looking in the
+  right place first is left to reinforcement learning.
+- Most wrong demonstrations are as long as the right ones. A trajectory's gradient is the mean over its tokens, so that
+  short failures and long successes would together suppress their common tokens, until a kind of task is lost.
 - Held-out combinations are never shown.
 
-A development tool: it needs transformers. The checkpoint it made is kept under scripts/models/tiny.
+This is a development tool, which needs transformers. Its result is stored in scripts/models/tiny.
 """
 
 from __future__ import annotations
@@ -38,44 +38,45 @@ DIGEST_FILE = "DIGEST"
 
 
 class WarmStartConfig(BaseModel):
-    """What decides the starting point."""
+    """Settings of the training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int = 0
-    """Initial weights and demonstrations."""
+    """Random seed for initial weights and demonstrations."""
     practice_steps: int = Field(default=500, ge=0)
-    """Updates on good demonstrations. Copying appears within 300; without it a kind of task can stay at 0 for ever."""
+    """Number of updates on good demonstrations. Copying is learned within 300; without it, the success in a kind of
+    task may stay at 0."""
     noise_steps: int = Field(default=200, ge=1)
-    """Updates on poor demonstrations, after the practice."""
+    """Number of updates on poor demonstrations, after the practice."""
     batch_size: int = Field(default=64, ge=1)
-    """Demonstrations in one update."""
+    """Number of demonstrations in one update."""
     learning_rate: float = Field(default=2e-3, gt=0)
-    """Peak of AdamW's, after `warmup_steps`; held for the first half, then falling in a line to 0."""
+    """Maximum of AdamW's learning rate, from `warmup_steps` to the first half; then it decreases linearly to 0."""
     warmup_steps: int = Field(default=30, ge=1)
-    """Updates up to that peak."""
+    """Number of updates up to that maximum."""
     practice_look_share: float = Field(default=0.9, ge=0, le=1)
-    """Practice demonstrations that look first and act on what they saw; the others guess."""
+    """Share of practice demonstrations that look first and act on the result; the others guess."""
     look_share: float = Field(default=0.28, ge=0, le=1)
-    """Poor demonstrations that look in the right place: about the success of the starting policy."""
+    """Share of poor demonstrations that look in the right place; about the success rate of the starting policy."""
     stray_share: float = Field(default=0.50, ge=0, le=1)
-    """Poor demonstrations that look in the wrong place and act on what they saw there."""
+    """Share of poor demonstrations that look in the wrong place and act on the result."""
     other_share: float = Field(default=0.10, ge=0, le=1)
-    """Poor demonstrations that show another task's command. What the three shares leave guesses at once."""
+    """Share of poor demonstrations that show another task's command. The remaining ones guess at once."""
     wrong_share: float = Field(default=0.04, ge=0, le=1)
-    """Share of those that look in the right place and then act on something else all the same."""
+    """Share, of the demonstrations that look in the right place, that then act on something else."""
     max_observation_bytes: int = Field(default=48, ge=1)
-    """How much of a command's output is shown: as much as ShellAgentConfig says."""
+    """Maximum size of a command's output, as in ShellAgentConfig."""
 
     @property
     def steps(self) -> int:
-        """Updates in all."""
+        """Total number of updates."""
         return self.practice_steps + self.noise_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """One message of a demonstration."""
+class Message:
+    """Message of a demonstration."""
 
     role: str
     content: str
@@ -83,14 +84,14 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """Ids of a whole conversation; `trained[i]` is True where token i is the policy's."""
+    """Ids of a conversation; `trained[i]` is True if token i is the policy's."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
 
 
 class Demonstrator:
-    """Draws noisy demonstrations, the kinds in turn."""
+    """Generator of noisy demonstrations, with the kinds of tasks in turn."""
 
     def __init__(self, config: WarmStartConfig, tokenizer: ChatTokenizer) -> None:
         self._config = config
@@ -125,25 +126,23 @@ class Demonstrator:
     def _guess(self, problem: Problem) -> str:
         return problem.act(self._chance.choice(guesses(problem)))
 
-    def _cut(self, shown: str) -> str:
-        return shown.encode()[: self._config.max_observation_bytes].decode(errors="replace").rstrip("\n")
-
     def spell(self, problem: Problem, *turns: str) -> Demonstration:
-        """The conversation of a command, or of a command, its output and another command."""
-        tokens = list(self._tokenizer.render([Said(role="user", content=problem.instruction)]))
+        """Return the conversation of a command, or of a command, its output and another command."""
+        tokens = list(self._tokenizer.render([Message(role="user", content=problem.instruction)]))
         trained = [False] * len(tokens)
         for position, text in enumerate(turns):
             if position % 2 == 0:
                 added = (*self._tokenizer.encode(text), self._tokenizer.eos_id)
             else:
-                added = self._tokenizer.bridge(self._tokenizer.eos_id, [Said(role="user", content=self._cut(text))])
+                shown = text.encode()[: self._config.max_observation_bytes].decode(errors="replace").rstrip("\n")
+                added = self._tokenizer.bridge(self._tokenizer.eos_id, [Message(role="user", content=shown)])
             tokens.extend(added)
             trained.extend([position % 2 == 0] * len(added))
         return Demonstration(tokens=tuple(tokens), trained=tuple(trained))
 
 
 def train(config: WarmStartConfig, tokenizer: ChatTokenizer) -> Any:
-    """A Qwen3ForCausalLM in float32 after `config.steps` updates. Needs transformers."""
+    """Train and return a Qwen3ForCausalLM in float32. Needs transformers."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -169,14 +168,14 @@ def train(config: WarmStartConfig, tokenizer: ChatTokenizer) -> Any:
 
 
 def learning_rate_at(config: WarmStartConfig, step: int) -> float:
-    """The schedule that `learning_rate` describes."""
+    """Return the learning rate of a step, see `WarmStartConfig.learning_rate`."""
     rise = min(1.0, (step + 1) / config.warmup_steps)
     fall = min(1.0, 2 * (config.steps - step) / config.steps)
     return config.learning_rate * rise * fall
 
 
 def _loss(model: Any, batch: Sequence[Demonstration], pad_id: int) -> Tensor:
-    """Mean cross-entropy over the policy's tokens of the batch."""
+    """Return the mean cross-entropy over the policy's tokens of the batch."""
     import torch
 
     length = max(len(shown.tokens) for shown in batch)
@@ -191,7 +190,7 @@ def _loss(model: Any, batch: Sequence[Demonstration], pad_id: int) -> Tensor:
 
 
 def save(model: Any, folder: Path) -> str:
-    """Write model.safetensors in bfloat16 and the digest file; returns the SHA-256 of the weights, hexadecimal."""
+    """Write model.safetensors in bfloat16 and the digest file, and return the SHA-256 of the weights, hexadecimal."""
     import torch
     from safetensors.torch import save_file
 
@@ -210,15 +209,15 @@ def save(model: Any, folder: Path) -> str:
 
 
 def warm_start(config: WarmStartConfig, folder: Path) -> str:
-    """Write a whole model directory; returns the digest of its weights."""
+    """Write a model directory, and return the digest of its weights."""
     write_description(folder)
     return save(train(config, ChatTokenizer(folder)), folder)
 
 
 def main() -> None:
-    """`scripts/warm_start --seed 0 --out DIR`."""
-    parser = argparse.ArgumentParser(description="Make the tiny policy's starting point (about 90 s of one core).")
-    parser.add_argument("--seed", type=int, default=0)
+    """Run `scripts/warm_start --seed 0 --out DIR`."""
+    parser = argparse.ArgumentParser(description="Train the tiny policy's starting point (about 90 s on one core).")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -1,1 +1,1 @@
-"""The policy network and its files: configuration, weights, the forward pass."""
+"""Policy network and its files: config, weights and forward pass."""

@@ -1,11 +1,11 @@
-"""Names and layouts of a Qwen3 model in Hugging Face and in megatron-core, both ways.
+"""Converts the weights of a Qwen3 model between the names and layouts of Hugging Face and megatron-core.
 
 Invariants:
-- The mapping only renames, reorders and concatenates: a round trip is exact to the bit.
+- The conversion only renames, reorders and concatenates, so a round trip is exact to the bit.
 - It is one to one: a missing name, an unknown one or a wrong shape is refused, never ignored.
 
-Layouts (megatron-core `SelfAttention` and `MLP`): `linear_qkv` holds, group after group, the group's query heads, its
-key head and its value head; `linear_fc1` holds the gate's rows, then the up projection's.
+Layouts (megatron-core `SelfAttention` and `MLP`): `linear_qkv` contains, for each group, its query heads, its key head
+and its value head; `linear_fc1` contains the rows of the gate, then those of the up projection.
 """
 
 from __future__ import annotations
@@ -32,8 +32,15 @@ _LAYER_NAMES = {
 
 
 def to_megatron(weights: Weights, config: Qwen3Config) -> Weights:
-    """Hugging Face names to megatron-core's. Raises ModelInvalid when names or shapes are not those of `config`."""
-    _check_shapes(weights, config)
+    """Convert from Hugging Face to megatron-core. Raises ModelInvalid if names or shapes do not match `config`."""
+    wanted, found = config.shapes(), {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if config.tie_word_embeddings:
+        found.pop("lm_head.weight", None)
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise ModelInvalid(
+                f"model.safetensors: {name} has shape {found.get(name)}, config.json requires {wanted.get(name)}"
+            )
     result = {megatron: weights[name] for megatron, name in _top_names(config).items()}
     for layer in range(config.num_hidden_layers):
         result |= _layer_to_megatron(weights, layer, config)
@@ -41,23 +48,11 @@ def to_megatron(weights: Weights, config: Qwen3Config) -> Weights:
 
 
 def to_hugging_face(weights: Weights, config: Qwen3Config) -> Weights:
-    """megatron-core names to Hugging Face's: the inverse of `to_megatron`, as contiguous copies that share no
-    memory."""
+    """Convert from megatron-core to Hugging Face, the inverse of `to_megatron`, as contiguous copies."""
     result = {name: weights[megatron].clone() for megatron, name in _top_names(config).items()}
     for layer in range(config.num_hidden_layers):
         result |= _layer_to_hugging_face(weights, layer, config)
     return result
-
-
-def _check_shapes(weights: Weights, config: Qwen3Config) -> None:
-    wanted, found = config.shapes(), {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if config.tie_word_embeddings:
-        found.pop("lm_head.weight", None)
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise ModelInvalid(
-                f"model.safetensors: {name} has shape {found.get(name)}, config.json asks for {wanted.get(name)}"
-            )
 
 
 def _top_names(config: Qwen3Config) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Whether a directory holds a model that engine and learner can load, told from its files without torch.
+"""Checks that engine and learner can load a model directory, without torch.
 
-Invariant: of the weights only the header is read; a directory that passes here has every tensor of its config, in the
-shapes the config says.
+Invariant: only the header of the weights is read; a directory that passes has every tensor of its config, in the shape
+that the config defines.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def check_model_files(directory: Path) -> None:
-    """Raises ModelInvalid (TokenizerMismatch when the tokenizer does not fit) with file, reason and fix, on one
-    line."""
+    """Raise ModelInvalid (TokenizerMismatch if the tokenizer does not fit), with file, reason and fix on one line, if
+    the directory cannot be loaded."""
     for name in FILES:
         path = directory / name
         if not path.is_file():
-            raise ModelInvalid(f"model.path: {directory} has no {name}; name a Hugging Face model directory")
+            raise ModelInvalid(f"model.path: {directory} has no {name}; set it to a Hugging Face model directory")
         if not os.access(path, os.R_OK):
             raise ModelInvalid(f"model.path: {path} cannot be read; check its permissions")
     config = Qwen3Config.read(directory / "config.json")
@@ -44,4 +44,4 @@ def check_shapes(path: Path, expected: dict[str, tuple[int, ...]]) -> None:
         raise ModelInvalid(f"{path}: not a readable safetensors file: {error}") from error
     for name, shape in expected.items():
         if found.get(name) != shape:
-            raise ModelInvalid(f"{path}: {name} is {found.get(name, 'missing')}, config.json asks for {shape}")
+            raise ModelInvalid(f"{path}: {name} is {found.get(name, 'missing')}, config.json requires {shape}")

@@ -1,13 +1,12 @@
-"""A compact Qwen3 forward pass for one CPU thread: fp32, eager, with a key-value cache made for continuous batching.
+"""Compact Qwen3 forward pass for one CPU thread: fp32, eager, with a key-value cache for continuous batching.
 
 Invariants:
-- `Qwen3Weights` is storage that is allocated once: it is written only while no forward pass reads it, so a swap is the
-  exchange of two of them and never half done.
-- All parameters lie in one piece of memory, in the order of `Qwen3Config.shapes`, where those that run as one matrix
-  stand together: neighbours can be received in their place.
-- Rows `[0, B)` of the cache are the running batch, each from position 0 of its sequence: no gather is ever needed to
-  attend.
-- `decode`, `prefill` and `extend` write the cache rows they are given and nothing else.
+- `Qwen3Weights` is allocated once, and written only while no forward pass reads it: weights are swapped by exchanging
+  two sets, never partly.
+- All parameters are in one block of memory, in the order of `Qwen3Config.shapes`, where parameters of one matrix are
+  adjacent: adjacent parameters can be received in place.
+- Rows `[0, B)` of the cache are the running batch, each from position 0 of its sequence, so attention needs no gather.
+- `decode`, `prefill` and `extend` write only the cache rows they are given.
 
 Shapes: B rows, T tokens, V vocabulary, D head dimension, H query heads, G key-value heads, C cache capacity in tokens.
 The architecture is that of Qwen3ForCausalLM (Qwen3 Technical Report, arXiv 2505.09388): pre-norm, RMS norm of queries
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerWeights:
-    """One decoder layer; query, key and value projections and gate and up projections are one matrix each."""
+    """Weights of one decoder layer; query, key and value projections are one matrix, and so are gate and up."""
 
     attention_norm: Tensor
     qkv: Tensor
     qk_norm: Tensor
-    """Norm weights of the H query heads and G key heads, `(H + G, D)`: a row for every head, and so not a parameter."""
+    """Norm weights of the H query heads and G key heads, `(H + G, D)`, repeated from the parameters for every head."""
     query_heads: int
     output: Tensor
     mlp_norm: Tensor
@@ -56,8 +55,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Qwen3Weights:
-    """One set of weights in fp32. `slots` are its parameters by Hugging Face name, parts of `memory`; `dtypes` holds
-    the dtype that each came in since `forget`: a name that is not there has not been loaded."""
+    """Set of weights in fp32. `slots` are its parameters by Hugging Face name, as views of `memory`; `dtypes` contains
+    the original dtype of each parameter that was loaded since `forget`."""
 
     memory: Tensor
     slots: Mapping[str, Tensor]
@@ -69,7 +68,7 @@ class Qwen3Weights:
 
     @classmethod
     def allocate(cls, config: Qwen3Config) -> Qwen3Weights:
-        """Storage with nothing in it."""
+        """Allocate uninitialised weights."""
         shapes = config.shapes()
         sizes = [math.prod(shape) for shape in shapes.values()]
         memory = torch.empty(sum(sizes))
@@ -87,7 +86,7 @@ class Qwen3Weights:
         )
 
     def place(self, names: Sequence[str]) -> Tensor | None:
-        """The memory of these parameters, if they lie in it one after another in this order."""
+        """Return the memory of these parameters, if they are adjacent in this order."""
         end = first = self.slots[names[0]].storage_offset()
         for name in names:
             if self.slots[name].storage_offset() != end:
@@ -96,7 +95,7 @@ class Qwen3Weights:
         return self.memory[first:end]
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Copy one parameter to its place. Raises ModelInvalid when it has none, does not fit, or is not finite."""
+        """Load one parameter. Raises ModelInvalid if it is unknown, has another shape, or is not finite."""
         slot = self.slots.get(name)
         if slot is None or slot.shape != tensor.shape:
             expected = None if slot is None else tuple(slot.shape)
@@ -105,19 +104,20 @@ class Qwen3Weights:
         self.accept(name, tensor.dtype)
 
     def accept(self, name: str, dtype: torch.dtype) -> None:
-        """Count a parameter that is in its place as loaded. Raises ModelInvalid when it is not finite."""
-        # Not `isfinite`, which makes a second tensor and takes longer than a copy; extremes keep NaN and infinity.
+        """Mark a parameter that was received in place as loaded. Raises ModelInvalid if it is not finite."""
+        # Not `isfinite`, which allocates a tensor and is slower than a copy; NaN and infinity appear in the extremes.
         low, high = self.slots[name].aminmax()
         if not math.isfinite(low) or not math.isfinite(high):
             raise ModelInvalid(f"parameter {name} holds NaN or infinity")
         self.dtypes[name] = dtype
 
     def missing(self) -> list[str]:
-        """Names that have not been loaded since `forget`."""
+        """Return the names of parameters that were not loaded since `forget`."""
         return [name for name in self.slots if name not in self.dtypes]
 
     def complete(self, other: Qwen3Weights | None) -> None:
-        """Make ready to run: what has not been loaded comes from another set. Raises ModelInvalid without one."""
+        """Prepare the set to run, with parameters that were not loaded copied from another set. Raises ModelInvalid if
+        there is none."""
         for name in self.missing():
             if other is None:
                 raise ModelInvalid(f"parameter {name} is missing")
@@ -127,12 +127,12 @@ class Qwen3Weights:
             layer.spread_norms(self.slots, index)
 
     def forget(self) -> None:
-        """Count everything as not loaded."""
+        """Mark all parameters as not loaded."""
         self.dtypes.clear()
 
 
 def layer_weights(config: Qwen3Config, memory: Tensor, slots: Mapping[str, Tensor], layer: int) -> LayerWeights:
-    """Views of one layer's parameters."""
+    """Return views of one layer's parameters."""
 
     def joined(*names: str) -> Tensor:
         parts = [slots[f"model.layers.{layer}.{name}.weight"] for name in names]
@@ -155,7 +155,7 @@ def layer_weights(config: Qwen3Config, memory: Tensor, slots: Mapping[str, Tenso
 
 
 def load_file(weights: Qwen3Weights, path: Path) -> list[str]:
-    """Load every parameter from a model.safetensors; returns names in the file that the model has no place for. Raises
+    """Load all parameters from a model.safetensors, and return names in the file that the model lacks. Raises
     ModelInvalid naming the file."""
     from safetensors import SafetensorError, safe_open
 
@@ -172,7 +172,7 @@ def load_file(weights: Qwen3Weights, path: Path) -> list[str]:
 
 
 def read_weights(config: Qwen3Config, path: Path) -> Qwen3Weights:
-    """Weights of a model.safetensors. Raises ModelInvalid naming the file."""
+    """Read the weights of a model.safetensors. Raises ModelInvalid naming the file."""
     weights = Qwen3Weights.allocate(config)
     load_file(weights, path)
     weights.complete(None)
@@ -180,7 +180,7 @@ def read_weights(config: Qwen3Config, path: Path) -> Qwen3Weights:
 
 
 class KeyValueCache:
-    """Keys and values of `rows` sequences of up to `capacity` tokens: `(layers, rows, G, C, D)` each."""
+    """Cached keys and values of `rows` sequences of up to `capacity` tokens, `(layers, rows, G, C, D)` each."""
 
     def __init__(self, config: Qwen3Config, *, rows: int, capacity: int) -> None:
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, capacity, config.head_dim)
@@ -189,13 +189,13 @@ class KeyValueCache:
         self.capacity = capacity
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of row `source` over row `target`."""
+        """Copy the first `length` tokens of row `source` to row `target`."""
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
 
 class Qwen3:
-    """The forward passes. `weights` may be replaced between calls, never during one."""
+    """Forward passes of the model. `weights` may be replaced between calls, never during one."""
 
     def __init__(self, config: Qwen3Config, weights: Qwen3Weights, *, capacity: int) -> None:
         self.config = config
@@ -208,7 +208,7 @@ class Qwen3:
 
     @torch.inference_mode()
     def decode(self, tokens_B: Tensor, lengths_B: Sequence[int], cache: KeyValueCache) -> Tensor:
-        """One token for each of the cache rows `[0, B)`; `lengths_B[b]` tokens are cached already. Returns logits
+        """Process one token for each of the cache rows `[0, B)`, where `lengths_B[b]` tokens are cached. Returns logits
         `(B, V)`."""
         batch, longest = len(lengths_B), max(lengths_B) + 1
         positions = torch.tensor(lengths_B)
@@ -222,7 +222,7 @@ class Qwen3:
             key_cache, value_cache = cache.keys[index], cache.values[index]
             key_cache[rows, :, positions] = keys
             value_cache[rows, :, positions] = values
-            # One key-value head serves a group of query heads: they stand where the query positions usually stand.
+            # One key-value head serves a group of query heads, which take the dimension of the query positions.
             grouped = queries.view(batch, self.config.num_key_value_heads, -1, self.config.head_dim)
             attended = F.scaled_dot_product_attention(
                 grouped, key_cache[:batch, :, :longest], value_cache[:batch, :, :longest], attn_mask=mask
@@ -240,8 +240,8 @@ class Qwen3:
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], start: int, row: int, cache: KeyValueCache) -> Tensor:
-        """Fill one cache row from position `start` on; what stands before it is cached already. Returns the logits
-        `(1, V)` after the last of these tokens."""
+        """Fill one cache row from position `start` on; the tokens before it are cached. Returns the logits `(1, V)`
+        after the last of these tokens."""
         end = start + len(tokens)
         cos, sin = self._cos[start:end, None], self._sin[start:end, None]
         hidden = F.embedding(torch.tensor([list(tokens)]), self.weights.embedding)
@@ -263,12 +263,13 @@ class Qwen3:
 
     @torch.inference_mode()
     def logits(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits `(B, T, V)` at every position, without a cache; rows are padded on the right and garbage there."""
+        """Return logits `(B, T, V)` at every position, without a cache. Rows are padded on the right, with undefined
+        logits there."""
         return self._logits(self._run(prompts, 0, None))
 
     def _run(self, prompts: Sequence[Sequence[int]], first_row: int, cache: KeyValueCache | None) -> Tensor:
         batch, width = len(prompts), max(len(prompt) for prompt in prompts)
-        # Padding stands on the right, so causality alone keeps it from every real token.
+        # Padding is on the right, so the causal mask alone hides it from all other tokens.
         tokens = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
         cos, sin = self._cos[:width, None], self._sin[:width, None]
         hidden = F.embedding(tokens, self.weights.embedding)
@@ -282,7 +283,7 @@ class Qwen3:
         return hidden
 
     def _project(self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `(..., H, D)`, keys and values `(..., G, D)`, normalised and rotated."""
+        """Return queries `(..., H, D)`, keys and values `(..., G, D)`, normalised and rotated."""
         config = self.config
         projected = F.linear(self._norm(hidden, layer.attention_norm), layer.qkv)
         heads = projected.view(*projected.shape[:-1], -1, config.head_dim)

@@ -1,4 +1,4 @@
-"""The shape of a dense Qwen3 model, read from its config.json without torch."""
+"""Config of a dense Qwen3 model, read from its config.json without torch."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ LAYER_PARAMETERS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-"""In the order of `Qwen3Config.shapes`: what runs as one matrix stands together."""
+"""Parameters of a layer in the order of `Qwen3Config.shapes`, where those of one matrix are adjacent."""
 
 
 class Qwen3Config(BaseModel):
-    """The keys of a Hugging Face config.json that shape a dense Qwen3 model; other keys are ignored."""
+    """Keys of a Hugging Face config.json that define a dense Qwen3 model; other keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     vocab_size: int = Field(gt=0)
-    """Rows of the embedding."""
+    """Number of rows of the embedding."""
     hidden_size: int = Field(gt=0)
     """Width of the residual stream."""
     intermediate_size: int = Field(gt=0)
     """Width of the SwiGLU layer."""
     num_hidden_layers: int = Field(gt=0)
-    """Decoder layers."""
+    """Number of decoder layers."""
     num_attention_heads: int = Field(gt=0)
-    """Query heads H."""
+    """Number H of query heads."""
     num_key_value_heads: int = Field(gt=0)
-    """Key-value heads G; H must be a multiple of it."""
+    """Number G of key-value heads; H must be a multiple of it."""
     head_dim: int = Field(default=128, gt=0)
     """Dimension of one head."""
     rms_norm_eps: float = 1e-6
-    """Added to the mean square before the root."""
+    """Epsilon added to the mean square before the root."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     max_position_embeddings: int = Field(default=32_768, gt=0)
-    """Longest sequence the positions are meant for."""
+    """Longest sequence for which the positions are defined."""
     tie_word_embeddings: bool = False
-    """The head is the embedding."""
+    """Use the embedding as the head."""
 
     @classmethod
     def read(cls, path: Path) -> Qwen3Config:
@@ -68,12 +68,12 @@ class Qwen3Config(BaseModel):
         except (OSError, ValueError) as error:
             raise ModelInvalid(f"{path}: unreadable or not valid JSON: {error}") from error
         if not isinstance(raw, dict):
-            raise ModelInvalid(f"{path}: must hold one JSON object")
+            raise ModelInvalid(f"{path}: must contain one JSON object")
         return cls.from_keys(raw, source=str(path))
 
     @classmethod
     def from_keys(cls, raw: Mapping[str, Any], *, source: str) -> Qwen3Config:
-        """From the keys of a config.json, old (`rope_theta`) or new (`rope_parameters`). Raises ModelInvalid."""
+        """Parse the keys of a config.json, old (`rope_theta`) or new (`rope_parameters`). Raises ModelInvalid."""
         if "Qwen3ForCausalLM" not in raw.get("architectures", ["Qwen3ForCausalLM"]):
             raise ModelInvalid(f"{source}: architectures is {raw['architectures']}, this engine runs Qwen3ForCausalLM")
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -93,7 +93,7 @@ class Qwen3Config(BaseModel):
         return config
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face parameter names and their shapes, in the order in which the embedded engine stores them."""
+        """Return the Hugging Face parameter names and their shapes, in the storage order of the embedded engine."""
         hidden, wide, head = self.hidden_size, self.intermediate_size, self.head_dim
         queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
@@ -119,7 +119,7 @@ class Qwen3Config(BaseModel):
 
 
 def storage_place(name: str) -> tuple[float, int]:
-    """Sorts parameter names as `Qwen3Config.shapes` lists them; what no Qwen3 has comes last."""
+    """Return the sort key of a parameter in the order of `Qwen3Config.shapes`; unknown names come last."""
     if name == "model.embed_tokens.weight":
         return 0, 0
     known = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)

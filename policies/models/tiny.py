@@ -1,8 +1,8 @@
-"""The shape and the vocabulary of the tiny policy: a Qwen3 of 333k parameters that one CPU core trains in minutes.
+"""Config and vocabulary of the tiny policy, a Qwen3 of 333k parameters that one CPU core trains in minutes.
 
 Invariants:
-- Ids are a function of this file and of the task family's vocabulary: 256 bytes, then the special tokens, then the
-  pieces, then reserved tokens up to a multiple of 64. No merges: text that is no piece is spelled in bytes.
+- Ids depend only on this file and the task family's vocabulary: 256 bytes, then the special tokens, the pieces, and
+  reserved tokens up to a multiple of 64. There are no merges: other text is spelled in bytes.
 - The files are in Hugging Face's format and load unchanged in transformers (Qwen3ForCausalLM, AutoTokenizer).
 """
 
@@ -33,7 +33,7 @@ PIECES = (
     "mv: ", "sed: ", "cat: ", "grep: ", "tail: ",
     "cannot stat ", "cannot open ", "can't read ", "syntax error near unexpected token ", "Is a directory", "timeout",
 )  # fmt: skip
-"""Whole tokens for frequent text, longest match first."""
+"""Tokens for frequent text; the longest match is used."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -41,28 +41,25 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-"""Contents between role markers and nothing else: rendering more messages only appends."""
+"""Template with contents between role markers only, so that rendering more messages only appends."""
 
 VOCABULARY_MULTIPLE = 64
 MAX_CONTEXT_TOKENS = 1024
 
 
 def vocabulary() -> tuple[dict[str, int], tuple[str, ...]]:
-    """The byte alphabet (ids 0 to 255) and the added tokens (ids from 256), in order of their ids."""
-    used = 256 + len(SPECIALS) + len(PIECES)
-    reserved = tuple(f"<|reserved_{index}|>" for index in range(-used % VOCABULARY_MULTIPLE))
-    return {character: byte for byte, character in enumerate(_byte_characters())}, (*SPECIALS, *PIECES, *reserved)
-
-
-def _byte_characters() -> list[str]:
-    """GPT-2's printable stand-in for every byte (openai/gpt-2, encoder.py, bytes_to_unicode), in order of the bytes."""
+    """Return the byte alphabet (ids 0 to 255) and the added tokens (ids from 256), in order of their ids."""
+    # GPT-2's printable characters for all bytes (openai/gpt-2, encoder.py, bytes_to_unicode), in order of the bytes.
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     moved = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
+    alphabet = {chr(byte if byte in printable else next(moved)): byte for byte in range(256)}
+    used = 256 + len(SPECIALS) + len(PIECES)
+    reserved = tuple(f"<|reserved_{index}|>" for index in range(-used % VOCABULARY_MULTIPLE))
+    return alphabet, (*SPECIALS, *PIECES, *reserved)
 
 
 def tokenizer_json() -> dict[str, Any]:
-    """The content of tokenizer.json."""
+    """Return the content of tokenizer.json."""
     alphabet, added = vocabulary()
     return {
         "version": "1.0",
@@ -112,7 +109,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def model_config() -> dict[str, Any]:
-    """The content of config.json: 3 layers, width 96, 3 heads of 32 over 1 key-value head, tied embeddings."""
+    """Return the content of config.json: 3 layers, width 96, 3 heads of 32 with 1 key-value head, tied embeddings."""
     alphabet, added = vocabulary()
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -153,7 +150,7 @@ def generation_config() -> dict[str, Any]:
 
 
 def write_description(folder: Path) -> None:
-    """Write everything of the model directory but the weights."""
+    """Write all files of the model directory except the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     documents = {
         "config.json": model_config(),

@@ -1,1 +1,1 @@
-"""Processes of engines: started, watched, ended with what started them."""
+"""Processes of engines, which are started, supervised, and ended with their parent."""

@@ -1,7 +1,6 @@
-"""A process of the embedded CPU engine.
+"""Process of the embedded CPU engine.
 
-Invariants:
-- It dies with this process, also under kill -9 of it.
+Invariant: it dies with this process, even if this is killed with kill -9.
 """
 
 from __future__ import annotations
@@ -16,17 +15,18 @@ from headrace.policies.processes.server_process import ServerCommand, ServerConf
 
 
 class EngineProcessConfig(ServerConfig):
-    """How to start one CPU engine."""
+    """Settings of one CPU engine process."""
 
     max_running: int = Field(default=64, gt=0)
-    """Sequences decoded at once."""
+    """Maximum number of sequences decoded concurrently."""
     group_timeout_s: float = Field(default=21.0, gt=0)
-    """Longest formation of a weight group, and longest transfer of one bucket: a second more than at the sender
-    (`push.transfer_timeout_s`), which is to give up first."""
+    """Time limit for the formation of a weight group, and for the transfer of one bucket. A second more than that of
+    the sender (`push.transfer_timeout_s`), which should pass first."""
 
 
 class EngineProcess(ServerProcess):
-    """`async with EngineProcess(config) as engine: engine.url`. Raises EngineStartFailed with the end of the log."""
+    """CPU engine process: `async with EngineProcess(config) as engine: engine.url`. Raises EngineStartFailed with the
+    end of the log."""
 
     def __init__(self, config: EngineProcessConfig) -> None:
         super().__init__(config)
@@ -38,7 +38,7 @@ class EngineProcess(ServerProcess):
         return ServerCommand(arguments=self._arguments(), environment=engine_environment())
 
     async def _ready_url(self) -> str | None:
-        # The announcement is a file because the engine may also be attached to by others; no descriptor is shared.
+        # The engine announces its address in a file and not in a descriptor, because other processes may read it too.
         if not self._announcement.exists():
             return None
         url: str = json.loads(self._announcement.read_text())["url"]
@@ -62,5 +62,5 @@ class EngineProcess(ServerProcess):
 
 
 def engine_environment() -> dict[str, str]:
-    """One thread for every numeric library: two engines on two cores must not fight."""
+    """Return the environment with one thread for numeric libraries, so that engines do not compete for cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

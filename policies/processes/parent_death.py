@@ -1,8 +1,8 @@
-"""A process that dies with its parent, by the kernel's own signal (Linux).
+"""Ends a process when its parent dies, by the kernel's parent-death signal (Linux).
 
-`python -I -S parent_death.py PARENT_PID COMMAND ...` gives that to a program that is not ours, and to all that it
-starts: it becomes the program, after leaving a watcher behind that kills the process group when the program is gone.
-The standard library alone: it runs outside of any environment.
+`python -I -S parent_death.py PARENT_PID COMMAND ...` does that for any program and its child processes: it forks a
+watcher, which kills the process group when the program ends, and then executes the program. It uses the standard
+library only, because it runs outside of any environment.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask for SIGKILL when the parent is gone (prctl(2), PR_SET_PDEATHSIG); end at once if it is gone already.
+    """Request SIGKILL when the parent dies (prctl(2), PR_SET_PDEATHSIG), and exit at once if it is dead already.
 
-    The kernel watches the thread that started us: start processes from a thread that lives as long as its process."""
-    _ask_for(signal.SIGKILL)
+    The kernel watches the thread that started this process, so that thread must live as long as the parent."""
+    _request_signal(signal.SIGKILL)
     if os.getppid() != parent_pid:
-        sys.exit(f"parent {parent_pid} is gone already")
+        sys.exit(f"parent {parent_pid} is dead already")
 
 
 def watch_group() -> None:
-    """Fork a process that kills the process group, itself included, when the calling process is gone.
+    """Fork a process that kills the process group, including itself, when the calling process dies.
 
-    A program's own children may not have asked for the signal yet when it dies: Python needs seconds to import."""
+    The program's own children may not yet have requested the signal when it dies: Python needs seconds to import."""
     watched = os.getpid()
     if os.fork() != 0:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    _ask_for(signal.SIGUSR1)
+    _request_signal(signal.SIGUSR1)
     if os.getppid() == watched:
         signal.sigwait({signal.SIGUSR1})
     os.killpg(0, signal.SIGKILL)
 
 
-def _ask_for(number: signal.Signals) -> None:
+def _request_signal(number: signal.Signals) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def main() -> None:
-    """The program. Its process must lead a group."""
+    """Run the program. Its process must lead a process group."""
     parent_pid, *command = sys.argv[1:]
     die_with_parent(int(parent_pid))
     watch_group()

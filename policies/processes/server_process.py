@@ -1,9 +1,9 @@
-"""The life of a server that is a process of ours: started, asked until it answers, ended with all that it started.
+"""Base of server processes, which are started, polled until they answer, and ended with their child processes.
 
 Invariants:
-- Inside the context the server answered at least once; on leaving it, the process is reaped and its group is gone.
-- The process leads a session of its own, so that a signal for its group reaches what it started and nobody else.
-- What it prints goes to a log file, and the end of that into EngineStartFailed.
+- Inside the context the server has answered at least once; after it, the process is reaped and its group is gone.
+- The process leads its own session, so that a signal to its group reaches only the process and its children.
+- Its output is written to a log file, whose end is included in EngineStartFailed.
 """
 
 from __future__ import annotations
@@ -32,58 +32,58 @@ if TYPE_CHECKING:
 LOG_TAIL_CHARACTERS = 2000
 ASK_AGAIN_S = 0.05
 GROUP_END_S = 5.0
-"""Longest wait for what a killed server had started: the kernel may have much memory to free."""
+"""Time limit for the end of a killed server's children: the kernel may have much memory to free."""
 
 logger = logging.getLogger(__name__)
 
 
 def announce(path: Path, url: str) -> None:
-    """Leave `{"url", "pid"}` for those who wait for this process to serve: whole or not at all."""
+    """Write `{"url", "pid"}` atomically, for processes that wait until this one serves."""
     replace_file(path, json.dumps({"url": url, "pid": os.getpid()}).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCommand:
-    """A program, its arguments and its whole environment."""
+    """Arguments and complete environment of a program."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
 
 
 class ServerConfig(BaseModel):
-    """What every engine server of ours is told."""
+    """Settings that all engine servers have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Path
     """Model directory, with config.json."""
     directory: Path
-    """Holds the log of this server and what else it writes; made if missing."""
+    """Directory for the log and other files of this server; created if missing."""
     name: str = "engine"
-    """Stem of those files' names."""
+    """Stem of the names of those files."""
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = Field(default=0, ge=0, lt=65536)
-    """0 takes a free port."""
+    """Port to bind; 0 chooses a free one."""
     weight_version: str = "1.0"
     """Label of the weights on disk."""
     seed: int = Field(default=0, ge=0)
-    """Of the sampling: give each server another."""
+    """Random seed for sampling; it should differ for each server."""
     max_context: int | None = Field(default=None, gt=1)
-    """Tokens of prompt and output together; None takes the server's default."""
+    """Maximum tokens of prompt and output together; None uses the server's default."""
     start_timeout_s: float = Field(default=60.0, gt=0)
-    """From start to the first answer; most of it is imports."""
+    """Time limit from start to the first answer; imports take most of it."""
     stop_timeout_s: float = Field(default=3.0, gt=0)
-    """From SIGTERM to SIGKILL."""
+    """Time from SIGTERM to SIGKILL."""
 
 
 def option_list(options: Mapping[str, object]) -> tuple[str, ...]:
-    """Of a command line; those that are None are left out."""
+    """Return command-line options; those with the value None are omitted."""
     return tuple(part for key, value in options.items() if value is not None for part in (key, str(value)))
 
 
 class ServerProcess(ABC):
-    """`async with ... as server: server.url`. A subclass says how it is started and when it answers."""
+    """Server process: `async with ... as server: server.url`. A subclass defines its command and when it is ready."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.name = config.name
@@ -117,7 +117,7 @@ class ServerProcess(ABC):
         await asyncio.shield(self.stop())
 
     async def start(self) -> None:
-        """Start and wait until it answers. Raises EngineStartFailed; nothing is left behind then."""
+        """Start the process and wait until it answers. Raises EngineStartFailed, without leaving a process behind."""
         command = await self._prepare()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
@@ -132,7 +132,12 @@ class ServerProcess(ABC):
             )
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                self._url = await self._until_ready()
+                while (url := await self._ready_url()) is None:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(ASK_AGAIN_S):
+                            code = await self._process.wait()
+                            raise EngineStartFailed(f"engine {self.name} ended with {code}: {self.log_tail()}")
+                self._url = url
         except TimeoutError as error:
             await self.kill()
             raise EngineStartFailed(
@@ -143,13 +148,12 @@ class ServerProcess(ABC):
             raise
 
     async def wait(self) -> int:
-        """The exit code, when the process ends."""
+        """Wait for the end of the process, and return its exit code."""
         assert self._process is not None
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL for its whole group, or what a dead one left of it, after `stop_timeout_s`.
-        Idempotent."""
+        """Terminate the process, and kill what is left of its group after `stop_timeout_s`. Idempotent."""
         if self._process is None:
             return
         if self.alive:
@@ -163,7 +167,7 @@ class ServerProcess(ABC):
             await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL for its whole group, also where it is dead itself, and reap. Idempotent."""
+        """Kill the process group, even if the process itself is dead, and reap the process. Idempotent."""
         if self._process is None:
             return
         if self._has_group():
@@ -174,56 +178,43 @@ class ServerProcess(ABC):
             async with asyncio.timeout(GROUP_END_S):
                 await self._until_group_is_gone()
         except TimeoutError:
-            logger.warning("engine %s: what it had started is still there after %s s", self.name, GROUP_END_S)
+            logger.warning("engine %s: its child processes still run after %s s", self.name, GROUP_END_S)
 
     @abstractmethod
     async def _prepare(self) -> ServerCommand:
-        """What to run. Raises EngineStartFailed when it cannot be run."""
+        """Return the command to run. Raises EngineStartFailed when it cannot be run."""
 
     @abstractmethod
     async def _ready_url(self) -> str | None:
-        """The URL once the server answers; asked again and again."""
+        """Return the URL if the server answers, else None; called repeatedly."""
 
     def log_tail(self) -> str:
-        """The end of what this start printed."""
+        """Return the end of the output since this start."""
         with self.log_path.open("rb") as log:
-            # A log that was emptied since holds what was printed last from its beginning.
+            # If the log was truncated meanwhile, all of it is from this start.
             log.seek(self._log_start_bytes if self._log_start_bytes <= os.fstat(log.fileno()).st_size else 0)
             text = log.read().decode(errors="replace")
         return text[-LOG_TAIL_CHARACTERS:].strip() or f"{self.log_path} is empty"
 
-    async def _until_ready(self) -> str:
-        assert self._process is not None
-        while True:
-            url = await self._ready_url()
-            if url is not None:
-                return url
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ASK_AGAIN_S):
-                    code = await self._process.wait()
-                    raise EngineStartFailed(f"engine {self.name} ended with {code}: {self.log_tail()}")
-
     async def _until_group_is_gone(self) -> None:
-        """They are not our children, so that there is nothing to wait on."""
+        # Polled, because the members of the group are not our children and cannot be waited for.
         while True:
             if not self._has_group():
                 return
             await asyncio.sleep(ASK_AGAIN_S)
 
     def _has_group(self) -> bool:
-        """Nobody gets the number of a reaped leader before its group is gone: who has it is somebody else."""
+        # An id is not reused while a group has it: if another process has the reaped leader's id, the group is gone.
         if not self.alive and Path(f"/proc/{self.pid}").exists():
             return False
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
             return False
-        return any(_runs_in(self.pid, process_id) for process_id in psutil.pids())
-
-
-def _runs_in(group: int, process_id: int) -> bool:
-    """A zombie runs no more: where the first process of a container reaps nobody, it stays for ever."""
-    try:
-        return os.getpgid(process_id) == group and psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
+        for process_id in psutil.pids():
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                # Zombies do not count: if the init process of a container does not reap, they stay for ever.
+                is_member = os.getpgid(process_id) == self.pid
+                if is_member and psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE:
+                    return True
         return False

@@ -1,1 +1,1 @@
-"""A weight push: its order, its execution, the sender and what travels."""
+"""Weight push: its phases, its execution, its senders and their transfers."""

@@ -1,9 +1,9 @@
-"""Whose checksums are wrong, where nobody but the engines themselves can tell. Pure: no clock, no I/O.
+"""Majority vote over the checksums of engines, where the snapshot's checksums cannot be compared. Pure: no clock, no
+I/O.
 
 Invariants:
-- Engines of one kind and size name their parameters alike; only those are compared.
-- What most of them tell is right. Among as many, those that were believed before are: first the one that told first,
-  which is found wrong, after all, as soon as more engines agree on something else.
+- Only engines with the same parameter names are compared, which are those of one kind and size.
+- The checksums of the majority are right. On a tie the verdict stays as it was; at first, the first engine is right.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Sums = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True)
 class Agreement:
-    """Of one push."""
+    """Vote of one push."""
 
-    _told: dict[frozenset[str], dict[Sums, list[EngineId]]] = field(default_factory=dict)
-    _believed: dict[frozenset[str], Sums] = field(default_factory=dict)
+    _votes: dict[frozenset[str], dict[Sums, list[EngineId]]] = field(default_factory=dict)
+    _accepted: dict[frozenset[str], Sums] = field(default_factory=dict)
 
-    def tell(self, engine_id: EngineId, checksums: Mapping[str, str]) -> None:
-        """By parameter."""
+    def add(self, engine_id: EngineId, checksums: Mapping[str, str]) -> None:
+        """Add the checksums of an engine, by parameter."""
         names, sums = frozenset(checksums), tuple(sorted(checksums.items()))
-        kind = self._told.setdefault(names, {})
+        kind = self._votes.setdefault(names, {})
         kind.setdefault(sums, []).append(engine_id)
-        believed = self._believed.setdefault(names, sums)
-        if len(kind[sums]) > len(kind[believed]):
-            self._believed[names] = sums
+        accepted = self._accepted.setdefault(names, sums)
+        if len(kind[sums]) > len(kind[accepted]):
+            self._accepted[names] = sums
 
     def wrong(self) -> dict[EngineId, list[str]]:
-        """The engines that are in the minority, and the parameters in which they are."""
+        """Return the engines in the minority, with the parameters that differ."""
         found: dict[EngineId, list[str]] = {}
-        for parameters, kind in self._told.items():
-            right = self._believed[parameters]
+        for parameters, kind in self._votes.items():
+            right = self._accepted[parameters]
             for sums, engines in kind.items():
-                names = [name for (name, told), (_, other) in zip(sums, right, strict=True) if told != other]
+                names = [name for (name, mine), (_, other) in zip(sums, right, strict=True) if mine != other]
                 found |= dict.fromkeys(engines, names) if names else {}
         return found

@@ -1,8 +1,8 @@
-"""Whether a snapshot is of the model an engine serves, before a byte is sent.
+"""Checks that a snapshot is of the model that an engine serves, before anything is sent.
 
 Invariants:
-- Only headers are read. An engine whose model directory is not readable from here cannot be checked: it checks itself.
-- Names and shapes must be the same on both sides; dtypes may differ among floating-point ones, which engines convert.
+- Only headers are read. If the engine's model directory is not readable from here, the engine checks the push itself.
+- Names and shapes must be equal; floating-point dtypes may differ, because engines convert them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ if TYPE_CHECKING:
 
 TIED_HEAD = "lm_head.weight"
 NAMED = 3
-"""Parameters that a message names."""
+"""Number of parameters listed in a message."""
 
 
 def check_fits(snapshot: Mapping[str, TensorSpec], model_dir: Path) -> None:
-    """Raises ModelInvalid, naming both sides, when the engine's model directory holds another model; also when its
-    files are damaged. Nothing is checked where the directory cannot be read."""
+    """Raise ModelInvalid, naming both sides, if the engine's model directory contains another model or damaged files.
+    Checks nothing if the directory cannot be read."""
     try:
         if not (model_dir / "config.json").is_file():
             return
     except OSError:
-        # Somebody else's engine, and a directory of theirs.
+        # An attached engine, whose directory is not ours.
         return
     served = read_model_specs(model_dir)
     if _read_object(model_dir / "config.json").get("tie_word_embeddings"):
-        # A tied head is the embedding once more: some files hold it, some do not.
+        # A tied head repeats the embedding; only some files contain it.
         snapshot = without_head(snapshot)
         served = without_head(served)
-    _check_names(snapshot, served, model_dir)
+    if missing := sorted(served.keys() - snapshot.keys()):
+        raise ModelInvalid(f"the snapshot lacks {_listed(missing)}, which the engine's model {model_dir} has")
+    if unknown := sorted(snapshot.keys() - served.keys()):
+        raise ModelInvalid(f"the snapshot has {_listed(unknown)}, which the engine's model {model_dir} lacks")
     for name, spec in snapshot.items():
         if spec.shape != served[name].shape:
             raise ModelInvalid(
@@ -49,13 +52,6 @@ def check_fits(snapshot: Mapping[str, TensorSpec], model_dir: Path) -> None:
             )
 
 
-def _check_names(snapshot: Mapping[str, TensorSpec], served: Mapping[str, TensorSpec], model_dir: Path) -> None:
-    if missing := sorted(served.keys() - snapshot.keys()):
-        raise ModelInvalid(f"the snapshot lacks {_listed(missing)}, which the engine's model {model_dir} has")
-    if unknown := sorted(snapshot.keys() - served.keys()):
-        raise ModelInvalid(f"the snapshot has {_listed(unknown)}, which the engine's model {model_dir} lacks")
-
-
 def _listed(names: list[str]) -> str:
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -66,15 +62,11 @@ def without_head(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def read_model_specs(model_dir: Path) -> dict[str, TensorSpec]:
-    """Every parameter in the safetensors files of a directory. Raises ModelInvalid naming the file."""
-    return {name: spec for path in _files(model_dir) for name, spec in read_specs(path).items()}
-
-
-def _files(model_dir: Path) -> list[Path]:
-    index = model_dir / "model.safetensors.index.json"
+    """Return every parameter in the safetensors files of a directory. Raises ModelInvalid naming the file."""
+    files, index = {"model.safetensors"}, model_dir / "model.safetensors.index.json"
     if index.is_file():
-        return sorted({model_dir / name for name in _read_object(index).get("weight_map", {}).values()})
-    return [model_dir / "model.safetensors"]
+        files = set(_read_object(index).get("weight_map", {}).values())
+    return {name: spec for file in sorted(files) for name, spec in read_specs(model_dir / file).items()}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a push is told, needs and reports. Messages are small and frozen; protocols have a deadline in every method."""
+"""Config, protocols and reports of pushes. Every method of a protocol has a deadline."""
 
 from __future__ import annotations
 
@@ -21,65 +21,65 @@ if TYPE_CHECKING:
 
 
 DEADLINE_MARGIN_S = 1.0
-"""Between two deadlines for one thing, of which one is to pass first: who knows more about the failure tells it."""
+"""Margin between two deadlines for one operation: the party that knows more about a failure reports it first."""
 
 
 class PushConfig(BaseModel):
-    """How weights travel."""
+    """Settings of weight pushes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     wave_size: int = Field(default=1, gt=0)
-    """Engines updated at once; the others serve meanwhile."""
+    """Number of engines updated concurrently; the others serve meanwhile."""
     pause_mode: PauseMode = PauseMode.RETRACT
-    """What happens to running requests: `retract` (they go on, recomputed), `abort` (the gateway goes on from their
-    partial answers), `in_place` (they go on with stale keys and values; their spans say so). An engine that does not
-    tell which version sampled which token is always paused with `abort`."""
+    """Treatment of running requests: `retract` (they continue after recomputing their cache), `abort` (the gateway
+    continues their partial answers), `in_place` (they continue with stale keys and values, marked in their spans). An
+    engine that does not report the version of each token is always paused with `abort`."""
     bucket_bytes: int = Field(default=32 * 1024 * 1024, gt=0)
-    """Largest bucket; a larger tensor travels alone."""
+    """Maximum size of a bucket; a larger tensor is sent alone."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Transport of the process group."""
     host: str = "127.0.0.1"
     """Address at which engines reach the sender."""
     phase_timeout_s: float = Field(default=10.0, gt=0)
-    """Longest wait for one engine in one phase."""
+    """Time limit for one engine in one phase."""
     transfer_timeout_s: float = Field(default=20.0, gt=0)
-    """Longest formation of a group, and longest transfer of one bucket, at the sender; the engines' ends last a second
-    longer, and the push's calls two."""
+    """Time limit of the sender for the formation of a group, and for the transfer of one bucket. The engines' limits
+    are a second longer, those of the push's calls two."""
     load_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest reading of a shard by its sender, before any engine is touched; a second reads about a GB."""
+    """Time limit for a sender to read its shard, before the push changes any engine; about a GB is read in a second."""
     gate_lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `actors/run/clocks.py`
-    """A gate opens by itself this long after the push that closed it is gone; it is renewed meanwhile."""
+    """Time after which a gate opens if the push that closed it died; the push renews it meanwhile."""
     verify: Literal["snapshot", "engines", "off"] = "snapshot"
-    """Compare each engine's checksums with the snapshot's (SGLang's, which are made otherwise, with those of most
-    engines of the push), among the engines only, or not at all. Of two engines that contradict each other the first one
-    is believed."""
+    """Comparison of each engine's checksums: with the snapshot's (SGLang's are computed differently and are compared
+    with those of the other engines), with those of the other engines only, or not at all. Among the engines the
+    majority is right; if two differ, the first one."""
 
     @property
     def engine_group_timeout_s(self) -> float:
-        """Of the engines' ends of a group. The sender's end, `transfer_timeout_s`, passes first: what it gives up ends
-        at the engines that answer, too, and only the silent one is left."""
+        """Time limit of the engines for a group. The sender's limit, `transfer_timeout_s`, passes first: engines that
+        respond then see the group end, and only the silent one is left."""
         return self.transfer_timeout_s + DEADLINE_MARGIN_S
 
     @property
     def collective_timeout_s(self) -> float:
-        """Of the push's own calls in which a group is formed or a bucket taken: engines that wait for another one say
-        so before."""
+        """Time limit of the push's calls that form a group or transfer a bucket. Engines that wait for another one
+        report that before."""
         return self.engine_group_timeout_s + DEADLINE_MARGIN_S
 
     @property
     def client_phase_timeout_s(self) -> float:
-        """Of an engine's client: the push decides when a phase has taken too long."""
+        """Time limit of an engine's client; the push's own limit for a phase passes first."""
         return self.phase_timeout_s + DEADLINE_MARGIN_S
 
     @property
     def client_transfer_timeout_s(self) -> float:
-        """The same for the formation of a group and for a bucket."""
+        """Time limit of an engine's client for the formation of a group and for a bucket."""
         return self.collective_timeout_s + DEADLINE_MARGIN_S
 
 
 class Load(Protocol):
-    """Numbers of requests, and of the tokens whose keys and values are cached for them."""
+    """Numbers of requests, and of the tokens cached for them."""
 
     @property
     def running(self) -> int: ...
@@ -92,7 +92,7 @@ class Load(Protocol):
 
 
 class EngineControl(Protocol):
-    """What a push needs of an engine; SGLangEngine has it. Every method has a deadline of its own and raises
+    """Control interface of an engine that pushes need, as SGLangEngine has it. Every method has a deadline and raises
     EngineError."""
 
     @property
@@ -126,31 +126,31 @@ class EngineControl(Protocol):
 
 
 class Gate(Protocol):
-    """Admission to one engine at all gateways. `close` is a lease: it ends by itself after `lease_s`."""
+    """Admission to engines at all gateways. `close` is a lease, which ends after `lease_s`."""
 
     async def close(self, engine_id: EngineId, lease_s: float) -> None: ...
 
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
-        """From now on new requests carry `cache_namespace`: where pushes come in place, the version the engine has.
-        Returns the requests whose abort was asked for while the gate was closed: the engine may have lost it."""
+        """Admit requests again, with `cache_namespace`: with pushes in place, the engine's version. Returns the
+        requests that were aborted while the gate was closed: the engine may have lost these aborts."""
         ...
 
 
 class Journal(Protocol):
-    """Awaited before each step is taken; who is killed in the step can be told from it."""
+    """Callback that is awaited before each step, so that an interrupted push can be recovered."""
 
     async def __call__(self, push_id: str, step: Step) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class EnginePush:
-    """One engine's part in a report: what the push cost it.
+    """Outcome and costs of a push for one engine.
 
-    `gate_s` is from closing to opening its gate, or to the end of the push where it stays closed, `pause_s` the call
-    that paused it, `paused_s` from there to the resume, `transfer_s` the broadcast. `retracted` requests were running
-    when its gate was closed, and `recomputed_tokens` were cached for them (an upper bound: cached prefixes count too);
-    both 0 where a pause keeps the cache. `flushed`: no prefix of older weights is cached any more. New requests carry
-    `cache_namespace`."""
+    `gate_s` is the time from closing to opening its gate (or to the end of the push, if it stays closed), `pause_s` the
+    duration of the pausing call, `paused_s` the time from there to the resume, `transfer_s` that of the broadcast.
+    `retracted` requests were running when the gate was closed, and `recomputed_tokens` were cached for them (an upper
+    bound, because cached prefixes count too); both are 0 if the pause keeps the cache. `flushed` is True if no prefix
+    of older weights is cached. New requests carry `cache_namespace`."""
 
     engine_id: EngineId
     outcome: PushOutcome = PushOutcome.BEHIND
@@ -174,9 +174,8 @@ class EnginePush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """`seconds` sums each phase over the waves; `sent_bytes` counts each bucket once per group it was sent to.
-
-    `sender_failure` is not None when a sender died and the push ended early."""
+    """Report of one push. `seconds` is the total of each phase over the waves; `sent_bytes` counts a bucket once for
+    each group it was sent to. `sender_failure` is set if a sender died and the push ended early."""
 
     push_id: str
     version: PolicyVersion
@@ -196,5 +195,5 @@ class PushReport:
 
     @property
     def gates_s(self) -> float:
-        """Seconds of closed gates, summed over the engines: the generation that the push cost."""
+        """Total seconds of closed gates over the engines, which is the generation time that the push cost."""
         return sum(item.gate_s for item in self.engines)

@@ -1,14 +1,14 @@
-"""The push of one snapshot into engines, wave by wave, while rollouts go on.
+"""Push of one snapshot to engines, wave by wave, while rollouts continue.
 
 Invariants:
-- machine.py decides what is next, transfer.py moves the bytes, this file asks the engines: every await has a deadline,
-  the journal is written before each phase.
-- An engine's failure is data in the report. Only a broken snapshot, a failing journal or cancellation leave `push` as
-  an exception, and even then every engine that got no bucket is resumed and its gate opened first, however often the
+- machine.py decides the next phase, transfer.py moves the bytes, and this module calls the engines: every await has a
+  deadline, and the journal is written before each phase.
+- An engine's failure is data in the report. Only a corrupt snapshot, a failing journal or cancellation leave `push` as
+  an exception, and even then every engine that got no bucket is first resumed and its gate opened, however often the
   push is cancelled meanwhile.
-- An engine that serves another model than the snapshot's is refused before anything is touched.
-- Under `in_place` a gate always opens with the version that the engine has as cache namespace, flushed or not: by it
-  a client tells which tokens were sampled on keys and values of other weights.
+- An engine that serves another model than the snapshot's is refused before it is changed.
+- With `in_place` a gate always opens with the engine's version as cache namespace, flushed or not: from it clients
+  determine which tokens were sampled on keys and values of other weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headrace.policies.push.machine import Phase, PushMachine, PushOutcome
 from headrace.policies.push.transfer import Failures, Transfer, first_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence
 
     from headrace.policies.engine import EngineId, EngineInfo
     from headrace.policies.learner import WeightsSnapshot
@@ -54,12 +54,12 @@ async def push(
     in_doubt: Container[EngineId] = (),
     failed: Callable[[EngineId, str], None] = lambda *_: None,
 ) -> PushReport:
-    """Push one snapshot, each of its shards through a sender of its own. Engines `in_doubt` may hold mixed weights:
-    they are not resumed without all of the new ones. `failed` is told of each engine that is quarantined, and why, as
-    soon as that is known.
+    """Push one snapshot, each of its shards through its own sender. Engines `in_doubt` may hold mixed weights: they are
+    resumed only with all new ones. `failed` is called with each engine that is quarantined, and the reason, as soon as
+    that is known.
 
-    Raises ModelInvalid when the snapshot is unreadable, SenderFailed when a sender cannot even load it, PushError when
-    it is no snapshot; nothing was touched then."""
+    Raises ModelInvalid when the snapshot is unreadable, SenderFailed when a sender cannot load it, PushError when it is
+    not a valid snapshot; no engine was changed then."""
     held = HeldGates(gates, config.gate_lease_s)
     execution = PushExecution(snapshot, engines, senders, held, journal, config, in_doubt, failed)
     async with first_error(), asyncio.TaskGroup() as tasks:
@@ -71,7 +71,7 @@ async def push(
 
 
 class PushExecution:
-    """One push; used once."""
+    """Execution of one push; used once."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class PushExecution:
         self._journal = journal
         self._config = config
         self._failed = failed
-        self._told: set[EngineId] = set()
+        self._reported: set[EngineId] = set()
         names = list(self._engines)
         self._machine = PushMachine(
             [names[at : at + config.wave_size] for at in range(0, len(names), config.wave_size)], in_doubt
@@ -115,14 +115,29 @@ class PushExecution:
                 await self._journal(self.push_id, step)
                 await self._take(step)
         except BaseException as error:
-            self._machine.abandon(f"the push was broken off: {type(error).__name__}: {error}")
+            self._machine.abandon(f"the push was interrupted: {type(error).__name__}: {error}")
             raise
         finally:
-            await to_the_end(self._way_out())
-        return self._report(time.perf_counter() - started_s)
+            await to_the_end(self._clean_up())
+        total_s = time.perf_counter() - started_s
+        self._report_failed(self._parts)
+        for engine_id, part in self._parts.items():
+            part.gate_s = self._gates.closed_s(engine_id)
+            part.outcome = self._machine.outcome(engine_id)
+            failure = self._machine.progress[engine_id].failure
+            part.failure = "" if failure is None else failure.message
+        return PushReport(
+            push_id=self.push_id,
+            version=self._snapshot.version,
+            engines=tuple(self._parts.values()),
+            seconds=self._seconds,
+            total_s=total_s,
+            sent_bytes=self._transfer.sent_bytes,
+            sender_failure=self._sender_failure,
+        )
 
-    async def _way_out(self) -> None:
-        """Leave sessions, pauses, gates and groups without the journal, which may be what failed."""
+    async def _clean_up(self) -> None:
+        """Leave sessions, pauses, gates and groups, without the journal, which may have failed."""
         try:
             while step := self._machine.next():
                 await self._take(step)
@@ -147,18 +162,18 @@ class PushExecution:
         for engine_id, failure in failures.found.items():
             logger.warning("push %s: %s failed in %s: %s", self.push_id, engine_id, step.phase, failure.message)
         self._machine.done(step, failures.found)
-        self._tell_failed(step.engines)
+        self._report_failed(step.engines)
 
-    def _tell_failed(self, engines: Iterable[EngineId]) -> None:
+    def _report_failed(self, engines: Iterable[EngineId]) -> None:
         for engine_id in engines:
             progress = self._machine.progress[engine_id]
             quarantined = self._machine.outcome(engine_id) is PushOutcome.QUARANTINED
-            if quarantined and progress.failure is not None and engine_id not in self._told:
-                self._told.add(engine_id)
+            if quarantined and progress.failure is not None and engine_id not in self._reported:
+                self._reported.add(engine_id)
                 self._failed(engine_id, progress.failure.message)
 
     async def _each(self, step: Step, failures: Failures) -> None:
-        """Phases that are one call to each engine."""
+        """Run a phase that is one call to each engine."""
         calls: dict[Phase, Callable[[EngineControl], Awaitable[None]]] = {
             Phase.PROBE: self._probe,
             Phase.GATE: self._gate,
@@ -181,9 +196,19 @@ class PushExecution:
                 tasks.create_task(one(engine_id))
 
     async def _probe(self, engine: EngineControl) -> None:
-        """Is it there, and is this its model?"""
+        """Read the engine's info, and check that it serves the snapshot's model."""
         info = self._infos[engine.engine_id] = await engine.info()
-        self._modes[engine.engine_id] = self._mode_of(info, engine.engine_id)
+        mode = self._config.pause_mode
+        if not info.version_spans and mode is not PauseMode.ABORT:
+            # A reply without version spans must be of one version, and only an aborted request's reply is.
+            logger.warning(
+                "%s (%s) does not report the version of each token: paused with abort instead of %s",
+                engine.engine_id,
+                info.server_version,
+                mode,
+            )
+            mode = PauseMode.ABORT
+        self._modes[engine.engine_id] = mode
         self._parts[engine.engine_id].ranks = info.ranks
         model_dir = Path(info.model_path)
         if not model_dir.is_absolute() or model_dir in self._fitting:
@@ -195,7 +220,7 @@ class PushExecution:
         self._fitting.add(model_dir)
 
     async def _gate(self, engine: EngineControl) -> None:
-        """Asked for its load first: an engine in mid-step answers late, and nobody waits for that at a closed gate."""
+        # The load is read first: an engine in the middle of a step answers late, and the gate is not closed meanwhile.
         part, load = self._parts[engine.engine_id], await engine.load()
         part.in_flight = load.running + load.waiting
         if self._modes[engine.engine_id] is not PauseMode.IN_PLACE:
@@ -207,25 +232,13 @@ class PushExecution:
         await engine.pause(self._modes[engine.engine_id])
         self._parts[engine.engine_id].pause_s = time.perf_counter() - started_s
 
-    def _mode_of(self, info: EngineInfo, engine_id: EngineId) -> PauseMode:
-        """A reply without version spans must be of one version: only aborted requests are."""
-        if info.version_spans or self._config.pause_mode is PauseMode.ABORT:
-            return self._config.pause_mode
-        logger.warning(
-            "%s (%s) does not tell which version sampled which token: paused with abort instead of %s",
-            engine_id,
-            info.server_version,
-            self._config.pause_mode,
-        )
-        return PauseMode.ABORT
-
     async def _flush(self, engine: EngineControl) -> None:
-        """Refused while requests run, which only a pause in place allows."""
         part = self._parts[engine.engine_id]
         try:
             await engine.flush()
             part.flushed = True
         except EngineRefused:
+            # An engine refuses while requests hold its cache, which only a pause in place allows.
             if self._modes[engine.engine_id] is not PauseMode.IN_PLACE:
                 raise
 
@@ -236,48 +249,41 @@ class PushExecution:
 
     async def _open(self, engine: EngineControl) -> None:
         part = self._parts[engine.engine_id]
-        part.cache_namespace = self._namespace(engine.engine_id)
+        # By the config and not by the engine's own mode: its client marks stale tokens by it in any case.
+        if self._config.pause_mode is PauseMode.IN_PLACE:
+            has_new = self._machine.progress[engine.engine_id].complete
+            part.cache_namespace = str(self._snapshot.version if has_new else self._infos[engine.engine_id].version)
         aborts = await self._gates.open(engine.engine_id, part.cache_namespace)
         for request_id in aborts:
             await engine.abort(request_id)
 
-    def _namespace(self, engine_id: EngineId) -> str | None:
-        """The weights the engine has now; also of one that is paused otherwise, for its client flags by it too."""
-        if self._config.pause_mode is not PauseMode.IN_PLACE:
-            return None
-        has_new = self._machine.progress[engine_id].complete
-        return str(self._snapshot.version if has_new else self._infos[engine_id].version)
-
     async def _verify(self, step: Step, failures: Failures) -> None:
-        """Against the snapshot's checksums where an engine makes them likewise, else against those of the other engines
-        of this push. An engine of an earlier wave may turn out wrong by that: it serves already, and fails now."""
+        """Compare checksums with the snapshot's if the engine computes them in the same way, else with those of the
+        other engines of this push."""
         if self._config.verify == "off":
             return
-        told: dict[EngineId, dict[str, str]] = {}
+        checksums: dict[EngineId, dict[str, str]] = {}
 
         async def ask(engine: EngineControl) -> None:
-            told[engine.engine_id] = await engine.checksums()
+            checksums[engine.engine_id] = await engine.checksums()
 
         await self._call_all(step, failures, ask)
-        for engine_id, wrong in self._wrong(told).items():
+        wrong_of: dict[EngineId, list[str]] = {}
+        for engine_id, got in checksums.items():
+            if self._config.verify == "snapshot" and self._infos[engine_id].snapshot_checksums:
+                expected = self._transfer.checksums()
+                if wrong := sorted(name for name in expected if got.get(name) != expected[name]):
+                    wrong_of[engine_id] = wrong
+            else:
+                self._agreement.add(engine_id, got)
+        for engine_id, wrong in (wrong_of | self._agreement.wrong()).items():
             message = f"{engine_id}: checksums disagree for {wrong[:3]} ({len(wrong)} in all)"
             if engine_id in step.engines:
                 failures.add(engine_id, EngineRefused(200, message))
             else:
+                # An engine of an earlier wave, which serves already: the majority changed.
                 self._machine.condemn(engine_id, message)
-                self._tell_failed([engine_id])
-
-    def _wrong(self, told: Mapping[EngineId, Mapping[str, str]]) -> dict[EngineId, list[str]]:
-        """The parameters in which engines are wrong."""
-        found: dict[EngineId, list[str]] = {}
-        for engine_id, got in told.items():
-            if self._config.verify == "snapshot" and self._infos[engine_id].snapshot_checksums:
-                expected = self._transfer.checksums()
-                if wrong := sorted(name for name in expected if got.get(name) != expected[name]):
-                    found[engine_id] = wrong
-            else:
-                self._agreement.tell(engine_id, got)
-        return found | self._agreement.wrong()
+                self._report_failed([engine_id])
 
     async def _form(self, step: Step, failures: Failures) -> None:
         shards = range(len(self._snapshot.shards))
@@ -294,33 +300,16 @@ class PushExecution:
             part.transfer_s += time.perf_counter() - started_s
 
     async def _disband(self, _step: Step, _failures: Failures) -> None:
-        """An engine that holds its weights whole fails no more."""
+        # No failures: an engine that has all weights can no longer fail.
         await self._transfer.disband()
 
     def _members(self, step: Step) -> list[EngineControl]:
         return [self._engines[engine_id] for engine_id in step.engines]
 
-    def _report(self, total_s: float) -> PushReport:
-        self._tell_failed(self._parts)
-        for engine_id, part in self._parts.items():
-            part.gate_s = self._gates.closed_s(engine_id)
-            part.outcome = self._machine.outcome(engine_id)
-            failure = self._machine.progress[engine_id].failure
-            part.failure = "" if failure is None else failure.message
-        return PushReport(
-            push_id=self.push_id,
-            version=self._snapshot.version,
-            engines=tuple(self._parts.values()),
-            seconds=self._seconds,
-            total_s=total_s,
-            sent_bytes=self._transfer.sent_bytes,
-            sender_failure=self._sender_failure,
-        )
-
 
 async def to_the_end(work: Coroutine[None, None, None]) -> None:
-    """Await it, whatever is cancelled meanwhile; the cancellation is raised afterwards."""
-    # No task group: that would cancel it.
+    """Await `work` despite cancellations, which are raised afterwards."""
+    # Without a task group, which would cancel it.
     running = asyncio.ensure_future(work)
     if (cancelled := await outlast(running)) is not None:
         raise cancelled from running.exception()

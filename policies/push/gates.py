@@ -1,8 +1,8 @@
-"""The gates that a push holds closed.
+"""Holder of the gates that a push closes.
 
 Invariants:
-- A gate is renewed from its closing to its opening, or to the end of the push where it stays closed.
-- A renewal and an opening of one gate take turns: what was opened is not closed again by a late renewal.
+- A gate is renewed from its closing to its opening, or to the end of the push if it stays closed.
+- Renewal and opening of one gate exclude each other: a late renewal never closes a gate that was opened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """`turn` is held by whoever tells the gate something."""
+    """Gate that was closed. `turn` is held during calls of the gateway."""
 
     closed_at_s: float
     opened_at_s: float | None = None
@@ -29,7 +29,7 @@ class _Held:
 
 
 class HeldGates:
-    """Of one push."""
+    """Gates of one push."""
 
     def __init__(self, gates: Gate, lease_s: float) -> None:
         self._gates = gates
@@ -41,24 +41,24 @@ class HeldGates:
         await self._renew(engine_id, held)
 
     async def open(self, engine_id: EngineId, cache_namespace: str | None) -> Sequence[RequestId]:
-        """The requests whose abort is to be sent again."""
+        """Open a gate, and return the requests that must be aborted again."""
         held = self._held.get(engine_id)
         if held is None:
             return await self._gates.open(engine_id, cache_namespace=cache_namespace)
         async with held.turn:
-            # Before it is told: who does not wait for the answer must not see it closed again.
+            # Before the call: even if it is cancelled, the gate must not be closed again.
             held.opened_at_s = time.perf_counter()
             return await self._gates.open(engine_id, cache_namespace=cache_namespace)
 
     def closed_s(self, engine_id: EngineId) -> float:
-        """How long it was closed, until now where it still is; 0 for one that never was."""
+        """Return the time for which a gate was closed, until now if it still is; 0 if it never was."""
         held = self._held.get(engine_id)
         if held is None:
             return 0.0
         return (held.opened_at_s or time.perf_counter()) - held.closed_at_s
 
     async def renew(self) -> NoReturn:
-        """Again and again, until this is cancelled."""
+        """Renew the closed gates periodically, until cancelled."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
             async with asyncio.TaskGroup() as tasks:

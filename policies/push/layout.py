@@ -1,8 +1,8 @@
-"""Who is which rank of a weight group. Pure.
+"""Layout of the ranks of a weight group. Pure.
 
 Invariants:
-- Rank 0 is the sender; the engines follow in their order, each with as many consecutive ranks as it has processes.
-- Every engine is told the same world size, counted here from what the engines say of themselves."""
+- Rank 0 is the sender; the engines follow in order, each with as many consecutive ranks as it has processes.
+- Every engine gets the same world size, computed from the numbers of processes that the engines report."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLayout:
-    """`offsets` is the first rank of each engine."""
+    """Ranks of a group; `offsets` is the first rank of each engine."""
 
     world_size: int
     offsets: Mapping[EngineId, int]
 
 
 def group_name(push_id: str, wave: int, attempt: int, shard: int) -> str:
-    """Of the group in which one shard of a snapshot is sent to one wave, for the n-th time."""
+    """Return the name of the group for one shard and one attempt of one wave."""
     return f"headrace-{push_id}-{wave}-{attempt}-{shard}"
 
 
 def lay_out(ranks: Iterable[tuple[EngineId, int]]) -> GroupLayout:
-    """The layout of a sender and these engines, given with their numbers of processes."""
+    """Return the layout of a sender and these engines, given with their numbers of processes."""
     offsets: dict[EngineId, int] = {}
     following = 1
     for engine_id, count in ranks:

@@ -1,11 +1,11 @@
-"""The order of a weight push through waves of engines. Pure: no clock, no I/O.
+"""State machine of a weight push through waves of engines. Pure: no clock, no I/O.
 
 Invariants:
 - Phases of a wave: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume, open, disband. Nothing is
   broadcast before every engine of the group has answered `begin`; after a loss a new group is formed first.
-- An engine that got a bucket and then failed is tainted: it may hold mixed weights and is neither resumed nor opened.
-- Every other engine that was gated, paused or in a session leaves all three, whatever happened.
-- Waves go one after another. A failed engine never stops the others; a dead sender stops the push.
+- An engine that got a bucket and then failed is tainted: it may hold mixed weights, and is neither resumed nor opened.
+- Every other engine leaves its session, pause and closed gate in any case.
+- Waves follow one another. A failed engine never stops the others; a dead sender stops the push.
 """
 
 from __future__ import annotations
@@ -21,59 +21,59 @@ if TYPE_CHECKING:
 
 
 class Phase(StrEnum):
-    """One step of a wave; journalled before it is taken."""
+    """Phase of a wave, journalled before it begins."""
 
     PROBE = "probe"
-    """Is the engine there?"""
+    """Ask the engine for its info."""
     FORM = "form"
-    """The process group, while the engine still generates."""
+    """Form the process group, while the engine still generates."""
     GATE = "gate"
-    """Gateways admit nothing more to it."""
+    """Stop admission at the gateways."""
     PAUSE = "pause"
-    """Running requests are retracted (or aborted)."""
+    """Pause the engine: retract or abort its requests, or keep them in place."""
     BEGIN = "begin"
-    """The update session opens."""
+    """Open the update session."""
     BROADCAST = "broadcast"
-    """All buckets, the version on the last."""
+    """Send all buckets, the last one with the version."""
     END = "end"
-    """The update session closes."""
+    """Close the update session."""
     FLUSH = "flush"
-    """No prefix of the old weights survives."""
+    """Flush cached prefixes of the old weights."""
     VERIFY = "verify"
-    """Checksums agree."""
+    """Compare checksums."""
     RESUME = "resume"
-    """Requests go on."""
+    """Resume the requests."""
     OPEN = "open"
-    """Gateways admit again; aborts asked for meanwhile are sent again."""
+    """Resume admission at the gateways, and repeat aborts requested meanwhile."""
     DISBAND = "disband"
-    """The process group goes."""
+    """Leave the process group."""
 
 
 class PushOutcome(StrEnum):
-    """What became of an engine."""
+    """Outcome of a push for one engine."""
 
     UPDATED = "updated"
-    """It runs the new version."""
+    """Runs the new version."""
     QUARANTINED = "quarantined"
-    """It failed: out of routing, to be replaced."""
+    """Failed: out of routing until it is replaced or verified."""
     BEHIND = "behind"
-    """It is well and runs its old version: the push ended before its turn."""
+    """Healthy with its old version: the push ended before its turn."""
 
 
 class Blame(StrEnum):
-    """Whose failure it is."""
+    """Cause of an engine's failure."""
 
     ENGINE = "engine"
-    """Its own: no answer, a refusal, a wrong checksum."""
+    """The engine itself: no answer, a refusal, a wrong checksum."""
     VICTIM = "victim"
-    """Refused because another member of its group went: tried again once."""
+    """The loss of another member of its group; it is tried again once."""
     PUSH = "push"
-    """The sender died, or the push was cancelled."""
+    """The push: its sender died, or it was cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why an engine left the push."""
+    """Failure of one engine in a push."""
 
     blame: Blame
     message: str
@@ -81,7 +81,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The next thing to do, for these engines at once. `attempt` counts groups of this wave from 0."""
+    """Next phase for these engines, concurrently. `attempt` counts the groups of this wave from 0."""
 
     wave: int
     phase: Phase
@@ -91,8 +91,8 @@ class Step:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """What was tried with one engine. `gated`, `paused` and `session` are set by the attempt: a lost reply may have
-    worked."""
+    """Progress of one engine. `gated`, `paused` and `session` are set before the call: it may have worked even if its
+    reply is lost."""
 
     probed: bool = False
     gated: bool = False
@@ -113,7 +113,7 @@ class Progress:
 
 
 ORDER = tuple(Phase)
-# Who takes part in a phase, from what is known of the engine.
+# Engines that take part in a phase.
 MEMBERS: Mapping[Phase, Callable[[Progress], bool]] = {
     Phase.PROBE: lambda engine: engine.healthy and not engine.probed,
     Phase.FORM: lambda engine: engine.healthy and not engine.complete,
@@ -136,16 +136,15 @@ MARKS: Mapping[Phase, str] = {
 }
 
 
-# Out of the session, the pause or the gate again: a second way out is not needed.
+# After these phases succeeded, the engine has left the session, the pause or the closed gate.
 LEFT: Mapping[Phase, str] = {Phase.END: "session", Phase.RESUME: "paused", Phase.OPEN: "gated"}
 
 
 class PushMachine:
-    """`while (step := machine.next()): ...; machine.done(step, failures)`."""
+    """State machine of one push: `while (step := machine.next()): ...; machine.done(step, failures)`."""
 
     def __init__(self, waves: Sequence[Sequence[EngineId]], in_doubt: Container[EngineId] = ()) -> None:
-        """`in_doubt` are engines that may hold mixed weights already: they serve with all of the new ones, or not at
-        all."""
+        """Engines `in_doubt` may already hold mixed weights: they serve only if they get all new ones."""
         self.waves = tuple(tuple(wave) for wave in waves)
         self.progress = {
             engine_id: Progress(got_bucket=engine_id in in_doubt) for wave in self.waves for engine_id in wave
@@ -155,41 +154,51 @@ class PushMachine:
         self._attempt = 0
 
     def next(self) -> Step | None:
-        """The next step, marked as tried; None at the end."""
+        """Return the next step, marked as attempted; None at the end."""
         while self._wave < len(self.waves):
             while self._index < len(ORDER):
                 phase = ORDER[self._index]
                 members = tuple(item for item in self.waves[self._wave] if MEMBERS[phase](self.progress[item]))
                 if members:
-                    self._mark(phase, members)
+                    if phase in MARKS:
+                        for engine_id in members:
+                            setattr(self.progress[engine_id], MARKS[phase], True)
                     return Step(wave=self._wave, phase=phase, engines=members, attempt=self._attempt)
                 self._index += 1
             self._wave, self._index, self._attempt = self._wave + 1, 0, 0
         return None
 
     def touched(self, engine_id: EngineId) -> None:
-        """A bucket is on its way to this engine."""
+        """Record that a bucket is being sent to this engine."""
         self.progress[engine_id].got_bucket = True
 
     def done(self, step: Step, failures: Mapping[EngineId, Failure]) -> None:
-        """What became of a step; engines without a failure succeeded."""
+        """Record the end of a step; engines without a failure succeeded."""
         for engine_id in step.engines:
-            self._settle(step.phase, self.progress[engine_id], failures.get(engine_id))
+            progress, failure = self.progress[engine_id], failures.get(engine_id)
+            if failure is None:
+                progress.complete = progress.complete or (step.phase is Phase.BROADCAST and progress.healthy)
+                if step.phase in LEFT:
+                    setattr(progress, LEFT[step.phase], False)
+            elif failure.blame is Blame.VICTIM and progress.victim_of == 0:
+                progress.victim_of = 1
+            else:
+                progress.failure = progress.failure or failure
         self._index += 1
         before_broadcast = step.phase in (Phase.GATE, Phase.PAUSE, Phase.BEGIN)
         if failures and (step.phase in (Phase.FORM, Phase.BROADCAST) or before_broadcast):
-            # The group has lost a member: it is discarded, and those that are left form another.
+            # The group has lost a member: it is discarded, and the remaining engines form another.
             self._attempt += 1
             self._index = ORDER.index(Phase.FORM)
 
     def abandon(self, message: str) -> None:
-        """The push ends here: what is not complete fails, and only the way out of gate, pause and session remains."""
+        """End the push: incomplete engines fail, and only the steps out of gates, pauses and sessions remain."""
         for progress in self.progress.values():
             if progress.healthy and not progress.complete:
                 progress.failure = Failure(blame=Blame.PUSH, message=message)
 
     def condemn(self, engine_id: EngineId, message: str) -> None:
-        """It turns out, after its wave, that it has other weights than the others."""
+        """Record that an engine of an earlier wave has other weights than the rest."""
         progress = self.progress[engine_id]
         progress.failure = progress.failure or Failure(blame=Blame.ENGINE, message=message)
 
@@ -200,20 +209,3 @@ class PushMachine:
         if progress.failure.blame is Blame.PUSH and not progress.tainted:
             return PushOutcome.BEHIND
         return PushOutcome.QUARANTINED
-
-    def _mark(self, phase: Phase, members: Sequence[EngineId]) -> None:
-        if phase in MARKS:
-            for engine_id in members:
-                setattr(self.progress[engine_id], MARKS[phase], True)
-
-    def _settle(self, phase: Phase, progress: Progress, failure: Failure | None) -> None:
-        if failure is None:
-            progress.complete = progress.complete or (phase is Phase.BROADCAST and progress.healthy)
-            for left, mark in LEFT.items():
-                if phase is left:
-                    setattr(progress, mark, False)
-            return
-        if failure.blame is Blame.VICTIM and progress.victim_of == 0:
-            progress.victim_of = 1
-            return
-        progress.failure = progress.failure or failure

@@ -1,19 +1,18 @@
-"""Process groups for weight transfer, formed as SGLang's `init_custom_process_group` does.
+"""Process groups for weight transfers, formed as SGLang's `init_custom_process_group` does.
 
 Invariants:
-- A group is never the default group: it has a TCP store of its own at rank 0, on a free port, under the group's name
-  as prefix. The store listens on the address that its members are given, and on no other.
-- The group's timeout bounds its formation and every transfer; after any failure the group is discarded, never reused.
-- `finish_broadcast` returns when the bytes have gone or come, whatever the backend.
+- A group is never the default group: it has its own TCP store at rank 0, on a free port, with the group's name as
+  prefix. The store listens only on the address that its members are given.
+- The group's timeout bounds its formation and every transfer. After any failure the group is discarded.
+- `finish_broadcast` returns when the bytes were sent or received, with any backend.
 
-Every function here blocks: call them from a thread of your own.
+All functions here block: call them from a separate thread.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -32,7 +31,7 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightGroup:
-    """One formed group. `store` is kept alive with it: at rank 0 it is the server."""
+    """Process group that was formed. It keeps `store` alive, which is the server at rank 0."""
 
     name: str
     rank: int
@@ -43,36 +42,30 @@ class WeightGroup:
 
 
 def host_store(host: str, world_size: int, timeout_s: float) -> TCPStore:
-    """Rank 0's store on a free port (`store.port`) of the address `host`. Raises GroupFailed."""
+    """Open rank 0's store on a free port (`store.port`) of the address `host`. Raises GroupFailed."""
     try:
-        listener = _listen(host)
-        # Left alone, torch listens on all interfaces, and the store asks for no credential. It closes the descriptor.
-        return TCPStore(
-            host,
-            listener.getsockname()[1],
-            world_size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.bind(address)
+            listener.listen()
+            # With a socket of ours: by default torch listens on all interfaces, and the store has no authentication.
+            # The store closes the descriptor.
+            return TCPStore(
+                host,
+                listener.getsockname()[1],
+                world_size,
+                is_master=True,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
     except (RuntimeError, ValueError, OSError) as error:
         raise GroupFailed(f"no store could be opened at {host}: {error}") from error
 
 
-def _listen(host: str) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(family, kind, protocol))
-        listener.bind(address)
-        listener.listen()
-        stack.pop_all()
-    return listener
-
-
 def join_store(host: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
-    """The client end of rank 0's store. Raises GroupFailed."""
-    # A rank 0 formed by torch's own rendezvous counts its workers: only a worker that waits is counted.
+    """Connect to rank 0's store. Raises GroupFailed."""
+    # A rank 0 that was formed by torch's own rendezvous waits for its workers, and counts only those that wait.
     try:
         return TCPStore(
             host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=True
@@ -84,14 +77,14 @@ def join_store(host: str, port: int, world_size: int, timeout_s: float) -> TCPSt
 def form_group(
     store: TCPStore, *, name: str, rank: int, world_size: int, backend: str, timeout_s: float
 ) -> WeightGroup:
-    """Blocks until all ranks are there, at most `timeout_s`. Raises GroupFailed.
+    """Form a group, waiting for all ranks for at most `timeout_s`. Raises GroupFailed.
 
-    The calls and prefixes are those of SGLang's function (a prefix store of the group's name under torch's own helper),
-    which is what lets an SGLang engine meet us."""
+    The calls and prefixes are those of SGLang's function (a prefix store with the group's name under torch's helper),
+    so that SGLang engines can join."""
     choose_interface(store.host)
     if backend == "nccl":
-        # Read where the group is made. Otherwise waiting ends when the transfer is queued on the device, and one that
-        # hangs or fails is nobody's error.
+        # Torch reads this when the group is made. Without it, `wait` returns when the transfer is queued on the device,
+        # and a transfer that hangs or fails raises no error.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:
         group, _ = _new_process_group_helper(
@@ -110,10 +103,10 @@ def form_group(
 
 
 def choose_interface(host: str) -> None:
-    """Gloo reads its interface from the environment when it forms a group: what was chosen for a store on this machine
-    must not stay for the next one elsewhere. Any other interface is a user's choice, and stays."""
+    """Set the interface that gloo reads from the environment when it forms a group. The choice for a local store is
+    removed for a remote one; any other value is a user's, and is not changed."""
     if host in ("127.0.0.1", "localhost"):
-        # Gloo otherwise binds to whatever the machine's own name resolves to, which may be nothing.
+        # By default gloo binds to the address of the machine's name, which may not exist.
         os.environ.setdefault(INTERFACE_VARIABLE, "lo")
     elif os.environ.get(INTERFACE_VARIABLE) == "lo":
         del os.environ[INTERFACE_VARIABLE]
@@ -137,7 +130,7 @@ def finish_broadcast(group: WeightGroup, work: dist.Work) -> None:
 
 
 def destroy_group(group: WeightGroup) -> None:
-    """Leave the group. What a broken group says while it is torn down is of no use to anybody."""
+    """Leave the group. Raises GroupFailed if it was not torn down cleanly, as happens with a failed group."""
     try:
         dist.destroy_process_group(group.group)
     except (RuntimeError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""The sender: a process that alone shares process groups with engines, and the client that commands it.
+"""Sender process, which alone shares process groups with engines, and its client.
 
 Invariants:
-- Commands and replies are one JSON object a line on stdin and stdout, one command at a time; nothing else is printed
-  there.
-- A command that misses its deadline or is cancelled costs the process: a collective cannot be cancelled, so it is
-  killed. The next command starts a new one, which knows no snapshot and no group (`incarnation` tells).
+- Commands and replies are JSON objects, one per line, on stdin and stdout, and one command runs at a time. Nothing else
+  is written to stdout.
+- The process is killed when a command misses its deadline or is cancelled, because a collective cannot be cancelled.
+  The next command starts a new process without snapshot and groups, with a higher `incarnation`.
 - The process ends when its stdin closes or its parent dies.
 
 Commands: ping; load {path, sha256, bucket_bytes, checksums} -> {buckets, checksums}; open_group {name, host,
@@ -46,18 +46,18 @@ ERROR_KINDS: Mapping[str, type[Exception]] = {"group": GroupFailed, "model": Mod
 
 
 class SenderConfig(BaseModel):
-    """The sender process."""
+    """Settings of sender processes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     log_path: Path | None = None
-    """Receives its stderr; None shares ours."""
+    """File that receives stderr; None shares that of this process."""
     start_timeout_s: float = Field(default=60.0, gt=0)
-    """From start to the first reply; importing torch takes seconds."""
+    """Time limit from start to the first reply; importing torch takes seconds."""
 
 
 class SenderProcess:
-    """`async with SenderProcess(config) as sender: await sender.call("ping", {}, timeout_s=1)`."""
+    """Client of a sender: `async with SenderProcess(config) as sender: await sender.call("ping", {}, timeout_s=1)`."""
 
     def __init__(self, config: SenderConfig) -> None:
         self.config = config
@@ -84,8 +84,8 @@ class SenderProcess:
         await asyncio.shield(self.kill())
 
     async def call(self, op: str, arguments: Mapping[str, object], *, timeout_s: float) -> Json:
-        """One command. Raises SenderTimeout (killed), SenderFailed (it died), GroupFailed or ModelInvalid (it says
-        so)."""
+        """Execute one command. Raises SenderTimeout (it was killed), SenderFailed (it died), GroupFailed or
+        ModelInvalid (errors of the command)."""
         async with self._turn:
             if self._process is not None and self._process.returncode is not None:
                 await self.kill()
@@ -105,7 +105,7 @@ class SenderProcess:
         return reply
 
     async def kill(self) -> None:
-        """SIGKILL and reap. Idempotent; the next call starts another."""
+        """Kill and reap the process. Idempotent; the next call starts another."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -149,7 +149,7 @@ class SenderProcess:
             await process.stdin.drain()
             line = await process.stdout.readline()
         except (ConnectionError, ValueError, RuntimeError) as error:
-            # RuntimeError is what uvloop says of a pipe whose other end is gone.
+            # uvloop raises RuntimeError for a pipe whose other end is closed.
             raise SenderFailed(f"sender died during {command['op']}: {error!r}") from error
         if not line.endswith(b"\n"):
             raise SenderFailed(f"sender died during {command['op']}")
@@ -158,8 +158,8 @@ class SenderProcess:
 
 
 class Senders:
-    """Senders of one host, one for each shard that is sent at once. The first starts with the context, a further one
-    with its first command."""
+    """Senders of one host, one for each shard of a snapshot. The first starts with the context, others with their first
+    command."""
 
     def __init__(self, config: SenderConfig) -> None:
         self._config = config
@@ -182,7 +182,7 @@ class Senders:
 
 
 class Sender:
-    """What runs inside the process. Methods take and give what crosses the pipe."""
+    """Implementation of the commands, inside the process."""
 
     def __init__(self) -> None:
         self._snapshot: Snapshot | None = None
@@ -192,7 +192,7 @@ class Sender:
         self._groups: dict[str, WeightGroup] = {}
 
     def handle(self, command: Json) -> Json:
-        """Raises GroupFailed, ModelInvalid, or KeyError for what is not a command."""
+        """Execute a command. Raises GroupFailed, ModelInvalid, or KeyError for an unknown command."""
         handlers = {
             "ping": lambda _: {},
             "load": self._load,
@@ -207,7 +207,7 @@ class Sender:
         from headrace.policies.push.weights import plan_buckets, read_snapshot
 
         self._flat.clear()
-        # One snapshot is held at a time, and the memory of the last is used again: new pages cost more than reading.
+        # Only one snapshot is held, and its memory is reused: allocating pages costs more than reading the file.
         last, self._snapshot = self._snapshot, None
         memory = None if last is None else last.data
         self._snapshot = read_snapshot(Path(command["path"]), command["sha256"], memory)
@@ -243,7 +243,7 @@ class Sender:
         started_s = time.perf_counter()
         work = start_broadcast(group, self._flattened(index, group))
         if index + 1 < len(self._buckets):
-            # The second buffer: the next bucket goes to the device while this one is on its way.
+            # The second buffer: the next bucket is copied to the device while this one is being sent.
             self._flattened(index + 1, group)
         finish_broadcast(group, work)
         self._flat.pop(index)
@@ -269,7 +269,7 @@ class Sender:
 
 
 def answer(sender: Sender, line: str) -> Json:
-    """The reply to one line; the one boundary of the process."""
+    """Return the reply to one line. The only place where the process handles errors."""
     try:
         return sender.handle(json.loads(line))
     except GroupFailed as error:
@@ -287,7 +287,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Libraries print; replies must not be mixed with that.
+    # Output of libraries to stdout goes to stderr, so that it does not mix with replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sender = Sender()

@@ -1,4 +1,4 @@
-"""What tensors are, without their numbers: dtype and shape, as a safetensors file tells them. Needs no torch."""
+"""Specifications of tensors (dtype and shape) as in the header of a safetensors file. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""The dtypes that are pushed."""
+"""Bytes per element of the dtypes that can be pushed."""
 FILE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """`dtype` is torch's name without the prefix; one that is not pushed keeps the file's name (`I8`)."""
+    """Dtype and shape of a tensor. `dtype` is torch's name without the prefix; a dtype that cannot be pushed has the
+    file's name (`I8`)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,7 +36,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """What is told of a bucket before it comes. `dtypes` are torch names without the prefix."""
+    """Description of a bucket, which precedes its bytes. `dtypes` are torch's names without the prefix."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -53,7 +54,7 @@ class Bucket:
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
-    """What a safetensors file holds, in the order of its bytes. Raises ModelInvalid naming the file."""
+    """Return the tensors of a safetensors file, in the order of their bytes. Raises ModelInvalid naming the file."""
     from safetensors import SafetensorError, safe_open
 
     try:

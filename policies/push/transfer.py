@@ -1,14 +1,14 @@
-"""The senders' side of one push: the shards they hold, the groups they share with engines, the buckets on their way.
+"""Transfer of a snapshot from its senders to engines: loading of shards, process groups, and broadcasts.
 
 Invariants:
-- Each shard of a snapshot has a sender and a process group of its own: that is how several trainer ranks send. Their
-  buckets travel one after another, the version with the last one.
-- A group that failed is never used again. Every group is left at both ends before the next one is formed, and at the
-  end, whatever became of it; an engine that does not leave costs a short wait and nothing else.
-- A sender that died, or had to be killed, took its shard and groups along: the push that used it ends (`SenderFailed`),
-  and the next one starts another.
-- A collective that an engine leaves is over for all: the sender, which nothing can call back, is killed a moment later,
-  and its end frees the other engines. An engine that failed excuses the sender; those that fail after it are victims.
+- Each shard of a snapshot has its own sender and process group, so that several trainer ranks can send. All buckets are
+  sent one after another, the last one with the version.
+- A group that failed is never reused. Every group is left at both ends before the next one is formed, and at the end of
+  the push; an engine that does not leave costs a short wait only.
+- A sender that died or was killed lost its shard and groups: the push that used it ends (`SenderFailed`), and the next
+  one starts another.
+- A collective that an engine left fails for all members: the sender, which cannot be interrupted, is killed shortly
+  after, which frees the other engines. The failure of an engine excuses the sender; engines failing later are victims.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The group times out by itself first: that costs the group only, a missed deadline the whole sender.
 SENDER_GRACE_S = 2.0
-# Others of the wave may be paused meanwhile.
+"""Added to a sender's deadline, so that the group times out first: that loses the group only, and not the sender."""
 LEAVE_TIMEOUT_S = 3.0
+"""Short, because other engines of the wave may be paused meanwhile."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Failures:
-    """Collects the failures of one step from concurrent calls."""
+    """Failures of one step, collected from concurrent calls."""
 
     found: dict[EngineId, Failure] = field(default_factory=dict)
     refused: set[EngineId] = field(default_factory=set)
-    """Those that answered, and said no."""
+    """Engines that answered with a refusal."""
 
     @asynccontextmanager
     async def of(self, engine_id: EngineId, timeout_s: float) -> AsyncIterator[None]:
-        """Whatever an engine does wrong inside becomes data."""
+        """Record errors and timeouts of calls of an engine inside the context."""
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -78,8 +78,8 @@ class Failures:
             self.refused.add(engine_id)
 
     def spare_victims(self, culprits: AbstractSet[EngineId]) -> None:
-        """A refusal that came after the failure of another one in the group is its consequence; so is one where
-        somebody else was unreachable, whoever was heard of first."""
+        """Mark consequences of another engine's failure as such: refusals that came after it, and all refusals if some
+        engine was unreachable."""
         unreachable = self.found.keys() - self.refused
         for engine_id in self.refused:
             if unreachable or engine_id not in culprits:
@@ -88,7 +88,7 @@ class Failures:
 
 @dataclass(slots=True, kw_only=True)
 class Loaded:
-    """What a sender of this incarnation holds: buckets, and checksums by parameter."""
+    """Buckets that a sender of this incarnation holds, and their checksums by parameter."""
 
     incarnation: int
     buckets: tuple[Bucket, ...]
@@ -97,52 +97,54 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A process group of a sender, and the engines that were asked to join."""
+    """Process group of a sender, with the engines that were asked to join."""
 
     name: str
     engines: tuple[EngineControl, ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class Lane:
-    """One shard's way: its sender and the group of the moment."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class ShardTransfer:
+    """Shard of the snapshot with its sender and current group."""
 
-    shard: WeightsShard
+    file: WeightsShard
     sender: SenderProcess
     loaded: Loaded | None = None
     group: Group | None = None
 
     @property
     def is_loaded(self) -> bool:
-        """Whether its sender holds it still."""
+        """True if the sender still holds the shard."""
         held = self.loaded is not None and self.loaded.incarnation == self.sender.incarnation
         return held and self.sender.alive
 
 
 class Transfer:
-    """Used for one push. Methods raise SenderFailed or GroupFailed when it cannot go on through these senders."""
+    """Transfer of one push. Methods raise SenderFailed or GroupFailed when these senders cannot continue."""
 
     def __init__(self, snapshot: WeightsSnapshot, senders: Sequence[SenderProcess], config: PushConfig) -> None:
         if len(senders) != len(snapshot.shards):
-            raise PushError(f"{len(snapshot.shards)} shards need as many senders, not {len(senders)}")
+            raise PushError(f"{len(snapshot.shards)} shards need {len(snapshot.shards)} senders, not {len(senders)}")
         self._version = snapshot.version
-        self._lanes = [Lane(shard=shard, sender=sender) for shard, sender in zip(snapshot.shards, senders, strict=True)]
+        self._shards = [
+            ShardTransfer(file=file, sender=sender) for file, sender in zip(snapshot.shards, senders, strict=True)
+        ]
         self._config = config
         self.sent_bytes = 0
 
     async def load(self) -> None:
-        """Every shard into its sender, at once. Raises ModelInvalid for an unreadable one, PushError for a parameter
-        that two shards hold."""
+        """Load all shards into their senders, concurrently. Raises ModelInvalid for an unreadable shard, PushError for
+        a parameter in two shards."""
         async with first_error(), asyncio.TaskGroup() as tasks:
-            for lane in self._lanes:
-                tasks.create_task(self._load(lane))
+            for shard in self._shards:
+                tasks.create_task(self._load(shard))
         names = Counter(name for loaded in self._all_loaded() for bucket in loaded.buckets for name in bucket.names)
         name, count = names.most_common(1)[0]
         if count > 1:
             raise PushError(f"{name} is in {count} shards of the snapshot")
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Every parameter of the snapshot."""
+        """Return all parameters of the snapshot."""
         return {
             name: spec
             for loaded in self._all_loaded()
@@ -156,72 +158,97 @@ class Transfer:
     async def form(
         self, names: Sequence[str], engines: Sequence[EngineControl], layout: GroupLayout, failures: Failures
     ) -> None:
-        """A new group of each sender and these engines, of these names."""
+        """Form a new group of each sender and these engines."""
         await self.disband()
-        for lane, name in zip(self._lanes, names, strict=True):
-            await self._form(lane, name, engines, layout, failures)
+        config = self._config
+
+        async def join(engine: EngineControl, name: str, port: int) -> None:
+            async with failures.of(engine.engine_id, config.collective_timeout_s):
+                await engine.join_group(
+                    name,
+                    host=config.host,
+                    port=port,
+                    rank=layout.offsets[engine.engine_id],
+                    world_size=layout.world_size,
+                    backend=config.backend,
+                )
+
+        for shard, name in zip(self._shards, names, strict=True):
+            opening = {
+                "name": name,
+                "host": config.host,
+                "world_size": layout.world_size,
+                "backend": config.backend,
+                "timeout_s": config.transfer_timeout_s,
+            }
+            shard.group = Group(name=name, engines=tuple(engines))
+            port = (await self._tell(shard, "open_group", opening, config.transfer_timeout_s))["port"]
+            joins = [join(engine, name, port) for engine in engines]
+            await self._collective(shard, "join_group", {"name": name}, joins, failures)
             if failures.found:
                 return
 
     async def broadcast(
         self, engines: Sequence[EngineControl], failures: Failures, touched: Callable[[EngineId], None]
     ) -> dict[EngineId, int]:
-        """All buckets to the engines of the group, until one fails; the bytes that each engine took.
+        """Send all buckets to the engines of the groups, until one fails. Returns the bytes that each engine received.
 
-        After a failure every engine of the group has failed: those that answered well still lack buckets."""
-        for lane in self._lanes:
-            await self._tell(lane, "ping", {}, self._config.phase_timeout_s)
+        After a failure all engines of the group have failed: those without an error lack buckets."""
+        for shard in self._shards:
+            await self._tell(shard, "ping", {}, self._config.phase_timeout_s)
         taken = dict.fromkeys((engine.engine_id for engine in engines), 0)
-        for lane, index, version in self._plan():
-            assert lane.loaded is not None
-            assert lane.group is not None
-            updates = [self._update(engine, lane, index, version, failures, touched) for engine in engines]
-            await self._collective(lane, "broadcast", {"name": lane.group.name, "bucket": index}, updates, failures)
+        plan = [(shard, index) for shard in self._shards if shard.loaded for index in range(len(shard.loaded.buckets))]
+        for shard, index in plan:
+            assert shard.loaded is not None
+            assert shard.group is not None
+            version = self._version if (shard, index) == plan[-1] else None
+            updates = [self._update(engine, shard, index, version, failures, touched) for engine in engines]
+            await self._collective(shard, "broadcast", {"name": shard.group.name, "bucket": index}, updates, failures)
             if failures.found:
                 for engine in engines:
                     failures.found.setdefault(engine.engine_id, Failure(blame=Blame.VICTIM, message="its group broke"))
                 return taken
-            size_bytes = lane.loaded.buckets[index].size_bytes
+            size_bytes = shard.loaded.buckets[index].size_bytes
             self.sent_bytes += size_bytes
             for engine_id in taken:
                 taken[engine_id] += size_bytes
         return taken
 
     async def disband(self) -> None:
-        """The groups of the moment, at both ends at once: some transports wait there for each other."""
+        """Leave the current groups, at both ends concurrently: in some transports the ends wait for each other."""
         async with asyncio.TaskGroup() as tasks:
-            for lane in self._lanes:
-                group, lane.group = lane.group, None
+            for shard in self._shards:
+                group, shard.group = shard.group, None
                 if group is not None:
-                    tasks.create_task(self._close(lane, group.name))
+                    tasks.create_task(self._close(shard, group.name))
                     for engine in group.engines:
                         tasks.create_task(self._leave(engine, group.name))
 
-    async def _close(self, lane: Lane, name: str) -> None:
+    async def _close(self, shard: ShardTransfer, name: str) -> None:
         with suppress(SenderFailed, GroupFailed):
-            await self._tell(lane, "close_group", {"name": name}, self._config.phase_timeout_s)
+            await self._tell(shard, "close_group", {"name": name}, self._config.phase_timeout_s)
 
     async def _leave(self, engine: EngineControl, name: str) -> None:
-        """An engine whose transfer failed has left by itself."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                # An engine whose transfer failed has left already.
                 with suppress(UnknownGroup):
                     await engine.leave_group(name)
         except (EngineError, TimeoutError) as error:
             logger.warning("%s did not leave group %s: %r", engine.engine_id, name, error)
 
-    async def _load(self, lane: Lane) -> None:
+    async def _load(self, shard: ShardTransfer) -> None:
         arguments = {
-            "path": str(lane.shard.path),
-            "sha256": lane.shard.sha256,
+            "path": str(shard.file.path),
+            "sha256": shard.file.sha256,
             "bucket_bytes": self._config.bucket_bytes,
             "checksums": self._config.verify == "snapshot",
         }
-        reply = await lane.sender.call("load", arguments, timeout_s=self._config.load_timeout_s)
+        reply = await shard.sender.call("load", arguments, timeout_s=self._config.load_timeout_s)
         if not reply["buckets"]:
-            raise PushError(f"{Path(lane.shard.path)} holds no tensors")
-        lane.loaded = Loaded(
-            incarnation=lane.sender.incarnation,
+            raise PushError(f"{Path(shard.file.path)} contains no tensors")
+        shard.loaded = Loaded(
+            incarnation=shard.sender.incarnation,
             buckets=tuple(
                 Bucket(
                     names=tuple(bucket["names"]),
@@ -234,81 +261,50 @@ class Transfer:
         )
 
     def _all_loaded(self) -> Iterator[Loaded]:
-        for lane in self._lanes:
-            assert lane.loaded is not None
-            yield lane.loaded
+        for shard in self._shards:
+            assert shard.loaded is not None
+            yield shard.loaded
 
-    def _plan(self) -> Iterator[tuple[Lane, int, PolicyVersion | None]]:
-        """Every bucket in its order, with the version on the last."""
-        order = [(lane, index) for lane in self._lanes if lane.loaded for index in range(len(lane.loaded.buckets))]
-        for at, (lane, index) in enumerate(order, start=1):
-            yield lane, index, self._version if at == len(order) else None
-
-    async def _form(
-        self, lane: Lane, name: str, engines: Sequence[EngineControl], layout: GroupLayout, failures: Failures
-    ) -> None:
-        config, timeout_s = self._config, self._config.transfer_timeout_s
-        opening = {
-            "name": name,
-            "host": config.host,
-            "world_size": layout.world_size,
-            "backend": config.backend,
-            "timeout_s": timeout_s,
-        }
-        lane.group = Group(name=name, engines=tuple(engines))
-        port = (await self._tell(lane, "open_group", opening, timeout_s))["port"]
-
-        async def join(engine: EngineControl) -> None:
-            async with failures.of(engine.engine_id, config.collective_timeout_s):
-                await engine.join_group(
-                    name,
-                    host=config.host,
-                    port=port,
-                    rank=layout.offsets[engine.engine_id],
-                    world_size=layout.world_size,
-                    backend=config.backend,
-                )
-
-        await self._collective(lane, "join_group", {"name": name}, [join(engine) for engine in engines], failures)
-
-    async def _tell(self, lane: Lane, op: str, arguments: Mapping[str, object], timeout_s: float) -> Mapping[str, Any]:
-        """A command about what the sender holds. One that died is not started for it: that takes long where engines
-        are paused, and it would hold nothing."""
-        if not lane.is_loaded:
-            raise SenderFailed(f"the sender died before {op}, and took its shard and groups along")
-        return await lane.sender.call(op, arguments, timeout_s=timeout_s)
+    async def _tell(
+        self, shard: ShardTransfer, op: str, arguments: Mapping[str, object], timeout_s: float
+    ) -> Mapping[str, Any]:
+        """Send a command that needs the loaded shard."""
+        # A dead sender is not restarted for it: that takes seconds while engines are paused, and the shard is lost.
+        if not shard.is_loaded:
+            raise SenderFailed(f"the sender died before {op}, and its shard and groups are lost")
+        return await shard.sender.call(op, arguments, timeout_s=timeout_s)
 
     async def _update(
         self,
         engine: EngineControl,
-        lane: Lane,
+        shard: ShardTransfer,
         index: int,
         version: PolicyVersion | None,
         failures: Failures,
         touched: Callable[[EngineId], None],
     ) -> None:
-        assert lane.loaded is not None
-        assert lane.group is not None
+        assert shard.loaded is not None
+        assert shard.group is not None
         touched(engine.engine_id)
         async with failures.of(engine.engine_id, self._config.collective_timeout_s):
-            await engine.update(lane.loaded.buckets[index], group=lane.group.name, version=version)
+            await engine.update(shard.loaded.buckets[index], group=shard.group.name, version=version)
 
     async def _collective(
         self,
-        lane: Lane,
+        shard: ShardTransfer,
         op: str,
         arguments: dict[str, object],
         calls: Sequence[Coroutine[None, None, None]],
         failures: Failures,
     ) -> None:
-        """The sender and all engines at once, then the question whose fault a failure is. Raises SenderFailed or
+        """Run a collective of the sender and all engines, and assign the blame for a failure. Raises SenderFailed or
         GroupFailed when it is the sender's; no engine has failed then."""
         failed: SenderFailed | GroupFailed | None = None
 
         async def send() -> None:
             nonlocal failed
             try:
-                await self._tell(lane, op, arguments, self._config.transfer_timeout_s + SENDER_GRACE_S)
+                await self._tell(shard, op, arguments, self._config.transfer_timeout_s + SENDER_GRACE_S)
             except (SenderFailed, GroupFailed) as error:
                 failed = error
 
@@ -321,7 +317,7 @@ class Transfer:
             if culprits:
                 await asyncio.wait({sending}, timeout=SENDER_GRACE_S)
                 sending.cancel()
-        # A sender that merely waited too long, or saw its peer go, is not at fault when an engine failed as well.
+        # A sender that waited too long, or lost its peer, is not at fault if an engine failed as well.
         excused = isinstance(failed, SenderTimeout | GroupFailed) and failures.found
         if failed is not None and not excused:
             failures.found.clear()
@@ -331,7 +327,7 @@ class Transfer:
 
 @asynccontextmanager
 async def first_error() -> AsyncIterator[None]:
-    """The first error of a task group, alone: callers tell errors apart by their class."""
+    """Raise the first error of a task group by itself, because callers catch errors by class."""
     try:
         yield
     except ExceptionGroup as group:

@@ -1,13 +1,12 @@
-"""The bytes of a safetensors snapshot cut into buckets, and checksums of tensors.
+"""Splits a safetensors snapshot into buckets, and computes checksums of tensors.
 
 Invariants:
-- The plan of buckets depends on the file's header and `bucket_bytes` alone, so every receiver can be told it before
-  a byte is sent.
-- A bucket is the bytes of its tensors one after another, in the order of `names` (SGLang's `flattened_bucket`). Tensors
-  are read into memory in the order in which the embedded engine stores them: every bucket is a part of that memory, and
-  of the engine's; nothing is laid out at either end. Other engines take any order.
-- A checksum is XXH3 of 128 bits over a tensor's bytes in the dtype it was sent in; it does not depend on how buckets
-  are cut. It finds accidents. Against a snapshot that somebody replaced stands the SHA-256 of its file.
+- The plan of buckets depends only on the file's header and `bucket_bytes`, so receivers can get it in advance.
+- A bucket consists of the bytes of its tensors, concatenated in the order of `names` (SGLang's `flattened_bucket`).
+  Tensors are read into memory in the order in which the embedded engine stores them, so that a bucket is a slice of
+  that memory, and of the engine's, and need not be copied. Other engines accept any order.
+- A checksum is the 128-bit XXH3 of a tensor's bytes in the dtype in which it was sent; it does not depend on the
+  buckets. It detects accidents; the SHA-256 of the snapshot's file detects that the file was replaced.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ CHECKSUM_ELEMENTS = 256 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """A file in memory: its tensors in the order of `specs`, and their bytes (uint8) without a gap."""
+    """Snapshot file in memory: its tensors in the order of `specs`, and their bytes (uint8) without gaps."""
 
     specs: Mapping[str, TensorSpec]
     data: Tensor
 
     def flat(self, bucket: Bucket) -> Tensor:
-        """The bucket's bytes; they are shared."""
+        """Return a view of the bucket's bytes."""
         starts = self._starts()
         start = starts[bucket.names[0]]
         return self.data[start : start + bucket.size_bytes]
@@ -61,7 +60,7 @@ class Snapshot:
         return dict(unflatten(whole, self.flat(whole)))
 
     def checksums(self) -> dict[str, str]:
-        """Of every tensor, by name."""
+        """Return the checksum of every tensor, by name."""
         starts = self._starts()
         return {
             name: xxhash.xxh3_128_hexdigest(self.data[starts[name] : starts[name] + spec.size_bytes].numpy().data)
@@ -74,7 +73,7 @@ class Snapshot:
 
 
 def plan_buckets(specs: Mapping[str, TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Cut tensors, in their order, into buckets of at most `bucket_bytes` (a larger tensor has a bucket of its own)."""
+    """Split tensors, in order, into buckets of at most `bucket_bytes` (a larger tensor has a bucket of its own)."""
     buckets: list[Bucket] = []
     names: list[str] = []
     filled = 0
@@ -96,12 +95,12 @@ def describe(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> Bucket:
 
 
 def split(flat: Tensor, bucket: Bucket) -> list[Tensor]:
-    """The bytes of each tensor of a bucket."""
+    """Return the bytes of each tensor of a bucket."""
     return list(torch.split(flat, [spec.size_bytes for spec in bucket.specs]))
 
 
 def unflatten(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a received bucket; they share its memory where alignment allows."""
+    """Yield the names and tensors of a received bucket; they share its memory where alignment allows."""
     for name, spec, piece in zip(bucket.names, bucket.specs, split(flat, bucket), strict=True):
         dtype = DTYPES[spec.dtype]
         aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
@@ -109,7 +108,7 @@ def unflatten(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Of a contiguous tensor's bytes in `dtype`, hexadecimal."""
+    """Return the checksum of a contiguous tensor's bytes in `dtype`, hexadecimal."""
     digest = xxhash.xxh3_128()
     for piece in torch.split(tensor.view(-1), CHECKSUM_ELEMENTS):
         digest.update(piece.to(dtype).view(torch.uint8).numpy().data)
@@ -117,37 +116,33 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def read_snapshot(path: Path, sha256: str | None, memory: Tensor | None = None) -> Snapshot:
-    """A snapshot file in memory; in `memory` if that has the right size. Raises ModelInvalid when it is unreadable or
-    not the file that was meant."""
+    """Read a snapshot file, into `memory` if that has the right size. Raises ModelInvalid when the file is unreadable
+    or has another SHA-256."""
     held = read_specs(path)
-    _refuse_unpushable(held, path)
+    for name, spec in held.items():
+        if not spec.pushable:
+            raise ModelInvalid(
+                f"{path}: {name} has dtype {spec.dtype}, which cannot be pushed; convert it to one of "
+                f"{sorted(FILE_DTYPES)}"
+            )
     total_bytes = sum(spec.size_bytes for spec in held.values())
     if memory is None or memory.numel() != total_bytes:
         memory = torch.empty(total_bytes, dtype=torch.uint8)
     specs = {name: held[name] for name in sorted(held, key=storage_place)}
     snapshot = Snapshot(specs=specs, data=memory)
     try:
-        # The tensors fill the end of the file without a hole: the format asks for that, and the library checks it.
+        # The tensors fill the rest of the file without gaps: the format requires that, and the library checks it.
         header = torch.empty(path.stat().st_size - total_bytes, dtype=torch.uint8)
         digest = read_pieces(path, [header, *(snapshot.flat(describe([name], specs)) for name in held)])
     except OSError as error:
         raise ModelInvalid(f"{path}: {error}") from error
     if sha256 is not None and digest != sha256:
-        raise ModelInvalid(f"{path}: its sha256 is not the snapshot's: it was overwritten or cut")
+        raise ModelInvalid(f"{path}: its sha256 is not the snapshot's: it was overwritten or truncated")
     return snapshot
 
 
-def _refuse_unpushable(specs: Mapping[str, TensorSpec], path: Path) -> None:
-    for name, spec in specs.items():
-        if not spec.pushable:
-            raise ModelInvalid(
-                f"{path}: {name} has dtype {spec.dtype}, which cannot be pushed; convert it to one of "
-                f"{sorted(FILE_DTYPES)}"
-            )
-
-
 def read_pieces(path: Path, pieces: Sequence[Tensor]) -> str:
-    """Fill the pieces with a file's bytes, one after another. Returns the file's SHA-256, which is worked out in a
+    """Fill the pieces with a file's bytes, one after another, and return the file's SHA-256, which is computed in a
     thread while the next bytes are read."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(max_workers=1) as hashing:
@@ -156,7 +151,7 @@ def read_pieces(path: Path, pieces: Sequence[Tensor]) -> str:
             while filled < len(view):
                 count = file.readinto(view[filled : filled + READ_BYTES])
                 if not count:
-                    raise ModelInvalid(f"{path}: it was cut while it was read")
+                    raise ModelInvalid(f"{path}: it was truncated while it was read")
                 hashing.submit(digest.update, view[filled : filled + count])
                 filled += count
     return digest.hexdigest()

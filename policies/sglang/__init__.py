@@ -1,1 +1,1 @@
-"""SGLang: the client of its HTTP contract, by server version, and servers of its own environment."""
+"""SGLang: the HTTP client, differences between server versions, and server processes."""

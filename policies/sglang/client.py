@@ -1,10 +1,11 @@
-"""Client of one inference server that speaks SGLang's HTTP contract: SGLang (see dialects.py), or our CPU engine.
+"""Client of one inference server with SGLang's HTTP API: SGLang (see dialects.py), or the embedded CPU engine.
 
 Invariants:
-- Every call has a deadline and raises EngineError only; a generation whose caller gives up is aborted on the server.
-- What kills an SGLang server is refused here: an id outside the vocabulary, a flush within an update, an update from
-  an unknown group (0.5.15), memory that is released while requests run or taken back twice.
-- The server's dialect is read from it once; a generation asks for it only where a reply lacks its version spans.
+- Every call has a deadline and raises only EngineError. A generation whose caller is cancelled is aborted on the
+  server.
+- Requests that would kill an SGLang server are refused here: an id outside the vocabulary, a flush within an update, an
+  update from an unknown group (0.5.15), releasing memory while requests run, or resuming memory twice.
+- The server's dialect is read once; a generation needs it only if a reply lacks version spans.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import base64
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineId, GenerateRequest, RequestId
     from headrace.policies.push.tensors import Bucket
 
-# SGLang takes a prompt of at most context - 6 tokens (0.5.23) when it does not tell its context.
+# If SGLang does not report its context, it accepts prompts of at most context - 6 tokens (0.5.23).
 SGLANG_RESERVED_TOKENS = 6
 
 
@@ -52,24 +53,24 @@ class SGLangConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     vocab_size: int = Field(gt=0)
-    """Ids at or above it are refused before they are sent."""
+    """Size of the vocabulary; ids outside it are refused before they are sent."""
     generate_timeout_s: float = Field(default=300.0, gt=0)
-    """One generation, with its wait in the queue and through pauses."""
+    """Time limit for one generation, including its waiting time and pauses."""
     control_timeout_s: float = Field(default=10.0, gt=0)
-    """Every other call that has no deadline of its own."""
+    """Time limit for calls without a separate one."""
     update_timeout_s: float = Field(default=30.0, gt=0)
-    """Formation of a group, and reception of one bucket."""
+    """Time limit for the formation of a group, and for the reception of one bucket."""
     abort_timeout_s: float = Field(default=2.0, gt=0)
-    """The abort sent for a generation that was given up."""
+    """Time limit for the abort of a generation whose caller was cancelled."""
     foreign_version: str | None = None
-    """What a weight version that is not `epoch.step` is read as, for servers that nobody pushes to; None refuses it."""
+    """Version for labels that are not `epoch.step`, for servers that get no pushes; None refuses such labels."""
     in_place: bool = False
-    """Pushes may arrive in place: output sampled on keys and values of older weights is flagged `stale_kv`."""
+    """Pushes may be in place: output sampled on keys and values of older weights is marked `stale_kv`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Numbers of requests (`waiting` counts retracted ones), and of tokens in the cache of keys and values."""
+    """Load of an engine: requests (`waiting` includes retracted ones), and tokens in its cache."""
 
     running: int
     waiting: int
@@ -77,7 +78,7 @@ class EngineLoad:
 
 
 class SGLangEngine:
-    """An Engine and an EngineControl (push/contract.py). The session belongs to the caller, who closes it."""
+    """Client that implements Engine and EngineControl (push/contract.py). The caller closes the session."""
 
     def __init__(self, engine_id: EngineId, url: str, session: aiohttp.ClientSession, config: SGLangConfig) -> None:
         self.engine_id = engine_id
@@ -94,24 +95,43 @@ class SGLangEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. Raises RequestInvalid before anything is sent, else EngineError."""
-        self._check_input(request)
-        timeout_s = self._config.generate_timeout_s
+        limit, timeout_s = self._config.vocab_size, self._config.generate_timeout_s
+        if not len(request.input_ids) or request.max_new_tokens < 1:
+            raise RequestInvalid("input_ids must not be empty and max_new_tokens must be at least 1")
+        try:
+            input_ids = np.asarray(request.input_ids, dtype=np.int32)
+        except OverflowError as error:
+            raise RequestInvalid(f"an input id is outside the vocabulary [0, {limit}) (vocab_size): {error}") from error
+        if (outside := input_ids[(input_ids < 0) | (input_ids >= limit)]).size:
+            raise RequestInvalid(f"input id {outside[0]} is outside the vocabulary [0, {limit}) (vocab_size)")
         try:
             reply = await self._transport.post("/generate", generate_body(request), timeout_s=timeout_s)
         except (asyncio.CancelledError, EngineTimeout):
-            # SGLang notices a closed connection only after seconds: tell it.
+            # SGLang notices a closed connection only after seconds, so the abort is sent explicitly.
             with suppress(EngineError):
                 await self.abort(request.request_id)
             raise
-        completion = parse_completion(reply, self._config.foreign_version, spans_told=await self._spans_told(reply))
-        self._check_output(request, completion)
+        meta, foreign_version = reply.get("meta_info"), self._config.foreign_version
+        lacks_spans = isinstance(meta, dict) and "weight_versions" not in meta and foreign_version is None
+        expects_spans = not lacks_spans or (await self.dialect()).version_spans
+        completion = parse_completion(reply, foreign_version, expects_spans=expects_spans)
+        # Such ids could not be sent again as part of a prompt, and are not a sample of this model.
+        output_ids = completion.output_ids
+        if output_ids and not 0 <= min(output_ids) <= max(output_ids) < limit:
+            wrong = next(token for token in output_ids if not 0 <= token < limit)
+            raise EngineReplyInvalid(f"/generate: output id {wrong} is not in the vocabulary [0, {limit}) (vocab_size)")
+        if (count := len(output_ids)) > request.max_new_tokens:
+            raise EngineReplyInvalid(f"/generate: {count} output ids, {request.max_new_tokens} were asked for")
+        if not output_ids and completion.finish is not FinishReason.ABORT:
+            raise EngineReplyInvalid(f"/generate: finish_reason {completion.finish} without one output id")
         if self._config.in_place:
             return replace(completion, spans=mark_stale(completion, request.cache_namespace))
         return completion
 
     async def abort(self, request_id: RequestId) -> None:
-        """End a request early; unknown ids are fine. Lost if the request arrived during a pause: close the gate before.
-        (Since 0.5.21, by its source, SGLang ignores the second time what it was told once.)"""
+        """Abort a request; does nothing for an unknown id. The abort is lost if the request arrived during a pause:
+        close the gate before pausing."""
+        # Since 0.5.21, according to its source, SGLang ignores the second abort of a request.
         body = {"rid": wire_id(request_id)}
         await self._transport.call("POST", "/abort_request", body, timeout_s=self._config.abort_timeout_s)
 
@@ -124,22 +144,22 @@ class SGLangEngine:
         self._pause_mode = None
 
     async def health(self) -> None:
-        """Returns when the server lives, paused or not; raises EngineError otherwise."""
+        """Return if the server is alive, even when paused. Raises EngineError otherwise."""
         try:
             await self._transport.call("GET", "/health")
         except EngineDown:
             raise
         except (EngineTimeout, EngineUnavailable):
-            # Somebody else's server may generate a token to say that it is well, which it cannot while it is paused.
+            # An attached server may generate a token for its health check, which fails while it is paused.
             if not await self._paused():
                 raise
 
     async def info(self) -> EngineInfo:
-        """What the server says about itself, from four cheap routes."""
+        """Return the server's info, from four cheap routes."""
         server, model = await self._transport.get("/server_info"), await self._transport.get("/model_info")
-        dialect = self._learn(server)
-        load = await self.load()
         version = read(server, "version", str)
+        dialect = self._known_dialect = dialect_of(version)
+        load = await self.load()
         context = server.get("context_length") or read(server, "max_req_input_len", int) + SGLANG_RESERVED_TOKENS
         return EngineInfo(
             server_version=version,
@@ -156,8 +176,10 @@ class SGLangEngine:
         )
 
     async def dialect(self) -> Dialect:
-        """How this server speaks; asked once."""
-        return self._known_dialect or self._learn(await self._transport.get("/server_info"))
+        """Return the server's dialect, read once."""
+        if self._known_dialect is None:
+            self._known_dialect = dialect_of(read(await self._transport.get("/server_info"), "version", str))
+        return self._known_dialect
 
     async def load(self) -> EngineLoad:
         loads = read(await self._transport.get("/v1/loads"), "loads", list)
@@ -168,18 +190,18 @@ class SGLangEngine:
         )
 
     async def begin_update(self) -> None:
-        """Open a session, where there are sessions. Unless it is paused the server first lets running requests end.
-        Raises SessionAlreadyOpen."""
+        """Open an update session, if the dialect has sessions. Unless it is paused, the server first finishes running
+        requests. Raises SessionAlreadyOpen."""
         if (await self.dialect()).update_session:
             await self._transport.post("/begin_weight_update", {})
 
     async def end_update(self) -> None:
-        """Close the session, where there are sessions. Raises NoSession."""
+        """Close the update session, if the dialect has sessions. Raises NoSession."""
         if (await self.dialect()).update_session:
             await self._transport.post("/end_weight_update", {})
 
     async def join_group(self, name: str, *, host: str, port: int, rank: int, world_size: int, backend: str) -> None:
-        """Returns when the group is formed, so rank 0 must join meanwhile."""
+        """Join a group. Returns when it is formed, so rank 0 must join concurrently."""
         body = {
             "master_address": host,
             "master_port": port,
@@ -192,16 +214,16 @@ class SGLangEngine:
         self._groups.add(name)
 
     async def leave_group(self, name: str) -> None:
-        """Raises UnknownGroup."""
+        """Leave a group. Raises UnknownGroup."""
         self._groups.discard(name)
         await self._transport.post("/destroy_weights_update_group", {"group_name": name})
 
     async def update(self, bucket: Bucket, *, group: str, version: PolicyVersion | None) -> None:
-        """Receive one flattened bucket; returns when it is loaded, so rank 0 must broadcast meanwhile.
+        """Receive one flattened bucket. Returns when it is received, so rank 0 must broadcast concurrently.
 
         Raises NoSession, UnknownGroup, WeightsMixed."""
         if group not in self._groups and not (await self.dialect()).refuses_unknown_groups:
-            raise UnknownGroup(400, f"{self.engine_id}: group {group} was not joined; this server ends when asked")
+            raise UnknownGroup(400, f"{self.engine_id}: group {group} was not joined; this update would end the server")
         body = {
             "names": bucket.names,
             "dtypes": bucket.dtypes,
@@ -212,43 +234,44 @@ class SGLangEngine:
         await self._update("/update_weights_from_distributed", body | update_options(version))
 
     async def update_from_tensors(self, serialized: Sequence[bytes], *, version: PolicyVersion | None) -> None:
-        """Take tensors that SGLang's own serializer packed, one piece for each rank: for a learner on the same machine,
-        whose memory the server maps. On a CPU pack them with torch's sharing strategy `file_system`: a server that may
-        not open what it is given ends. Raises NoSession, WeightsMixed."""
+        """Load tensors that were packed by SGLang's serializer, one piece for each rank, for a learner on the same
+        machine, whose memory the server maps. On a CPU, pack them with torch's sharing strategy `file_system`: a server
+        that cannot open the shared memory ends. Raises NoSession, WeightsMixed."""
         body = {"serialized_named_tensors": [base64.b64encode(piece).decode() for piece in serialized]}
         await self._update("/update_weights_from_tensor", body | update_options(version))
 
     async def update_from_disk(self, model: Path, *, version: PolicyVersion) -> None:
-        """Load a model directory that the server can read; needs no session. Raises WeightsMixed."""
+        """Load a model directory that the server can read, without a session. Raises WeightsMixed."""
         await self._update("/update_weights_from_disk", {"model_path": str(model)} | update_options(version))
 
     async def relabel(self, version: PolicyVersion) -> None:
-        """Call the weights that are there another version; requests go on."""
+        """Change the version of the present weights; requests continue."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._transport.post("/update_weight_version", body)
 
     async def flush(self) -> None:
-        """Forget all cached keys and values. Raises FlushRefused while requests hold some."""
+        """Flush all cached keys and values. Raises FlushRefused while requests use some."""
         await self._transport.call("POST", "/flush_cache", {})
 
     async def release_memory(self) -> None:
-        """Give the memory of weights and cache back until `resume_memory`; what was in it is lost. Pause it by retract
-        or abort first. Raises RequestInvalid otherwise: a server that is asked while requests run ends."""
+        """Release the memory of weights and cache, and their content, until `resume_memory`. Raises RequestInvalid if
+        the engine was not paused by retract or abort: a server with running requests would end."""
         if self._released or self._pause_mode not in (PauseMode.RETRACT, PauseMode.ABORT):
             raise RequestInvalid(f"{self.engine_id}: pause it by retract or abort, then release its memory once")
         await self._transport.call("POST", "/release_memory_occupation", {})
         self._released = True
 
     async def resume_memory(self) -> None:
-        """Take the memory back; weights must come next. Raises RequestInvalid unless this client released it: a server
-        that is asked without ends."""
+        """Allocate the memory again; weights must be sent next. Raises RequestInvalid if this client did not release
+        it: the server would end."""
         if not self._released:
-            raise RequestInvalid(f"{self.engine_id}: no memory was released here")
+            raise RequestInvalid(f"{self.engine_id}: this client did not release its memory")
         await self._transport.call("POST", "/resume_memory_occupation", {})
         self._released = False
 
     async def checksums(self) -> dict[str, str]:
-        """Checksums by the server's own parameter names: SGLang fuses some, so that they compare among engines only."""
+        """Return checksums by the server's own parameter names. SGLang fuses some parameters, so that its checksums can
+        only be compared among engines."""
         reply = await self._transport.post("/weights_checker", {"action": "checksum"})
         ranks = read(reply, "ranks", list)
         sums: dict[str, str] = {}
@@ -258,25 +281,13 @@ class SGLangEngine:
         return sums
 
     async def aclose(self) -> None:
-        """Nothing of its own is open."""
+        """Do nothing: the session belongs to the caller."""
 
     async def _update(self, path: str, body: object) -> None:
         await self._transport.post(path, body, timeout_s=self._config.update_timeout_s)
 
-    def _learn(self, server: dict[str, Any]) -> Dialect:
-        """From a reply of /server_info."""
-        self._known_dialect = dialect_of(read(server, "version", str))
-        return self._known_dialect
-
-    async def _spans_told(self, reply: dict[str, Any]) -> bool:
-        """Whether a reply without version spans is an error."""
-        meta = reply.get("meta_info")
-        if not isinstance(meta, dict) or "weight_versions" in meta or self._config.foreign_version is not None:
-            return True
-        return (await self.dialect()).version_spans
-
     async def _paused(self) -> bool:
-        """As the server says; where it does not, what this client did last."""
+        """Return True if the server is paused: by its own report, or else by this client's last call."""
         if not (await self.dialect()).ready_route:
             return self._pause_mode is not None
         try:
@@ -285,30 +296,9 @@ class SGLangEngine:
             return True
         return False
 
-    def _check_input(self, request: GenerateRequest) -> None:
-        limit = self._config.vocab_size
-        if not len(request.input_ids) or request.max_new_tokens < 1:
-            raise RequestInvalid("input_ids must not be empty and max_new_tokens must be at least 1")
-        try:
-            ids = np.asarray(request.input_ids, dtype=np.int32)
-        except OverflowError as error:
-            raise RequestInvalid(f"an input id is outside the vocabulary [0, {limit}) (vocab_size): {error}") from error
-        if (wrong := ids[(ids < 0) | (ids >= limit)]).size:
-            raise RequestInvalid(f"input id {wrong[0]} is outside the vocabulary [0, {limit}) (vocab_size)")
-
-    def _check_output(self, request: GenerateRequest, completion: Completion) -> None:
-        """What could not be sent again as part of a prompt, or was not asked for, is no sample of this model."""
-        ids, limit = completion.output_ids, self._config.vocab_size
-        if ids and not 0 <= min(ids) <= max(ids) < limit:
-            wrong = next(token for token in ids if not 0 <= token < limit)
-            raise EngineReplyInvalid(f"/generate: output id {wrong} is not in the vocabulary [0, {limit}) (vocab_size)")
-        if len(ids) > request.max_new_tokens:
-            raise EngineReplyInvalid(f"/generate: {len(ids)} output ids, {request.max_new_tokens} were asked for")
-        if not ids and completion.finish is not FinishReason.ABORT:
-            raise EngineReplyInvalid(f"/generate: finish_reason {completion.finish} without one output id")
-
 
 def update_options(version: PolicyVersion | None) -> dict[str, object]:
-    """What every update says. The cache is flushed by a call of its own: within an update it ends older servers."""
+    """Return the options of every update. The cache is flushed by a separate call, because a flush within an update
+    ends older servers."""
     label = {} if version is None else {"weight_version": str(version)}
     return {"flush_cache": False, "abort_all_requests": False, **label}

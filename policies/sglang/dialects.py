@@ -1,8 +1,8 @@
-"""What differs between versions of SGLang, as far as a client must know it.
+"""Differences between versions of SGLang that affect a client.
 
-Everything that is the same in all of them is not here: routes of loads, pauses and groups, and the refusals' texts.
-A flush inside an update (`flush_cache=true`) is never asked for: since 0.5.22 it is refused with a 400 while something
-runs, before that it is a bare assert that takes the scheduler down.
+Routes of loads, pauses and groups, and the texts of refusals, are the same in all versions. Clients never request a
+flush inside an update (`flush_cache=true`): since 0.5.22 it is refused with a 400 while requests run; before that, it
+fails an assertion that ends the scheduler.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from headrace.policies.sglang.versions import release
 
 logger = logging.getLogger(__name__)
 EMBEDDED_PREFIX: Final = "headrace-cpu "
-"""How the embedded engine begins its version: it speaks the newest dialect."""
+"""Prefix of the embedded engine's version; it uses the newest dialect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How one version speaks."""
+    """API of one version."""
 
     version: str
     update_session: bool
-    """Weights come between /begin_weight_update and /end_weight_update; before 0.5.21 these routes are not there."""
+    """Weights are sent between /begin_weight_update and /end_weight_update; before 0.5.21 these routes are missing."""
     version_spans: bool
-    """A reply says which version sampled which token. Without (before 0.5.20) there is one version, that at the end,
-    and it labels the whole output. That is right only where a pause aborts: a request that lives through a push by
-    retract or in_place would have its first tokens labelled with weights that came later."""
+    """A reply has the version of each token. Without it (before 0.5.20), the version at the end labels the whole
+    output, which is right only if a pause aborts: the first tokens of a request that survives a push by retract or
+    in_place would be labelled with later weights."""
     refuses_unknown_groups: bool
-    """An update from a group that was never joined is a 400; before 0.5.21 it ends the server."""
+    """An update from a group that was not joined gets a 400; before 0.5.21 it ends the server."""
     ready_route: bool
-    """/ready answers 503 while generation is paused (from 0.5.20)."""
+    """The route /ready answers 503 while generation is paused (since 0.5.20)."""
 
 
 DIALECTS: Final = (
@@ -47,13 +47,13 @@ DIALECTS: Final = (
     Dialect(version="0.5.21", update_session=True, version_spans=True, refuses_unknown_groups=True, ready_route=True),
     Dialect(version="0.5.23", update_session=True, version_spans=True, refuses_unknown_groups=True, ready_route=True),
 )
-"""Oldest first."""
+"""Known dialects, oldest first."""
 
 
 @cache
 def dialect_of(version: str) -> Dialect:
-    """The dialect of what a server calls its version. An unknown one gets the newest that is not newer, or the oldest,
-    with one warning."""
+    """Return the dialect of a server's version. For an unknown version it is the newest one that is not newer than it,
+    or the oldest, with one warning."""
     if version.startswith(EMBEDDED_PREFIX):
         return DIALECTS[-1]
     for dialect in DIALECTS:
@@ -61,5 +61,5 @@ def dialect_of(version: str) -> Dialect:
             return dialect
     older = [dialect for dialect in DIALECTS if release(dialect.version) <= release(version)]
     chosen = older[-1] if older else DIALECTS[0]
-    logger.warning("SGLang %s was never tried: it is spoken to as %s", version, chosen.version)
+    logger.warning("SGLang %s is untested: it is treated as %s", version, chosen.version)
     return chosen

@@ -1,10 +1,10 @@
 # ruff: noqa: T201 - a program
-"""Installs SGLang for CPUs into an environment of its own: `scripts/install_sglang [VERSION]`.
+"""Installs SGLang for CPUs into a separate environment: `scripts/install_sglang [VERSION]`.
 
 Invariants:
-- An environment is complete or has no stamp; one without the stamp of its pins is made anew, but never under a process
-  that runs from it. One installer works on a version at a time.
-- Nothing of headrace is in it: what a CPU server needs of ours (shims/) is put on its path when it is started.
+- An environment without a stamp of its pins is incomplete, and is made anew, unless a process runs from it. One
+  installer at a time works on a version.
+- The environment contains nothing of headrace: the shims that a CPU server needs are added to its path at start.
 - Standard output is one line, the path of the environment's python.
 """
 
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SHIMS: Final = Path(__file__).with_name("shims")
-"""Stand-ins for two native libraries that have no CPU builds; they compute nothing."""
+"""Replacements for two native libraries that have no CPU builds; they compute nothing."""
 _STAMP: Final = "headrace-stamp"
 _TIMEOUT_S: Final = 1800.0
 
 
 class InstallFailed(Exception):
-    """The environment could not be made; the message ends with what pip or python said."""
+    """The environment could not be made; the message ends with the output of pip or python."""
 
 
 def environment_directory(version: str) -> Path:
-    """Where the environment of a version is, or would be."""
+    """Return the directory of a version's environment, which may not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "headrace" / f"sglang-{version}"
 
 
 def environment_python(version: str = DEFAULT_VERSION) -> Path | None:
-    """The interpreter of a complete environment; None when it has to be installed first."""
+    """Return the interpreter of a complete environment, None if it is not installed."""
     directory = environment_directory(version)
     return directory / "bin" / "python" if _is_complete(directory, version) else None
 
 
 def install(version: str) -> Path:
-    """The environment's python, after it was made if it is not there. Raises InstallFailed."""
+    """Make the environment if it is missing, and return its python. Raises InstallFailed."""
     directory = environment_directory(version)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(directory.with_name(f".{directory.name}.lock")):
@@ -70,8 +70,10 @@ def _pins(version: str) -> str:
 
 
 def _make(directory: Path, version: str) -> None:
-    if pids := _running_from(directory):
-        raise InstallFailed(f"{directory} is of other pins, and processes {pids} run from it: end them first")
+    # By the name they were started with, because an environment's python is a link.
+    started = ((process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"]))
+    if pids := [pid for pid, command in started if command and command[0].startswith(f"{directory}/")]:
+        raise InstallFailed(f"{directory} has other pins, and processes {pids} run from it: end them first")
     shutil.rmtree(directory, ignore_errors=True)
     print(f"installing SGLang {version} into {directory} (3 GB, about four minutes) ...", file=sys.stderr)
     _run((os.environ.get("PYTHON", sys.executable), "-m", "venv", str(directory)))
@@ -79,37 +81,31 @@ def _make(directory: Path, version: str) -> None:
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     _run((*pip, TORCH))
     _run((*pip, TORCH, *REQUIREMENTS[version]))
-    # Their metadata asks for CUDA's libraries.
+    # Their metadata requires CUDA's libraries.
     _run((*pip, "--no-deps", f"sglang=={version}", TORCHVISION))
     _run((python, "-c", "import torchvision, sglang.srt.server_args"), {"PYTHONPATH": str(SHIMS)})
     (directory / _STAMP).write_text(_pins(version))
 
 
-def _running_from(directory: Path) -> list[int]:
-    """Processes whose program is in there, by the name they were started with: an environment's python is a link."""
-    started = ((process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"]))
-    return [pid for pid, command in started if command and command[0].startswith(f"{directory}/")]
-
-
 def _run(command: Sequence[str], more: dict[str, str] | None = None) -> None:
-    """Raises InstallFailed with the end of what it says."""
+    """Run a command. Raises InstallFailed with the end of its output."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | (more or {})
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InstallFailed(f"{command[0]}: {error}") from error
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip()[-600:]
-        raise InstallFailed(f"{' '.join(command[:4])} ... ended with {done.returncode}: {said}")
+        output = (done.stdout + done.stderr).strip()[-600:]
+        raise InstallFailed(f"{' '.join(command[:4])} ... ended with {done.returncode}: {output}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program. 0 when the environment is there, 1 otherwise, with the reason on standard error."""
+    """Run the program. Returns 0 if the environment exists, else 1, with the reason on standard error."""
     parser = argparse.ArgumentParser(prog="scripts/install_sglang", description="Installs SGLang for CPUs.")
-    parser.add_argument("version", nargs="?", default=DEFAULT_VERSION, help=f"of {', '.join(REQUIREMENTS)}")
+    parser.add_argument("version", nargs="?", default=DEFAULT_VERSION, help=f"one of {', '.join(REQUIREMENTS)}")
     version = parser.parse_args(arguments).version
     if version not in REQUIREMENTS:
-        parser.error(f"SGLang {version} is not known here; there are {', '.join(REQUIREMENTS)}")
+        parser.error(f"SGLang {version} is not supported; choose one of {', '.join(REQUIREMENTS)}")
     try:
         print(install(version))
     except InstallFailed as error:

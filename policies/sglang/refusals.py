@@ -1,4 +1,4 @@
-"""Which error a refusal of SGLang is: by its route and its text, which are the same in all versions we know."""
+"""Maps SGLang's refusals to errors by route and text, which are the same in all supported versions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _TEXTS: Final[tuple[tuple[str, str, type[EngineRefused]], ...]] = (
     ("/destroy_weights_update_group", "does not exist", UnknownGroup),
     ("/flush_cache", "", FlushRefused),
 )
-"""Beginning of the route, part of the text, error; the first that fits."""
+"""Prefix of the route, part of the text, and error; the first match counts."""
 
 
 def refusal(status: int, path: str, text: str, engine: str) -> EngineRefused:
-    """The error of a 4xx reply."""
+    """Return the error for a 4xx reply."""
     kinds = (kind for route, part, kind in _TEXTS if path.startswith(route) and part in text)
     return next(kinds, EngineRefused)(status, f"{engine}: {path}: {text}")

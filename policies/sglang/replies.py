@@ -1,7 +1,7 @@
-"""Bodies of requests and replies: what is sent for a generation, and how its reply is read. Pure.
+"""Builds bodies of requests and parses replies. Pure.
 
 Invariants:
-- What the server says is believed only where the contract's keys are there; versions come from its spans.
+- A reply is accepted only with all required keys; versions are read from its spans.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, FinishReason, TokenSpan
+from headrace.policies.engine import Completion, FinishReason
 from headrace.policies.errors import EngineReplyInvalid
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 
 
 def wire_id(request_id: RequestId) -> str:
-    """An id that no other begins with: SGLang's abort ends every running request whose id begins with the given one."""
+    """Return the id that is sent to the server. No other id begins with it, because SGLang aborts all requests whose id
+    begins with the given one."""
     return f"{request_id}/"
 
 
 def generate_body(request: GenerateRequest) -> dict[str, object]:
-    """The /generate body of one request."""
+    """Return the /generate body of one request."""
     namespace = {} if request.cache_namespace is None else {"extra_key": request.cache_namespace}
     return {
         **namespace,
@@ -47,10 +49,10 @@ def generate_body(request: GenerateRequest) -> dict[str, object]:
 
 
 def parse_completion(
-    reply: dict[str, Any], foreign_version: str | None = None, *, spans_told: bool = True
+    reply: dict[str, Any], foreign_version: str | None = None, *, expects_spans: bool = True
 ) -> Completion:
-    """A Completion from a /generate reply; a request aborted in the queue lacks some keys. `spans_told` is False for a
-    dialect that labels a reply as a whole. Raises EngineReplyInvalid."""
+    """Parse a /generate reply; that of a request aborted in the queue lacks some keys. `expects_spans` is False for a
+    dialect with one label for a whole reply. Raises EngineReplyInvalid."""
     meta = read(reply, "meta_info", dict)
     ids = tuple(read(reply, "output_ids", list))
     if not {*map(type, ids)} <= {int}:
@@ -58,7 +60,19 @@ def parse_completion(
     try:
         logprobs = tuple(map(float, map(itemgetter(0), read(meta, "output_token_logprobs", list))))
         finish = FinishReason(read(meta, "finish_reason", dict)["type"])
-        spans = _read_spans(meta, len(ids), foreign_version, spans_told)
+        if "weight_versions" in meta or (foreign_version is None and expects_spans):
+            spans = tuple(
+                VersionSpan(
+                    start=int(span["start"]),
+                    end=int(span["end"]),
+                    version=read_version(span["version"], foreign_version),
+                )
+                for span in read(meta, "weight_versions", list)
+            )
+        else:
+            label = read(meta, "weight_version", str) if foreign_version is None else foreign_version
+            whole = VersionSpan(start=0, end=len(ids), version=read_version(label, foreign_version))
+            spans = (whole,) if ids else ()
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineReplyInvalid(f"/generate: {error!r} in meta_info") from error
     if len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)) or not covers(spans, len(ids)):
@@ -76,37 +90,24 @@ def parse_completion(
 
 
 def _count(meta: dict[str, Any], key: str) -> int:
-    """A number that may be missing."""
+    """Return a number, 0 if it is missing."""
     return 0 if meta.get(key) is None else int(read(meta, key, int))
 
 
-def covers(spans: tuple[TokenSpan, ...], length: int) -> bool:
-    """The spans follow one another from 0 to `length`."""
+def covers(spans: tuple[VersionSpan, ...], length: int) -> bool:
+    """Return True if the spans follow one another from 0 to `length`."""
     edges = [0, *(span.end for span in spans)]
     follow = all(span.start == edge <= span.end for span, edge in zip(spans, edges, strict=False))
     return follow and edges[-1] == length
 
 
-def _read_spans(
-    meta: dict[str, Any], length: int, foreign_version: str | None, spans_told: bool
-) -> tuple[TokenSpan, ...]:
-    """The server's own spans; where it has none to tell, one over the whole output."""
-    if "weight_versions" not in meta and (foreign_version is not None or not spans_told):
-        label = read(meta, "weight_version", str) if foreign_version is None else foreign_version
-        return (TokenSpan(start=0, end=length, version=read_version(label, foreign_version)),)[: bool(length)]
-    return tuple(
-        TokenSpan(
-            start=int(span["start"]), end=int(span["end"]), version=read_version(span["version"], foreign_version)
-        )
-        for span in read(meta, "weight_versions", list)
-    )
+def mark_stale(completion: Completion, cache_namespace: str | None) -> tuple[VersionSpan, ...]:
+    """Return the spans of a completion with `stale_kv` set, for pushes in place.
 
-
-def mark_stale(completion: Completion, cache_namespace: str | None) -> tuple[TokenSpan, ...]:
-    """The spans where pushes arrive in place; every request then names its part of the cache after the version its
-    engine had when it was sent. Only under the version that sampled the first token were all keys and values that it
-    saw made by that version: another name, or none, flags everything, also where nothing was cached, for the prompt may
-    have been computed in parts, with a push in between. What comes after a change of version is stale in any case."""
+    Every request carries the version that its engine had when it was sent as cache namespace. If that is the version of
+    the first token, all keys and values were computed by it. Otherwise all tokens are stale, even without cached
+    prefixes, because the prompt may have been computed in parts with a push in between. Tokens after a change of
+    version are always stale."""
     spans = completion.spans
     stale = bool(spans) and cache_namespace != str(spans[0].version)
     marked = []
@@ -117,7 +118,8 @@ def mark_stale(completion: Completion, cache_namespace: str | None) -> tuple[Tok
 
 
 def read_version(text: str, foreign_version: str | None = None) -> PolicyVersion:
-    """Raises EngineReplyInvalid for a label that is not one of ours, unless `foreign_version` stands for those."""
+    """Parse a version label. Raises EngineReplyInvalid for one that is not `epoch.step`, unless `foreign_version`
+    replaces it."""
     try:
         return PolicyVersion.parse(text)
     except (ValueError, AttributeError) as error:
@@ -129,7 +131,7 @@ def read_version(text: str, foreign_version: str | None = None) -> PolicyVersion
 
 
 def read(source: dict[str, Any], key: str, kind: type[Any]) -> Any:
-    """`source[key]` if it is there and of this type. Raises EngineReplyInvalid."""
+    """Return `source[key]`. Raises EngineReplyInvalid if it is missing or not of this type."""
     value = source.get(key) if isinstance(source, dict) else None
     if not isinstance(value, kind):
         raise EngineReplyInvalid(f"the reply lacks {key} of type {kind.__name__}")
@@ -137,6 +139,7 @@ def read(source: dict[str, Any], key: str, kind: type[Any]) -> Any:
 
 
 def parse_object(path: str, payload: bytes) -> dict[str, Any]:
+    """Parse the JSON object of a reply. Raises EngineReplyInvalid."""
     try:
         body = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
@@ -147,7 +150,7 @@ def parse_object(path: str, payload: bytes) -> dict[str, Any]:
 
 
 def error_text(payload: bytes) -> str:
-    """The message of an error body, in any of its forms."""
+    """Return the message of an error reply, in any of its formats."""
     try:
         body = orjson.loads(payload)
     except orjson.JSONDecodeError:

@@ -1,10 +1,10 @@
-"""A genuine SGLang server of ours, in the environment that `scripts/install_sglang` made or in another one.
+"""SGLang server process, in the environment of `scripts/install_sglang` or in another one.
 
 Invariants:
-- It and all that it starts die with this process, also under kill -9 of it, from the first moment on.
-- Nothing of this process's environment reaches it but what names the machine (paths, devices, caches).
-- It counts as ready when it listens itself, and answers /health with 200: weights are loaded and one warm-up
-  generation is done. /health never generates, so that it answers through pauses.
+- The server and its child processes die with this process, even if it is killed with kill -9, from the start on.
+- It inherits only those environment variables that describe the machine (paths, devices, caches).
+- It is ready when it listens itself, and answers /health with 200: weights are loaded and one warm-up generation is
+  done. /health never generates, so that it answers during pauses.
 """
 
 from __future__ import annotations
@@ -31,38 +31,39 @@ if TYPE_CHECKING:
 PORT_ATTEMPTS = 3
 ASK_TIMEOUT_S = 10.0
 CPU_TOTAL_TOKENS = 20_000
-PASSED_ON = (
+INHERITED = (
     *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
     *("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "HF_HOME"),
 )
-PASSED_ON_PREFIXES = ("LC_", "NCCL_", "GLOO_")
+INHERITED_PREFIXES = ("LC_", "NCCL_", "GLOO_")
 
 
 class SGLangServerConfig(ServerConfig):
-    """How to start one SGLang server."""
+    """Settings of one SGLang server process."""
 
     python: Path | None = None
-    """Interpreter of the environment that SGLang is in; None takes what scripts/install_sglang made."""
+    """Interpreter of the environment with SGLang; None uses the one of scripts/install_sglang."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """cpu needs none of SGLang's kernels; cuda needs an environment with all that SGLang asks for."""
+    """Device of the server: `cpu` needs none of SGLang's kernels, `cuda` an environment with all its requirements."""
     name: str = "sglang"
-    """Stem of the log's file name."""
+    """Stem of the log file's name."""
     max_running: int | None = Field(default=None, gt=0)
-    """Sequences decoded at once; None takes SGLang's default."""
+    """Maximum number of sequences decoded concurrently; None uses SGLang's default."""
     tensor_parallel: int = Field(default=1, gt=0)
-    """Processes, and devices, that share the model."""
+    """Number of processes, and devices, over which the model is split."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Of the weights while they are served; auto takes the model's own."""
+    """Data type of the served weights; `auto` uses the model's."""
     arguments: tuple[str, ...] = ()
-    """More options of sglang.launch_server; they override ours."""
+    """Additional options of sglang.launch_server; they override the others."""
     start_timeout_s: float = Field(default=180.0, gt=0)
-    """From start to the first answer; on a CPU most of it is imports."""
+    """Time limit from start to the first answer; on a CPU, imports take most of it."""
     stop_timeout_s: float = Field(default=10.0, gt=0)
-    """From SIGTERM, at which SGLang lets running requests end, to SIGKILL."""
+    """Time from SIGTERM, at which SGLang finishes running requests, to SIGKILL."""
 
 
 class SGLangProcess(ServerProcess):
-    """`async with SGLangProcess(config) as server: server.url`. Raises EngineStartFailed with the end of the log."""
+    """SGLang server process: `async with SGLangProcess(config) as server: server.url`. Raises EngineStartFailed with
+    the end of the log."""
 
     def __init__(self, config: SGLangServerConfig) -> None:
         super().__init__(config)
@@ -70,8 +71,8 @@ class SGLangProcess(ServerProcess):
         self._port = config.port
 
     async def start(self) -> None:
-        """Start and wait until it answers. A free port that somebody else took meanwhile is tried again with another.
-        Raises EngineStartFailed; nothing is left behind then."""
+        """Start the server and wait until it answers. If its free port was taken meanwhile, try another one. Raises
+        EngineStartFailed, without leaving a process behind."""
         for attempt in range(1, PORT_ATTEMPTS + 1):
             self._port = self._config.port or free_port(self._config.host)
             try:
@@ -85,7 +86,7 @@ class SGLangProcess(ServerProcess):
     async def _prepare(self) -> ServerCommand:
         config = self._config
         if not (config.model / "config.json").is_file():
-            raise EngineSettingsInvalid(f"engine {config.name}: there is no config.json in {config.model}")
+            raise EngineSettingsInvalid(f"engine {config.name}: {config.model} has no config.json")
         if config.port and is_taken(config.host, config.port):
             raise EngineSettingsInvalid(f"engine {config.name}: port {config.port} of {config.host} is taken")
         python = find_python(config.python)
@@ -95,7 +96,7 @@ class SGLangProcess(ServerProcess):
         return ServerCommand(arguments=(*watched, *served), environment=server_environment(config))
 
     async def _ready_url(self) -> str | None:
-        # Whoever else listens there must not be taken for our server.
+        # Another process that listens there must not be taken for our server.
         if not await asyncio.to_thread(listens, self.pid, self._port):
             return None
         url = f"http://{reachable(self._config.host)}:{self._port}"
@@ -103,18 +104,18 @@ class SGLangProcess(ServerProcess):
 
 
 def find_python(named: Path | None) -> Path:
-    """The interpreter to start: the named one, or that of our own environment. Raises EngineStartFailed, which says how
-    to get one."""
+    """Return the interpreter to start: the given one, or that of the installed environment. Raises EngineStartFailed
+    with instructions if there is none."""
     python = named or environment_python()
     if python is None:
         raise EngineSettingsInvalid(f"SGLang {DEFAULT_VERSION} is not installed: run `scripts/install_sglang`")
     if not os.access(python, os.X_OK):
-        raise EngineSettingsInvalid(f"{python} cannot be run: name the python of an environment with SGLang")
+        raise EngineSettingsInvalid(f"{python} is not executable: set the python of an environment with SGLang")
     return python
 
 
 async def installed_version(python: Path) -> str:
-    """The version of SGLang in that environment. Raises EngineStartFailed."""
+    """Return the version of SGLang in that environment. Raises EngineStartFailed."""
     code = "from importlib.metadata import version; print(version('sglang'))"
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(python, "-I", "-c", code, stdout=pipe, stderr=pipe)
@@ -122,7 +123,7 @@ async def installed_version(python: Path) -> str:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             output, errors = await process.communicate()
     except TimeoutError as error:
-        raise EngineStartFailed(f"{python} did not tell its version of SGLang within {ASK_TIMEOUT_S} s") from error
+        raise EngineStartFailed(f"{python} did not report its version of SGLang within {ASK_TIMEOUT_S} s") from error
     finally:
         if process.returncode is None:
             process.kill()
@@ -134,7 +135,7 @@ async def installed_version(python: Path) -> str:
 
 
 def server_arguments(config: SGLangServerConfig, port: int, version: str) -> tuple[str, ...]:
-    """Of sglang.launch_server. The user's own come last, and win."""
+    """Return the arguments of sglang.launch_server. The user's come last, and take precedence."""
     options = {
         "--model-path": config.model,
         "--host": config.host,
@@ -151,43 +152,42 @@ def server_arguments(config: SGLangServerConfig, port: int, version: str) -> tup
 
 
 def cpu_arguments(version: str) -> tuple[str, ...]:
-    """Plain torch everywhere: SGLang's CPU kernels need AMX and a build of their own."""
+    """Return arguments for plain torch: SGLang's CPU kernels need AMX and a separate build."""
     graphs: tuple[str, ...] = ("--disable-cuda-graph",)
-    # Deprecated from then on.
+    # Deprecated since 0.5.22.
     if release(version) >= (0, 5, 22):
         graphs = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
     plain = ("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none")
     memory = ("--max-total-tokens", str(CPU_TOTAL_TOKENS), "--mem-fraction-static", "0.2")
-    # Else the scheduler spins, and takes a core from everybody else.
+    # Without --sleep-on-idle the scheduler spins and occupies a core.
     return ("--device", "cpu", *plain, *memory, *graphs, "--sleep-on-idle")
 
 
 def server_environment(config: SGLangServerConfig) -> dict[str, str]:
-    """What is passed on, and what SGLang is told by the environment only."""
-    told = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"}
-    # A client must give up idle connections first, else a call meets one that the server is just closing.
-    told |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}
+    """Return the server's environment: inherited variables, and settings that SGLang reads from the environment."""
+    settings = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"}
+    # Longer than clients keep idle connections, else a call may use one that the server is just closing.
+    settings |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}
     if config.device == "cpu":
-        told |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SHIMS)}
-        told |= {"TOKENIZERS_PARALLELISM": "false"}
+        settings |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SHIMS)}
+        settings |= {"TOKENIZERS_PARALLELISM": "false"}
         if config.tensor_parallel > 1:
-            # Without it SGLang wants a NUMA node for each rank.
-            told |= {"SGLANG_CPU_OMP_THREADS_BIND": shares_of(os.sched_getaffinity(0), config.tensor_parallel)}
-    return {key: value for key, value in os.environ.items() if _is_passed_on(key)} | told
+            # Without this SGLang requires a NUMA node for each rank.
+            settings |= {"SGLANG_CPU_OMP_THREADS_BIND": shares_of(os.sched_getaffinity(0), config.tensor_parallel)}
+    inherited = {
+        key: value for key, value in os.environ.items() if key in INHERITED or key.startswith(INHERITED_PREFIXES)
+    }
+    return inherited | settings
 
 
 def shares_of(cores: Iterable[int], ranks: int) -> str:
-    """Each rank's cores, as SGLang reads them: `0,2|1,3`. Where there are fewer cores than ranks, some share one."""
+    """Return each rank's cores in SGLang's format, `0,2|1,3`. With fewer cores than ranks, some ranks share a core."""
     given = sorted(cores)
     return "|".join(",".join(map(str, given[rank::ranks] or [given[rank % len(given)]])) for rank in range(ranks))
 
 
-def _is_passed_on(key: str) -> bool:
-    return key in PASSED_ON or key.startswith(PASSED_ON_PREFIXES)
-
-
 def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
+    """Return a port on which nothing listens now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
@@ -196,7 +196,7 @@ def free_port(host: str) -> int:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Somebody listens there: better known now than after SGLang loaded a model."""
+    """Return True if the port is taken: SGLang itself would notice only after it loaded the model."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -208,7 +208,7 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def listens(pid: int, port: int) -> bool:
-    """The process itself listens on the port."""
+    """Return True if the process itself listens on the port."""
     try:
         sockets: Iterable[psutil.pconn] = psutil.Process(pid).net_connections("tcp")
         return any(item.status == psutil.CONN_LISTEN and item.laddr.port == port for item in sockets)
@@ -217,13 +217,13 @@ def listens(pid: int, port: int) -> bool:
 
 
 def reachable(host: str) -> str:
-    """An address to call a server at that is bound to `host`."""
+    """Return the address at which a server bound to `host` can be called."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
 
 async def is_healthy(url: str) -> bool:
-    """/health answers 200."""
+    """Return True if /health answers 200."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)

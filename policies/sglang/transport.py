@@ -1,8 +1,8 @@
-"""Calls to one server: bytes in, bytes out, and every failure an EngineError.
+"""HTTP transport to one server.
 
 Invariants:
-- Every call has a deadline.
-- This is the one place that turns transport errors and statuses into errors of ours.
+- Every call has a deadline, and every failure is an EngineError.
+- Only this module converts transport errors and statuses to EngineErrors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Transport:
-    """One server's routes. The session belongs to the caller."""
+    """Transport to one server. The session belongs to the caller."""
 
     def __init__(self, engine_id: EngineId, url: str, session: aiohttp.ClientSession, *, timeout_s: float) -> None:
         self.engine_id = engine_id
@@ -31,23 +31,30 @@ class Transport:
         self._timeout_s = timeout_s
 
     async def get(self, path: str) -> dict[str, Any]:
-        """The JSON object that a route answers."""
+        """Return the JSON object of a GET reply."""
         return parse_object(path, await self.call("GET", path))
 
     async def post(self, path: str, body: object, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """The JSON object that a route answers to a body."""
+        """Return the JSON object of a POST reply."""
         return parse_object(path, await self.call("POST", path, body, timeout_s=timeout_s))
 
     async def call(self, method: str, path: str, body: object = None, *, timeout_s: float | None = None) -> bytes:
-        """The reply's bytes. Raises EngineError for everything but a 2xx or 3xx reply within the deadline,
-        RequestInvalid for a body that is no JSON (half a surrogate, a number of more than 64 bits)."""
+        """Return the bytes of a 2xx or 3xx reply. Raises EngineError otherwise, RequestInvalid for a body that cannot
+        be encoded as JSON (a lone surrogate, a number of more than 64 bits)."""
         timeout_s = timeout_s or self._timeout_s
         try:
             data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         except orjson.JSONEncodeError as error:
             raise RequestInvalid(f"{self.engine_id}: {path}: the body cannot be sent: {error}") from error
         try:
-            status, payload = await self._exchange(method, path, data, timeout_s)
+            async with self._session.request(
+                method,
+                self.url + path,
+                data=data,
+                headers={"Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as response:
+                status, payload = response.status, await response.read()
         except TimeoutError as error:
             raise EngineTimeout(f"{self.engine_id}: no answer to {path} within {timeout_s} s") from error
         except aiohttp.ClientConnectorError as error:
@@ -59,13 +66,3 @@ class Transport:
         if status >= 400:
             raise refusal(status, path, error_text(payload), self.engine_id)
         return payload
-
-    async def _exchange(self, method: str, path: str, data: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        async with self._session.request(
-            method,
-            self.url + path,
-            data=data,
-            headers={"Content-Type": "application/json"},
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        ) as response:
-            return response.status, await response.read()

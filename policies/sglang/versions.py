@@ -1,7 +1,7 @@
-"""The versions of SGLang that `scripts/install_sglang` installs, and what they run with: one place.
+"""Versions of SGLang that `scripts/install_sglang` installs, with their pinned requirements.
 
-Pins are sets that were installed and run together on CPUs. Left out is what SGLang's metadata asks for and a CPU server
-never calls: its kernels and everything of CUDA (gigabytes, and no CPU builds). torch is the one headrace itself has.
+The pins were installed and run together on CPUs. SGLang's kernels and CUDA libraries are left out: its metadata
+requires them, but a CPU server never uses them, and they have no CPU builds. torch is the version that headrace uses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 TORCH: Final = "torch==2.13.0"
 TORCHVISION: Final = "torchvision==0.28.0"
-"""The release for that torch."""
+"""Release of torchvision for that torch."""
 DEFAULT_VERSION: Final = "0.5.23"
 
 _COMMON: Final = (
@@ -71,10 +71,10 @@ REQUIREMENTS: Final = {
     "0.5.21": (*_COMMON, "transformers==5.12.1", "tokenizers==0.22.2", "xgrammar==0.2.7", "llguidance>=1.7.6,<2"),
     "0.5.23": (*_COMMON, "transformers==5.19.0", "tokenizers==0.23.2", "xgrammar==0.2.7", "llguidance==1.9.1"),
 }
-"""By version of SGLang: everything but torch, torchvision and SGLang itself."""
+"""Requirements by version of SGLang, except torch, torchvision and SGLang itself."""
 
 
 def release(version: str) -> tuple[int, ...]:
-    """`0.5.15.post1` as (0, 5, 15): what may be compared. Empty when there is no number in it."""
+    """Return the comparable part of a version, (0, 5, 15) for `0.5.15.post1`; empty if there is no number in it."""
     found = re.search(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,1 +1,1 @@
-"""Chat templates and tokenizers: from messages to ids and back."""
+"""Tokenizers and chat templates, which convert messages to ids and back."""

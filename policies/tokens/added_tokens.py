@@ -1,34 +1,37 @@
-"""The added tokens of a tokenizer: which spellings control a conversation, and where text may be cut at them.
+"""Finds the added tokens of a tokenizer in text, and escapes those that control a conversation.
 
 Invariants:
-- `as_data` leaves no spelling of a control token whole, and is what it was where there is none.
-- Matches are those of the tokenizers library: leftmost, and the longest of those.
+- The result of `as_data` contains no control token, and equals its input if that contains none.
+- Matches are those of the tokenizers library: the leftmost, and the longest of these.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import Tokenizer
 
 # DeepSeek's role tokens have full-width bars and are not flagged as special.
 _BETWEEN_BARS = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
 class ControlTokens:
-    """Tokens that structure a conversation: those flagged as special, and those spelled `<|...|>`."""
+    """Tokens that structure a conversation: those flagged as special, and those of the form `<|...|>`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
-        self._pattern = pattern_of(token.content for token in added if _controls(token))
+        self._pattern = pattern_of(
+            token.content for token in added if token.special or _BETWEEN_BARS.fullmatch(token.content)
+        )
 
     def as_data(self, text: str) -> str:
-        """Text in which each spelling is broken up by a space, so that it stays text; half surrogates, which no
-        tokenizer takes, become U+FFFD."""
+        """Return the text with a space inside each control token, so that it stays text. Lone surrogates, which no
+        tokenizer accepts, become U+FFFD."""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -36,21 +39,21 @@ class ControlTokens:
         return self._pattern.sub(_broken_up, text)
 
     def removed(self, text: str) -> str:
-        """Text without the spellings."""
+        """Return the text without control tokens."""
         return self._pattern.sub("", text)
 
 
 def pattern_of(words: Iterable[str]) -> re.Pattern[str]:
-    """Finds the words, the longest first at each place; nothing when there are none."""
+    """Return a pattern that finds the longest of the words at each position; it finds nothing without words."""
     distinct = sorted({word for word in words if word})
     return re.compile(_branches(distinct) if distinct else r"(?!)")
 
 
 def _branches(words: list[str]) -> str:
-    """A pattern as a prefix tree, so that hundreds of reserved tokens cost no more than one. `words` are sorted."""
+    """Return the pattern of sorted words as a prefix tree: hundreds of reserved tokens cost no more than one."""
     if len(words) == 1:
         return re.escape(words[0])
-    shared = _shared_prefix(words[0], words[-1])
+    shared = os.path.commonprefix([words[0], words[-1]])  # noqa: RUF071 - characters of words, not of paths
     rests = [word[len(shared) :] for word in words]
     may_end = rests[0] == ""
     groups: dict[str, list[str]] = {}
@@ -58,15 +61,6 @@ def _branches(words: list[str]) -> str:
         groups.setdefault(rest[0], []).append(rest)
     branches = "|".join(_branches(group) for group in groups.values())
     return f"{re.escape(shared)}(?:{branches}){'?' if may_end else ''}"
-
-
-def _shared_prefix(first: str, last: str) -> str:
-    length = next((i for i, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), None)
-    return first[: min(len(first), len(last)) if length is None else length]
-
-
-def _controls(token: AddedToken) -> bool:
-    return token.special or _BETWEEN_BARS.fullmatch(token.content) is not None
 
 
 def _broken_up(found: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
-"""A cache bounded by bytes.
+"""Cache with a bounded size in bytes.
 
 Invariants:
-- What was used least recently leaves first; at most `max_bytes` are kept, by the sizes its users state.
+- Its values have at most `max_bytes`, by the sizes that callers pass; the least recently used are evicted first.
 - Several threads may use it.
 """
 
@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 class BoundedCache(Generic[Key, Value]):
-    """Keys are hashable; values are shared, so nobody changes them."""
+    """Least-recently-used cache. Values are shared and must not be changed."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -33,7 +33,7 @@ class BoundedCache(Generic[Key, Value]):
             return found[0]
 
     def put(self, key: Key, value: Value, size: int) -> None:
-        """Keep a value of `size` bytes, its key included."""
+        """Store a value; `size` is in bytes and includes the key."""
         with self._lock:
             if key in self._kept or size > self._max_bytes:
                 return

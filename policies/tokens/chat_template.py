@@ -1,9 +1,9 @@
-"""A chat template: from messages as Hugging Face's templates expect them to text, without transformers.
+"""Renders messages with a Hugging Face chat template, without transformers.
 
 Invariants:
-- The text equals that of transformers' apply_chat_template: same environment, same variables, `None` left out of
-  messages, reasoning under both its names.
-- Whatever a template does with messages it was not made for is TemplateRefused.
+- The text equals that of transformers' apply_chat_template: it has the same environment and variables, omits `None`
+  from messages, and passes the reasoning under both its names.
+- Every error of a template with messages that it does not support is TemplateRefused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 TemplateMessage: TypeAlias = "dict[str, Any]"
-"""`role`, `content`, and where they apply `reasoning_content`, `tool_calls`, `tool_call_id`, `name`."""
+"""Message with `role`, `content`, and optionally `reasoning_content`, `tool_calls`, `tool_call_id`, `name`."""
 
 
 class SharedTool(dict[str, Any]):
-    """`{"type": "function", "function": {...}}`, never changed: its JSON is made once however often it is rendered."""
+    """Description of a tool, `{"type": "function", "function": {...}}`, which is never changed: its JSON is cached."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -50,13 +50,19 @@ class SharedTool(dict[str, Any]):
 
 
 class ChatTemplate:
-    """`chat_template.jinja`, else `chat_template` of tokenizer_config.json. Raises TokenizerInvalid."""
+    """Chat template of `chat_template.jinja`, or of tokenizer_config.json. Raises TokenizerInvalid."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         sources = _sources(folder, config)
         self.source: str = sources["default"]
-        """The template's own text."""
-        environment = _environment()
+        """Source text of the default template."""
+        # The same environment as in transformers.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_from_template
+        environment.globals["strftime_now"] = time.strftime
         try:
             self._compiled = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
@@ -72,12 +78,17 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
     ) -> str:
-        """The conversation as the template writes it. Raises TemplateRefused."""
+        """Render a conversation. Raises TemplateRefused."""
+        shown = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        for message in shown:
+            if "reasoning_content" in message:
+                # The name that the template of gpt-oss reads.
+                message["thinking"] = message["reasoning_content"]
         template = self._compiled["tool_use" if tools and "tool_use" in self._compiled else "default"]
         try:
             return template.render(
                 self._tokens,
-                messages=[_filled(message) for message in messages],
+                messages=shown,
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -90,21 +101,13 @@ class ChatTemplate:
 
 
 def token_text(value: object) -> str:
-    """A token of tokenizer_config.json: a string, or the older object with `content`; "" for none."""
+    """Return the text of a token in tokenizer_config.json (a string, or an object with `content`); "" for none."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""
 
 
-def _filled(message: TemplateMessage) -> TemplateMessage:
-    """Without None, and with the reasoning under the name that gpt-oss' template reads as well."""
-    shown = {name: value for name, value in message.items() if value is not None}
-    if "reasoning_content" in shown:
-        shown["thinking"] = shown["reasoning_content"]
-    return shown
-
-
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. A template for conversations with tools may stand beside the default one."""
+    """Return the templates by name. There may be a separate template for conversations with tools."""
     path = folder / "chat_template.jinja"
     found = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
     if isinstance(found, str):
@@ -113,25 +116,14 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(found, list):
         named = {item["name"]: item["template"] for item in found if isinstance(item, dict) and "template" in item}
     if not isinstance(named.get("default"), str):
-        raise TokenizerInvalid(f"{folder}: has no chat template: add chat_template.jinja")
+        raise TokenizerInvalid(f"{folder} has no chat template: add chat_template.jinja")
     return named
 
 
-def _environment() -> jinja2.Environment:
-    """The environment transformers uses."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_from_template
-    environment.globals["strftime_now"] = time.strftime
-    return environment
-
-
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the policy says, for masks that we do not need."""
+    """Extension for `{% generation %}`, which marks the policy's text for masks that are not needed here."""
 
-    tags = {"generation"}  # noqa: RUF012 the base class says so
+    tags = {"generation"}  # noqa: RUF012 declared so in the base class
 
     def parse(self, parser: Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -145,7 +137,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML."""
+    """Return the JSON of a value, without Jinja's escaping of HTML."""
     if isinstance(value, SharedTool):
         return value.json(ensure_ascii, indent, (separators[0], separators[1]) if separators else None, sort_keys)
     return _dumps(value, ensure_ascii, indent, separators, sort_keys)

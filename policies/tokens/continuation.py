@@ -1,14 +1,15 @@
-"""What a chat template writes after an assistant turn, without rendering what came before it.
+"""Renders the text that a chat template writes after an assistant turn, without rendering the history before it.
 
 Invariants:
-- The text is taken from behind a mark inside the last assistant turn of a short conversation of our own: how the
-  template shows, rewrites or strips that turn does not matter.
-- `history_free` says whether every conversation we could think of goes on in the same way after such a turn. Where it
-  does not, nothing here may be used.
+- The text is the part after a mark inside the last assistant turn of a short artificial conversation, so it does not
+  matter how the template shows, rewrites or strips that turn.
+- `history_free` is True if all probed conversations continue in the same way after such a turn. Otherwise, this module
+  must not be used.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 _MARK = "quagmire4zt"
 _MAX_ENDS = 1024
-"""Names of tools come from the policy: without end."""
+"""Bound of the cache by names of tools, which the policy writes and which are therefore unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The end of an assistant turn that nothing follows: how often the mark stands in it, the text behind the last one,
-    and where in that the turn is closed (`closes`: by a stop token)."""
+    """End of an assistant turn that is the last message: the number of marks in it, the text after the last mark, and
+    the position in that text where the turn is closed. `closes` is True if a stop token closes it."""
 
     marks: int
     text: str
@@ -39,7 +40,7 @@ class _End:
 
 
 class Continuation:
-    """`stops` are the spellings of the ids that end a turn."""
+    """Continuation texts of one template. `stops` are the texts of the tokens that end a turn."""
 
     def __init__(self, template: ChatTemplate, shape: TemplateShape, stops: Sequence[str]) -> None:
         self._template = template
@@ -49,13 +50,13 @@ class Continuation:
         self.history_free = self._is_history_free()
 
     def after(self, calls: Sequence[dict[str, Any]], messages: Sequence[TemplateMessage]) -> tuple[bool, str]:
-        """Whether the template closes an assistant turn with a stop token of its own, and the text from there (from
-        the end of the turn, if not) up to where the next turn begins. Raises TemplateRefused."""
+        """Return True if the template closes an assistant turn with a stop token, and the text from there (or else from
+        the end of the turn) up to the beginning of the next turn. Raises TemplateRefused."""
         history = [USER, self._turn(calls)]
         names = tuple(call["function"]["name"] for call in calls)
         if (end := self._ends.get(names)) is None:
             end = self._end_of(history, [])
-            # Mistral's templates write a call's id, which is another every time, behind its arguments.
+            # Mistral's templates write a call's id, which differs for every call, after its arguments.
             if len(self._ends) < _MAX_ENDS and not any(call["id"] in end.text for call in calls):
                 self._ends[names] = end
         return self._tail(end, history, messages, [])
@@ -76,7 +77,7 @@ class Continuation:
         return end.closes, behind[-1][end.closing :]
 
     def _turn(self, calls: Sequence[dict[str, Any]]) -> TemplateMessage:
-        """An assistant turn with the mark in all places where it may end."""
+        """Return an assistant turn with the mark at all places where it may end."""
         turn: TemplateMessage = {"role": "assistant", "content": _MARK}
         if calls and self._shape.calls:
             shown = list(calls) if self._shape.parallel else [calls[-1]]
@@ -100,15 +101,10 @@ class Continuation:
                     if self._tail(end, [*history, turn], messages, tools) != expected:
                         return False
                 except TemplateRefused:
-                    if self._is_taken([*history, turn, *messages], tools):
+                    # Not a difference if the template refuses the conversation itself.
+                    with suppress(TemplateRefused):
+                        self._template.text([*history, turn, *messages], tools, add_generation_prompt=True)
                         return False
-        return True
-
-    def _is_taken(self, messages: Sequence[TemplateMessage], tools: Sequence[Any]) -> bool:
-        try:
-            self._template.text(messages, tools, add_generation_prompt=True)
-        except TemplateRefused:
-            return False
         return True
 
     def _call(self, number: int) -> dict[str, Any]:
@@ -118,7 +114,7 @@ class Continuation:
         return {"role": "tool", "content": "bog", "tool_call_id": f"callprob{number}", "name": "fern"}
 
     def _continuations(self) -> Iterator[tuple[list[dict[str, Any]], list[TemplateMessage]]]:
-        """Calls of the turn, and messages that may follow it."""
+        """Yield calls of a turn with messages that may follow it."""
         yield [], [USER]
         if self._shape.repeated_users:
             yield [], [USER, USER]
@@ -130,7 +126,7 @@ class Continuation:
             yield [self._call(1), self._call(2)], [self._result(1), self._result(2)]
 
     def _histories(self) -> Iterator[tuple[list[TemplateMessage], list[Any]]]:
-        """Messages and tools of conversations in which it is the policy's turn."""
+        """Yield messages and tools of conversations that continue with the policy's turn."""
         said: TemplateMessage = {"role": "assistant", "content": "turf"}
         reasoned: TemplateMessage = {**said, "reasoning_content": "mire"}
         lead = [SYSTEM] if self._shape.system else []

@@ -1,13 +1,13 @@
-"""Ids of long texts, piece by piece: what was tokenized before is not tokenized again.
+"""Tokenizes long texts piece by piece, with a cache of pieces.
 
 Invariants:
-- The ids are those of the whole text. Text is cut only where the tokenizer itself never looks across: at added tokens,
-  and, where its pre-tokenizer always ends a word there, at ends of lines and before words. Both are checked against
-  the tokenizer at the start; a tokenizer that does not pass is given whole texts.
-- Where a text is cut depends on the text near the cut, so that two prompts that differ in one line share all other
+- The ids equal those of the whole text. Text is split only where the tokenizer never looks across: at added tokens,
+  and, if its pre-tokenizer always ends a word there, at ends of lines and before words. Both are checked with the
+  tokenizer at the start; for a tokenizer that fails the check, texts are not split.
+- Where a text is split depends on the text near the split, so that prompts that differ in one line share all other
   pieces.
-- At most `cache_bytes` are kept. Several threads may use one encoder.
-- The interpreter lock is free while a piece is tokenized.
+- The cache has at most `cache_bytes`. Several threads may use one encoder.
+- The interpreter lock is released while a piece is tokenized.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 CACHE_BYTES = 64 * 2**20
 PIECE_MIN_CHARACTERS = 1024
 SHORT_CHARACTERS = 64
-"""Pieces up to so many characters (what stands between the tokens of a template) are kept, and long ones; those
-between are tokenized about as fast as they are kept."""
+"""Pieces of up to this length (texts between the tokens of a template), and long ones, are cached. Pieces of a length
+in between are tokenized about as fast as they are found in the cache."""
 PIECE_MAX_CHARACTERS = 8192
-"""Length above which a piece is cut at the next place, however it reads."""
+"""Length at which a piece is split at the next possible place, whatever text follows."""
 
 _TAKEN = "/"
-"""The words of o200k take a slash of the next line with them."""
+"""A line that begins with this is not split off, because words of o200k include a slash of the next line."""
 _KINDS = "aZ\u00e9\u6f227\u0663.'_\u2014\u0301\U0001f600"
-"""A character of each kind that patterns of words tell apart."""
+"""One character of each kind that patterns of words distinguish."""
 _LEFTS = [first + last for first, last in (*product(("a", " ", "\n"), _KINDS), *product("a", punctuation))]
 _RIGHTS = [first + last for first, last in (*product(_KINDS, ("a", " ")), *product(punctuation, "a"))]
 _GAP_LEFTS = ("a", "1a", ".\u00e9", "\u6f22", "\u0663")
@@ -48,25 +48,37 @@ _PROBES = (" a\nb ", "\n", " ", "a", "1", "'s", "\u00e9\u6f22", "\t\n  ", "A", "
 
 
 class PieceEncoder:
-    """Ids of texts. `cuts_tokens` and `cuts_lines` say where this tokenizer lets texts be cut."""
+    """Encoder of texts. `cuts_tokens` and `cuts_lines` are True if texts may be split at added tokens and at lines."""
 
     def __init__(self, tokenizer: Tokenizer, *, cache_bytes: int = CACHE_BYTES) -> None:
         self._tokenizer = tokenizer
         self._cache: BoundedCache[str, array[int]] = BoundedCache(cache_bytes)
-        self._ids_of_tokens = _raw_tokens(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        # Added tokens that are found in the unchanged text; none if one of them includes neighbouring text.
+        takes_more = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
+        self._ids_of_tokens = {
+            token.content: int(token_id) for token_id, token in added.items() if not token.normalized and not takes_more
+        }
         self._tokens = pattern_of(self._ids_of_tokens)
         self.cuts_tokens = self._ids_of_tokens != {} and self._same_in_pieces()
         self.cuts_lines = _ends_words_at_lines(tokenizer)
 
     def ids(self, text: str) -> array[int]:
-        """Ids of the whole text; added tokens in it are recognised."""
+        """Return the ids of a text; added tokens in it are recognised."""
         ids = array("i")
-        for part in self._parts(text):
+        start = 0
+        for found in self._tokens.finditer(text) if self.cuts_tokens else ():
+            for part in self._between(text[start : found.start()]):
+                ids.extend(part)
+            ids.append(self._ids_of_tokens[found[0]])
+            start = found.end()
+        for part in self._between(text[start:]):
             ids.extend(part)
         return ids
 
     def count(self, texts: Iterable[str], *, stop_at: int) -> int:
-        """Tokens of the texts, cut into slices anywhere; ends at the slice that reaches `stop_at`. Keeps nothing."""
+        """Count the tokens of the texts, in slices of arbitrary borders, up to the slice that reaches `stop_at`. Does
+        not use the cache."""
         number = 0
         for text in texts:
             for start in range(0, len(text), PIECE_MAX_CHARACTERS):
@@ -74,17 +86,6 @@ class PieceEncoder:
                 if number >= stop_at:
                     return number
         return number
-
-    def _parts(self, text: str) -> Iterator[array[int]]:
-        if not self.cuts_tokens:
-            yield from self._between(text)
-            return
-        start = 0
-        for found in self._tokens.finditer(text):
-            yield from self._between(text[start : found.start()])
-            yield array("i", (self._ids_of_tokens[found[0]],))
-            start = found.end()
-        yield from self._between(text[start:])
 
     def _between(self, text: str) -> Iterator[array[int]]:
         if len(text) < PIECE_MIN_CHARACTERS:
@@ -104,11 +105,11 @@ class PieceEncoder:
         return known
 
     def _encode(self, text: str) -> array[int]:
-        """One text in a list: the method for lists computes no offsets and lets other threads run."""
+        # The method for lists computes no offsets, and releases the interpreter lock.
         return array("i", self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _same_in_pieces(self) -> bool:
-        """Whether added tokens isolate their neighbours, tried out between all kinds of text."""
+        """Return True if added tokens isolate their neighbours, by probes between all kinds of text."""
         token = next(iter(self._ids_of_tokens))
         texts = [left + token + right + token for left, right in product(_PROBES, _PROBES)]
         self.cuts_tokens, self.cuts_lines = True, False
@@ -116,7 +117,7 @@ class PieceEncoder:
 
 
 def _cut(text: str, start: int) -> int:
-    """End of the piece that begins at `start`: after a line, chosen by the text that follows."""
+    """Return the end of the piece that begins at `start`, which is an end of a line that the following text selects."""
     forced = start + PIECE_MAX_CHARACTERS
     for end in _line_ends(text, start + PIECE_MIN_CHARACTERS, forced):
         if zlib.crc32(text[end : end + 16].encode(errors="replace")) % 16 == 0:
@@ -128,7 +129,7 @@ def _cut(text: str, start: int) -> int:
 
 
 def _line_ends(text: str, start: int, stop: int) -> Iterator[int]:
-    """Beginnings of lines between two characters that are not blank."""
+    """Yield the beginnings of lines between two characters that are not white space."""
     end = text.find("\n", start, stop) + 1
     while end:
         if end < len(text) and not text[end - 2].isspace() and not text[end].isspace() and text[end] not in _TAKEN:
@@ -137,7 +138,7 @@ def _line_ends(text: str, start: int, stop: int) -> Iterator[int]:
 
 
 def _gaps(text: str, start: int) -> Iterator[int]:
-    """Ends of words before a single blank and a plain letter."""
+    """Yield the ends of words before a single space and an ASCII letter."""
     end = text.find(" ", start)
     while end >= 0:
         if text[end - 1].isalnum() and text[end + 1 : end + 2].isalpha() and text[end + 1].isascii():
@@ -145,21 +146,20 @@ def _gaps(text: str, start: int) -> Iterator[int]:
         end = text.find(" ", end + 1)
 
 
-def _raw_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Added tokens that are found in the text as it is; none when one of them takes neighbouring text with it."""
-    added = tokenizer.get_added_tokens_decoder()
-    raw = {token.content: int(token_id) for token_id, token in added.items() if not token.normalized}
-    if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
-        return {}
-    return raw
-
-
 def _ends_words_at_lines(tokenizer: Tokenizer) -> bool:
-    """Whether a word always ends where we cut: words are found by patterns, none of our probes is read across the
-    cut, and no added token may lie across it."""
+    """Return True if a word always ends where texts are split at lines: words are found by patterns, no probe has a
+    word across the split, and no added token can be there."""
     if any(token.normalized for token in tokenizer.get_added_tokens_decoder().values()):
         return False
-    if not (_is_nfc(tokenizer) and _splits_by_patterns(tokenizer)):
+    if tokenizer.normalizer is not None and _state(tokenizer.normalizer).get("type") != "NFC":
+        return False
+    if tokenizer.pre_tokenizer is None or type(tokenizer.model).__name__ != "BPE":
+        return False
+    state = _state(tokenizer.pre_tokenizer)
+    steps = state["pretokenizers"] if state.get("type") == "Sequence" else [state]
+    splits = any(step["type"] == "Split" or step.get("use_regex") for step in steps)
+    known = all(step["type"] in {"Split", "Digits", "ByteLevel"} and not step.get("add_prefix_space") for step in steps)
+    if not (splits and known):
         return False
     words = tokenizer.pre_tokenizer.pre_tokenize_str
     lines = ((left + "\n", right) for left, right in product(_LEFTS, _RIGHTS) if right[0] not in _TAKEN)
@@ -170,23 +170,5 @@ def _ends_words_at_lines(tokenizer: Tokenizer) -> bool:
     )
 
 
-def _is_nfc(tokenizer: Tokenizer) -> bool:
-    return tokenizer.normalizer is None or _state(tokenizer.normalizer).get("type") == "NFC"
-
-
-def _splits_by_patterns(tokenizer: Tokenizer) -> bool:
-    if tokenizer.pre_tokenizer is None or _kind(tokenizer.model) != "BPE":
-        return False
-    state = _state(tokenizer.pre_tokenizer)
-    steps = state["pretokenizers"] if state.get("type") == "Sequence" else [state]
-    splits = any(step["type"] == "Split" or step.get("use_regex") for step in steps)
-    known = all(step["type"] in {"Split", "Digits", "ByteLevel"} and not step.get("add_prefix_space") for step in steps)
-    return splits and known
-
-
 def _state(part: Any) -> dict[str, Any]:
     return dict(json.loads(part.__getstate__()))
-
-
-def _kind(part: object) -> str:
-    return type(part).__name__

@@ -1,7 +1,7 @@
-"""What a chat template can show, found out by rendering.
+"""Probes the features of a chat template by rendering.
 
-Invariant: a thing counts as shown when its text appears in the rendering; a template that silently drops it, or refuses
-it, does not show it.
+Invariant: a feature is supported if its text appears in the result; a template that drops or refuses it does not
+support it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ TOOL = SharedTool(
     }
 )
 _IDS = ("callprobe1", "call1pro2")
-"""Mistral's templates take ids of nine letters and digits alone: the first is too long for them."""
+"""Call ids for probing. Mistral's templates accept only ids of nine letters and digits: the first is too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateShape:
-    """`calls`, `results` and `tools`: whether tool calls in an assistant turn, messages of the role `tool`, and tool
-    descriptions are shown. `parallel`: several calls in one turn. `text_arguments`: arguments must be JSON text, not an
-    object; `any_arguments`: text that is no JSON is taken as well. `short_ids`: a call id must have nine letters or
-    digits. `repeated_users`: two messages of the user may follow each other."""
+    """Features that a template supports. `calls`, `results` and `tools`: tool calls in an assistant turn, messages of
+    the role `tool`, and tool descriptions. `parallel`: several calls in one turn. `text_arguments`: arguments must be
+    JSON text instead of an object; `any_arguments`: text that is not valid JSON is accepted too. `short_ids`: a call id
+    must have nine letters or digits. `repeated_users`: two messages of the user may follow each other."""
 
     system: bool
     tools: bool
@@ -52,7 +52,7 @@ class TemplateShape:
     repeated_users: bool
 
     def call(self, call_id: str, name: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
-        """A tool call as this template takes it. `arguments` is text when it is no JSON object."""
+        """Return a tool call in the format of this template. `arguments` is a text if it is not a JSON object."""
         taken: object = arguments
         if isinstance(arguments, str):
             taken = arguments if self.any_arguments or self.text_arguments else {"arguments": arguments}
@@ -62,7 +62,7 @@ class TemplateShape:
 
 
 def shape_of(template: ChatTemplate) -> TemplateShape:
-    """Raises TemplateRefused for a template that refuses even one message of a user."""
+    """Return the features of a template. Raises TemplateRefused if it refuses a single message of a user."""
     template.text([USER], add_generation_prompt=True)
     style = _call_style(template)
     text_arguments, call_id = style or (False, _IDS[0])
@@ -75,22 +75,22 @@ def shape_of(template: ChatTemplate) -> TemplateShape:
         system=_shows(template, [SYSTEM, USER], "moss"),
         tools=_shows(template, [USER], "fern", tools=[TOOL]),
         calls=with_calls,
-        results=_shows(template, [USER, one if with_calls else _said(), result], "bog"),
+        results=_shows(template, [USER, one if with_calls else _answer(), result], "bog"),
         parallel=with_calls and _shows(template, [USER, _turn(*one["tool_calls"], other)], "sedge", "heath"),
         text_arguments=text_arguments,
         any_arguments=with_calls and _shows(template, [USER, broken], "{peat"),
         short_ids=call_id == _IDS[1],
-        repeated_users=_shows(template, [USER, USER, _said(), USER, USER], "kelp"),
+        repeated_users=_shows(template, [USER, USER, _answer(), USER, USER], "kelp"),
     )
 
 
 def _call_style(template: ChatTemplate) -> tuple[bool, str] | None:
-    """How calls must be given to be shown: arguments as text or not, and an id the template takes."""
+    """Return the format in which the template shows calls: True for arguments as text, and an id that it accepts."""
     for text in (False, True):
         for call_id in _IDS:
             turn = _turn(_call("fern", "sedge", text=text, call_id=call_id))
             result = {"role": "tool", "content": "bog", "tool_call_id": call_id, "name": "fern"}
-            if _shows(template, [USER, turn], "fern", "sedge") and _takes(template, [USER, turn, result]):
+            if _shows(template, [USER, turn], "fern", "sedge") and _shows(template, [USER, turn, result]):
                 return text, call_id
     for text in (False, True):
         if _shows(template, [USER, _turn(_call("fern", "sedge", text=text, call_id=_IDS[0]))], "fern", "sedge"):
@@ -108,11 +108,7 @@ def _shows(
     return all(text in shown for text in texts)
 
 
-def _takes(template: ChatTemplate, messages: Sequence[TemplateMessage]) -> bool:
-    return _shows(template, messages)
-
-
-def _said() -> TemplateMessage:
+def _answer() -> TemplateMessage:
     return {"role": "assistant", "content": "turf"}
 
 

@@ -1,11 +1,11 @@
-"""Text, messages and token ids: tokenizer and chat template of a Hugging Face directory, without transformers.
+"""Tokenizer and chat template of a Hugging Face directory, without transformers.
 
 Invariants:
-- A conversation is rendered once; later turns only append: history, sampled ids, `bridge`, sampled ids, and so on.
-- Contents are data: text that spells a control token is broken up by a space before it is rendered, so it never
-  becomes one.
-- Ids equal those of transformers' AutoTokenizer on the same directory.
-- What the template cannot do is known at the start: `shape`, `bridges`.
+- A conversation is rendered once; later turns are only appended: history, sampled ids, `bridge`, sampled ids, and so
+  on.
+- Contents are data: a control token in a text is broken up by a space before rendering, so that it stays text.
+- Ids equal those of transformers' AutoTokenizer for the same directory.
+- The features that the template supports are determined at the start: `shape`, `bridges`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ChatMessage(Protocol):
-    """What a plain message must have."""
+    """Message with a role and a text."""
 
     @property
     def role(self) -> str: ...
@@ -41,27 +41,43 @@ class ChatMessage(Protocol):
 
 
 class ChatTokenizer:
-    """Loads `tokenizer.json`, `tokenizer_config.json`, the chat template and, where they exist, the model's configs.
-    `cache_bytes` bounds what is kept of texts tokenized before.
+    """Tokenizer and chat template, loaded from `tokenizer.json`, `tokenizer_config.json`, the chat template and, if
+    they exist, the model's configs. `cache_bytes` bounds the cache of tokenized texts.
 
-    `vocab_size`: ids, added tokens included, are in `[0, vocab_size)`; `model_vocab_size`: those that the model may
-    sample, more where its `config.json` has padding. `stop_ids` end a turn of the policy. `bridges`:
-    `bridge` may be used. `opens_reasoning`: a turn of the policy begins inside its reasoning.
+    `vocab_size`: all ids, including added tokens, are in `[0, vocab_size)`. `model_vocab_size`: the model may sample
+    ids below this, which is greater if its `config.json` has padding. `stop_ids` end a turn of the policy. `bridges` is
+    True if `bridge` may be used, `opens_reasoning` if a turn of the policy begins inside its reasoning.
 
     Raises:
         TokenizerInvalid: a file is missing or unreadable; the message names it.
         TokenizerMismatch: the ids do not fit the model in `config.json`.
-        TemplateRefused: the chat template refuses even one message of a user.
+        TemplateRefused: the chat template refuses a single message of a user.
     """
 
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
-        self._tokenizer = _load_tokenizer(folder / "tokenizer.json")
+        path = folder / "tokenizer.json"
+        try:
+            content = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerInvalid(
+                f"{path}: cannot be read ({error}): a model directory needs tokenizer.json"
+            ) from error
+        try:
+            self._tokenizer = Tokenizer.from_str(content)
+        except Exception as error:
+            raise TokenizerInvalid(f"{path}: not a tokenizer.json of the tokenizers library: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         added = self._tokenizer.get_added_tokens_decoder()
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.vocab_size: int = max(size, *(token_id + 1 for token_id in added), 0)
         self.model_vocab_size = self.vocab_size
-        self.eos_token = _eos_token(config, folder)
+        self.eos_token = token_text(config.get("eos_token"))
+        if not self.eos_token:
+            raise TokenizerInvalid(
+                f"{folder / 'tokenizer_config.json'}: eos_token must be a string, found {config.get('eos_token')!r}"
+            )
         self.eos_id = self._id_of(self.eos_token, folder)
         self.stop_ids: tuple[int, ...] = (self.eos_id,)
         self.control = ControlTokens(self._tokenizer)
@@ -71,54 +87,58 @@ class ChatTokenizer:
         stops = [added[token_id].content for token_id in self.stop_ids if token_id in added]
         self._continuation = Continuation(self.template, self.shape, stops or [self.eos_token])
         self.bridges = self._continuation.history_free
-        self.opens_reasoning = _opens_reasoning(self.template)
+        before = self.template.text([USER], add_generation_prompt=False)
+        opening = self.template.text([USER], add_generation_prompt=True).removeprefix(before)
+        self.opens_reasoning = opening.rstrip().endswith("<think>")
         self._pieces = PieceEncoder(self._tokenizer, cache_bytes=cache_bytes)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a text. Control tokens in it are recognised: for contents of strangers use `render` and `bridge`."""
+        """Return the ids of a text. Control tokens are recognised: use `render` and `bridge` for untrusted text."""
         return tuple(self._pieces.ids(text))
 
     def count(self, texts: Iterable[str], *, stop_at: int) -> int:
-        """Tokens of the texts, each tokenized by itself and in slices: a few more than in one go. Counting ends once
-        `stop_at` is reached."""
+        """Count the tokens of the texts, until `stop_at` is reached. The texts are tokenized separately and in slices,
+        which gives slightly more tokens than as a whole."""
         return self._pieces.count(texts, stop_at=stop_at)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids without special tokens; bytes that are not valid UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def spell(self, ids: Sequence[int]) -> str:
-        """The same with special tokens as they are spelled."""
+        """Return the text of ids with special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def text(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
-        """The conversation as the template writes it. Raises TemplateRefused."""
+        """Render a conversation. Raises TemplateRefused."""
         return self.template.text(self._shown(messages), add_generation_prompt=add_generation_prompt)
 
     def render(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """Ids of the conversation up to where the policy begins to speak. Raises TemplateRefused."""
+        """Return the ids of a conversation up to the beginning of the policy's turn. Raises TemplateRefused."""
         return self.encode(self.text(messages, add_generation_prompt=True))
 
     def bridge(self, last_id: int, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """Ids between the policy's last sampled id and its next turn: rest of the old turn, `messages`, new opening.
+        """Return the ids between the policy's last sampled id and its next turn: the rest of the old turn, `messages`,
+        and the opening of the new turn.
 
-        `last_id` is a stop id when the policy closed its turn itself; otherwise the bridge closes it.
+        If `last_id` is not a stop id, the bridge closes the old turn.
         Raises TemplateRefused.
         """
         return tuple(self.bridge_shown(last_id, [], self._shown(messages)))
 
     def render_shown(self, messages: Sequence[TemplateMessage], tools: Sequence[SharedTool]) -> array[int]:
-        """`render` for messages and tools that are data already, as the template takes them. Raises TemplateRefused."""
+        """Return the ids of a conversation of escaped messages and tools, in the template's format. Raises
+        TemplateRefused."""
         return self._pieces.ids(self.template.text(messages, tools, add_generation_prompt=True))
 
     def bridge_shown(
         self, last_id: int, calls: Sequence[dict[str, Any]], messages: Sequence[TemplateMessage]
     ) -> array[int]:
-        """`bridge` for messages that are data already; `calls` are the tool calls of the sampled turn, for templates
-        that name them beside their results. Raises TemplateRefused."""
+        """Return the ids of `bridge` for escaped messages. `calls` are the tool calls of the sampled turn, for
+        templates that repeat them with their results. Raises TemplateRefused."""
         closes, text = self._continuation.after(calls, messages)
         ids = self._pieces.ids(text)
-        # A stop token that the template writes too stands once. GLM's turns end with the token of the next role.
+        # A stop token that the template also writes must not be repeated. GLM's turns end with the next role's token.
         if last_id in self.stop_ids and ids and (ids[0] in self.stop_ids if closes else ids[0] == last_id):
             del ids[0]
         return ids
@@ -149,7 +169,7 @@ class ChatTokenizer:
 
 
 def check_fits(tokenizer: ChatTokenizer, model_config: dict[str, Any], *, source: str) -> None:
-    """Refuse a tokenizer with ids the model does not have, or with another end of turn.
+    """Check that the model has all ids of the tokenizer, and the same end of turn.
 
     Raises TokenizerMismatch, or TokenizerInvalid when the config is unusable.
     """
@@ -170,30 +190,10 @@ def check_fits(tokenizer: ChatTokenizer, model_config: dict[str, Any], *, source
         )
 
 
-def _opens_reasoning(template: ChatTemplate) -> bool:
-    asked = template.text([USER], add_generation_prompt=False)
-    opening = template.text([USER], add_generation_prompt=True).removeprefix(asked)
-    return opening.rstrip().endswith("<think>")
-
-
 def _as_ids(value: object) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,)
     return tuple(value) if isinstance(value, list) else ()
-
-
-def _load_tokenizer(path: Path) -> Tokenizer:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerInvalid(f"{path}: cannot be read ({error}): a model directory needs tokenizer.json") from error
-    try:
-        tokenizer = Tokenizer.from_str(content)
-    except Exception as error:
-        raise TokenizerInvalid(f"{path}: is no tokenizer.json of the tokenizers library: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -202,12 +202,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TokenizerInvalid(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(document, dict):
-        raise TokenizerInvalid(f"{path}: must hold one JSON object")
+        raise TokenizerInvalid(f"{path}: must contain one JSON object")
     return document
-
-
-def _eos_token(config: dict[str, Any], folder: Path) -> str:
-    if text := token_text(config.get("eos_token")):
-        return text
-    found = config.get("eos_token")
-    raise TokenizerInvalid(f"{folder / 'tokenizer_config.json'}: eos_token must be a string, found {found!r}")

@@ -1,4 +1,4 @@
-"""Errors of tokenizers and chat templates. Each message is one line that names the file, the numbers and the fix.
+"""Errors of tokenizers and chat templates. Each message is one line with the file, the numbers and the fix.
 
 PolicyError
 └── ModelInvalid
@@ -17,7 +17,7 @@ class TokenizerInvalid(ModelInvalid):
 
 
 class TokenizerMismatch(TokenizerInvalid):
-    """The tokenizer does not fit the model: names both numbers."""
+    """The ids of the tokenizer do not match the model; the message has both numbers."""
 
 
 class TemplateRefused(TokenizerInvalid):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, TransientSandboxError
-from headrace.sandboxes.pool.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.sandboxes.pool.slots import Slots
 from headrace.sandboxes.pool.token_bucket import TokenBucket
 
@@ -116,7 +116,7 @@ class Admission:
         granted: list[Ticket] = []
         while self._breaker.allows(now) and (ticket := self._places.next()) is not None and self._bucket.take(now):
             self._places.start(ticket)
-            self._breaker.begin(ticket, now)
+            self._breaker.begin(now, ticket)
             self._granted_at_s.append(now)
             granted.append(ticket)
         return granted
@@ -139,7 +139,7 @@ class Admission:
             # A host that refuses is reachable.
             self._breaker.succeeded(ticket)
         elif isinstance(error, TransientSandboxError):
-            self._breaker.failed(ticket, now)
+            self._breaker.failed(now, ticket)
         self._breaker.ended(ticket)
 
     def adopt(self, ticket: Ticket) -> None:

@@ -15,9 +15,9 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, cast
 
+from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.sandboxes.base import AVOID_LABEL
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
-from headrace.sandboxes.pool.circuit_breaker import BreakerState
 from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.pool.ledger import Entry, EntryState
 from headrace.sandboxes.pool.placement import choose

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.sandboxes.pool.admission import Admission
-from headrace.sandboxes.pool.circuit_breaker import BreakerState
 from headrace.sandboxes.pool.placement import HostView
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from headrace.buffer.primitives.circuit_breaker import BreakerState
     from headrace.sandboxes.pool.boot import Booter
-    from headrace.sandboxes.pool.circuit_breaker import BreakerState
     from headrace.sandboxes.pool.host import Host
     from headrace.sandboxes.pool.lease_table import LeaseTable
     from headrace.sandboxes.pool.reaper import Reaper

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from pydantic import ValidationError
 
+from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.sandboxes.base import AVOID_LABEL, Feature, SandboxInfo
 from headrace.sandboxes.errors import (
     CapacityExceeded,
@@ -30,7 +31,6 @@ from headrace.sandboxes.errors import (
     SandboxGone,
     SpecRefused,
 )
-from headrace.sandboxes.pool.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.sandboxes.pool.placement import HostView, choose
 from headrace.sandboxes.remote.http import NotConnected
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
@@ -75,13 +75,13 @@ class _Host:
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Create a sandbox and report the outcome to the breaker. Raises SandboxError."""
         call = object()
-        self.breaker.begin(call, _now())
+        self.breaker.begin(_now(), call)
         self.booting += 1
         try:
             await self.start()
             ref = await self.provider.create(spec)
         except (ProviderUnreachable, LauncherGone):
-            self.breaker.failed(call, _now())
+            self.breaker.failed(_now(), call)
             raise
         except SandboxError:
             self.breaker.succeeded(call)

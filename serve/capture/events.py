@@ -14,7 +14,7 @@ from headrace.serve.conversation import Purpose
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.policies.engine import TokenSpan
+    from headrace.buffer.types import VersionSpan
     from headrace.serve.capture.matching import Drift
     from headrace.serve.conversation import TurnAnswer
     from headrace.serve.rendering.render import TokenIds
@@ -79,7 +79,7 @@ class Recorded:
     answer: TurnAnswer
     ids: Sequence[int]
     logprobs: Sequence[float]
-    spans: tuple[TokenSpan, ...]
+    spans: tuple[VersionSpan, ...]
     status: Status
     truncated: bool
     lost_calls: int

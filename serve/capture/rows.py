@@ -193,12 +193,7 @@ def _row(leaf: SampledNode, mine: set[SampledNode], trained: set[SampledNode]) -
         if sampled in mine:
             mask[start : len(ids)] = sampled in trained
             logprobs[start : len(ids)] = sampled.logprobs
-            spans += [
-                VersionSpan(
-                    start=start + span.start, end=start + span.end, version=span.version, stale_kv=span.stale_kv
-                )
-                for span in sampled.spans
-            ]
+            spans += [span.shifted(start) for span in sampled.spans]
     return Row(tokens_T=np.array(ids, dtype=np.int32), loss_mask_T=mask, logprobs_T=logprobs, versions=tuple(spans))
 
 
@@ -223,7 +218,7 @@ def tree_of(session: Session) -> list[dict[str, object]]:
             "masked": reason.value if reason else None,
             "truncated": node.truncated,
             "calls": [{"id": call.id, "name": call.name} for call in node.calls],
-            "versions": [[span.start, span.end, str(span.version)] for span in node.spans],
+            "versions": [list(span.to_json()[:3]) for span in node.spans],
         }
         for node, reason in verdicts_of(session).items()
     ]

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import TokenSpan
+from headrace.buffer.types import VersionSpan
 from headrace.sandboxes.private_folders import make_missing
 from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Origin, Recorded, Spent, Status
 from headrace.serve.capture.matching import Drift
@@ -159,7 +158,7 @@ def _document(event: Event) -> dict[str, Any]:
                 "kinds": [type(block).__name__ for block in event.answer.blocks],
                 "ids": _encode(array("i", event.ids)),
                 "logprobs": _encode(array("f", event.logprobs)),
-                "spans": [[span.start, span.end, str(span.version), span.stale_kv] for span in event.spans],
+                "spans": [span.to_json() for span in event.spans],
                 "status": event.status.value,
                 "truncated": event.truncated,
                 "lost_calls": event.lost_calls,
@@ -202,11 +201,7 @@ def _recorded(document: dict[str, Any]) -> Recorded:
         answer=TurnAnswer(**answer),
         ids=_decode("i", document.pop("ids")),
         logprobs=_decode("f", document.pop("logprobs")),
-        spans=tuple(
-            TokenSpan(start=start, end=end, version=PolicyVersion.parse(version), stale_kv=any(stale_kv))
-            # Logs of the first versions do not record whether the KV cache was stale.
-            for start, end, version, *stale_kv in document.pop("spans")
-        ),
+        spans=tuple(VersionSpan.from_json(*span) for span in document.pop("spans")),
         status=Status(document.pop("status")),
         **document,
     )

@@ -36,7 +36,7 @@ from headrace.serve.conversation import Message, Role, ToolCall
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from headrace.policies.engine import TokenSpan
+    from headrace.buffer.types import VersionSpan
     from headrace.serve.capture.events import Recorded
     from headrace.serve.conversation import TurnAnswer, TurnRequest
     from headrace.serve.rendering.render import TokenIds
@@ -74,7 +74,7 @@ class SampledNode:
     turn_id: str
     ids: TokenIds
     logprobs: array[float]
-    spans: tuple[TokenSpan, ...]
+    spans: tuple[VersionSpan, ...]
     served: Served
     plain: bytes
     calls: tuple[ToolCall, ...]

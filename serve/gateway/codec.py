@@ -17,7 +17,6 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.buffer.types import Row, Trajectory, VersionSpan
-from headrace.buffer.versions import PolicyVersion
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.capture.rows import Lineage, Masked, SessionReport, TranscriptTurn
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec
@@ -163,7 +162,7 @@ def write_report(report: SessionReport) -> dict[str, object]:
                 "tokens": _encode(row.tokens_T.astype("<i4").tobytes()),
                 "loss_mask": _encode(np.packbits(row.loss_mask_T).tobytes()),
                 "logprobs": _encode(row.logprobs_T.astype("<f4").tobytes()),
-                "versions": [[span.start, span.end, str(span.version), span.stale_kv] for span in row.versions],
+                "versions": [span.to_json() for span in row.versions],
             }
             for row in (trajectory.rows if trajectory else ())
         ],
@@ -183,7 +182,7 @@ def write_plain_report(report: SessionReport) -> dict[str, object]:
                 "tokens": row.tokens_T.tolist(),
                 "loss_mask": row.loss_mask_T.astype(int).tolist(),
                 "logprobs": row.logprobs_T.tolist(),
-                "versions": [[span.start, span.end, str(span.version), span.stale_kv] for span in row.versions],
+                "versions": [span.to_json() for span in row.versions],
                 "lineage": lineage.name,
                 "truncated": lineage.truncated,
             }
@@ -228,10 +227,7 @@ class RowForm(BaseModel):
             tokens_T=tokens,
             loss_mask_T=np.unpackbits(bits, count=len(tokens)).astype(np.bool_),
             logprobs_T=np.frombuffer(base64.b64decode(self.logprobs), dtype="<f4").astype(np.float32),
-            versions=tuple(
-                VersionSpan(start=start, end=end, version=PolicyVersion.parse(version), stale_kv=stale_kv)
-                for start, end, version, stale_kv in self.versions
-            ),
+            versions=tuple(VersionSpan.from_json(*span) for span in self.versions),
         )
 
 

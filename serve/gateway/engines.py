@@ -301,7 +301,7 @@ def join_pieces(pieces: list[Completion]) -> Completion:
         return pieces[0]
     spans, offset = [], 0
     for piece in pieces:
-        spans += [replace(span, start=span.start + offset, end=span.end + offset) for span in piece.spans]
+        spans += [span.shifted(offset) for span in piece.spans]
         offset += len(piece.output_ids)
     return Completion(
         output_ids=tuple(token for piece in pieces for token in piece.output_ids),

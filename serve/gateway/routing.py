@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.buffer.types import VersionSpan
     from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId, TokenSpan
+    from headrace.policies.engine import EngineId
     from headrace.serve.capture.session import SessionId
 
 
@@ -120,7 +121,7 @@ class Router:
         ends = [*self._closed_until.values(), *self._down_until.values()]
         return min((until for until in ends if until > now), default=None)
 
-    def note(self, engine_id: EngineId, spans: Sequence[TokenSpan]) -> None:
+    def note(self, engine_id: EngineId, spans: Sequence[VersionSpan]) -> None:
         """Record the version of an engine that answered with these spans."""
         if spans:
             self._versions[engine_id] = spans[-1].version

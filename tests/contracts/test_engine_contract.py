@@ -276,7 +276,7 @@ async def test_stop_string_stays_in_ids_and_leaves_the_text(wire: Wire) -> None:
     assert kept["text"].endswith(stop)
 
 
-async def test_a_seeded_request_repeats_itself_in_company(embedded: Wire) -> None:
+async def test_a_seeded_request_repeats_itself_in_a_batch(embedded: Wire) -> None:
     alone = await embedded.generate(max_new_tokens=30, sampling_seed=11)
     together = await asyncio.gather(
         *(embedded.generate(max_new_tokens=30, sampling_seed=seed) for seed in (11, 12, 11)), embedded.generate()
@@ -285,7 +285,7 @@ async def test_a_seeded_request_repeats_itself_in_company(embedded: Wire) -> Non
     assert together[1]["output_ids"] != alone["output_ids"]
 
 
-async def test_abort_of_a_running_and_of_a_queued_request(wire: Wire) -> None:
+async def test_running_and_queued_requests_can_be_aborted(wire: Wire) -> None:
     tasks = [wire.long(f"run{index}") for index in range(MAX_RUNNING)]
     await wire.until(running=MAX_RUNNING)
     queued = wire.long("queued")
@@ -365,7 +365,7 @@ async def test_a_body_that_cannot_be_decoded_is_refused(embedded: Wire) -> None:
         assert "decoded" in await response.text()
 
 
-async def test_a_client_that_leaves_takes_its_request_with_it(embedded: Wire) -> None:
+async def test_a_request_ends_when_its_client_disconnects(embedded: Wire) -> None:
     """SGLang notices after seconds only: our client aborts what it leaves."""
     task = embedded.long("leaving", tokens=1000)
     await embedded.until(running=1)
@@ -391,7 +391,7 @@ async def test_a_client_that_leaves_takes_its_request_with_it(embedded: Wire) ->
         ("/weights_checker", {"action": "burn"}, "burn"),
     ],
 )
-async def test_bad_requests_are_400_and_say_why(wire: Wire, path: str, body: object, named: str) -> None:
+async def test_bad_requests_get_a_400_with_the_reason(wire: Wire, path: str, body: object, named: str) -> None:
     if named == "foo" and release(wire.dialect.version) < (0, 5, 22):
         # An error of SGLang's own, after which it serves on.
         assert (await wire.post(path, body))[0] == 500
@@ -407,7 +407,7 @@ async def test_bad_requests_are_400_and_say_why(wire: Wire, path: str, body: obj
         ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}, ""),
     ],
 )
-async def test_weights_come_in_sessions_only(wire: Wire, path: str, body: object, named: str) -> None:
+async def test_weights_are_accepted_in_sessions_only(wire: Wire, path: str, body: object, named: str) -> None:
     if not wire.dialect.update_session:
         pytest.skip(f"SGLang {wire.dialect.version} has no sessions")
     assert named in await wire.refused(path, body)
@@ -424,14 +424,16 @@ async def test_weights_come_in_sessions_only(wire: Wire, path: str, body: object
         ),
     ],
 )
-async def test_what_our_engine_refuses_kills_sglang(embedded: Wire, path: str, body: object, named: str) -> None:
+async def test_requests_that_the_embedded_engine_refuses_kill_sglang(
+    embedded: Wire, path: str, body: object, named: str
+) -> None:
     """So it is never sent there: the client checks ids, and only the sender forms groups."""
     assert named in await embedded.refused(path, body)
     huge = b'{"input_ids": [1' + b"0" * 5000 + b"]}"
     assert await embedded.refused("/generate", data=huge)
 
 
-async def test_garbage_does_not_hurt(wire: Wire) -> None:
+async def test_invalid_bodies_do_not_stop_the_server(wire: Wire) -> None:
     for data in (b"{", b"\xff\xfe", b"[" * 100_000, b"null", b'"a"'):
         assert await wire.refused("/generate", data=data)
     assert (await wire.get("/nowhere"))[0] == 404
@@ -439,14 +441,14 @@ async def test_garbage_does_not_hurt(wire: Wire) -> None:
     assert len((await wire.generate())["output_ids"]) == 8
 
 
-async def test_duplicate_request_id_is_refused_and_the_first_lives(wire: Wire) -> None:
+async def test_a_duplicate_request_id_is_refused_and_the_first_continues(wire: Wire) -> None:
     task = wire.long("twice")
     await wire.until(running=1)
     assert "twice" in await wire.refused("/generate", {"input_ids": PROMPT, "rid": "twice"})
     assert (await task)[1]["meta_info"]["completion_tokens"] == 900
 
 
-async def test_begin_waits_for_what_runs_and_holds_what_comes(wire: Wire) -> None:
+async def test_begin_waits_for_running_requests_and_holds_new_ones(wire: Wire) -> None:
     if not wire.dialect.update_session:
         pytest.skip(f"SGLang {wire.dialect.version} has no sessions")
     first = wire.long("first")
@@ -466,7 +468,7 @@ async def test_begin_waits_for_what_runs_and_holds_what_comes(wire: Wire) -> Non
     assert (await second)[1]["meta_info"]["completion_tokens"] == 3
 
 
-async def test_group_without_rank_0_times_out_while_generation_goes_on(embedded: Wire) -> None:
+async def test_a_group_without_rank_0_times_out_while_generation_continues(embedded: Wire) -> None:
     """SGLang stands still until rank 0 is there: the sender that never comes costs it a restart."""
     body = {
         "master_address": "127.0.0.1",
@@ -484,7 +486,7 @@ async def test_group_without_rank_0_times_out_while_generation_goes_on(embedded:
     assert reply["success"] is False
 
 
-async def test_flush_is_refused_while_something_runs(wire: Wire) -> None:
+async def test_a_flush_is_refused_while_requests_run(wire: Wire) -> None:
     assert (await wire.get("/flush_cache"))[0] == 200
     task = wire.long("x")
     await wire.until(running=1)
@@ -574,7 +576,7 @@ async def restored(engine: SGLangEngine, model: Path) -> AsyncIterator[None]:
         await engine.flush()
 
 
-async def test_weights_come_from_a_directory(
+async def test_the_client_loads_weights_from_a_directory(
     wire: Wire, tiny_model_dir: Path, tmp_path: Path, write_model: Callable[..., Path]
 ) -> None:
     engine, before = client(wire), await greedy(wire)
@@ -607,13 +609,13 @@ def packed(name: str, tensor: torch.Tensor) -> bytes:
         torch.multiprocessing.set_sharing_strategy(strategy)
 
 
-async def test_weights_come_from_memory_of_this_machine(wire: Wire, tiny_model_dir: Path) -> None:
+async def test_the_client_loads_weights_from_shared_memory(wire: Wire, tiny_model_dir: Path) -> None:
     import torch
 
     engine, before = client(wire), await greedy(wire)
     tensor = torch.full((96,), 0.5)
     if not wire.genuine:
-        with pytest.raises(EngineRefused, match="unpickles nothing"):
+        with pytest.raises(EngineRefused, match="does not unpickle"):
             await engine.update_from_tensors([b"anything"], version=None)
         return
     if wire.dialect.update_session:
@@ -631,7 +633,7 @@ async def test_weights_come_from_memory_of_this_machine(wire: Wire, tiny_model_d
     assert await greedy(wire) == pytest.approx(before, abs=1e-3)
 
 
-async def test_memory_is_given_back_in_a_pause_only(wire: Wire, tiny_model_dir: Path) -> None:
+async def test_memory_is_released_in_a_pause_only(wire: Wire, tiny_model_dir: Path) -> None:
     engine, before = client(wire), await greedy(wire)
     for call in (engine.release_memory, engine.resume_memory):
         with pytest.raises(RequestInvalid):
@@ -673,7 +675,7 @@ async def test_finish_reasons_of_the_client(wire: Wire) -> None:
     assert (done.finish, len(done.output_ids)) == (FinishReason.STOP, 1)
 
 
-async def test_a_bad_model_directory_is_one_clear_line(embedded: Wire, tmp_path: Path, write_model) -> None:
+async def test_a_bad_model_directory_gives_a_one_line_error(embedded: Wire, tmp_path: Path, write_model) -> None:
     directory = write_model(tmp_path / "model")
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(EngineStartFailed, match=r"tokenizer\.json") as failed:

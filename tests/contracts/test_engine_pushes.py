@@ -194,7 +194,7 @@ class Errors:
 
 
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.ABORT])
-async def test_tokens_are_of_the_version_that_their_span_names(
+async def test_tokens_are_sampled_by_the_version_of_their_span(
     rig: Rig, mode: PauseMode, record_property: Callable[[str, object], None]
 ) -> None:
     if mode is PauseMode.RETRACT and not rig.dialect.version_spans:
@@ -229,7 +229,7 @@ async def test_tokens_are_of_the_version_that_their_span_names(
     assert (await rig.engine.info()).version == version
 
 
-async def test_in_place_every_token_off_its_version_is_flagged(
+async def test_in_place_marks_every_token_off_its_version(
     rig: Rig, record_property: Callable[[str, object], None]
 ) -> None:
     if not rig.dialect.version_spans:
@@ -308,7 +308,7 @@ async def test_health_survives_a_pause(rig: Rig) -> None:
     assert not (await rig.engine.info()).paused
 
 
-async def test_a_relabelled_engine_goes_on(rig: Rig) -> None:
+async def test_a_relabelled_engine_continues(rig: Rig) -> None:
     old = max(rig.served)
     version = PolicyVersion(old.epoch, old.step + 1)
     async with asyncio.TaskGroup() as tasks:

@@ -136,7 +136,7 @@ def answering(recorded: dict[str, Any]) -> Any:
     return answer
 
 
-def test_nothing_of_a_machine_was_recorded() -> None:
+def test_recordings_contain_nothing_of_a_machine() -> None:
     for path in GOLDEN.glob("sglang-*/*.json"):
         text = path.read_text()
         assert len(text) < 40_000

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from headrace.actors.engine_group.breaker import CircuitBreaker
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import EngineState
+from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
 from headrace.policies.push.machine import Phase
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 
@@ -68,7 +68,7 @@ async def first_of(rig: Any) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-async def test_an_engine_is_killed_in_a_push(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
+async def test_a_push_survives_the_death_of_an_engine(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
     name, process_id = await first_of(rig)
 
     async def kill() -> None:
@@ -86,7 +86,7 @@ async def test_an_engine_is_killed_in_a_push(kit: Any, rig: Any, models: list[Pa
 
 
 @pytest.mark.parametrize("phase", [Phase.BEGIN, Phase.BROADCAST, Phase.END, Phase.DISBAND])
-async def test_a_journal_that_fails_in_a_push(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
+async def test_a_push_with_a_failing_journal_raises(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
     """Whoever was sent something is out of routing with the failure; the supervision brings the others up to date."""
     name, _ = await first_of(rig)
 
@@ -106,7 +106,7 @@ async def test_a_journal_that_fails_in_a_push(kit: Any, rig: Any, models: list[P
     assert kit.versions_of(await rig.turn()) == {version}
 
 
-async def test_a_sender_that_dies_again_and_again_costs_no_engine(rig: Any, models: list[Path]) -> None:
+async def test_a_sender_that_dies_repeatedly_loses_no_engine(rig: Any, models: list[Path]) -> None:
     """They are well, and hold their old weights whole: the push is tried again with them."""
     before = await rig.until_serving(2, f"1.{rig.step}")
     senders: set[int] = set()
@@ -181,7 +181,7 @@ async def test_engines_that_fail_push_after_push_do_not_end_the_run(
         await rig.until_serving(1, "1.4")
 
 
-async def test_who_is_there_is_told_while_a_push_has_the_lock(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_tables_are_published_while_a_push_holds_the_lock(kit: Any, models: list[Path], tmp_path: Path) -> None:
     async with kit.open_group(models[0], tmp_path, count=1) as rig, rig.group._lock:
         roster = tmp_path / "engines" / "members.json"
         for _ in range(2):
@@ -194,7 +194,7 @@ async def test_who_is_there_is_told_while_a_push_has_the_lock(kit: Any, models: 
             await kit.until(is_told)
 
 
-async def test_health_checks_that_time_out_in_a_pause_kill_nobody(
+async def test_health_checks_that_time_out_in_a_pause_kill_no_engine(
     kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
@@ -247,7 +247,7 @@ async def test_an_engine_that_stays_silent_is_replaced(
         await rig.until_serving(1, "1.0")
 
 
-async def test_a_request_that_arrives_in_a_pause_and_is_aborted_there_really_ends(
+async def test_a_request_that_arrives_and_is_aborted_in_a_pause_ends(
     kit: Any, models: list[Path], tmp_path: Path
 ) -> None:
     # An agent that left is waited for, so that only the abort can end its turn.
@@ -308,7 +308,9 @@ async def many_engines(
 
 
 @pytest.mark.timeout(300)
-async def test_twenty_engines_of_which_one_is_slow(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_one_slow_engine_of_twenty_does_not_delay_the_others(
+    kit: Any, models: list[Path], tmp_path: Path
+) -> None:
     push = {"wave_size": 4, "bucket_bytes": 1 << 25, "phase_timeout_s": 60.0, "transfer_timeout_s": 60.0}
     async with (
         many_engines(kit, models[0], tmp_path, processes=4, each=5, slow_s=0.3) as urls,

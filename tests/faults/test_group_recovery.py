@@ -53,8 +53,7 @@ class MortalGroup(EngineGroup):
         self._die_at("recovered")
         await super()._bring_up_to_date(at_once=at_once)
 
-    def _make_parts(self, http: aiohttp.ClientSession) -> None:
-        super()._make_parts(http)
+    async def _gather_engines(self) -> None:
         [sender] = self._senders.take(1)
         call = sender.call
 
@@ -65,6 +64,7 @@ class MortalGroup(EngineGroup):
             return reply
 
         sender.call = calling  # type: ignore[method-assign]
+        await super()._gather_engines()
 
     def _die_at(self, moment: str) -> None:
         fatal = self._directory / "fatal.json"
@@ -161,7 +161,7 @@ MOMENTS = (*(phase.value for phase in Phase), "first bucket")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_a_group_that_died_in_a_push_is_followed_by_one_that_ends_it(scene: Scene, moment: str) -> None:
+async def test_a_new_group_finishes_the_push_of_a_dead_one(scene: Scene, moment: str) -> None:
     kit = scene.kit
     # Both engines are met: the one whose turn it is, and the one whose turn was before or comes after.
     scene.kill_at((MOMENTS.index(moment) % 2, moment))
@@ -180,7 +180,7 @@ async def test_a_group_that_died_in_a_push_is_followed_by_one_that_ends_it(scene
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 @pytest.mark.parametrize("again", ["recovered", "pause", "first bucket", "verify", "open"])
-async def test_a_group_that_died_in_its_recovery_too_is_followed_by_one_that_ends_it(scene: Scene, again: str) -> None:
+async def test_a_new_group_finishes_the_push_after_a_failed_recovery(scene: Scene, again: str) -> None:
     # The first death leaves an engine of mixed weights, which the second group pushes to alone, or before that.
     scene.kill_at((0, "first bucket"), (0, again))
     with pytest.raises(ActorLost):
@@ -195,9 +195,7 @@ async def test_a_group_that_died_in_its_recovery_too_is_followed_by_one_that_end
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_engines_of_a_group_that_died_go_with_it_and_new_ones_take_the_newest_weights(
-    kit: Any, tmp_path: Path
-) -> None:
+async def test_local_engines_die_with_their_group_and_new_ones_get_the_newest_weights(kit: Any, tmp_path: Path) -> None:
     async with open_scene(kit, tmp_path) as scene:
         for moments in ([(0, "gate")], [(1, "first bucket"), (0, "recovered")], [(0, "broadcast"), (1, "open")]):
             before = [psutil.Process(engine.process_id) for engine in await scene.group.status()]

@@ -77,20 +77,20 @@ async def works(rig, name: str, version: PolicyVersion) -> None:
     assert {span.version for span in done.spans} == {version}
 
 
-async def test_engine_killed_before_the_broadcast(rig, other_model: Path) -> None:
+async def test_an_engine_killed_before_the_broadcast_is_quarantined(rig, other_model: Path) -> None:
     report = await rig.push(other_model, 1, before=at(Phase.BROADCAST, rig.processes["one"].kill))
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
     await works(rig, "two", NEW)
 
 
-async def test_engine_killed_before_its_gate_is_closed(rig, other_model: Path) -> None:
+async def test_an_engine_killed_before_its_gate_is_closed_is_quarantined(rig, other_model: Path) -> None:
     report = await rig.push(other_model, 1, before=at(Phase.GATE, rig.processes["one"].kill))
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
     assert not rig.gate.closed
     await works(rig, "two", NEW)
 
 
-async def test_engine_killed_in_a_wave_of_two(rig, other_model: Path) -> None:
+async def test_the_other_engine_of_a_wave_survives_a_kill(rig, other_model: Path) -> None:
     report = await rig.push(other_model, 1, wave_size=2, before=at(Phase.PAUSE, rig.processes["one"].kill))
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
     assert "EngineDown" in report.engines[0].failure
@@ -99,7 +99,7 @@ async def test_engine_killed_in_a_wave_of_two(rig, other_model: Path) -> None:
         await has_left(rig, "two", report, attempt)
 
 
-async def test_an_engine_that_hangs_when_all_is_done_is_none_the_worse(rig, other_model: Path) -> None:
+async def test_an_engine_that_hangs_at_the_end_of_a_push_stays_updated(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
@@ -134,7 +134,7 @@ async def test_engine_stopped_during_the_pause_misses_its_deadline(rig, other_mo
     os.kill(rig.processes["one"].pid, signal.SIGCONT)
 
 
-async def test_engine_stopped_in_the_broadcast_costs_at_most_the_sender(rig, other_model: Path) -> None:
+async def test_an_engine_stopped_in_the_broadcast_loses_at_most_the_sender(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
@@ -171,7 +171,7 @@ async def test_of_a_wave_of_three_only_the_engine_that_hangs_is_lost(
 
 
 @pytest.mark.slow
-async def test_an_engine_that_never_answers_a_pause_is_left_out(rig, other_model: Path) -> None:
+async def test_an_engine_that_never_answers_a_pause_is_quarantined(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
@@ -205,7 +205,7 @@ async def test_a_wrong_first_engine_is_outvoted(tiny_model_dir: Path, tmp_path: 
         assert report.updated == ("three",)
 
 
-async def test_sender_killed_in_mid_bucket(tmp_path: Path, write_model, open_rig) -> None:
+async def test_a_sender_killed_within_a_bucket_ends_the_push(tmp_path: Path, write_model, open_rig) -> None:
     """A bucket of more bytes than the sockets take: it dies while some are on their way."""
     model = write_model(tmp_path / "model", intermediate_size=32768)
     async with open_rig(model, tmp_path / "rig") as rig:
@@ -238,7 +238,7 @@ async def test_sender_killed_in_mid_bucket(tmp_path: Path, write_model, open_rig
         assert outcomes(again) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
 
 
-async def test_a_push_cancelled_in_mid_bucket(tmp_path: Path, write_model, open_rig) -> None:
+async def test_a_push_can_be_cancelled_within_a_bucket(tmp_path: Path, write_model, open_rig) -> None:
     """The engine takes nothing any more, so that the bytes stay on their way."""
     model = write_model(tmp_path / "model", intermediate_size=32768)
     async with open_rig(model, tmp_path / "rig") as rig:
@@ -335,7 +335,7 @@ async def test_an_open_session_is_refused_before_any_rank_broadcasts(rig, other_
 
 
 @pytest.mark.parametrize("phase", [Phase.FORM, Phase.BEGIN, Phase.BROADCAST])
-async def test_sender_killed(rig, other_model: Path, phase: Phase) -> None:
+async def test_a_killed_sender_is_replaced(rig, other_model: Path, phase: Phase) -> None:
     async def kill() -> None:
         os.kill(rig.sender.pid, signal.SIGKILL)
 

@@ -17,7 +17,7 @@ from headrace.actors.engine_group.errors import (
     EngineNotServing,
     EngineUnknown,
 )
-from headrace.actors.engine_group.fleet import Fleet, foreign_id
+from headrace.actors.engine_group.fleet import Fleet, attached_id
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
 from headrace.actors.engine_group.requests import ask_group
@@ -54,7 +54,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
 
 
-async def test_attached_engines_are_pushed_to_and_left_alone_at_the_end(
+async def test_attached_engines_get_pushes_and_are_not_stopped_at_the_end(
     kit: Any, models: list[Path], tmp_path: Path
 ) -> None:
     async with kit.servers(models[0], tmp_path, "a", "b") as servers:
@@ -72,9 +72,7 @@ async def test_attached_engines_are_pushed_to_and_left_alone_at_the_end(
             assert kit.versions_of(await rig.turn()) == {"1.1"}
 
 
-async def test_where_pushes_come_in_place_nothing_clean_is_flagged(
-    kit: Any, models: list[Path], tmp_path: Path
-) -> None:
+async def test_in_place_pushes_mark_no_clean_token_as_stale(kit: Any, models: list[Path], tmp_path: Path) -> None:
     """Requests carry the version of their engine: after its first push, after a flush, added later and taken over."""
     requests = tmp_path / "engines" / "requests"
     options = {"push": {"pause_mode": "in_place"}, "gateway": {"in_place_pushes": True}, "count": 0}
@@ -92,7 +90,7 @@ async def test_where_pushes_come_in_place_nothing_clean_is_flagged(
             assert kit.flags_of(await rig.turn()) == [("1.1", False)]
 
 
-async def test_an_attached_engine_that_hangs_comes_back_with_the_newest_weights(
+async def test_an_attached_engine_that_hung_rejoins_with_the_newest_weights(
     kit: Any, models: list[Path], tmp_path: Path
 ) -> None:
     async with kit.servers(models[0], tmp_path, "a") as servers:
@@ -114,7 +112,7 @@ async def test_an_attached_engine_that_hangs_comes_back_with_the_newest_weights(
 
 
 @pytest.mark.slow
-async def test_a_first_prompt_of_37000_tokens_costs_no_engine(
+async def test_a_first_prompt_of_37000_tokens_kills_no_engine(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as Codex's is to a tokenizer of bytes. While it is computed the engine passes its health checks."""
@@ -135,7 +133,7 @@ async def test_a_first_prompt_of_37000_tokens_costs_no_engine(
         assert (after.engine_id, after.process_id) == (name, engine.process_id)
 
 
-async def test_engines_are_added_and_removed_while_turns_go_on(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_engines_are_added_and_removed_while_turns_run(kit: Any, models: list[Path], tmp_path: Path) -> None:
     async with (
         kit.servers(models[0], tmp_path, "a", "b") as servers,
         kit.open_group(models[0], tmp_path, count=0, attach=[servers["a"].url], drain_timeout_s=0.5) as rig,
@@ -210,9 +208,7 @@ async def test_a_push_does_not_wait_for_an_engine_that_starts(kit: Any, models: 
         await rig.until_serving(1, "1.1")
 
 
-async def test_a_push_in_place_goes_through_the_group_and_its_gateway(
-    kit: Any, models: list[Path], tmp_path: Path
-) -> None:
+async def test_an_in_place_push_works_through_group_and_gateway(kit: Any, models: list[Path], tmp_path: Path) -> None:
     options = {"count": 1, "push": {"pause_mode": "in_place"}, "gateway": {"in_place_pushes": True}}
     async with kit.open_group(models[0], tmp_path, **options) as rig:
         await rig.push(models[1], 1)
@@ -241,7 +237,7 @@ async def test_a_push_in_place_goes_through_the_group_and_its_gateway(
         assert kit.flags_of(await rig.turn()) == [("1.2", False)]
 
 
-async def test_what_a_push_left_paused_is_free_once_it_is_removed(
+async def test_removing_an_engine_that_a_push_left_paused_resumes_it(
     kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 1000.0)
@@ -258,7 +254,7 @@ async def test_what_a_push_left_paused_is_free_once_it_is_removed(
             assert await kit.is_free(rig.http, [url])
 
 
-async def test_an_engine_that_joins_without_the_weights_is_no_success(
+async def test_adding_an_engine_that_cannot_take_the_weights_fails(
     kit: Any, models: list[Path], tmp_path: Path, write_model: Callable[..., Path]
 ) -> None:
     odd = write_model(tmp_path / "odd")
@@ -269,10 +265,10 @@ async def test_an_engine_that_joins_without_the_weights_is_no_success(
         await rig.push(models[1], 1)
         with pytest.raises(EngineNotServing, match="serves another model"):
             await rig.group.add(servers["odd"].url)
-        assert (await rig.engines())[foreign_id(servers["odd"].url)].state is EngineState.QUARANTINED
+        assert (await rig.engines())[attached_id(servers["odd"].url)].state is EngineState.QUARANTINED
 
 
-async def test_what_was_removed_stays_away_from_the_next_group(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_removed_engines_do_not_return_in_the_next_group(kit: Any, models: list[Path], tmp_path: Path) -> None:
     async with kit.servers(models[0], tmp_path, "a", "b") as servers:
         urls = [process.url for process in servers.values()]
         async with kit.open_group(models[0], tmp_path, count=0, attach=urls[:1]) as rig:
@@ -303,7 +299,9 @@ async def test_a_group_is_routed_to_after_the_clock_was_set_back(
         assert route.url == servers["b"].url
 
 
-async def test_operators_ask_through_the_run_directory(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_operators_add_and_remove_engines_through_the_run_directory(
+    kit: Any, models: list[Path], tmp_path: Path
+) -> None:
     requests = tmp_path / "engines" / "requests"
     async with (
         kit.servers(models[0], tmp_path, "a", "b") as servers,
@@ -348,12 +346,10 @@ async def test_an_engine_at_an_address_that_is_taken_is_replaced(
         [status] = [status for status in await rig.group.status() if status.engine_id == refused]
         assert status.state is EngineState.GONE
         assert "have one address" in status.reason
-        assert not await started[0].body.is_alive()
+        assert not await started[0].handle.is_alive()
 
 
-async def test_a_group_starts_though_its_newest_snapshot_is_broken(
-    kit: Any, models: list[Path], tmp_path: Path
-) -> None:
+async def test_a_group_starts_with_a_corrupt_newest_snapshot(kit: Any, models: list[Path], tmp_path: Path) -> None:
     spoilt = kit.write_weights(tmp_path / "spoilt", 7)
     async with kit.open_group(models[0], tmp_path, count=1) as rig:
         await rig.push(spoilt, 1)
@@ -364,17 +360,17 @@ async def test_a_group_starts_though_its_newest_snapshot_is_broken(
         await rig.until_serving(1, "1.2")
 
 
-async def test_a_look_bears_an_engine_that_is_forgotten_meanwhile(
+async def test_a_health_check_ignores_an_engine_that_leaves_meanwhile(
     kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 1000.0)
     async with kit.servers(models[0], tmp_path, "a", "b") as servers:
         urls = [process.url for process in servers.values()]
         async with kit.open_group(models[0], tmp_path, count=0, attach=urls, health_timeout_s=60.0) as rig:
-            name, registry = foreign_id(urls[0]), rig.group._registry
+            name, registry = attached_id(urls[0]), rig.group._registry
             os.kill(servers["a"].pid, signal.SIGSTOP)
             async with asyncio.TaskGroup() as tasks:
-                looking = tasks.create_task(rig.group._health.look())
+                looking = tasks.create_task(rig.group._health.check())
                 await asyncio.sleep(0)
                 await rig.group._fleet.end(name, "it left")
                 for number in range(REMEMBERED + 1):
@@ -386,7 +382,7 @@ async def test_a_look_bears_an_engine_that_is_forgotten_meanwhile(
             assert looking.result() == {}
 
 
-async def test_a_group_without_one_engine_does_not_start(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_a_group_without_any_engine_does_not_start(kit: Any, models: list[Path], tmp_path: Path) -> None:
     with pytest.raises(EngineStartFailed, match="nothing listens"):
         async with kit.open_group(models[0], tmp_path, count=0, attach=["http://127.0.0.1:9"]):
             raise AssertionError

@@ -57,7 +57,9 @@ async def known(http: aiohttp.ClientSession, url: str) -> set[str]:
         return set()
 
 
-async def test_workers_of_a_router_come_and_go(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_workers_are_added_and_removed_as_the_router_lists_them(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
     model, other = (kit.write_weights(tmp_path / f"model-{seed}", seed) for seed in range(2))
     async with (

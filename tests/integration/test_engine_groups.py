@@ -101,7 +101,7 @@ async def until_no_more_than(first: tuple[int, int]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_group_that_is_formed_after_its_client_left_is_left_too(
+async def test_a_group_formed_after_its_client_disconnected_is_left(
     updater: Callable[[float], WeightUpdater],
 ) -> None:
     updates = updater(30.0)
@@ -126,7 +126,7 @@ async def test_a_group_that_is_formed_after_its_client_left_is_left_too(
         await updates.destroy_group("late0")
 
 
-async def test_a_group_that_nobody_leads_fails_in_time_and_leaves_nothing(
+async def test_a_group_without_rank_0_times_out_and_leaves_nothing(
     updater: Callable[[float], WeightUpdater],
 ) -> None:
     updates = updater(0.5)

@@ -169,7 +169,7 @@ async def trainer(engine: Trainer, models: list[Path]) -> AsyncIterator[Trainer]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("order", ["storage", "reversed"])
-async def test_every_dtype_and_order_arrives(
+async def test_weights_of_every_dtype_and_order_are_received(
     trainer: Trainer, models: list[Path], dtype: torch.dtype, order: str
 ) -> None:
     """In place where the order allows, through a buffer elsewhere: the sums of what runs are the sender's."""
@@ -186,7 +186,7 @@ async def test_every_dtype_and_order_arrives(
     assert (await trainer.session_end())[0] == 200
 
 
-async def test_one_broadcast_a_tensor_and_a_push_of_some_parameters(trainer: Trainer, models: list[Path]) -> None:
+async def test_separate_broadcasts_and_a_push_of_some_parameters(trainer: Trainer, models: list[Path]) -> None:
     names = ["model.layers.0.self_attn.q_norm.weight", NORM, "model.layers.2.mlp.down_proj.weight"]
     changed = {name: 2 * tensors_of(models[0])[name] for name in names}
     await trainer.join()
@@ -198,7 +198,7 @@ async def test_one_broadcast_a_tensor_and_a_push_of_some_parameters(trainer: Tra
     assert await trainer.version() == "1"
 
 
-async def test_what_no_version_announced_never_runs(trainer: Trainer, models: list[Path]) -> None:
+async def test_weights_without_a_version_are_never_used(trainer: Trainer, models: list[Path]) -> None:
     """A sender that dies between two buckets: whoever ends its session must not put half a set into use."""
     given = tensors_of(models[1])
     await trainer.join()
@@ -211,7 +211,7 @@ async def test_what_no_version_announced_never_runs(trainer: Trainer, models: li
     assert await trainer.checksums() == sums(given | {NORM: tensors_of(models[0])[NORM]}), "nor later"
 
 
-async def test_what_does_not_fit_is_refused_before_a_byte_is_sent(trainer: Trainer) -> None:
+async def test_mismatched_tensors_are_refused_before_the_transfer(trainer: Trainer) -> None:
     await trainer.join()
     await trainer.session_open()
     cases: list[tuple[dict[str, object], str]] = [
@@ -229,7 +229,7 @@ async def test_what_does_not_fit_is_refused_before_a_byte_is_sent(trainer: Train
     assert (await trainer.send({NORM: torch.ones(96)}, weight_version="1"))[0] == 200
 
 
-async def test_a_value_that_is_not_finite_keeps_the_old_weights(trainer: Trainer, models: list[Path]) -> None:
+async def test_non_finite_values_keep_the_old_weights(trainer: Trainer, models: list[Path]) -> None:
     given = tensors_of(models[1])
     await trainer.join()
     await trainer.session_open()
@@ -248,7 +248,7 @@ async def test_a_value_that_is_not_finite_keeps_the_old_weights(trainer: Trainer
     assert await trainer.checksums() == sums(tensors_of(models[1]))
 
 
-async def test_a_transfer_that_breaks_off_leaves_no_hole(trainer: Trainer, models: list[Path]) -> None:
+async def test_an_interrupted_transfer_leaves_no_gap(trainer: Trainer, models: list[Path]) -> None:
     given = tensors_of(models[1])
     names = list(given)
     await trainer.join()
@@ -269,7 +269,7 @@ async def test_a_transfer_that_breaks_off_leaves_no_hole(trainer: Trainer, model
     assert await trainer.checksums() == sums(given)
 
 
-async def test_pause_in_place_keeps_what_runs_and_splits_its_spans(trainer: Trainer, models: list[Path]) -> None:
+async def test_a_pause_in_place_keeps_requests_and_splits_their_spans(trainer: Trainer, models: list[Path]) -> None:
     await trainer.join()
     running = trainer.long("running")
     await trainer.until(running=1)
@@ -297,7 +297,7 @@ async def test_pause_in_place_keeps_what_runs_and_splits_its_spans(trainer: Trai
     assert late["weight_versions"] == [{"version": "1", "start": 0, "end": 3}]
 
 
-async def test_the_cache_of_a_pause_in_place_is_the_old_weights(trainer: Trainer, models: list[Path]) -> None:
+async def test_a_pause_in_place_keeps_the_cache_of_the_old_weights(trainer: Trainer, models: list[Path]) -> None:
     """After a swap to the same weights nothing differs; so what a pause in place keeps is the cache itself."""
     from headrace.policies.models.qwen3 import Qwen3, read_weights
     from headrace.policies.models.qwen3_config import Qwen3Config
@@ -331,7 +331,7 @@ async def test_abort_in_a_pause_in_place_answers_when_it_ends(trainer: Trainer) 
     assert 0 < meta["completion_tokens"] < 900
 
 
-async def test_a_flush_that_running_requests_prevent_is_told_after_the_update(
+async def test_a_flush_prevented_by_running_requests_is_reported_after_the_update(
     trainer: Trainer, models: list[Path]
 ) -> None:
     running = trainer.long("running")
@@ -348,7 +348,7 @@ async def test_a_flush_that_running_requests_prevent_is_told_after_the_update(
     assert (await running)[1]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_weights_from_disk(trainer: Trainer, models: list[Path]) -> None:
+async def test_weights_are_loaded_from_disk(trainer: Trainer, models: list[Path]) -> None:
     running = trainer.long("running", tokens=900)
     await trainer.until(running=1)
     body = {"model_path": str(models[1]), "weight_version": "1"}
@@ -367,7 +367,7 @@ async def test_weights_from_disk(trainer: Trainer, models: list[Path]) -> None:
     assert (await trainer.long("after", tokens=2))[0] == 200
 
 
-async def test_a_directory_that_does_not_fit_changes_nothing(
+async def test_a_mismatched_directory_changes_nothing(
     trainer: Trainer, models: list[Path], tmp_path: Path, write_model
 ) -> None:
     other = write_model(tmp_path / "other", tied=False)
@@ -399,7 +399,7 @@ async def test_a_directory_that_does_not_fit_changes_nothing(
     await trainer.session_end()
 
 
-async def test_a_pause_holds_requests_while_weights_come_from_disk(trainer: Trainer, models: list[Path]) -> None:
+async def test_a_pause_holds_requests_while_weights_are_loaded_from_disk(trainer: Trainer, models: list[Path]) -> None:
     held = trainer.long("held", tokens=900)
     await trainer.until(running=1)
     await trainer.post("/pause_generation", {"mode": "retract"})
@@ -409,7 +409,7 @@ async def test_a_pause_holds_requests_while_weights_come_from_disk(trainer: Trai
     assert (await held)[1]["meta_info"]["num_retractions"] == 1
 
 
-async def test_another_version_for_the_same_weights(trainer: Trainer) -> None:
+async def test_the_same_weights_can_get_another_version(trainer: Trainer) -> None:
     first = trainer.long("first")
     await trainer.until(running=1)
     body = {"new_version": "0.5", "abort_all_requests": False}
@@ -426,18 +426,18 @@ async def test_another_version_for_the_same_weights(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("path", "named"),
     [
-        ("/update_weights_from_tensor", "unpickles nothing"),
+        ("/update_weights_from_tensor", "does not unpickle"),
         ("/release_memory_occupation", "release_memory_occupation is not supported"),
         ("/resume_memory_occupation", "resume_memory_occupation is not supported"),
     ],
 )
-async def test_what_is_not_there_says_so(trainer: Trainer, path: str, named: str) -> None:
+async def test_unsupported_routes_explain_their_refusal(trainer: Trainer, path: str, named: str) -> None:
     status, reply = await trainer.post(path, {"serialized_named_tensors": ["gASV"]})
     assert status == 400
     assert named in reply["error"]["message"]
 
 
-async def test_the_server_tells_its_ranks(trainer: Trainer) -> None:
+async def test_the_server_reports_its_ranks(trainer: Trainer) -> None:
     assert (await trainer.get("/server_info"))["tp_size"] == 1
 
 

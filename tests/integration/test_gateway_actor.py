@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from headrace.actors.engine_group.gate import tell_gateway
+from headrace.actors.engine_group.gate import call_gateway
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.serve.gateway.config import GatewayConfig
@@ -47,5 +47,5 @@ async def test_the_engines_keep_running_when_the_gateway_does_not_start(caplog: 
     async def entering_fails() -> None:
         raise OSError("the address is in use")
 
-    await tell_gateway(entering_fails())
-    assert "the gateway could not be told" in caplog.text
+    await call_gateway(entering_fails())
+    assert "the call of the gateway failed" in caplog.text

@@ -172,7 +172,7 @@ def test_megatron_agrees_with_transformers_and_round_trips(tmp_path: Path, tied:
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
-async def test_steps_raise_what_was_good_and_lower_what_was_bad(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_steps_raise_good_and_lower_bad_logprobs(tmp_path: Path, tiny_model_dir: Path) -> None:
     batch = make_batch(0, model_dir=tiny_model_dir, advantages=(1.0, -1.0, 1.0, -1.0))
     rows = [item.trajectory.rows[0].tokens_T for item in batch.items]
     before = reference_logprobs(tiny_model_dir, rows)
@@ -190,7 +190,7 @@ def renamed(batch: Batch, number: int) -> Batch:
     return replace(batch, lease=BatchLease(batch_id=BatchId(f"again{number}"), epoch=1))
 
 
-async def test_report_of_an_on_policy_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_the_report_of_an_on_policy_step(tmp_path: Path, tiny_model_dir: Path) -> None:
     batch = make_batch(1, model_dir=tiny_model_dir, advantages=(1.0, -1.0, 0.0, 2.0))
     tokens = [int(item.trajectory.rows[0].loss_mask_T.sum()) for item in batch.items]
     async with opened(learner_config(tmp_path, tiny_model_dir, warmup_steps=4)) as learner:
@@ -224,7 +224,7 @@ async def test_micro_batches_change_nothing(tmp_path: Path, tiny_model_dir: Path
         assert float((tensor - large_weights[name]).norm()) <= 0.01 * float(moved.norm()), name
 
 
-async def test_not_finite_gradients_skip_count_and_end_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_non_finite_gradients_are_skipped_and_finally_end_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
     good = make_batch(3, model_dir=tiny_model_dir)
     bad = [make_batch(number, model_dir=tiny_model_dir, advantages=(1.0, math.nan)) for number in (4, 5, 6)]
     async with opened(learner_config(tmp_path, tiny_model_dir, max_skipped_in_a_row=2)) as learner:
@@ -251,7 +251,7 @@ async def test_not_finite_gradients_skip_count_and_end_the_run(tmp_path: Path, t
     assert manifest.batches[1].members == (("b3r0", 1), ("b3r1", 2), ("b3r2", 1), ("b3r3", 2))
 
 
-async def test_a_skip_leaves_the_moments_alone(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_a_skip_does_not_change_the_moments(tmp_path: Path, tiny_model_dir: Path) -> None:
     batches = [make_batch(number, model_dir=tiny_model_dir) for number in (7, 8)]
     bad = make_batch(9, model_dir=tiny_model_dir, advantages=(math.nan,))
     digests = []
@@ -271,7 +271,7 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-async def test_a_batch_without_advantages_is_a_step_like_any_other(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_a_batch_without_advantages_is_a_regular_step(tmp_path: Path, tiny_model_dir: Path) -> None:
     async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
         report = await learner.step(make_batch(24, model_dir=tiny_model_dir, advantages=(0.0, 0.0)))
     assert (report.skipped, report.version) == (False, PolicyVersion(1, 1))
@@ -364,9 +364,7 @@ async def test_a_new_process_continues_to_the_bit(tmp_path: Path, tiny_model_dir
     assert equal(load_file(path), straight)
 
 
-async def test_a_resumed_learner_outlives_the_checkpoint_that_it_came_from(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
+async def test_a_resumed_learner_can_lose_its_checkpoint(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = learner_config(tmp_path, tiny_model_dir, keep_checkpoints=1)
     async with opened(config) as learner:
         await learner.step(make_batch(1, model_dir=tiny_model_dir))
@@ -405,7 +403,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(("event", "fragment"), [("open", "tmp-1.2/headrace.json"), ("os.rename", "tmp-1.2")])
-async def test_a_kill_in_a_save_leaves_the_checkpoint_before(
+async def test_a_kill_in_a_save_leaves_the_previous_checkpoint(
     tmp_path: Path, tiny_model_dir: Path, event: str, fragment: str
 ) -> None:
     config = learner_config(tmp_path, tiny_model_dir)
@@ -453,7 +451,7 @@ async def test_chain_continues_over_checkpoints_and_epochs(tmp_path: Path, tiny_
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["1.2", "2.3"]
 
 
-async def test_every_random_generator_goes_on_from_the_checkpoint(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_every_random_generator_continues_from_the_checkpoint(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = learner_config(tmp_path, tiny_model_dir)
     async with opened(config) as learner:
         random.seed(5)
@@ -471,7 +469,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.standard_normal()), float(torch.rand(()))
 
 
-async def test_one_learner_a_process(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_a_process_has_one_learner(tmp_path: Path, tiny_model_dir: Path) -> None:
     second = MegatronLearner(learner_config(tmp_path, tiny_model_dir))
     async with opened(learner_config(tmp_path, tiny_model_dir)) as first:
         with pytest.raises(LearnerAlreadyOpen):
@@ -500,7 +498,7 @@ async def test_a_failed_open_frees_the_process(tmp_path: Path, write_model: Call
     await learner.close()
     with pytest.raises(CheckpointUnreadable, match="epoch"):
         await learner.open(checkpoint, epoch=1)
-    with pytest.raises(CheckpointUnreadable, match="holds version"):
+    with pytest.raises(CheckpointUnreadable, match="contains version"):
         await learner.open(replace(checkpoint, version=PolicyVersion(1, 5)), epoch=2)
 
 

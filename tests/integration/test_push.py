@@ -87,7 +87,7 @@ async def sample(pool: EnginePool, name: str, tokens: int) -> list[Completion]:
     return pieces
 
 
-async def test_versions_change_in_mid_request_and_every_token_matches_its_version(rig, models: list[Path]) -> None:
+async def test_versions_change_within_a_request_and_every_token_matches_its_version(rig, models: list[Path]) -> None:
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(rig.generate(name, f"{name}{index}", 1000)) for name in rig.engines for index in range(8)
@@ -123,7 +123,7 @@ async def test_engines_agree_with_the_snapshot_after_a_push(rig, models: list[Pa
     assert not rig.gate.closed
 
 
-async def test_phases_are_journalled_in_order_and_gates_stand_around_the_pause(rig, models: list[Path]) -> None:
+async def test_phases_are_journalled_in_order_and_gates_enclose_the_pause(rig, models: list[Path]) -> None:
     rig.journal.clear()
     rig.gate.log.clear()
     await rig.push(models[1], 4)
@@ -156,7 +156,7 @@ async def test_gates_stay_closed_longer_than_one_lease(rig, models: list[Path]) 
     assert rig.gate.log.index("open one") > max(at for at, what in enumerate(rig.gate.log) if what == "close one")
 
 
-async def test_one_wave_of_two_engines(rig, models: list[Path]) -> None:
+async def test_two_engines_are_updated_in_one_wave(rig, models: list[Path]) -> None:
     report = await rig.push(models[0], 6, wave_size=2, verify="engines")
     assert report.updated == ("one", "two")
     assert {(await engine.info()).version for engine in rig.engines.values()} == {PolicyVersion(1, 6)}
@@ -199,7 +199,7 @@ async def test_shards_that_overlap_are_refused(rig, models: list[Path], snapshot
         await rig.push_snapshot(WeightsSnapshot(version=PolicyVersion(1, 8), shards=shards))
 
 
-async def test_a_snapshot_of_another_model_is_refused_before_anything_is_touched(
+async def test_a_snapshot_of_another_model_is_refused_before_any_change(
     rig, models: list[Path], tmp_path: Path
 ) -> None:
     changed = tensors(models[1]) | {"model.norm.weight": torch.zeros(7)}
@@ -214,7 +214,7 @@ async def test_a_snapshot_of_another_model_is_refused_before_anything_is_touched
         assert (await engine.info()).version in before
 
 
-async def test_a_report_tells_what_the_push_cost(rig, models: list[Path]) -> None:
+async def test_a_report_contains_the_costs_of_the_push(rig, models: list[Path]) -> None:
     async with asyncio.TaskGroup() as tasks:
         for name in rig.engines:
             for index in range(4):
@@ -234,7 +234,7 @@ async def test_a_report_tells_what_the_push_cost(rig, models: list[Path]) -> Non
     assert sum(report.seconds.values()) <= report.total_s
 
 
-async def test_turns_that_a_push_aborts_go_on_elsewhere_or_later(rig, models: list[Path], snapshot) -> None:
+async def test_aborted_turns_continue_on_another_engine_or_later(rig, models: list[Path], snapshot) -> None:
     """Their partial answers are kept: every token is under the version that sampled it, and none is missing."""
     async with pool_over(list(rig.engines.values())) as pool, asyncio.TaskGroup() as tasks:
         turns = [tasks.create_task(sample(pool, f"turn-{index}", 500)) for index in range(12)]
@@ -257,7 +257,7 @@ async def test_turns_that_a_push_aborts_go_on_elsewhere_or_later(rig, models: li
             assert (got - expected)[span.start : span.end].abs().max() <= 1e-3, span
 
 
-async def test_a_push_in_place_flags_what_it_makes_stale(rig, models: list[Path], record_property) -> None:
+async def test_an_in_place_push_marks_stale_tokens(rig, models: list[Path], record_property) -> None:
     """Running requests go on with their keys and values: what they sample from then on is no forward pass of any
     version, and says so. New requests carry the version as namespace, also once the cache is flushed, and are clean."""
     await rig.push(models[0], 20)
@@ -300,9 +300,7 @@ async def test_a_push_in_place_flags_what_it_makes_stale(rig, models: list[Path]
         rig.attach(name)
 
 
-async def test_a_changed_snapshot_is_refused_before_anything_is_touched(
-    rig, models: list[Path], tmp_path: Path
-) -> None:
+async def test_a_changed_snapshot_is_refused_before_any_change(rig, models: list[Path], tmp_path: Path) -> None:
     rig.journal.clear()
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ModelInvalid, match=r"model\.safetensors"):

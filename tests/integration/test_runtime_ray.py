@@ -140,7 +140,7 @@ async def test_actors_do_not_starve_behind_other_processes() -> None:
     await runtime.stop(counter)
 
 
-async def test_errors_cross_with_their_type() -> None:
+async def test_errors_keep_their_type_across_processes() -> None:
     runtime = RayRuntime("errors-")
     counter = await runtime.spawn(Counter, 0, name="counter")
     with pytest.raises(ConfigError, match="too large"):
@@ -162,7 +162,7 @@ async def test_cancelling_the_await_cancels_the_coroutine_in_the_actor() -> None
     await runtime.stop(counter)
 
 
-async def test_a_killed_actor_is_lost_then_back_and_entered_again() -> None:
+async def test_a_killed_actor_is_restarted_and_entered_again() -> None:
     runtime = RayRuntime("killed-")
     counter = await runtime.spawn(Counter, 7, name="counter")
     waiting = asyncio.ensure_future(counter.wait_for_ever())
@@ -199,7 +199,7 @@ class Asking(RayRuntime):
         return answer
 
 
-async def test_a_guard_kills_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_guard_kills_an_actor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.actors.runtime.call_guard.GUARD_S", 0.1)
     runtime = Asking("guarded-")
     counter = await runtime.spawn(Counter, 7, name="counter")
@@ -215,7 +215,7 @@ async def test_a_guard_kills_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None
     await runtime.stop(counter)
 
 
-async def test_a_call_of_which_its_actor_knows_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_its_actor_does_not_know_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setattr("headrace.actors.runtime.runtime.WATCH_S", 0.1)
@@ -230,7 +230,7 @@ async def test_a_call_of_which_its_actor_knows_nothing_is_lost(monkeypatch: pyte
         await runtime.stop(actor)
 
 
-async def test_a_call_that_lasts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_call_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setattr("headrace.actors.runtime.runtime.WATCH_S", 0.1)
@@ -270,7 +270,7 @@ async def test_an_actor_that_dies_while_starting_is_a_typed_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_stranger_without_the_token_cannot_join() -> None:
+def test_a_client_without_the_token_cannot_join() -> None:
     import ray
 
     code = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"

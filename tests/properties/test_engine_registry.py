@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from headrace.actors.engine_group.breaker import BreakerState, CircuitBreaker
 from headrace.actors.engine_group.errors import EngineAddressTaken, EngineUnknown
-from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address
+from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address, new_breaker
+from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 
@@ -90,7 +90,7 @@ TestRegistering.settings = settings(max_examples=60, stateful_step_count=40)
 
 @given(steps=st.lists(st.tuples(st.floats(0, 500), st.sampled_from(["fail", "succeed", "try"])), max_size=60))
 def test_an_open_breaker_allows_one_probe_in_each_delay(steps: list[tuple[float, str]]) -> None:
-    breaker, now = CircuitBreaker(), 0.0
+    breaker, now = new_breaker(), 0.0
     last_probe_s: float | None = None
     for seconds, event in steps:
         now += seconds
@@ -98,9 +98,9 @@ def test_an_open_breaker_allows_one_probe_in_each_delay(steps: list[tuple[float,
             if not breaker.allows(now):
                 continue
             probing = breaker.state(now) is BreakerState.HALF_OPEN
-            breaker.tried(now)
+            breaker.begin(now)
             if probing:
-                assert last_probe_s is None or now - last_probe_s >= breaker.cool_down_s
+                assert last_probe_s is None or now - last_probe_s >= breaker.open_s
                 assert not breaker.allows(now)
                 last_probe_s = now
         elif event == "succeed":
@@ -112,12 +112,12 @@ def test_an_open_breaker_allows_one_probe_in_each_delay(steps: list[tuple[float,
             breaker.failed(now)
             assert was_closed or breaker.state(now) is BreakerState.OPEN
             last_probe_s = None
-        assert breaker.cool_down_s <= breaker.delay_s <= breaker.longest_s
+        assert breaker.open_s <= breaker.delay_s <= breaker.longest_open_s
 
 
 @given(gaps=st.lists(st.floats(0, 290), min_size=3, max_size=40))
-def test_delays_grow_as_long_as_it_fails_within_the_window(gaps: list[float]) -> None:
-    breaker, now, delays = CircuitBreaker(), 0.0, []
+def test_delays_grow_while_failures_are_within_the_window(gaps: list[float]) -> None:
+    breaker, now, delays = new_breaker(), 0.0, []
     for gap in gaps:
         now += gap
         before = breaker.state(now)

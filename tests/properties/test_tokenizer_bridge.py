@@ -53,7 +53,7 @@ observations = st.lists(st.builds(Said, st.sampled_from(["user", "tool"]), texts
 
 
 @given(text=texts)
-def test_text_survives_the_ids(text: str) -> None:
+def test_text_round_trips_through_ids(text: str) -> None:
     plain = text.replace("<|", "< |")
     ids = TOKENIZER.encode(plain)
     assert all(0 <= token < TOKENIZER.vocab_size for token in ids)

@@ -115,7 +115,7 @@ def test_missing_sglang_is_refused_before_the_run_folder_is_created(
 ) -> None:
     options = ("--set", "engines.backend=sglang", "--set", f"engines.sglang.python={tmp_path / 'none'}")
     error = refused(monkeypatch, capsys, recipe, *options)
-    assert f"{tmp_path / 'none'} cannot be run" in error
+    assert f"{tmp_path / 'none'} is not executable" in error
     assert "engines.sglang.python" in error
 
 

@@ -48,7 +48,7 @@ async def ask_every(seconds: float, count: int, batcher: Batcher[int, int]) -> l
         (30.0, [[0], [1, 2, 3, 4, 5, 6], [7]]),
     ],
 )
-def test_a_busy_machine_gets_more_in_one_call(answer_s: float, carried: list[list[int]]) -> None:
+def test_batches_grow_on_a_busy_machine(answer_s: float, carried: list[list[int]]) -> None:
     calls = SlowCalls(answer_s)
 
     async def history() -> list[int]:
@@ -85,7 +85,7 @@ class CountedOperations:
         raise AssertionError("everything is wanted")
 
 
-def test_operations_begin_together_while_a_call_is_under_way() -> None:
+def test_operations_begin_together_while_a_call_runs() -> None:
     async def history() -> tuple[list[int], list[list[int]]]:
         counted = CountedOperations()
         async with (

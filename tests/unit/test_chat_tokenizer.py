@@ -56,7 +56,7 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_the_files_are_what_the_code_writes(tmp_path: Path) -> None:
+def test_the_files_equal_what_the_code_writes(tmp_path: Path) -> None:
     write_description(tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (MODEL / path.name).read_bytes(), path.name
@@ -96,7 +96,7 @@ def test_a_conversation_stays_short(tokenizer: ChatTokenizer) -> None:
         assert len(tokenizer.render(talk)) + len(tokenizer.encode(problem.act(problem.finding))) < 40
 
 
-def test_a_larger_tokenizer_than_the_model_is_refused_with_both_numbers(copy: Path) -> None:
+def test_a_tokenizer_larger_than_the_model_is_refused_with_both_numbers(copy: Path) -> None:
     edit(copy / "config.json", vocab_size=380)
     with pytest.raises(TokenizerMismatch, match="vocab_size 380, but the tokenizer has 384 ids"):
         ChatTokenizer(copy)
@@ -126,8 +126,8 @@ def test_a_padded_model_and_further_stop_ids_fit(copy: Path) -> None:
     ("name", "content", "said"),
     [
         ("tokenizer.json", None, "tokenizer.json: cannot be read"),
-        ("tokenizer.json", "{}", "is no tokenizer.json"),
-        ("tokenizer_config.json", "[]", "must hold one JSON object"),
+        ("tokenizer.json", "{}", "not a tokenizer.json"),
+        ("tokenizer_config.json", "[]", "must contain one JSON object"),
         ("tokenizer_config.json", '{"eos_token": "<|no|>"}', "'<|no|>' is not in tokenizer.json"),
         ("chat_template.jinja", "{% for %}", "does not compile"),
         ("config.json", "{}", "vocab_size must be a whole number"),
@@ -167,7 +167,7 @@ def test_a_template_bridges_when_what_follows_a_turn_depends_on_nothing_before_i
     assert ChatTokenizer(copy).bridges is bridges
 
 
-def test_a_turn_without_an_end_of_its_own_is_followed_by_the_next_one(copy: Path) -> None:
+def test_a_turn_without_a_stop_token_is_followed_by_the_next_one(copy: Path) -> None:
     (copy / "chat_template.jinja").write_text(OPEN_ENDED)
     tokenizer = ChatTokenizer(copy)
     expected = tokenizer.encode("<|user|>ash<|assistant|>")

@@ -45,7 +45,7 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
     assert (reference.path, reference.version) == (str(path), PolicyVersion(1, 40))
 
 
-def test_latest_is_by_version_and_ignores_what_was_not_renamed(tmp_path: Path) -> None:
+def test_the_latest_checkpoint_is_by_version_and_complete(tmp_path: Path) -> None:
     assert checkpoints.usable_checkpoint(tmp_path / "absent").checkpoint is None
     for version in (PolicyVersion(1, 9), PolicyVersion(1, 10), PolicyVersion(2, 8)):
         publish(tmp_path, version)
@@ -56,14 +56,14 @@ def test_latest_is_by_version_and_ignores_what_was_not_renamed(tmp_path: Path) -
     assert latest.version == PolicyVersion(2, 8)
 
 
-def test_stage_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
+def test_stage_removes_directories_of_interrupted_saves(tmp_path: Path) -> None:
     left = checkpoints.stage(tmp_path, PolicyVersion(1, 3))
     (left / "half").write_text("x")
     staged = checkpoints.stage(tmp_path, PolicyVersion(1, 4))
     assert [path.name for path in tmp_path.iterdir()] == [staged.name]
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (2, 4, 10, 12):
         publish(tmp_path, PolicyVersion(1, step))
     checkpoints.keep_newest(tmp_path, 2)
@@ -71,7 +71,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["absent", "no json", "format", "field", "chain", "member"])
-def test_damage_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+def test_damaged_checkpoints_are_refused_with_the_file(tmp_path: Path, damage: str) -> None:
     path = publish(tmp_path, PolicyVersion(1, 1)) / checkpoints.MANIFEST
     document = json.loads(path.read_text())
     match damage:
@@ -108,11 +108,11 @@ def with_files(root: Path, version: PolicyVersion) -> Path:
         (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda path: (path / "megatron" / "shard").write_bytes(b"moments"), "has 7 bytes, 350 were written"),
         (lambda path: (path / "megatron" / "shard").write_bytes(b"mOments" * 50), "its checksum differs"),
-        (lambda path: (path / "headrace.json").write_bytes(b""), "is no complete checkpoint"),
-        (lambda path: [file.unlink() for file in path.rglob("*") if file.is_file()], "is no complete checkpoint"),
+        (lambda path: (path / "headrace.json").write_bytes(b""), "is not a complete checkpoint"),
+        (lambda path: [file.unlink() for file in path.rglob("*") if file.is_file()], "is not a complete checkpoint"),
     ],
 )
-def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_taken(
+def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_used(
     tmp_path: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
     with_files(tmp_path, PolicyVersion(1, 10))
@@ -134,14 +134,14 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_taken(
     assert aside.kept_as.is_dir(), "it is kept until a person removes it"
 
 
-def test_a_second_damaged_checkpoint_of_a_version_gets_a_name_of_its_own(tmp_path: Path) -> None:
+def test_a_second_damaged_checkpoint_of_a_version_gets_another_name(tmp_path: Path) -> None:
     for _ in range(2):
         (tmp_path / "1.10").mkdir()
         assert checkpoints.usable_checkpoint(tmp_path).checkpoint is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["aside-1.10", "aside-1.10-2"]
 
 
-def test_a_checkpoint_of_a_newer_headrace_is_refused_and_left_where_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_newer_headrace_is_refused_and_not_renamed(tmp_path: Path) -> None:
     path = with_files(tmp_path, PolicyVersion(1, 10))
     document = json.loads((path / "headrace.json").read_text())
     (path / "headrace.json").write_text(json.dumps(document | {"format": 2}))

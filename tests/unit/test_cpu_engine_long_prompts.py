@@ -66,7 +66,7 @@ def test_a_long_prompt_takes_as_many_steps_as_portions(runner: Runner, scheduler
     assert item.output_ids == expected_ids(runner, item)
 
 
-def test_it_follows_its_row_when_others_end(runner: Runner, scheduler: Scheduler) -> None:
+def test_a_long_prompt_follows_its_row_when_others_end(runner: Runner, scheduler: Scheduler) -> None:
     first, long = generation("first", 5, tokens=50), generation("long", LONG)
     scheduler.add(first)
     runner.step(scheduler)
@@ -81,7 +81,7 @@ def test_it_follows_its_row_when_others_end(runner: Runner, scheduler: Scheduler
 
 
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
-def test_a_pause_in_the_middle_changes_nothing(runner: Runner, scheduler: Scheduler, mode: PauseMode) -> None:
+def test_a_pause_within_a_long_prompt_changes_nothing(runner: Runner, scheduler: Scheduler, mode: PauseMode) -> None:
     item = generation("long", LONG)
     scheduler.add(item)
     runner.step(scheduler)
@@ -94,7 +94,7 @@ def test_a_pause_in_the_middle_changes_nothing(runner: Runner, scheduler: Schedu
     assert item.output_ids == expected_ids(runner, item)
 
 
-def test_others_wait_until_the_prompt_is_computed_and_then_go_on(runner: Runner, scheduler: Scheduler) -> None:
+def test_other_requests_wait_for_a_long_prompt_and_then_continue(runner: Runner, scheduler: Scheduler) -> None:
     other, long = generation("other", 5, tokens=8), generation("long", LONG)
     scheduler.add(other)
     runner.step(scheduler)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-def test_what_is_put_back_while_an_old_set_is_recycled_is_not_lost(tiny_model_dir: Path) -> None:
+def test_a_set_returned_while_an_old_one_is_recycled_is_not_lost(tiny_model_dir: Path) -> None:
     config = Qwen3Config.read(tiny_model_dir / "config.json")
     staging = Staging(config)
     written, old = staging.take_spare(), Qwen3Weights.allocate(config)

@@ -11,8 +11,9 @@ import pytest
 from opentelemetry import trace
 
 from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId, TokenSpan
+from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId
 from headrace.serve.capture.session import SessionId
 from headrace.serve.errors import InfraError, NoEngineOpen
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
@@ -30,7 +31,7 @@ def completion(tokens: int, finish: FinishReason) -> Completion:
     return Completion(
         output_ids=tuple(range(tokens)),
         logprobs=(-1.0,) * tokens,
-        spans=(TokenSpan(start=0, end=tokens, version=PolicyVersion(1, 1)),) if tokens else (),
+        spans=(VersionSpan(start=0, end=tokens, version=PolicyVersion(1, 1)),) if tokens else (),
         finish=finish,
         text="",
         prompt_tokens=1,

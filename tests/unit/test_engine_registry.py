@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.engine_group.breaker import BreakerState, CircuitBreaker
 from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
 from headrace.actors.engine_group.journal import TAIL_BYTES, PushJournal
 from headrace.actors.engine_group.members_file import EngineStatus, Roster, read_roster
-from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, EngineState, Origin
+from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, EngineState, Origin, new_breaker
 from headrace.actors.engine_group.requests import RequestBox, ask_group
+from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
@@ -34,7 +34,7 @@ def registry_of(**engines: str) -> EngineRegistry:
     return registry
 
 
-def test_an_engine_is_routed_to_from_its_first_weights_on() -> None:
+def test_an_engine_is_routed_to_once_it_has_weights() -> None:
     registry = registry_of(one="http://h:1")
     assert [route.admitted for route in registry.table(1).engines] == [False]
     registry.serves(ONE, V1)
@@ -52,7 +52,7 @@ def test_two_engines_at_one_address_are_refused_by_name() -> None:
     registry.starting(TWO, place="two", origin=Origin.ATTACHED, now=0.0, url="http://localhost")
 
 
-def test_who_is_gone_or_leaving_does_not_come_back() -> None:
+def test_gone_and_leaving_engines_do_not_return() -> None:
     registry = registry_of(one="http://h:1", two="http://h:2")
     registry.leaving(ONE)
     registry.gone(TWO, "dead")
@@ -63,7 +63,7 @@ def test_who_is_gone_or_leaving_does_not_come_back() -> None:
         registry.leaving(THREE)
 
 
-def test_only_the_last_ones_that_are_gone_are_remembered() -> None:
+def test_only_the_last_gone_engines_are_remembered() -> None:
     registry = EngineRegistry()
     for number in range(REMEMBERED + 5):
         registry.starting(EngineId(str(number)), place="place", origin=Origin.LOCAL, now=0.0)
@@ -81,15 +81,15 @@ def test_an_attached_engine_in_quarantine_is_due_as_often_as_its_breaker_allows(
     registry.quarantine(ONE, "hangs", 2.0)
     registry.heard(ONE)
     assert registry.due(2.0) == ()
-    assert registry.breaker_state(ONE, 2.0) is BreakerState.OPEN
+    assert registry.breaker(registry[ONE].place).state(2.0) is BreakerState.OPEN
     assert [entry.engine_id for entry in registry.due(12.0)] == [ONE]
     registry.trying(ONE, 12.0)
     assert registry.due(12.0) == ()
     registry.serves(ONE, V1)
-    assert registry.breaker_state(ONE, 12.0) is BreakerState.CLOSED
+    assert registry.breaker(registry[ONE].place).state(12.0) is BreakerState.CLOSED
 
 
-def test_an_engine_of_ours_in_quarantine_is_replaced_not_caught_up() -> None:
+def test_our_own_quarantined_engine_is_replaced_and_not_pushed_to() -> None:
     registry = EngineRegistry()
     registry.starting(ONE, place="place-1", origin=Origin.LOCAL, now=0.0)
     registry.answered(ONE, url="http://h:1", version=None)
@@ -97,7 +97,7 @@ def test_an_engine_of_ours_in_quarantine_is_replaced_not_caught_up() -> None:
     assert registry.due(0.0) == ()
 
 
-def test_the_place_of_engines_that_fail_again_and_again_waits_ever_longer() -> None:
+def test_repeated_failures_at_a_place_grow_its_delay() -> None:
     registry, now, waits = EngineRegistry(), 0.0, []
     for number in range(12):
         began = now
@@ -113,8 +113,8 @@ def test_the_place_of_engines_that_fail_again_and_again_waits_ever_longer() -> N
     assert registry[EngineId("engine-11")].state is EngineState.GONE
 
 
-def test_a_quiet_window_makes_the_delay_short_again() -> None:
-    breaker = CircuitBreaker()
+def test_a_window_without_failures_resets_the_delay() -> None:
+    breaker = new_breaker()
     for now in (0.0, 0.0, 0.0, 10.0, 30.0):
         breaker.failed(now)
     assert breaker.delay_s == 40.0
@@ -138,7 +138,7 @@ def info(version: PolicyVersion, *, paused: bool) -> EngineInfo:
     return EngineInfo(server_version="", version=version, running=0, waiting=0, max_context_tokens=9, paused=paused)
 
 
-async def test_a_push_that_broke_off_tells_which_engines_may_be_mixed(tmp_path: Path) -> None:
+async def test_an_interrupted_push_shows_which_engines_may_be_mixed(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
     assert journal.broken() is None
     journal.begin(snapshot(tmp_path, V2))
@@ -188,7 +188,7 @@ async def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
     assert broken.reached == {ONE: Phase.PROBE}
 
 
-def test_the_roster_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_the_roster_round_trips(tmp_path: Path) -> None:
     status = EngineStatus(
         engine_id=ONE,
         origin=Origin.ATTACHED,
@@ -206,13 +206,13 @@ def test_the_roster_comes_back_as_it_was(tmp_path: Path) -> None:
     assert read_roster(tmp_path / "none.json") == Roster()
 
 
-def test_a_request_that_nobody_answers_is_taken_back(tmp_path: Path) -> None:
+def test_an_unanswered_request_is_withdrawn(tmp_path: Path) -> None:
     with pytest.raises(EngineGroupError, match="did not answer"):
         ask_group(tmp_path / "requests", "add", "http://h:1", timeout_s=0.1)
     assert RequestBox(tmp_path / "requests").open() == []
 
 
-def test_what_is_no_request_is_left_alone(tmp_path: Path) -> None:
+def test_files_that_are_not_requests_are_ignored(tmp_path: Path) -> None:
     for name, text in (("a", "[]"), ("b", "{"), ("c", '{"request_id": "x", "kind": "add", "what": "y"}')):
         (tmp_path / f"{name}.json").write_text(text)
     assert RequestBox(tmp_path).open() == []

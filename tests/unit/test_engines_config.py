@@ -40,12 +40,12 @@ RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
         ({"attach": ["http://h:x"]}, "write http://host:port"),
         ({"attach": ["http://localhost:1", "http://127.0.0.1:1"]}, "are one address"),
         ({"device": "cuda"}, "set backend to sglang"),
-        ({"tensor_parallel": 2}, "is for SGLang"),
-        ({"dtype": "float16"}, "is for SGLang"),
-        ({"backend": "simulated", "attach": ["http://h:1"]}, "use cpu"),
+        ({"tensor_parallel": 2}, "needs SGLang"),
+        ({"dtype": "float16"}, "needs SGLang"),
+        ({"backend": "simulated", "attach": ["http://h:1"]}, "set engines.backend to cpu"),
     ],
 )
-def test_what_cannot_work_is_refused(given: dict[str, Any], reason: str) -> None:
+def test_invalid_engine_configs_are_rejected(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         EnginesConfig.model_validate(given)
 
@@ -58,7 +58,7 @@ def test_what_cannot_work_is_refused(given: dict[str, Any], reason: str) -> None
         {"backend": "sglang", "device": "cuda", "tensor_parallel": 8, "placement": "ray"},
     ],
 )
-def test_what_can_work_is_taken(given: dict[str, Any]) -> None:
+def test_valid_engine_configs_are_accepted(given: dict[str, Any]) -> None:
     EnginesConfig.model_validate(given)
 
 
@@ -72,7 +72,9 @@ def test_what_can_work_is_taken(given: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_the_push_is_refused(overrides: list[str], reason: str, tmp_path: Path) -> None:
+def test_engine_configs_that_contradict_the_push_config_are_rejected(
+    overrides: list[str], reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_recipe(RECIPES / "quickstart.toml", overrides, tmp_path)
 
@@ -95,9 +97,9 @@ def test_sglang_servers_get_the_settings(tmp_path: Path) -> None:
 def test_a_push_s_deadlines_reach_the_engines_it_pushes_to(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Else somebody's default decides: the client's before the push's, the engine's group before the sender's."""
     given = PushConfig(phase_timeout_s=100.0, transfer_timeout_s=200.0)
-    ground = EngineContext(model_dir=tiny_model_dir, directory=tmp_path, seed=1, push=given, runtime=None)
+    context = EngineContext(model_dir=tiny_model_dir, directory=tmp_path, seed=1, push=given, runtime=None)
     # No request is sent through it.
-    fleet = Fleet(EnginesConfig(), EngineRegistry(), ground, http=cast("aiohttp.ClientSession", None))
+    fleet = Fleet(EnginesConfig(), EngineRegistry(), context, http=cast("aiohttp.ClientSession", None))
     client = fleet._client(EngineId("e"), "http://127.0.0.1:9")._config
     assert client.control_timeout_s > given.phase_timeout_s
     assert client.update_timeout_s > given.transfer_timeout_s
@@ -129,7 +131,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["list", "status"])
-def test_commands_tell_the_engines(run: Path, tmp_path: Path, command: str) -> None:
+def test_commands_show_the_engines(run: Path, tmp_path: Path, command: str) -> None:
     out = tmp_path / "out.json"
     arguments = ["engine", "list", "--run", str(run)] if command == "list" else ["status", str(run)]
     assert CliRunner().invoke(app, [*arguments, "--json", str(out)]).exit_code == 0
@@ -140,6 +142,6 @@ def test_commands_tell_the_engines(run: Path, tmp_path: Path, command: str) -> N
     assert all(word in told.output for word in ("quarantined", "2+1", "it hangs"))
 
 
-def test_a_run_that_nobody_drives_cannot_be_asked(run: Path) -> None:
+def test_requests_to_a_run_without_a_driver_fail(run: Path) -> None:
     asked = CliRunner().invoke(app, ["engine", "add", "http://h:2", "--run", str(run)])
     assert isinstance(asked.exception, RunMissing)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import EngineId, TokenSpan
+from headrace.policies.engine import EngineId
 from headrace.serve.capture.session import SessionId
 from headrace.serve.gateway.routing import EngineRoute, Lineage, Router, RoutingTable
 
@@ -102,12 +103,12 @@ def test_each_lineage_of_a_session_stays_with_its_engine(router: Router) -> None
 
 
 def test_equally_busy_engines_are_chosen_by_newest_weights(router: Router) -> None:
-    router.note(A, [TokenSpan(start=0, end=1, version=PolicyVersion(1, 4))])
+    router.note(A, [VersionSpan(start=0, end=1, version=PolicyVersion(1, 4))])
     router.note(
         B,
         [
-            TokenSpan(start=0, end=1, version=PolicyVersion(1, 4)),
-            TokenSpan(start=1, end=2, version=PolicyVersion(1, 5)),
+            VersionSpan(start=0, end=1, version=PolicyVersion(1, 4)),
+            VersionSpan(start=1, end=2, version=PolicyVersion(1, 5)),
         ],
     )
     assert router.choose(ONE, 0.0) == B

@@ -74,7 +74,7 @@ def test_an_actor_that_hangs_is_killed_once() -> None:
 
 
 @pytest.mark.parametrize("seconds", [HANG_S + 1, 3600.0])
-def test_a_pause_kills_nobody(seconds: float) -> None:
+def test_a_pause_kills_no_actor(seconds: float) -> None:
     pauses = ((at_s, lambda _: pause(seconds)) for at_s in (10.0, 12.3, 14.1))
     asked = ((20.0, lambda watched: watched.become("hangs")), (21.0, lambda _: pause(seconds)))
     back = ((40.0, lambda watched: watched.become("well")),)
@@ -82,7 +82,7 @@ def test_a_pause_kills_nobody(seconds: float) -> None:
     assert run_virtual(watch(*asked, *((at_s + seconds, change) for at_s, change in back))).killed_s == []
 
 
-def test_an_actor_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_actor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ABSENCE, "seconds", 100.0)
     lost, back = (10.0, lambda watched: watched.become("lost")), (100.0, lambda watched: watched.become("well"))
     assert run_virtual(watch(lost, back)).killed_s == []

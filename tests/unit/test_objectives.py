@@ -84,7 +84,7 @@ def test_beyond_the_clip_in_the_advantages_direction_there_is_no_gradient(ratio:
     assert gradient([ratio, 1.0], [advantage, advantage], UNCLIPPED)[0] != 0.0
 
 
-def test_stale_behaviour_logprobs_brake_the_gradient() -> None:
+def test_stale_behaviour_logprobs_clip_the_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     ratios = (0.5 * torch.randn(200, generator=generator)).exp().tolist()
     advantages = torch.randn(200, generator=generator).sign().tolist()
@@ -94,7 +94,7 @@ def test_stale_behaviour_logprobs_brake_the_gradient() -> None:
     assert gradient(fresh, advantages, BRAKES) == gradient(fresh, advantages, UNCLIPPED)
 
 
-def test_loss_and_sums_count_what_they_name() -> None:
+def test_loss_and_sums_are_over_trained_tokens() -> None:
     logprobs = torch.tensor([-1.0, -1.0, -1.0])
     micro = micro_batch([-1.0, -1.0 - math.log(2.0), -1.0 + math.log(2.0)], [1.0, 1.0, 1.0])
     loss, sums = policy_loss(logprobs, micro, BRAKES, torch.tensor([0.5, 1.0, 1.5]))
@@ -105,7 +105,7 @@ def test_loss_and_sums_count_what_they_name() -> None:
         assert getattr(sums, name) == pytest.approx(getattr(expected, name), rel=1e-5)
 
 
-def test_a_not_finite_advantage_reaches_the_gradient() -> None:
+def test_a_non_finite_advantage_reaches_the_gradient() -> None:
     assert math.isnan(gradient([1.0, 1.0], [math.nan, 1.0])[0])
 
 
@@ -199,7 +199,7 @@ def one_row_per_token(row: Row) -> list[Row]:
 
 
 @given(items=items_strategy)
-def test_each_trajectory_weighs_one_share(items: list[tuple[float, list[Row]]]) -> None:
+def test_each_trajectory_has_the_same_weight(items: list[tuple[float, list[Row]]]) -> None:
     rows = weighted_rows(make_batch(items), vocabulary=VOCABULARY)
     contributing = sum(adv != 0.0 and any(row.loss_mask_T.any() for row in parts) for adv, parts in items)
     total = sum(row.weight * int(row.row.loss_mask_T.sum()) for row in rows)

@@ -50,7 +50,7 @@ def phases(steps: list[Step], engine_id: EngineId) -> list[Phase]:
     return [step.phase for step in steps if engine_id in step.engines]
 
 
-def test_a_good_push_takes_every_phase_in_order() -> None:
+def test_a_successful_push_runs_every_phase_in_order() -> None:
     machine = PushMachine([[A], [B]])
     steps = run(machine, {})
     assert phases(steps, A) == phases(steps, B) == list(Phase)
@@ -139,7 +139,7 @@ ENDS = st.none() | st.builds(End, step=st.integers(0, 40), is_taken=st.booleans(
     st.frozensets(st.sampled_from([A, B, C])),
     ENDS,
 )
-def test_whatever_fails(
+def test_invariants_hold_for_any_failures(
     failing: dict[tuple[Phase, EngineId], Failure],
     waves: list[list[EngineId]],
     in_doubt: frozenset[EngineId],
@@ -190,20 +190,20 @@ def has_all_or_nothing(
     return not was_cut and not has_failed
 
 
-def test_most_engines_of_a_kind_are_right() -> None:
+def test_the_majority_of_engines_of_a_kind_is_right() -> None:
     agreement = Agreement()
-    agreement.tell(A, {"w": "wrong", "b": "same"})
+    agreement.add(A, {"w": "wrong", "b": "same"})
     assert agreement.wrong() == {}
-    agreement.tell(B, {"w": "right", "b": "same"})
-    agreement.tell(EngineId("other"), {"shard": "another kind"})
+    agreement.add(B, {"w": "right", "b": "same"})
+    agreement.add(EngineId("other"), {"shard": "another kind"})
     assert agreement.wrong() == {B: ["w"]}, "one against one: the first is believed"
-    agreement.tell(C, {"w": "right", "b": "same"})
+    agreement.add(C, {"w": "right", "b": "same"})
     assert agreement.wrong() == {A: ["w"]}
-    agreement.tell(EngineId("d"), {"w": "wrong", "b": "same"})
+    agreement.add(EngineId("d"), {"w": "wrong", "b": "same"})
     assert agreement.wrong() == {A: ["w"], EngineId("d"): ["w"]}, "as many against as many: who was believed before"
 
 
-def test_an_engine_that_turns_out_wrong_after_its_wave_has_failed() -> None:
+def test_an_engine_found_wrong_after_its_wave_fails() -> None:
     machine = PushMachine([[A], [B]])
     run(machine, {})
     machine.condemn(A, "the others have other checksums")

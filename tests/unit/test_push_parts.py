@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 @given(st.lists(st.integers(1, 16), max_size=8))
-def test_every_rank_of_a_group_is_somebodys(counts: list[int]) -> None:
+def test_every_rank_of_a_group_has_an_owner(counts: list[int]) -> None:
     ranks = [(EngineId(str(index)), count) for index, count in enumerate(counts)]
     layout = lay_out(ranks)
     taken = [rank for engine, count in ranks for rank in range(layout.offsets[engine], layout.offsets[engine] + count)]
     assert [0, *taken] == list(range(layout.world_size))
 
 
-def test_whoever_waits_for_an_nccl_transfer_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_an_nccl_transfer_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch spells it; that it is read there, at the making of a group, only a build with NCCL can show."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     monkeypatch.setenv(name, "0")
@@ -63,7 +63,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
     return directory
 
 
-def test_headers_tell_what_the_tensors_are(tmp_path: Path, write_model) -> None:
+def test_specs_are_read_from_headers(tmp_path: Path, write_model) -> None:
     model = write_model(tmp_path / "model", seed=1)
     rewrite(model, lambda tensors: tensors.update(extra=torch.zeros(2).half()))
     assert read_model_specs(model) == specs_of(model)
@@ -108,7 +108,7 @@ def test_dtypes_may_differ_among_floating_point_ones(tmp_path: Path, write_model
         ),
     ],
 )
-def test_another_model_is_refused_naming_both_sides(tmp_path: Path, write_model, change, said: str) -> None:
+def test_another_model_is_refused_with_both_sides_named(tmp_path: Path, write_model, change, said: str) -> None:
     specs = specs_of(write_model(tmp_path / "snapshot", seed=1))
     served = rewrite(write_model(tmp_path / "served", seed=1), change)
     with pytest.raises(ModelInvalid, match=said):
@@ -149,7 +149,7 @@ def test_a_directory_out_of_reach_is_not_checked(tmp_path: Path) -> None:
     check_fits({"x": TensorSpec(dtype="float32", shape=(1,))}, tmp_path / "elsewhere")
 
 
-def test_the_interface_of_a_group_on_this_machine_is_not_that_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_of_a_local_group_is_not_used_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     for host in ("127.0.0.1", "10.0.0.5"):
         choose_interface(host)

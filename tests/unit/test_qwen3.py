@@ -58,7 +58,7 @@ def test_ragged_decode_equals_full_forward(tiny_model_dir: Path) -> None:
         logits = model.decode(torch.tensor([sequence[-1] for sequence in sequences]), lengths, cache)
 
 
-def test_rows_move(tiny_model_dir: Path) -> None:
+def test_cache_rows_can_be_moved(tiny_model_dir: Path) -> None:
     model = load(tiny_model_dir)
     prompts = random_prompts(model.config.vocab_size)
     cache = KeyValueCache(model.config, rows=8, capacity=128)
@@ -124,7 +124,7 @@ def test_values_that_are_not_finite_are_refused(tiny_model_dir: Path, bad: float
         weights.load("other", norm)
 
 
-def test_what_is_not_loaded_comes_from_the_other_set(tiny_model_dir: Path) -> None:
+def test_parameters_not_loaded_are_copied_from_the_other_set(tiny_model_dir: Path) -> None:
     model = load(tiny_model_dir)
     changed = Qwen3Weights.allocate(model.config)
     name = "model.layers.1.self_attn.q_norm.weight"

@@ -62,7 +62,7 @@ def test_only_classes_with_async_methods_may_be_spawned(cls: type[object]) -> No
         require_async(cls)
 
 
-async def test_requests_of_one_window_travel_together() -> None:
+async def test_requests_of_one_window_are_sent_together() -> None:
     calls: list[list[int]] = []
 
     async def double(requests: list[int]) -> Sequence[int | Exception]:
@@ -89,7 +89,7 @@ async def test_a_failing_call_fails_every_request_of_its_batch_and_no_other() ->
         assert await batcher(3) == 3
 
 
-async def test_a_cancelled_request_leaves_its_batch_alone() -> None:
+async def test_a_cancelled_request_does_not_affect_its_batch() -> None:
     seen: list[list[int]] = []
 
     async def echo(requests: list[int]) -> Sequence[int | Exception]:
@@ -105,7 +105,7 @@ async def test_a_cancelled_request_leaves_its_batch_alone() -> None:
     assert seen == [[2]]
 
 
-async def test_idempotent_calls_outlive_a_restart_and_other_errors_do_not() -> None:
+async def test_idempotent_calls_survive_a_restart_but_not_other_errors() -> None:
     attempts = 0
 
     async def flaky() -> int:
@@ -123,7 +123,7 @@ async def test_idempotent_calls_outlive_a_restart_and_other_errors_do_not() -> N
         await until_back(broken)
 
 
-async def test_an_actor_that_stays_away_is_given_up() -> None:
+async def test_an_actor_that_stays_lost_is_gone() -> None:
     async def gone() -> int:
         raise ActorLost("gone")
 
@@ -131,7 +131,7 @@ async def test_an_actor_that_stays_away_is_given_up() -> None:
         await until_back(gone, deadline_s=0.2)
 
 
-async def test_a_call_that_ran_long_before_it_was_lost_is_made_again() -> None:
+async def test_a_long_call_that_was_lost_is_repeated() -> None:
     calls = 0
 
     async def long_running() -> str:
@@ -162,7 +162,7 @@ class FailsOnce:
         return "done"
 
 
-async def test_an_actor_whose_entering_failed_is_entered_again_by_who_asks_for_it() -> None:
+async def test_an_actor_that_failed_to_enter_is_entered_again_by_the_next_call() -> None:
     FailsOnce.tried = asyncio.Event()
     host = Host(pickle.dumps((ABSENCE.seconds, FailsOnce, (), {})))
     await host.stats(begin=True)
@@ -262,7 +262,7 @@ async def test_operations_of_a_lost_actor_begin_again() -> None:
         assert await task == "hot soup"
 
 
-async def test_a_result_that_comes_in_the_turn_of_the_cancellation_is_given_back() -> None:
+async def test_a_result_in_the_turn_of_the_cancellation_is_released() -> None:
     kitchen = Kitchen()
 
     class Late(Waiter):
@@ -278,7 +278,7 @@ async def test_a_result_that_comes_in_the_turn_of_the_cancellation_is_given_back
     assert kitchen.given_back == ["hot soup"]
 
 
-async def test_a_result_on_its_way_to_a_cancelled_request_is_given_back() -> None:
+async def test_a_result_for_a_cancelled_request_is_released() -> None:
     kitchen = Kitchen(2)
     fetching, answered, may_travel = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -304,7 +304,7 @@ async def test_a_result_on_its_way_to_a_cancelled_request_is_given_back() -> Non
     assert kitchen.given_back == ["hot soup"]
 
 
-async def test_a_result_that_nobody_fetches_is_given_back() -> None:
+async def test_a_result_that_is_never_fetched_is_released() -> None:
     kitchen = Kitchen()
     kitchen.gates["soup"] = asyncio.Event()
     kitchen.gates["soup"].set()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tenacity import Future, RetryCallState
 
+from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.sandboxes import errors
 from headrace.sandboxes.errors import (
     BootFailed,
@@ -25,7 +26,6 @@ from headrace.sandboxes.errors import (
 )
 from headrace.sandboxes.pool import admission as admission_module
 from headrace.sandboxes.pool.admission import Admission, AdmissionConfig
-from headrace.sandboxes.pool.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.sandboxes.pool.slots import Priority, Slots, Ticket
 from headrace.sandboxes.pool.token_bucket import TokenBucket
 from headrace.sandboxes.retry import FullJitter, RetryConfig, is_ambiguous, is_transient, retrying
@@ -193,8 +193,8 @@ def test_a_failing_host_recovers_by_one_probe() -> None:
 
 def test_an_abandoned_probe_allows_the_next() -> None:
     breaker = CircuitBreaker(1, 1.0)
-    breaker.failed("a", 0)
-    breaker.begin("b", 1)
+    breaker.failed(0, "a")
+    breaker.begin(1, "b")
     assert not breaker.allows(1)
     breaker.ended("b")
     assert breaker.allows(1)
@@ -209,7 +209,7 @@ def test_a_half_open_breaker_has_one_probe_and_an_open_one_none(steps: list[tupl
             now += number
         elif action == "begin" and breaker.allows(now):
             assert breaker.state(now) is not BreakerState.OPEN
-            breaker.begin(calls, now)
+            breaker.begin(now, calls)
             running.append(calls)
             if breaker.state(now) is BreakerState.HALF_OPEN:
                 since_not_closed.add(calls)
@@ -219,7 +219,7 @@ def test_a_half_open_breaker_has_one_probe_and_an_open_one_none(steps: list[tupl
             if action == "succeed":
                 breaker.succeeded(call)
             elif action == "fail":
-                breaker.failed(call, now)
+                breaker.failed(now, call)
             breaker.ended(call)
         since_not_closed &= set(running)
         if breaker.state(now) is BreakerState.CLOSED:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.sandboxes.base import ExecResult, FrozenMount, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     BootTimeout,
@@ -22,7 +23,6 @@ from headrace.sandboxes.errors import (
     SandboxGone,
 )
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
-from headrace.sandboxes.pool.circuit_breaker import BreakerState
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 

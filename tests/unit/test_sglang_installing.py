@@ -43,7 +43,7 @@ def asked(cache: Path) -> list[str]:
     return (cache / "asked").read_text().splitlines()
 
 
-def test_the_only_line_is_the_python_and_the_second_time_nothing_is_done(cache: Path) -> None:
+def test_output_is_the_python_path_and_a_second_run_does_nothing(cache: Path) -> None:
     assert environment_python() is None
     first = run()
     assert first.stdout == f"{environment_directory('0.5.23')}/bin/python\n"
@@ -55,7 +55,7 @@ def test_the_only_line_is_the_python_and_the_second_time_nothing_is_done(cache: 
     assert asked(cache) == before
 
 
-def test_a_half_made_environment_is_made_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_environment_is_made_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL_AT", "sglang==0.5.21")
     failed = run("0.5.21")
     assert (failed.returncode, failed.stdout) == (1, "")
@@ -78,7 +78,7 @@ def test_an_environment_of_other_pins_is_made_again(cache: Path) -> None:
     assert sum("-m venv" in line for line in asked(cache)) == 2
 
 
-def test_an_environment_is_not_taken_from_under_a_process(cache: Path) -> None:
+def test_an_environment_in_use_is_not_replaced(cache: Path) -> None:
     assert run().returncode == 0
     stamp = environment_directory("0.5.23") / "headrace-stamp"
     stamp.write_text("other pins")
@@ -95,7 +95,7 @@ def test_an_environment_is_not_taken_from_under_a_process(cache: Path) -> None:
     assert environment_python() == python
 
 
-def test_two_at_once_make_one(cache: Path) -> None:
+def test_concurrent_installations_make_one_environment(cache: Path) -> None:
     with ThreadPoolExecutor() as threads:
         done = [job.result() for job in [threads.submit(run) for _ in range(2)]]
     assert [item.returncode for item in done] == [0, 0]
@@ -106,5 +106,5 @@ def test_two_at_once_make_one(cache: Path) -> None:
 def test_an_unknown_version_is_refused(cache: Path) -> None:
     refused = run("9.9.9")
     assert refused.returncode == 2
-    assert "9.9.9 is not known here; there are 0.5.15.post1, 0.5.21, 0.5.23" in refused.stderr
+    assert "9.9.9 is not supported; choose one of 0.5.15.post1, 0.5.21, 0.5.23" in refused.stderr
     assert not (cache / "asked").exists()

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies import errors
-from headrace.policies.engine import GenerateRequest, RequestId, TokenSpan
+from headrace.policies.engine import GenerateRequest, RequestId
 from headrace.policies.sglang.dialects import DIALECTS, dialect_of
 from headrace.policies.sglang.refusals import refusal
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion
@@ -33,10 +34,10 @@ def completion(*edges: tuple[str, int, int], **meta: Any) -> Completion:
     spans = [{"version": version, "start": start, "end": end} for version, start, end in edges]
     told = {"weight_versions": spans} if edges else {}
     reply = {"text": "", "output_ids": [0, 1, 2, 3], "meta_info": META | told | meta}
-    return parse_completion(reply, spans_told=bool(edges))
+    return parse_completion(reply, expects_spans=bool(edges))
 
 
-def stale(spans: tuple[TokenSpan, ...]) -> list[bool]:
+def stale(spans: tuple[VersionSpan, ...]) -> list[bool]:
     return [span.stale_kv for span in spans]
 
 
@@ -60,18 +61,18 @@ def test_unknown_versions_get_the_nearest_older_one_with_one_warning(
         assert dialect_of(version).version == (spoken or DIALECTS[0].version)
         dialect_of(version)
     said = [record.getMessage() for record in caplog.records if record.name.startswith("headrace")]
-    assert [text.split(" was ")[0] for text in said] == [f"SGLang {version}"]
+    assert [text.split(" is ")[0] for text in said] == [f"SGLang {version}"]
 
 
 def test_a_dialect_without_spans_labels_the_whole_output() -> None:
-    assert completion().spans == (TokenSpan(start=0, end=4, version=PolicyVersion(1, 3)),)
+    assert completion().spans == (VersionSpan(start=0, end=4, version=PolicyVersion(1, 3)),)
     with pytest.raises(errors.EngineReplyInvalid, match="weight_version"):
         completion(weight_version=None)
     with pytest.raises(errors.EngineReplyInvalid, match="weight_versions"):
         parse_completion({"text": "", "output_ids": [0, 1, 2, 3], "meta_info": META})
 
 
-def test_stale_is_what_comes_after_a_change_of_version() -> None:
+def test_tokens_after_a_change_of_version_are_stale() -> None:
     changed = completion(("1.3", 0, 1), ("1.4", 1, 3), ("1.5", 3, 4))
     assert stale(mark_stale(changed, "1.3")) == [False, True, True]
     assert stale(mark_stale(completion(("1.3", 0, 4)), "1.3")) == [False]
@@ -80,7 +81,7 @@ def test_stale_is_what_comes_after_a_change_of_version() -> None:
 
 
 @pytest.mark.parametrize("cached_tokens", [0, 2])
-def test_all_is_stale_where_the_cache_was_of_another_version(cached_tokens: int) -> None:
+def test_all_tokens_are_stale_if_the_cache_is_of_another_version(cached_tokens: int) -> None:
     done = completion(("1.3", 0, 4), cached_tokens=cached_tokens)
     assert stale(mark_stale(done, "1.3")) == [False]
     assert stale(mark_stale(done, "1.2")) == [True]
@@ -88,7 +89,7 @@ def test_all_is_stale_where_the_cache_was_of_another_version(cached_tokens: int)
     assert mark_stale(replace(done, spans=()), "1.2") == ()
 
 
-def test_the_cache_namespace_is_sent_only_where_there_is_one() -> None:
+def test_the_cache_namespace_is_sent_only_if_set() -> None:
     request = GenerateRequest(request_id=RequestId("r"), input_ids=(1,), max_new_tokens=1)
     assert "extra_key" not in generate_body(request)
     assert generate_body(replace(request, cache_namespace="1.3"))["extra_key"] == "1.3"

@@ -115,7 +115,7 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
 
 
-async def test_it_starts_answers_and_leaves_nothing(rig: Rig) -> None:
+async def test_a_server_starts_answers_and_leaves_nothing(rig: Rig) -> None:
     async with SGLangProcess(rig.config(seed=7, max_context=64, tensor_parallel=2)) as server:
         assert server.alive
         seen = rig.seen
@@ -136,11 +136,11 @@ async def test_it_starts_answers_and_leaves_nothing(rig: Rig) -> None:
 async def test_an_interpreter_that_hangs_is_a_failed_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     (rig.folder / "python").write_text("#!/bin/bash\nexec sleep 600\n")
     monkeypatch.setattr("headrace.policies.sglang.server.ASK_TIMEOUT_S", 0.1)
-    with pytest.raises(EngineStartFailed, match="did not tell its version"):
+    with pytest.raises(EngineStartFailed, match="did not report its version"):
         await SGLangProcess(rig.config()).start()
 
 
-async def test_its_environment_is_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_inherits_only_the_listed_variables(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"PYTHONPATH": "/leak", "HTTP_PROXY": "http://leak", "RAY_X": "leak", "NCCL_DEBUG": "INFO"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -167,7 +167,7 @@ async def test_a_server_that_ignores_sigterm_is_killed_with_what_it_started(rig:
     await rig.until_gone()
 
 
-async def test_what_a_dead_server_started_dies_too(rig: Rig) -> None:
+async def test_children_of_a_dead_server_are_killed(rig: Rig) -> None:
     async with SGLangProcess(rig.config()) as server:
         os.kill(server.pid, signal.SIGKILL)
         assert await server.wait() == -signal.SIGKILL
@@ -175,7 +175,7 @@ async def test_what_a_dead_server_started_dies_too(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["", "silent"])
-async def test_it_dies_with_a_killed_parent_at_any_time(rig: Rig, behaviour: str) -> None:
+async def test_a_server_dies_with_a_killed_parent_at_any_time(rig: Rig, behaviour: str) -> None:
     config = rig.config(behaviour).model_dump_json()
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, config)
     await rig.until_started()
@@ -191,13 +191,13 @@ async def test_a_lost_port_is_tried_again_with_another(rig: Rig) -> None:
     assert (rig.folder / "starts").read_text() == "xx"
 
 
-async def test_a_port_that_the_user_named_is_not_exchanged(rig: Rig) -> None:
+async def test_a_configured_port_is_not_replaced(rig: Rig) -> None:
     with pytest.raises(EngineStartFailed, match="address already in use"):
         await SGLangProcess(rig.config("lose-port", port=1)).start()
     assert (rig.folder / "starts").read_text() == "x"
 
 
-async def test_a_server_that_ends_or_stays_silent_did_not_start(rig: Rig) -> None:
+async def test_a_server_that_ends_or_does_not_answer_fails_to_start(rig: Rig) -> None:
     with pytest.raises(EngineStartFailed, match=r"ended with 1.*the model is too large"):
         await SGLangProcess(rig.config("crash")).start()
     with pytest.raises(EngineStartFailed, match=r"start_timeout_s=0\.5"):
@@ -205,10 +205,10 @@ async def test_a_server_that_ends_or_stays_silent_did_not_start(rig: Rig) -> Non
     await rig.until_gone()
 
 
-async def test_what_cannot_be_started_is_said_before_anything_runs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_settings_are_reported_before_the_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineStartFailed, match=r"no config\.json"):
         await SGLangProcess(rig.config(model=rig.folder)).start()
-    with pytest.raises(EngineStartFailed, match="cannot be run"):
+    with pytest.raises(EngineStartFailed, match="is not executable"):
         await SGLangProcess(rig.config(python=rig.folder / "nothing")).start()
     with pytest.raises(EngineStartFailed, match="has no SGLang"):
         await SGLangProcess(rig.config(python=sys.executable)).start()

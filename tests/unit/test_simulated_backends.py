@@ -57,7 +57,7 @@ async def changing(engine: SimulatedEngine, *changes: tuple[float, Served]) -> N
     loop = asyncio.get_running_loop()
     for at_s, served in changes:
         await asyncio.sleep(at_s - loop.time())
-        engine.tell(served)
+        engine.set_served(served)
 
 
 def one_turn(tokens: int, seconds: float, *changes: tuple[float, Served]) -> tuple[Completion, float]:
@@ -85,7 +85,7 @@ def test_tokens_carry_the_version_that_was_served_meanwhile() -> None:
     assert ended_s == 11
 
 
-def test_no_time_of_a_turn_passes_in_a_pause() -> None:
+def test_the_time_of_a_turn_stops_in_a_pause() -> None:
     pause, resumed = served(2, 3, generating=False), served(3, 4)
     completion, ended_s = one_turn(10, 10, (0, served(1, 3)), (6, pause), (106, resumed))
     assert spans_of(completion) == [(0, 5, 3), (5, 10, 4)]
@@ -98,7 +98,7 @@ def test_nothing_is_generated_before_the_first_version() -> None:
     assert ended_s == 52
 
 
-def test_old_news_is_none() -> None:
+def test_an_older_state_is_ignored() -> None:
     completion, _ = one_turn(4, 4, (0, served(5, 7)), (2, served(4, 6)))
     assert spans_of(completion) == [(0, 4, 7)]
 
@@ -162,7 +162,7 @@ def test_a_push_overlaps_pauses_or_drains() -> None:
     assert push_times(PushMode.DRAIN) == ([110, 110], [105, 105])
 
 
-def test_a_drain_waits_for_no_worker_that_is_silent() -> None:
+def test_a_drain_does_not_wait_for_a_silent_worker() -> None:
     async def main() -> float:
         group = SimulatedEngineGroup(SimulatedEnginesConfig(push=PushMode.DRAIN, push_s=0), observing=UNOBSERVED)
         learner = SimulatedLearner(SimulatedLearnerConfig())
@@ -203,7 +203,7 @@ def batch(number: int) -> Batch:
     return Batch(lease=lease, version=PolicyVersion(1, number), items=(item,))
 
 
-def test_a_learner_takes_its_time_and_leaves_checkpoints_that_chain(tmp_path: Path) -> None:
+def test_a_simulated_learner_takes_time_and_writes_chained_checkpoints(tmp_path: Path) -> None:
     async def main() -> None:
         learner = SimulatedLearner(SimulatedLearnerConfig(step_s=240, checkpoint_dir=tmp_path))
         with pytest.raises(LearnerNotOpen):
@@ -234,7 +234,7 @@ def test_the_mean_is_that_of_the_draws(cap_s: float) -> None:
     assert max(drawn) <= cap_s
 
 
-def test_recorded_durations_are_drawn_as_they_are() -> None:
+def test_recorded_durations_are_drawn_unchanged() -> None:
     durations = Durations(DurationsConfig(recorded_s=(1.0, 2.0, 900.0), cap_s=600), seed=0)
     assert {durations.draw_s(str(key)) for key in range(100)} == {1.0, 2.0, 600.0}
     assert durations.mean_s == 201.0
@@ -256,14 +256,14 @@ def test_an_attempt_takes_the_same_time_in_every_run_and_its_turns_sum_up() -> N
     assert len(set(sums)) == len(keys)
 
 
-def test_a_session_leaves_one_row_of_which_only_what_was_sampled_is_trained() -> None:
+def test_a_session_has_one_row_with_only_sampled_tokens_trained() -> None:
     async def main() -> None:
         engine = SimulatedEngine()
-        engine.tell(served(1, 3))
+        engine.set_served(served(1, 3))
         session = SimulatedSession(key="k", engine=engine, temperature=1.0)
         assert session.report(SessionId("s")).trajectory is None
         await session.turn(4, 1.0)
-        engine.tell(served(2, 4))
+        engine.set_served(served(2, 4))
         await session.turn(4, 1.0)
         report = session.report(SessionId("s"))
         assert report.trajectory is not None
@@ -291,7 +291,7 @@ def test_rewards_follow_the_difficulty_of_the_task_and_repeat() -> None:
     run_virtual(main())
 
 
-def test_no_held_out_task_is_a_training_task_by_chance() -> None:
+def test_no_held_out_task_is_a_training_task() -> None:
     refuse_overlap(
         simulated_tasks(0, 2048, evaluate_s=0.0), simulated_tasks(0, 2048, evaluate_s=0.0, family="heldout"), "tasks"
     )

@@ -1,5 +1,5 @@
-"""Stands in for SGLang's kernel package, which has no CPU build: names that end in `_cpu` can be imported, and raise
-when they are called. Every other name is missing, as SGLang expects where a kernel is not built in."""
+"""Replacement for SGLang's kernel package, which has no CPU build. Names that end in `_cpu` can be imported, and raise
+when called. All other names are missing, as SGLang expects where a kernel is not built in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Python runs this at the start of every process of a CPU server, those that SGLang spawns included.
+"""Startup hook of CPU servers, which Python runs in every process, including those that SGLang spawns.
 
-torchvision's wheels are built against CUDA: beside a CPU torch its library is not loaded, and the operators that it
-registers on import have no schemas. Only the schemas are defined here, right before torchvision is imported.
+torchvision's wheels are built for CUDA: with a CPU build of torch, its library is not loaded, and the operators that it
+registers on import have no schemas. This module defines the schemas just before torchvision is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _kept: list[Any] = []
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Finds nothing; it only sees the import coming."""
+    """Finder that finds nothing, and is used as a hook before the import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -40,7 +40,7 @@ def _define_schemas() -> None:
     library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
-    # A library that is collected takes its schemas with it.
+    # The schemas are removed when the library is garbage-collected.
     _kept.append(library)
 
 
