@@ -52,8 +52,10 @@ from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
+from headrace.buffer.primitives.registry import PartRefused
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineStartFailed
+from headrace.policies.learners.objective_registry import OBJECTIVES
 from headrace.policies.models.model_files import check_model_files
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.runtime.runtime import Runtime
     from headrace.buffer.tasks import Task
+    from headrace.policies.learners.config import LearnerConfig
     from headrace.serve.observing.progress import Progress
 
 PROGRESS_S = 1.0
@@ -112,8 +115,17 @@ def check_parts(config: RunConfig) -> None:
     refuse_absent_sglang(config.engines)
     make_agent(config.agent)
     check_provider(config.sandbox)
+    check_objective(config.learner)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()
+
+
+def check_objective(learner: LearnerConfig) -> None:
+    """Raises ConfigError when the learner's objective does not exist."""
+    try:
+        OBJECTIVES.find(learner.objective)
+    except PartRefused as error:
+        raise ConfigError(f"learner.objective: {error}") from error
 
 
 def refuse_absent_sglang(engines: EnginesConfig) -> None:

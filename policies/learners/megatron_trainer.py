@@ -27,7 +27,8 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learner_errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
-from headrace.policies.learners.objectives import ClipConfig, LossSums, collate, policy_loss, trained_logprobs
+from headrace.policies.learners.objective_registry import OBJECTIVES
+from headrace.policies.learners.objectives import ClipConfig, LossSums, collate, trained_logprobs
 from headrace.policies.learners.train_rows import trained_tokens, weighted_rows
 from headrace.policies.models.qwen3_config import Qwen3Config
 
@@ -51,6 +52,7 @@ class MegatronTrainer:
 
     def __init__(self, config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> None:
         self._config = config
+        self._objective = OBJECTIVES.find(config.objective)()
         self._source = Path(resume.path) if resume else config.model_dir
         self._device = megatron_world.start(config.seed)
         self._shape = Qwen3Config.read(self._source / "config.json")
@@ -176,7 +178,7 @@ class MegatronTrainer:
         for indices in pack(lengths, token_budget=self._config.token_budget):
             micro = collate([rows[index] for index in indices], self._device)
             logprobs_N, entropies_N = trained_logprobs(megatron_model.forward(self._ddp, micro.tokens_BT), micro)
-            loss, part = policy_loss(logprobs_N, micro, clip, entropies_N)
+            loss, part = self._objective(logprobs_N, micro, clip, entropies_N)
             loss.backward()  # type: ignore[no-untyped-call]
             total, sums = total + float(loss.detach()), sums + part
         self._ddp.finish_grad_sync()
