@@ -26,7 +26,7 @@ from headrace.actors.engine_group.config import check_url
 from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded, EngineNotServing
 from headrace.actors.engine_group.fleet import EngineContext, Fleet, attached_id
 from headrace.actors.engine_group.gate import GatewayGate
-from headrace.actors.engine_group.health import HealthChecks
+from headrace.actors.engine_group.health import HealthChecks, router_workers
 from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.publisher import Publisher
@@ -35,7 +35,6 @@ from headrace.actors.engine_group.recovery import recover
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.removal import leave
 from headrace.actors.engine_group.requests import RequestBox
-from headrace.actors.engine_group.router import router_workers
 from headrace.actors.errors import first_cause
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError

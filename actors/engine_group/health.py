@@ -6,13 +6,19 @@ Invariants:
   once.
 - During a push, slowness is not counted: the push has its own deadlines, and it pauses engines. A dead process counts
   at any time.
+- A router that does not answer changes nothing; a worker that it no longer lists is removed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
+import aiohttp
+import orjson
+
+from headrace.actors.engine_group.config import check_url
 from headrace.actors.engine_group.registry import EngineState
 from headrace.policies.errors import EngineDown, EngineError
 from headrace.policies.transport_errors import reason
@@ -94,3 +100,26 @@ class HealthChecks:
         if misses < self._misses and not isinstance(problem, EngineDown):
             return False, None
         return False, f"it did not report its load, {misses} times in a row: {reason(problem)}"
+
+
+logger = logging.getLogger(__name__)
+
+ROUTER_TIMEOUT_S = 5.0
+
+
+async def router_workers(url: str, http: aiohttp.ClientSession) -> tuple[str, ...] | None:
+    """Return the base URLs of the router's workers, None when they cannot be read."""
+    try:
+        async with (
+            asyncio.timeout(ROUTER_TIMEOUT_S),
+            http.get(url.rstrip("/") + "/workers") as response,
+        ):
+            status, payload = response.status, await response.read()
+        if status != 200:
+            raise ValueError(f"status {status}")
+        # Workers for prefill or decode alone cannot be sampled from by themselves.
+        workers = orjson.loads(payload)["workers"]
+        return tuple(check_url(item["url"]) for item in workers if item.get("worker_type", "regular") == "regular")
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("engines.router %s did not list its workers: %s", url, reason(error))
+        return None
