@@ -31,9 +31,8 @@ from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.publisher import Publisher
 from headrace.actors.engine_group.pusher import Pusher
-from headrace.actors.engine_group.recovery import recover
+from headrace.actors.engine_group.recovery import leave, recover
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
-from headrace.actors.engine_group.removal import leave
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.errors import first_cause
 from headrace.policies.engine import EngineId, PauseMode
