@@ -32,7 +32,7 @@ from headrace.serve.gateway.engines import join_pieces
 from headrace.serve.gateway.routing import Lineage
 from headrace.serve.observing import span_names
 from headrace.serve.observing.tracing import context_from
-from headrace.serve.parsing.alarm import ParserAlarm
+from headrace.serve.parsing.parser_choice import ParserAlarm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
