@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, RequestInvalid, SenderFailed
-from headrace.policies.push.agreement import Agreement
-from headrace.policies.push.compatibility import check_fits
+from headrace.policies.push.compatibility import Agreement, check_fits
 from headrace.policies.push.contract import EnginePush, PushReport
 from headrace.policies.push.gates import HeldGates
 from headrace.policies.push.layout import group_name, lay_out
