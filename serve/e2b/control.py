@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from aiohttp import web
 
 from headrace.serve.e2b.listing import page, parse_query
-from headrace.serve.e2b.views import created, detail, listed
-from headrace.serve.e2b_sandboxes.bodies import (
-    Connect,
-    NewSandbox,
-    Pause,
-    Refresh,
-    Timeout,
-    idempotency_key,
-    read_body,
-)
+from headrace.serve.e2b_sandboxes.bodies import Connect, NewSandbox, Pause, Refresh, Timeout, idempotency_key, read_body
 from headrace.serve.e2b_sandboxes.errors import ApiError, unsupported
+from headrace.serve.e2b_sandboxes.timestamps import timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -28,6 +20,7 @@ if TYPE_CHECKING:
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
+    from headrace.serve.e2b_sandboxes.table import Row
 
 R = TypeVar("R")
 
@@ -35,6 +28,47 @@ _TIMEOUT_S: Final = {"/sandboxes": 15, "/v2/sandboxes": 300}
 """Default timeout of a create, by route, from the specifications of the two generations."""
 _RESUME_TIMEOUT_S: Final = 15
 _CONNECT_TIMEOUT_S: Final = 300
+
+
+ENVD_VERSION: Final = "0.6.4"
+"""Version of envd for the SDKs, on which the default user, closing of stdin, octet-stream uploads, and entries in watch
+events depend."""
+_CLIENT_ID: Final = "headrace"
+
+
+def created(row: Row) -> dict[str, Any]:
+    """Return the response to create, connect and resume, with the access token."""
+    return {
+        "templateID": row.template,
+        "sandboxID": row.id,
+        "clientID": _CLIENT_ID,
+        "envdVersion": ENVD_VERSION,
+        "envdAccessToken": row.access_token,
+        "domain": None,
+    }
+
+
+def listed(row: Row) -> dict[str, Any]:
+    """Return a row of a list. The sizes are 0, because the provider's own limits apply."""
+    return {
+        "templateID": row.template,
+        "sandboxID": row.id,
+        "clientID": _CLIENT_ID,
+        "startedAt": timestamp(row.started_at),
+        "endAt": timestamp(row.end_at),
+        "cpuCount": 0,
+        "memoryMB": 0,
+        "diskSizeMB": 0,
+        "state": row.state.value,
+        "envdVersion": ENVD_VERSION,
+        "metadata": row.metadata,
+    }
+
+
+def detail(row: Row) -> dict[str, Any]:
+    """Return one sandbox with its lifecycle and access token."""
+    lifecycle = {"autoResume": False, "onTimeout": "pause" if row.pause_at_end else "kill"}
+    return {**listed(row), "envdAccessToken": row.access_token, "domain": None, "lifecycle": lifecycle}
 
 
 class ControlPlane:
