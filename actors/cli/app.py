@@ -410,7 +410,7 @@ def serve_sandboxes(
 
 def main() -> None:
     """Run the command line; an expected error prints one line."""
-    from headrace.actors.cli.expected import EXPECTED
+    from headrace.actors.cli.output import EXPECTED
 
     verbose = "--verbose" in sys.argv[1:]
     try:

@@ -12,8 +12,13 @@ import typer
 from rich.console import Console
 from rich.measure import Measurement
 
-from headrace.actors.errors import ConfigError
+from headrace.actors.errors import ActorError, ConfigError, RunError
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
+from headrace.buffer.errors import ReplayError, TaskFileError
+from headrace.policies.errors import PolicyError
+from headrace.policies.learner_errors import LearnerError
+from headrace.sandboxes.errors import SandboxError
+from headrace.serve.errors import ServeError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,3 +98,15 @@ __all__ = [
     "show",
     "write_json",
 ]
+
+
+EXPECTED: tuple[type[Exception], ...] = (
+    RunError,
+    ActorError,
+    ReplayError,
+    TaskFileError,
+    PolicyError,
+    LearnerError,
+    SandboxError,
+    ServeError,
+)
