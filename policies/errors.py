@@ -113,3 +113,15 @@ class SenderFailed(PushError):
 
 class SenderTimeout(SenderFailed):
     """The sender missed its deadline and was killed, because a transfer cannot be cancelled."""
+
+
+class TokenizerInvalid(ModelInvalid):
+    """A tokenizer file is missing, unreadable or incomplete."""
+
+
+class TokenizerMismatch(TokenizerInvalid):
+    """The ids of the tokenizer do not match the model; the message has both numbers."""
+
+
+class TemplateRefused(TokenizerInvalid):
+    """The chat template refuses the messages, or cannot be extended turn by turn."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from headrace.policies.errors import TemplateRefused
 from headrace.policies.tokens.template_shape import SYSTEM, TOOL, USER
-from headrace.policies.tokens.tokenizer_errors import TemplateRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

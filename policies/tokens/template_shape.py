@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headrace.policies.errors import TemplateRefused
 from headrace.policies.tokens.chat_template import SharedTool
-from headrace.policies.tokens.tokenizer_errors import TemplateRefused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.policies.engine import FinishReason, GenerateRequest, RequestId
-from headrace.policies.tokens.tokenizer_errors import TemplateRefused
+from headrace.policies.errors import TemplateRefused
 from headrace.serve.capture.events import Delivered, Exhausted, Failed, Spent
 from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import report_of
