@@ -15,8 +15,7 @@ from rich.measure import Measurement
 from headrace.actors.errors import ActorError, ConfigError, RunError
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
 from headrace.buffer.errors import ReplayError, TaskFileError
-from headrace.policies.errors import PolicyError
-from headrace.policies.learner_errors import LearnerError
+from headrace.policies.errors import LearnerError, PolicyError
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.errors import ServeError
 

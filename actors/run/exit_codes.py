@@ -33,8 +33,15 @@ from headrace.buffer.errors import (
     TaskFileError,
     TaskNotParked,
 )
-from headrace.policies.errors import EngineError, EngineSettingsInvalid, ModelInvalid, PushError, RequestInvalid
-from headrace.policies.learner_errors import NonFiniteRun, RowUnusable
+from headrace.policies.errors import (
+    EngineError,
+    EngineSettingsInvalid,
+    ModelInvalid,
+    NonFiniteRun,
+    PushError,
+    RequestInvalid,
+    RowUnusable,
+)
 from headrace.sandboxes.errors import PermanentSandboxError, TransientSandboxError
 from headrace.serve.errors import GatewayUnreachable, InfraError, ServeError
 

@@ -34,7 +34,7 @@ from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.packing import RowOverBudget
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.policies.learner_errors import LearnerNotOpen, NonFiniteRun, RowUnusable
+from headrace.policies.errors import LearnerNotOpen, NonFiniteRun, RowUnusable
 from headrace.policies.learners.checkpoints import usable_checkpoint
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.buffer.primitives.durable_files import publish_folder
 from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learner_errors import CheckpointDamaged, CheckpointUnreadable
+from headrace.policies.errors import CheckpointDamaged, CheckpointUnreadable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from headrace.buffer.packing import pack
 from headrace.buffer.types import CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
+from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
-from headrace.policies.learner_errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
 from headrace.policies.learners.objectives import ClipConfig, LossSums, collate, policy_loss, trained_logprobs
 from headrace.policies.learners.train_rows import trained_tokens, weighted_rows

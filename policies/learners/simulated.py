@@ -23,9 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.buffer.types import CheckpointRef, StepReport, VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
-from headrace.policies.errors import EngineDown
+from headrace.policies.errors import EngineDown, LearnerNotOpen
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
-from headrace.policies.learner_errors import LearnerNotOpen
 from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, fold_chain, publish, stage, write_manifest
 
 if TYPE_CHECKING:

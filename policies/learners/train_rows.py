@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.policies.learner_errors import RowUnusable
+from headrace.policies.errors import RowUnusable
 
 if TYPE_CHECKING:
     from headrace.buffer.types import Batch, BatchItem, Row

@@ -23,7 +23,7 @@ from headrace.buffer.types import (
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learner_errors import RowUnusable
+from headrace.policies.errors import RowUnusable
 from headrace.policies.learners.objectives import (
     ClipConfig,
     LossSums,

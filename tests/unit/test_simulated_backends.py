@@ -25,7 +25,7 @@ from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learner_errors import LearnerNotOpen
+from headrace.policies.errors import LearnerNotOpen
 from headrace.policies.learners.checkpoints import read_checkpoint, read_manifest
 from headrace.policies.learners.simulated import (
     PushMode,
