@@ -6,7 +6,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Final
 
-from headrace.serve.parsing.errors import ParserUnknown
+from headrace.serve.errors import ParserUnknown
 from headrace.serve.parsing.hermes import HermesParser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
 from headrace.serve.parsing.scanner import scan

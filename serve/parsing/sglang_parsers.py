@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.serve.conversation import Reasoning, Text
+from headrace.serve.errors import ParserMissing, ParserUnknown
 from headrace.serve.parsing.base import ParsedCall, ParsedOutput
-from headrace.serve.parsing.errors import ParserMissing, ParserUnknown
 from headrace.serve.parsing.json_spans import encodable, object_text
 from headrace.serve.parsing.scanner import NOTHING, THINK, Found, scan
 
