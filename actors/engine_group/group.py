@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Self
 import aiohttp
 
 from headrace.actors.engine_group.config import check_url
-from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded, EngineNotServing
 from headrace.actors.engine_group.fleet import EngineContext, Fleet, attached_id
 from headrace.actors.engine_group.gate import GatewayGate
 from headrace.actors.engine_group.health import HealthChecks, router_workers
@@ -34,7 +33,7 @@ from headrace.actors.engine_group.pusher import Pusher
 from headrace.actors.engine_group.recovery import leave, recover
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox
-from headrace.actors.errors import first_cause
+from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError
 from headrace.policies.push.sender import SenderConfig, Senders

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import orjson
 
-from headrace.actors.engine_group.errors import EngineGroupError
+from headrace.actors.errors import EngineGroupError
 from headrace.buffer.primitives.durable_files import write_private
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from headrace.actors.engine_group.errors import EngineGroupError, EngineNotServing
 from headrace.actors.errors import (
     ActorError,
     ConfigError,
     DiskFull,
+    EngineGroupError,
+    EngineNotServing,
     RunError,
     RunExists,
     RunInterrupted,

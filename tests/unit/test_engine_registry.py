@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
 from headrace.actors.engine_group.journal import TAIL_BYTES, PushJournal
 from headrace.actors.engine_group.members_file import EngineStatus, Roster, read_roster
 from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, EngineState, Origin, new_breaker
 from headrace.actors.engine_group.requests import RequestBox, ask_group
+from headrace.actors.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.cli.app import app
-from headrace.actors.engine_group.errors import EngineUnknown
 from headrace.actors.errors import (
     ActorGone,
     ConfigError,
     DiskFull,
+    EngineUnknown,
     RunExists,
     RunInterrupted,
     RunMissing,
