@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from aiohttp import web
 
 from headrace.serve.e2b.listing import page, parse_query
-from headrace.serve.e2b_sandboxes.bodies import Connect, NewSandbox, Pause, Refresh, Timeout, idempotency_key, read_body
+from headrace.serve.e2b_sandboxes.bodies import (
+    Connect,
+    NewSandbox,
+    Pause,
+    Refresh,
+    Timeout,
+    idempotency_key,
+    read_body,
+    timestamp,
+)
 from headrace.serve.e2b_sandboxes.errors import ApiError, unsupported
-from headrace.serve.e2b_sandboxes.timestamps import timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -9,7 +9,7 @@ import posixpath
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headrace.serve.e2b_sandboxes.timestamps import timestamp
+from headrace.serve.e2b_sandboxes.bodies import timestamp
 
 FORMAT: Final = r"%i\0%y\0%Y\0%s\0%m\0%M\0%u\0%g\0%T@\0%l\0%p\0"
 """inode, type, type behind links, size, mode, permissions, owner, group, modified, link target, path (find(1))."""
