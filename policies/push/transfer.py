@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineId
     from headrace.policies.learner import WeightsShard, WeightsSnapshot
     from headrace.policies.push.contract import EngineControl, PushConfig
-    from headrace.policies.push.layout import GroupLayout
     from headrace.policies.push.sender import SenderProcess
+    from headrace.policies.push.tensors import GroupLayout
 
 logger = logging.getLogger(__name__)
 
