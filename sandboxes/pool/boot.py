@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Final, cast
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.sandboxes.base import AVOID_LABEL
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
+from headrace.sandboxes.pool.host import choose
 from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.pool.ledger import Entry, EntryState
-from headrace.sandboxes.pool.placement import choose
 from headrace.sandboxes.pool.slots import Priority, Ticket
 from headrace.sandboxes.retry import is_ambiguous, retrying
 

@@ -31,7 +31,7 @@ from headrace.sandboxes.errors import (
     SandboxGone,
     SpecRefused,
 )
-from headrace.sandboxes.pool.placement import HostView, choose
+from headrace.sandboxes.pool.host import HostView, choose
 from headrace.sandboxes.remote.http import NotConnected
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 from headrace.sandboxes.retry import RetryConfig
