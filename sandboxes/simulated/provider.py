@@ -27,7 +27,7 @@ from headrace.sandboxes.errors import (
     RateLimited,
     SandboxGone,
 )
-from headrace.sandboxes.pool.token_bucket import TokenBucket
+from headrace.sandboxes.pool.admission import TokenBucket
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox, SimulatedState
 
 if TYPE_CHECKING:
