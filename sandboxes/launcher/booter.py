@@ -27,13 +27,12 @@ from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.commands import Limits
 from headrace.sandboxes.launcher.image_table import ImageTable
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
-from headrace.sandboxes.launcher.settings import RequestRefused
+from headrace.sandboxes.launcher.sandbox_record import RequestRefused
 from headrace.sandboxes.launcher.wire import Channel
 
 if TYPE_CHECKING:
     from headrace.sandboxes.kernel.cgroups import Cgroups
-    from headrace.sandboxes.launcher.sandbox_record import SandboxRecord
-    from headrace.sandboxes.launcher.settings import Settings
+    from headrace.sandboxes.launcher.sandbox_record import SandboxRecord, Settings
     from headrace.sandboxes.launcher.wire import Message
 
 _INIT: Final = 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.connections import Waiter
-from headrace.sandboxes.launcher.settings import RequestRefused
+from headrace.sandboxes.launcher.sandbox_record import RequestRefused
 
 if TYPE_CHECKING:
     from headrace.sandboxes.launcher.connections import Connections

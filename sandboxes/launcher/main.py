@@ -26,7 +26,7 @@ from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher.booter import Booter
 from headrace.sandboxes.launcher.fork_server import ForkServer
 from headrace.sandboxes.launcher.launcher_secrets import Secrets
-from headrace.sandboxes.launcher.settings import Settings
+from headrace.sandboxes.launcher.sandbox_record import Settings
 
 _BACKLOG: Final = 1024
 

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.sandboxes.kernel.rootfs import Mount
-from headrace.sandboxes.launcher.settings import RequestRefused
+from headrace.sandboxes.launcher.sandbox_record import RequestRefused
 
 if TYPE_CHECKING:
     from headrace.sandboxes.launcher.wire import Message

@@ -21,8 +21,7 @@ from headrace.sandboxes.kernel import rootfs, syscalls
 from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.leases import Deadlines
-from headrace.sandboxes.launcher.sandbox_record import SandboxRecord
-from headrace.sandboxes.launcher.settings import RequestRefused
+from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord
 from headrace.sandboxes.launcher.wire import close_all
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.launcher.booter import Booter
     from headrace.sandboxes.launcher.connections import Connections, Waiter
     from headrace.sandboxes.launcher.launcher_secrets import Secrets
-    from headrace.sandboxes.launcher.settings import Settings
+    from headrace.sandboxes.launcher.sandbox_record import Settings
     from headrace.sandboxes.launcher.wire import Message
 
 
