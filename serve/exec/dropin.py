@@ -17,13 +17,12 @@ from aiohttp import web
 
 from headrace.sandboxes.errors import ImageUnknown, SandboxError, SandboxGone, SpecRefused
 from headrace.sandboxes.remote.error_documents import status_of
-from headrace.serve.exec.access import owner_of
 from headrace.serve.exec.bodies import read_body
 from headrace.serve.exec.containers import MAX_CONTAINERS, Containers, new_container
 from headrace.serve.exec.dropin_bodies import ContainerTarget, CreateContainer, Diff, Evaluate, RunCommand
 from headrace.serve.exec.evaluations import Evaluations
 from headrace.serve.exec.idempotency import IdempotentRequests
-from headrace.serve.exec.responses import error_response, respond, retry_after
+from headrace.serve.exec.responses import error_response, owner_of, respond, retry_after
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
