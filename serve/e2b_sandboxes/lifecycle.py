@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 from headrace.sandboxes.base import Feature, SandboxSpec
 from headrace.sandboxes.errors import SandboxError, TransientSandboxError
 from headrace.serve.e2b_sandboxes.bodies import digest
-from headrace.serve.e2b_sandboxes.boot_queue import BootQueue
 from headrace.serve.e2b_sandboxes.errors import ApiError, not_found, not_running, unsupported
 from headrace.serve.e2b_sandboxes.expiry import ExpiryClock
+from headrace.serve.e2b_sandboxes.images import BootQueue
 from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 from headrace.serve.e2b_sandboxes.table import Row, State
 

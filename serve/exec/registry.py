@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.base import ImageRef, SandboxId, SandboxInfo, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, SandboxError, SandboxGone, SpecRefused
-from headrace.serve.e2b_sandboxes.boot_queue import BootQueue
+from headrace.serve.e2b_sandboxes.images import BootQueue
 from headrace.serve.exec.store import LeasedSandbox
 
 if TYPE_CHECKING:
