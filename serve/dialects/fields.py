@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import orjson
 
-from headrace.policies.tokens.bounded_cache import BoundedCache
+from headrace.policies.tokens.pieces import BoundedCache
 from headrace.serve.conversation import Message, Role, Text
 from headrace.serve.errors import BadRequest
 

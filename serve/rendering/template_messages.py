@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.policies.tokens.bounded_cache import BoundedCache
 from headrace.policies.tokens.chat_template import SharedTool
+from headrace.policies.tokens.pieces import BoundedCache
 from headrace.serve.conversation import Reasoning, Role, Text, ToolResult
 
 if TYPE_CHECKING:
