@@ -27,7 +27,7 @@ from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.trie import path
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
-from headrace.serve.gateway.daemon_thread import DaemonThread
+from headrace.serve.gateway.codec import DaemonThread
 from headrace.serve.gateway.engines import join_pieces
 from headrace.serve.gateway.routing import Lineage
 from headrace.serve.observing import span_names
