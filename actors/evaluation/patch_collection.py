@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluation.diff_filter import Dropped, DropReason
-from headrace.actors.evaluation.preparation import lay_out
+from headrace.actors.evaluation.history import lay_out
 from headrace.actors.evaluation.unified_diff import DiffRefused
 from headrace.actors.evaluation.verdict import LABELS
 from headrace.actors.in_sandbox import program_command

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluation.comparison import compare
 from headrace.actors.evaluation.diff_filter import Dropped, FilterRules, filter_diff, summary
+from headrace.actors.evaluation.history import ANY_OWNER, GIT, lay_out
 from headrace.actors.evaluation.patch_collection import LeftDiff, collect_diff
-from headrace.actors.evaluation.preparation import ANY_OWNER, GIT, lay_out
 from headrace.actors.evaluation.report import (
     Report,
     ReportUntrusted,

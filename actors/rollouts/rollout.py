@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
-from headrace.actors.evaluation.preparation import prepare
+from headrace.actors.evaluation.history import prepare
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.types import Cause, Outcome, RolloutResult
 from headrace.policies.errors import PolicyError
