@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from headrace.actors.evaluation.foreign_patch import apply_patch
+from headrace.actors.evaluation.patch import apply_patch
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable
