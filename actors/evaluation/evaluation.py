@@ -20,8 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from headrace.actors.evaluation.baselines import Baselines
-from headrace.actors.evaluation.comparison import compare, last_answer
+from headrace.actors.evaluation.comparison import Baselines, compare, last_answer
 from headrace.actors.evaluation.diff_filter import Dropped, summary
 from headrace.actors.evaluation.patch import Patch, PatchRefused, collect_patch
 from headrace.actors.evaluation.patch_collection import LeftDiff

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
 
-from headrace.actors.evaluation.baselines import Baselines
+from headrace.actors.evaluation.comparison import Baselines
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases

@@ -39,7 +39,7 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError
 
 if TYPE_CHECKING:
-    from headrace.actors.evaluation.baselines import Baselines
+    from headrace.actors.evaluation.comparison import Baselines
     from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
