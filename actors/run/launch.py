@@ -54,7 +54,7 @@ from headrace.buffer.primitives.durable_files import publish_folder, replace_fil
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineStartFailed
-from headrace.policies.models.model_files import check_model_files
+from headrace.policies.models.qwen3_config import check_model_files
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay, starting
