@@ -32,10 +32,9 @@ from headrace.actors.cli.output import (
     show,
     write_json,
 )
-from headrace.actors.cli.restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
 from headrace.actors.cli.run_engines import add_engine, engine_table, list_engines, remove_engine
 from headrace.actors.cli.simulation import simulate, tune
-from headrace.actors.cli.tasks import tasks_app
+from headrace.actors.cli.tasks import Restarts, RunEnded, ending_a_run, resume_again_and_again, tasks_app
 from headrace.actors.run import exit_codes
 
 if TYPE_CHECKING:

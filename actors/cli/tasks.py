@@ -7,16 +7,24 @@ the journal of the ledger.
 from __future__ import annotations
 
 import asyncio
+import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from headrace.actors.cli.ledger import Run, idle_store
 from headrace.actors.cli.output import Json, say, show, write_json
+from headrace.actors.run.restarts import Restarting, RestartPolicy
 from headrace.buffer.core.outages import utc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from headrace.actors.record.run_directory import RunDirectory
 
 AnyRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, which may be live.")]
 
@@ -64,3 +72,40 @@ def unpark(
     if json is not None:
         write_json({"released": released}, json)
     say(f"{len(released)} tasks are released; continue with `headrace resume {run_dir}`")
+
+
+Restarts = Annotated[
+    int,
+    typer.Option(min=0, metavar="N", help="Resume up to N times after transient failures (exit code 75, or killed)."),
+]
+HEADRACE = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()")
+
+
+class RunEnded(Exception):
+    """A run failed after it had started."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextmanager
+def ending_a_run() -> Iterator[None]:
+    """Mark errors of the block as failures of a started run. Raises RunEnded."""
+    try:
+        yield
+    except Exception as error:
+        raise RunEnded(error) from error
+
+
+def resume_again_and_again(
+    directory: RunDirectory, restarts: int, *, json: Path | None, quiet: bool, once: Sequence[str] = ()
+) -> int:
+    """Resume a run with up to `restarts` restarts and return the exit code. Only the first attempt gets the options in
+    `once`."""
+    command = [*HEADRACE, "resume", str(directory.path)]
+    if json is not None:
+        command += ["--json", str(json)]
+    if quiet:
+        command.append("--quiet")
+    return Restarting(RestartPolicy(restarts), say).run([*command, *once], command)
