@@ -14,7 +14,6 @@ import orjson
 import typer
 from rich.table import Table
 
-from headrace.actors.cli.check import check
 from headrace.actors.cli.engine import serve
 from headrace.actors.cli.ledger import drop_batch, retry_lost
 from headrace.actors.cli.output import (
@@ -32,7 +31,7 @@ from headrace.actors.cli.output import (
     write_json,
 )
 from headrace.actors.cli.run_engines import add_engine, engine_table, list_engines, remove_engine
-from headrace.actors.cli.simulation import simulate, tune
+from headrace.actors.cli.simulation import check, simulate, tune
 from headrace.actors.cli.tasks import Restarts, RunEnded, data_app, ending_a_run, resume_again_and_again, tasks_app
 from headrace.actors.run import exit_codes
 
