@@ -21,7 +21,7 @@ from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
-from headrace.serve.exec.parts import ExecPart
+from headrace.serve.exec.server import ExecPart
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
