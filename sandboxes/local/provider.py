@@ -34,7 +34,7 @@ from headrace.sandboxes.images.store import ImageStore, default_image_folder
 from headrace.sandboxes.kernel.disk_layers import TEMPLATES
 from headrace.sandboxes.launcher.wire import close_all
 from headrace.sandboxes.local.client import LauncherConnections
-from headrace.sandboxes.local.images import LocalImages
+from headrace.sandboxes.local.images import LayerTemplates, LocalImages
 from headrace.sandboxes.local.launcher_process import (
     LauncherProcess,
     ProviderFolder,
@@ -42,7 +42,6 @@ from headrace.sandboxes.local.launcher_process import (
     remove_socket,
     runtime_folder,
 )
-from headrace.sandboxes.local.layer_templates import LayerTemplates
 from headrace.sandboxes.local.sandbox import LocalSandbox
 from headrace.sandboxes.private_folders import make_missing
 
