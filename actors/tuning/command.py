@@ -17,8 +17,7 @@ from headrace.actors.run.config import explain
 from headrace.actors.simulation.plan import Mode, SimulationPlan, apply_setting
 from headrace.actors.tuning.candidates import Candidate, Space, candidates
 from headrace.actors.tuning.duration_fit import Fit, fit
-from headrace.actors.tuning.page import page
-from headrace.actors.tuning.picture import pareto_png
+from headrace.actors.tuning.picture import page, pareto_png
 from headrace.actors.tuning.recorded_run import read_run
 from headrace.actors.tuning.records import Recording, read_traces
 from headrace.actors.tuning.result import TuningResult
