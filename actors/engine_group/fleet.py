@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.config import Placement
 from headrace.actors.engine_group.engine_process import AttachedServer, EngineHandle, LocalProcess, PlacedProcess
-from headrace.actors.engine_group.host import EngineHost
+from headrace.actors.engine_group.host import EngineHost, ServerPlan, server_process
 from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import LIVING, EngineState, Origin, address, is_loopback
-from headrace.actors.engine_group.server_plan import ServerPlan, server_process
 from headrace.actors.errors import ActorError, EngineGroupError, EngineNotAdded
 from headrace.actors.runtime.runtime import Resources, node_address
 from headrace.policies.engine import EngineId
