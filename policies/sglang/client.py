@@ -29,9 +29,9 @@ from headrace.policies.errors import (
     RequestInvalid,
     UnknownGroup,
 )
-from headrace.policies.sglang.dialects import EMBEDDED_PREFIX, Dialect, dialect_of
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion, read, read_version, wire_id
 from headrace.policies.sglang.transport import Transport
+from headrace.policies.sglang.versions import EMBEDDED_PREFIX, Dialect, dialect_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

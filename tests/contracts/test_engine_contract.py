@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.policies.processes.server_process import ServerProcess
-    from headrace.policies.sglang.dialects import Dialect
+    from headrace.policies.sglang.versions import Dialect
 
 # SGLang alone imports for half a minute.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

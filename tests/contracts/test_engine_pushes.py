@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import Completion
     from headrace.policies.processes.server_process import ServerProcess
     from headrace.policies.push.machine import Step
-    from headrace.policies.sglang.dialects import Dialect
+    from headrace.policies.sglang.versions import Dialect
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 VOCABULARY, TOKENS = 258, 900
