@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import socket
 
     from headrace.sandboxes.launcher.booter import Booter
-    from headrace.sandboxes.launcher.launcher_secrets import Secrets
+    from headrace.sandboxes.launcher.connections import Secrets
     from headrace.sandboxes.launcher.sandbox_record import SandboxRecord, Settings
     from headrace.sandboxes.launcher.wire import Channel, Message
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headrace.sandboxes.launcher.booter import Booter
-    from headrace.sandboxes.launcher.connections import Connections, Waiter
-    from headrace.sandboxes.launcher.launcher_secrets import Secrets
+    from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
     from headrace.sandboxes.launcher.sandbox_record import Settings
     from headrace.sandboxes.launcher.wire import Message
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from headrace.sandboxes.launcher.command_requests import CommandCosts
-from headrace.sandboxes.launcher.launcher_secrets import Secrets
+from headrace.sandboxes.launcher.connections import Secrets
 
 
 def test_only_the_right_secret_fits() -> None:
