@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from headrace.serve.e2b.connect_protocol import Message
-    from headrace.serve.e2b_sandboxes.accounts import Account
+    from headrace.serve.e2b_sandboxes.entries import Account
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 

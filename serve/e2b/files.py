@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.base import Process
     from headrace.serve.e2b.envd import Envd
-    from headrace.serve.e2b_sandboxes.accounts import Account
+    from headrace.serve.e2b_sandboxes.entries import Account
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from headrace.sandboxes.base import Process, Sandbox
-    from headrace.serve.e2b_sandboxes.accounts import Account
-    from headrace.serve.e2b_sandboxes.entries import Entry
+    from headrace.serve.e2b_sandboxes.entries import Account, Entry
 
 _INTERVAL_S: Final = 0.2
 _MAX_EVENTS: Final = 10_000
