@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
-from headrace.actors.runtime.loop_lag import begin_ticking
+from headrace.actors.runtime.process_tree import begin_ticking
 from headrace.actors.runtime.retry import ABSENCE, until_back
 from headrace.sandboxes.private_folders import temporary_folder
 

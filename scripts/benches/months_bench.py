@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benches.months import STEPS_PER_DAY, write_run
 from benches.soak_driver import Driver, log_of
-from headrace.actors.runtime.loop_lag import FOLDER_KEY, largest_gaps
+from headrace.actors.runtime.process_tree import FOLDER_KEY, largest_gaps
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.ledger.ledger import bring_up_to_date
 from headrace.buffer.ledger.store import ReplayStore
