@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from benches.push.overlap import measure_overlap
 from benches.push.plain_broadcast import open_pair
-from benches.push.random_model import write_random_model
 from benches.push.stall import measure_stall
-from benches.push.testbed import open_testbed
+from benches.push.testbed import open_testbed, write_random_model
 from headrace.policies.push.contract import PushConfig
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ import asyncio
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benches.push.random_model import write_random_model
-from benches.push.testbed import open_testbed
+from benches.push.testbed import open_testbed, write_random_model
 from headrace.policies.push.contract import PushConfig
 
 if TYPE_CHECKING:
