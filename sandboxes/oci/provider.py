@@ -39,10 +39,9 @@ from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci.bundle import BindMount, BundlePlan, Limits, bundle_config
 from headrace.sandboxes.oci.container import PAUSED_MARK, STATE_FILE, ContainerState, open_private
-from headrace.sandboxes.oci.host_skeleton import HOST_IMAGE, host_skeleton, system_folders
 from headrace.sandboxes.oci.keeper import PID_FILE
 from headrace.sandboxes.oci.keeper_client import KeeperClient
-from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind
+from headrace.sandboxes.oci.runtime import HOST_IMAGE, OciRuntime, RuntimeKind, host_skeleton, system_folders
 from headrace.sandboxes.oci.sandbox import OciSandbox
 from headrace.sandboxes.private_folders import make_missing, user_folder
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.sandboxes.oci.host_skeleton import system_folders
+from headrace.sandboxes.oci.runtime import system_folders
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
