@@ -34,9 +34,8 @@ from headrace.actors.errors import (
 )
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.repository import REPOSITORY_RUNS
-from headrace.actors.places.absent_images import refuse_absent_images
 from headrace.actors.places.config import SandboxKind
-from headrace.actors.places.providers import check_provider
+from headrace.actors.places.providers import check_provider, refuse_absent_images
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, explain, load_recipe

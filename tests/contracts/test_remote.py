@@ -18,8 +18,8 @@ import pytest
 from aiohttp import web
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.places.absent_images import refuse_absent_images
 from headrace.actors.places.config import RemoteSection, SandboxKind, SandboxSection
+from headrace.actors.places.providers import refuse_absent_images
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes import doctor
