@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.rollouts.evaluation_log import Recording, evaluation_order
+from headrace.actors.rollouts.evaluation_folders import Recording, evaluation_order
 from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig
 from headrace.actors.rollouts.summary import EvaluationSummary, summarize_answers, write_summary
 from headrace.actors.rollouts.worker_slots import POLL_S, RETRY_S, Attempt, WorkerSlots
