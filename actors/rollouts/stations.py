@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.leases import Leases
-from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions
-from headrace.actors.rollouts.simulated_sessions import SimulatedSessions
+from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.tasks import load_tasks

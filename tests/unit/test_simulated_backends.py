@@ -17,7 +17,7 @@ from headrace.actors.agents.simulated import SimulatedAgent, SimulatedAgentConfi
 from headrace.actors.evaluation.evaluator import simulated_verdict
 from headrace.actors.evaluation.verdict import EvaluationRequest
 from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.rollouts.simulated_sessions import SimulatedSession
+from headrace.actors.rollouts.sessions import SimulatedSession
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.simulated.durations import Durations, DurationsConfig
 from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
