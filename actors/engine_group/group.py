@@ -28,8 +28,7 @@ from headrace.actors.engine_group.gate import GatewayGate
 from headrace.actors.engine_group.health import HealthChecks, router_workers
 from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.members_file import read_roster
-from headrace.actors.engine_group.publisher import Publisher
-from headrace.actors.engine_group.pusher import Pusher
+from headrace.actors.engine_group.pusher import Publisher, Pusher
 from headrace.actors.engine_group.recovery import leave, recover
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox
