@@ -20,8 +20,14 @@ from dataclasses import dataclass
 from difflib import unified_diff
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.evaluation.diff_filter import Dropped, FilterRules, filter_diff, reason_for_path, summary
-from headrace.actors.evaluation.settings_sections import SECTIONED
+from headrace.actors.evaluation.diff_filter import (
+    SECTIONED,
+    Dropped,
+    FilterRules,
+    filter_diff,
+    reason_for_path,
+    summary,
+)
 from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
 from headrace.actors.in_sandbox import program_command, run_program
 from headrace.actors.in_sandbox.apply import AGENT_REFUSED
