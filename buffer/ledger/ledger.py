@@ -33,9 +33,8 @@ from headrace.buffer.ledger.archive import (
     next_numbers,
     totals_of,
 )
-from headrace.buffer.ledger.archive_migration import is_whole, split
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
-from headrace.buffer.ledger.migration import migrate
+from headrace.buffer.ledger.migration import is_whole, migrate, split
 from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
