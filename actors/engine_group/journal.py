@@ -25,7 +25,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.push.machine import ORDER, Phase
-from headrace.policies.push.tensors import group_name
+from headrace.policies.push.weights import group_name
 from headrace.serve.observing.retention import RotatingFile
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.policies.models.qwen3_config import Qwen3Config
-    from headrace.policies.push.tensors import Bucket
+    from headrace.policies.push.weights import Bucket
 
 
 class Staging:

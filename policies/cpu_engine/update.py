@@ -35,8 +35,7 @@ from headrace.policies.push.process_group import (
     join_store,
     start_broadcast,
 )
-from headrace.policies.push.tensors import Bucket
-from headrace.policies.push.weights import DTYPES, checksum, split
+from headrace.policies.push.weights import DTYPES, Bucket, checksum, split
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

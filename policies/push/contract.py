@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineId, EngineInfo, RequestId
     from headrace.policies.errors import GroupFailed, SenderFailed
     from headrace.policies.push.machine import Step
-    from headrace.policies.push.tensors import Bucket
+    from headrace.policies.push.weights import Bucket
 
 
 DEADLINE_MARGIN_S = 1.0

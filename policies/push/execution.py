@@ -27,8 +27,8 @@ from headrace.policies.push.compatibility import Agreement, check_fits
 from headrace.policies.push.contract import EnginePush, PushReport
 from headrace.policies.push.gates import HeldGates
 from headrace.policies.push.machine import Phase, PushMachine, PushOutcome
-from headrace.policies.push.tensors import group_name, lay_out
 from headrace.policies.push.transfer import Failures, Transfer, first_error
+from headrace.policies.push.weights import group_name, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.engine import EngineId, GenerateRequest, RequestId
-    from headrace.policies.push.tensors import Bucket
+    from headrace.policies.push.weights import Bucket
 
 # If SGLang does not report its context, it accepts prompts of at most context - 6 tokens (0.5.23).
 SGLANG_RESERVED_TOKENS = 6

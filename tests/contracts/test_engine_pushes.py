@@ -24,7 +24,7 @@ from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
 from headrace.policies.push.sender import SenderConfig, SenderProcess
-from headrace.policies.push.tensors import Bucket
+from headrace.policies.push.weights import Bucket
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.versions import release
 

@@ -16,7 +16,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.push.machine import Phase, Step
-from headrace.policies.push.tensors import group_name
+from headrace.policies.push.weights import group_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from headrace.policies.engine import EngineId
 from headrace.policies.errors import GroupFailed, ModelInvalid
 from headrace.policies.push.compatibility import check_fits, read_model_specs
 from headrace.policies.push.process_group import choose_interface, destroy_group, form_group, host_store
-from headrace.policies.push.tensors import TensorSpec, lay_out
+from headrace.policies.push.weights import TensorSpec, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
