@@ -27,8 +27,15 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
-from headrace.policies.learners.objectives import ClipConfig, LossSums, collate, policy_loss, trained_logprobs
-from headrace.policies.learners.train_rows import trained_tokens, weighted_rows
+from headrace.policies.learners.objectives import (
+    ClipConfig,
+    LossSums,
+    collate,
+    policy_loss,
+    trained_logprobs,
+    trained_tokens,
+    weighted_rows,
+)
 from headrace.policies.models.qwen3_config import Qwen3Config
 
 with warnings.catch_warnings():
@@ -38,7 +45,7 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from headrace.buffer.types import Batch
     from headrace.policies.learners.config import LearnerConfig
-    from headrace.policies.learners.train_rows import WeightedRow
+    from headrace.policies.learners.objectives import WeightedRow
 
 KEPT_SNAPSHOTS = 2
 """Number of snapshots to keep: the one being sent and the one just written."""
