@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.policies.cpu_engine.bodies import InitGroup, UpdateFromDisk, UpdateVersion, UpdateWeights
+    from headrace.policies.cpu_engine.requests import InitGroup, UpdateFromDisk, UpdateVersion, UpdateWeights
     from headrace.policies.cpu_engine.thread import EngineThread
     from headrace.policies.models.qwen3 import Qwen3Weights
     from headrace.policies.push.process_group import WeightGroup
