@@ -21,7 +21,7 @@ from headrace.sandboxes.pool.slots import Priority
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.sandboxes.pool.ledger_writer import LedgerWriter
+    from headrace.sandboxes.pool.ledger import LedgerWriter
 
 
 class DurableLeases:

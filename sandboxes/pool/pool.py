@@ -23,8 +23,7 @@ from headrace.sandboxes.pool.config import PoolConfig
 from headrace.sandboxes.pool.durable_leases import DurableLeases
 from headrace.sandboxes.pool.host import Host
 from headrace.sandboxes.pool.lease_table import HeldSandbox
-from headrace.sandboxes.pool.ledger import Drop, EntryState, SandboxLedger
-from headrace.sandboxes.pool.ledger_writer import LedgerWriter
+from headrace.sandboxes.pool.ledger import Drop, EntryState, LedgerWriter, SandboxLedger
 from headrace.sandboxes.pool.pending_leases import PendingLeases
 from headrace.sandboxes.pool.reaper import Reaper
 from headrace.sandboxes.pool.slots import Priority, Ticket
