@@ -25,10 +25,9 @@ from headrace.sandboxes.pool.host import Host
 from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.pool.ledger import Drop, EntryState, LedgerWriter, SandboxLedger
 from headrace.sandboxes.pool.pending_leases import PendingLeases
-from headrace.sandboxes.pool.reaper import Reaper
+from headrace.sandboxes.pool.reaper import Reaper, Teardown
 from headrace.sandboxes.pool.slots import Priority, Ticket
 from headrace.sandboxes.pool.status import PoolStatus, Totals, status_of
-from headrace.sandboxes.pool.teardown import Teardown
 from headrace.sandboxes.pool.warm import WarmStock
 
 if TYPE_CHECKING:
