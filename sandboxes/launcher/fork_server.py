@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.kernel import rootfs
 from headrace.sandboxes.kernel.syscalls import reason_of
-from headrace.sandboxes.launcher.command_requests import CommandRequests
 from headrace.sandboxes.launcher.connections import Connections, Waiter
+from headrace.sandboxes.launcher.requests import CommandRequests
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused
 from headrace.sandboxes.launcher.sandbox_table import SandboxTable
 from headrace.sandboxes.launcher.wire import close_all
