@@ -28,7 +28,7 @@ from headrace.serve.e2b_sandboxes.table import State
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Mapping
 
-    from headrace.serve.e2b.access import Access
+    from headrace.serve.e2b.envd import Access
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox

@@ -22,7 +22,7 @@ from headrace.serve.e2b_sandboxes.live_sandbox import CpuSample
 from headrace.serve.e2b_sandboxes.table import Snapshot, State
 
 if TYPE_CHECKING:
-    from headrace.serve.e2b.access import Access
+    from headrace.serve.e2b.envd import Access
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox

@@ -20,9 +20,8 @@ from aiohttp import web
 
 from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.remote.tasks import ServerTasks
-from headrace.serve.e2b.access import Access
 from headrace.serve.e2b.control import ControlPlane
-from headrace.serve.e2b.envd import Envd
+from headrace.serve.e2b.envd import Access, Envd
 from headrace.serve.e2b.files import Files
 from headrace.serve.e2b.filesystem_service import FilesystemService
 from headrace.serve.e2b.observation import Observation
