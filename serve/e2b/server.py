@@ -23,10 +23,9 @@ from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.e2b.control import ControlPlane
 from headrace.serve.e2b.envd import Access, Envd
 from headrace.serve.e2b.files import Files
-from headrace.serve.e2b.filesystem_service import FilesystemService
+from headrace.serve.e2b.filesystem_service import FilesystemService, WatchService
 from headrace.serve.e2b.observation import Observation
 from headrace.serve.e2b.process_service import ProcessService
-from headrace.serve.e2b.watch_service import WatchService
 from headrace.serve.e2b_sandboxes.errors import ApiError
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import ApiKeys
