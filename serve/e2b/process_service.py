@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.remote.tasks import ServerTasks
     from headrace.serve.e2b.connect_protocol import Message, ResponseStream
     from headrace.serve.e2b.envd import Call, Envd
-    from headrace.serve.e2b_sandboxes.output_log import OutputReader
+    from headrace.serve.e2b_sandboxes.processes import OutputReader
 
 _CHECK_TIMEOUT_S: Final = 30.0
 _FIELDS: Final = {Stream.STDOUT: "stdout", Stream.STDERR: "stderr", Stream.TERMINAL: "pty"}

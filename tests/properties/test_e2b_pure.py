@@ -16,7 +16,7 @@ from headrace.serve.e2b.connect_protocol import encode_frame, read_frames
 from headrace.serve.e2b.control import Query, page, parse_query
 from headrace.serve.e2b_sandboxes.entries import Entry
 from headrace.serve.e2b_sandboxes.expiry import Deadlines
-from headrace.serve.e2b_sandboxes.output_log import OutputLog
+from headrace.serve.e2b_sandboxes.processes import OutputLog
 from headrace.serve.e2b_sandboxes.table import Row, State
 from headrace.serve.e2b_sandboxes.watchers import Kind, changes
 
