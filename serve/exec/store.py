@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from headrace.sandboxes.base import SandboxId, SandboxRef
-from headrace.serve.e2b_sandboxes.server_database import ServerDatabase
+from headrace.serve.e2b_sandboxes.table import ServerDatabase
 
 if TYPE_CHECKING:
     from pathlib import Path
