@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.base import ExecResult, Process, Sandbox
     from headrace.serve.exec.processes import BufferedProcess, ProcessTable
-    from headrace.serve.exec.registry import Registry
-    from headrace.serve.exec.store import LeasedSandbox
+    from headrace.serve.exec.registry import LeasedSandbox, Registry
 
     Work = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]
     Wrap = Callable[[Work], Callable[[web.Request], Awaitable[web.StreamResponse]]]

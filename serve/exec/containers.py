@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, SandboxError, SandboxGone
-from headrace.serve.exec.store import Container
+from headrace.serve.exec.registry import Container
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from headrace.sandboxes.base import Sandbox
     from headrace.serve.e2b_sandboxes.keys import Owner
-    from headrace.serve.exec.registry import Registry
-    from headrace.serve.exec.store import LeasedSandbox
+    from headrace.serve.exec.registry import LeasedSandbox, Registry
 
 MAX_CONTAINERS: Final = 512
 MAX_WAITING: Final = 4096

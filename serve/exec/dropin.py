@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from headrace.sandboxes.remote.tasks import ServerTasks
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
     from headrace.serve.exec.evaluations import ApplyPatch
-    from headrace.serve.exec.registry import Registry
+    from headrace.serve.exec.registry import LeasedSandbox, Registry
     from headrace.serve.exec.responses import ResponseParts
-    from headrace.serve.exec.store import LeasedSandbox
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     Work = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]

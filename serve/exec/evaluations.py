@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.exec.containers import Containers
     from headrace.serve.exec.dropin_bodies import Diff, Evaluate, RunCommand
-    from headrace.serve.exec.store import LeasedSandbox
+    from headrace.serve.exec.registry import LeasedSandbox
 
 ApplyPatch = Callable[[Sandbox, bytes, str, float], Awaitable[str | None]]
 """Applies a patch to the repository in a folder of a clean sandbox, within a number of seconds. Returns the reason for

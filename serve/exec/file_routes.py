@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from headrace.sandboxes.base import Sandbox
-    from headrace.serve.exec.store import LeasedSandbox
+    from headrace.serve.exec.registry import LeasedSandbox
 
     Work = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]
     Wrap = Callable[[Work], Callable[[web.Request], Awaitable[web.StreamResponse]]]

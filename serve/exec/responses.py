@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
-    from headrace.serve.exec.store import LeasedSandbox
+    from headrace.serve.exec.registry import LeasedSandbox
 
     ErrorEncoder = Callable[[SandboxError], "ResponseParts"]
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.base import Sandbox
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
-    from headrace.serve.exec.registry import Registry
-    from headrace.serve.exec.store import LeasedSandbox
+    from headrace.serve.exec.registry import LeasedSandbox, Registry
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     OwnerWork = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]

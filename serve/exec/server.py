@@ -26,9 +26,8 @@ from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import load_images
 from headrace.serve.e2b_sandboxes.keys import load_keys
 from headrace.serve.exec.dropin import DropIn
-from headrace.serve.exec.registry import Registry
+from headrace.serve.exec.registry import LeasedSandboxTable, Registry
 from headrace.serve.exec.routes import ExecApi
-from headrace.serve.exec.store import LeasedSandboxTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
