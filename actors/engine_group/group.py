@@ -25,11 +25,10 @@ import aiohttp
 from headrace.actors.engine_group.config import check_url
 from headrace.actors.engine_group.fleet import EngineContext, Fleet, attached_id
 from headrace.actors.engine_group.gate import GatewayGate
-from headrace.actors.engine_group.health import HealthChecks, router_workers
+from headrace.actors.engine_group.health import HealthChecks, leave, recover, router_workers
 from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.pusher import Publisher, Pusher
-from headrace.actors.engine_group.recovery import leave, recover
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
