@@ -16,8 +16,7 @@ from aiohttp import web
 from headrace.sandboxes.base import Feature, FrozenMount, SandboxId, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.exec.bodies import Create, Renew, read_body
-from headrace.serve.exec.command_routes import CommandRoutes
-from headrace.serve.exec.file_routes import FileRoutes, expose
+from headrace.serve.exec.command_routes import CommandRoutes, FileRoutes, expose
 from headrace.serve.exec.processes import ProcessTable
 from headrace.serve.exec.responses import check_secret, error_response, owner_of, respond
 
