@@ -16,9 +16,8 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, ev
 from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases
 from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.operations import Operations
+from headrace.actors.runtime.operations import Operations, until_back
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.retry import until_back
 from headrace.actors.simulated.tasks import is_solved
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
 from headrace.sandboxes.pool.boot import LeaseRequest

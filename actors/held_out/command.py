@@ -29,7 +29,7 @@ from headrace.actors.run.launch import check_parts, interrupts_of_ray, load_task
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.parts import evaluation_terms, recipe_digest
 from headrace.actors.run.sections import ModelSection
-from headrace.actors.runtime.retry import ABSENCE
+from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks, tasks_digest

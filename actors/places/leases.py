@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final, Self
 from headrace.actors.errors import ActorGone
 from headrace.actors.places.providers import attaching_provider
 from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.operations import OperationCalls
+from headrace.actors.runtime.operations import OperationCalls, until_back
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.retry import until_back
 from headrace.sandboxes.pool.boot import HOLDER_LABEL
 
 if TYPE_CHECKING:

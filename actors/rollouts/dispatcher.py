@@ -25,7 +25,7 @@ from headrace.actors.rollouts.evaluation_folders import Recording, evaluation_or
 from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig
 from headrace.actors.rollouts.summary import EvaluationSummary, summarize_answers, write_summary
 from headrace.actors.rollouts.worker_slots import POLL_S, RETRY_S, Attempt, WorkerSlots
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.training.replay import NEVER_EVALUATED
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import tasks_digest

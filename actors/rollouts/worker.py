@@ -29,7 +29,7 @@ from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
 from headrace.actors.runtime.batching import TOGETHER_S, Batcher
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutResult
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import start_rollout_span

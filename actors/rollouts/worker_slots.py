@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.rollouts.answers import answer_without_record
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.buffer.types import Outcome, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.call_guard import guard, keep_running
-from headrace.actors.runtime.retry import ABSENCE
+from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, check_ray_folder, start_local_ray, stop_local_ray
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate

@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime.retry import ABSENCE, until_back
+from headrace.actors.runtime.operations import ABSENCE, until_back
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
+from headrace.actors.runtime.operations import ABSENCE, until_back
 from headrace.actors.runtime.process_tree import begin_ticking
-from headrace.actors.runtime.retry import ABSENCE, until_back
 from headrace.sandboxes.private_folders import temporary_folder
 
 if TYPE_CHECKING:

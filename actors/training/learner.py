@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.metrics import StepMetric
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import end_actor
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch

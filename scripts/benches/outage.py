@@ -32,7 +32,7 @@ from benches.long_agents import (
 from headrace.actors.errors import ActorLost, RunStalled
 from headrace.actors.run.config import load_recipe, resolve
 from headrace.actors.run.launch import drive, lay_out
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.replay import Replay
