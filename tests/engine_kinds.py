@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.sglang.installation import environment_python
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 from headrace.policies.sglang.versions import DEFAULT_VERSION, DIALECTS, Dialect, dialect_of

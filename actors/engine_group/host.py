@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import node_address
 from headrace.policies.errors import EngineUnavailable
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 
 if TYPE_CHECKING:

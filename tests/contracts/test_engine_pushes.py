@@ -19,7 +19,7 @@ import torch
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
 from headrace.policies.errors import FlushRefused, NoSession, SessionAlreadyOpen, UnknownGroup
-from headrace.policies.processes.engine_process import EngineProcess
+from headrace.policies.processes.server_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome

@@ -14,7 +14,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.process_group import (
     destroy_group,
     finish_broadcast,

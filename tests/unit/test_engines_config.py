@@ -21,7 +21,7 @@ from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.run_status import status_of
 from headrace.policies.engine import EngineId
-from headrace.policies.processes.engine_process import EngineProcess
+from headrace.policies.processes.server_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.sglang.server import SGLangProcess
 

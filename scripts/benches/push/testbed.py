@@ -27,7 +27,7 @@ from headrace.policies.errors import PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.qwen3_config import Qwen3Config
 from headrace.policies.models.tiny import model_config, write_description
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.execution import push
 from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
