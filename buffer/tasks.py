@@ -15,7 +15,7 @@ from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotati
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NewType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NewType, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -25,7 +25,6 @@ from headrace.buffer.repositories import RepositorySpec, is_plain_path, why_unus
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
-    from typing import Self
 
 TaskId = NewType("TaskId", str)
 _STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)

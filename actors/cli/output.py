@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import orjson
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.measure import Measurement
 
 from headrace.actors.errors import ActorError, ConfigError, RunError
@@ -18,9 +18,6 @@ from headrace.buffer.errors import ReplayError, TaskFileError
 from headrace.policies.errors import LearnerError, PolicyError
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.errors import ServeError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 EVERY_S = 5.0
 _PIPE_COLUMNS = 1000

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Self
 
 import aiohttp
 
-from headrace.actors.engine_group.config import check_url
+from headrace.actors.engine_group.config import EnginesConfig, check_url
 from headrace.actors.engine_group.fleet import EngineContext, Fleet, attached_id
 from headrace.actors.engine_group.gate import GatewayGate
 from headrace.actors.engine_group.health import HealthChecks, leave, recover, router_workers
 from headrace.actors.engine_group.journal import PushJournal
-from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.engine_group.members_file import EngineStatus, read_roster
 from headrace.actors.engine_group.pusher import Publisher, Pusher
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from headrace.actors.engine_group.config import EnginesConfig
-    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.places.gateway import GatewayActor
     from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.runtime.runtime import RayRuntime

@@ -30,8 +30,8 @@ import aiohttp
 import orjson
 
 from headrace.actors.engine_group.config import check_url
-from headrace.actors.engine_group.registry import EngineState
-from headrace.policies.engine import PauseMode
+from headrace.actors.engine_group.registry import EngineRegistry, EngineState
+from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineDown, EngineError, EngineRefused
 from headrace.policies.transport_errors import reason
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.journal import BrokenPush
     from headrace.actors.engine_group.members_file import EngineStatus, Roster
     from headrace.actors.engine_group.pusher import Pusher
-    from headrace.actors.engine_group.registry import EngineRegistry
-    from headrace.policies.engine import EngineId
     from headrace.policies.sglang.client import SGLangEngine
 
 SILENT_CALLS = 8

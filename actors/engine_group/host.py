@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import node_address
 from headrace.policies.errors import EngineUnavailable
-from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig, ServerProcess
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.engine_group.config import EnginesConfig
-    from headrace.policies.processes.server_process import ServerProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.members_file import Roster
-from headrace.actors.engine_group.registry import EngineState
+from headrace.actors.engine_group.registry import EngineRegistry, EngineState
 from headrace.actors.record.push_costs import push_record
 from headrace.policies.errors import EngineError, EngineRefused, SenderFailed
 from headrace.policies.push.execution import push
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.fleet import Fleet
     from headrace.actors.engine_group.gate import GatewayGate
     from headrace.actors.engine_group.journal import PushJournal
-    from headrace.actors.engine_group.registry import EngineRegistry
     from headrace.actors.record.metrics import MetricsLog
     from headrace.policies.engine import EngineId
     from headrace.policies.learner import WeightsSnapshot

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.evaluation.verdict import Verdict, broken, failed, printed, solved
 from headrace.actors.in_sandbox import ISOLATED, program_command
-from headrace.buffer.tasks import task_digest
+from headrace.buffer.tasks import Task, task_digest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from headrace.actors.evaluation.report import Report
-    from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
 
 MAX_ANSWER_BYTES: Final = 1 << 20

@@ -16,7 +16,7 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, ev
 from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases
 from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.operations import Operations, until_back
+from headrace.actors.runtime.operations import Operations, Results, until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.tasks import is_solved
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.actors.record.actor_telemetry import ActorTelemetry
-    from headrace.actors.runtime.operations import Results
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
 

@@ -22,7 +22,7 @@ from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cau
 from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.record.run_directory import RunDirectory, free_folder
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
-from headrace.actors.rollouts.summary import About
+from headrace.actors.rollouts.summary import About, EvaluationSummary
 from headrace.actors.run.config import RunConfig, apply_override, explain, load_recipe
 from headrace.actors.run.interrupts import Interrupts
 from headrace.actors.run.launch import check_parts, interrupts_of_ray, load_task_sets, reopen, sole_driver, watch
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
     from pathlib import Path
 
-    from headrace.actors.rollouts.summary import EvaluationSummary
 from headrace.buffer.tasks import Task
 
 START_VERSION = PolicyVersion(1, 0)

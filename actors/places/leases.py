@@ -18,12 +18,11 @@ from headrace.actors.places.providers import attaching_provider
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import OperationCalls, until_back
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.sandboxes.pool.boot import HOLDER_LABEL
+from headrace.sandboxes.pool.boot import HOLDER_LABEL, Lease, LeaseRequest
 
 if TYPE_CHECKING:
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxProvider, SandboxRef
-    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 
 LEASE_S: Final = 60.0
 """Longer than the restart of a pool."""

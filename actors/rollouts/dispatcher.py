@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Protocol, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.rollouts.evaluation_folders import Recording, evaluation_order
-from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig
+from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, Recording, evaluation_order
+from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig, Pressure
 from headrace.actors.rollouts.summary import EvaluationSummary, summarize_answers, write_summary
 from headrace.actors.rollouts.worker_slots import POLL_S, RETRY_S, Attempt, WorkerSlots
 from headrace.actors.runtime.operations import until_back
-from headrace.actors.training.replay import NEVER_EVALUATED
+from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.buffer.tasks import tasks_digest
+from headrace.buffer.tasks import Task, tasks_digest
 from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:
@@ -37,12 +37,8 @@ if TYPE_CHECKING:
 
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.actors.rollouts.answers import Answer
-    from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
-    from headrace.actors.rollouts.pacing import Pressure
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.worker import RolloutWorker
-    from headrace.actors.training.replay import Evaluated
-    from headrace.buffer.tasks import Task
 
 RECONCILE_S = 60.0
 """Interval at which the buffer learns the carried attempts, even if nothing is known to be lost."""

@@ -30,7 +30,7 @@ from headrace.actors.rollouts.answers import (
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import publish_folder
-from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutOrder
+from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.summary import About
     from headrace.actors.training.replay import Evaluated
     from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import RolloutId
     from headrace.serve.capture.rows import TranscriptTurn
 
 MAX_CONVERSATION_BYTES, MAX_PATCH_BYTES, MAX_LOG_BYTES = 8 << 20, 4 << 20, 1 << 20

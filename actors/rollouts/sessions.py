@@ -20,12 +20,12 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import ChatClient, NoChat
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.simulated.engines import EngineWatch
-from headrace.buffer.types import Row, Trajectory, VersionSpan
-from headrace.policies.learners.simulated import VOCABULARY
+from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
+from headrace.buffer.types import RolloutOrder, Row, Trajectory, VersionSpan
+from headrace.policies.learners.simulated import VOCABULARY, SimulatedEngine
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.capture.rows import Lineage, SessionReport, report_of
-from headrace.serve.capture.session import Session, SessionSpec
+from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.gateway.client import GatewayClient, OpenedSession
 
@@ -33,11 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.actors.places.gateway import GatewayAddress
-    from headrace.actors.simulated.engines import SimulatedEngineGroup
-    from headrace.buffer.types import RolloutOrder
     from headrace.policies.engine import Completion
-    from headrace.policies.learners.simulated import SimulatedEngine
-    from headrace.serve.capture.session import SessionId
 
 
 class Sessions(Protocol):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from headrace.actors.rollouts.answers import json_bytes
+from headrace.actors.rollouts.answers import Answer, json_bytes
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.versions import PolicyVersion
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from headrace.actors.rollouts.answers import Answer
 
 MAX_REASONS: Final = 3
 MAX_REASON_CHARS: Final = 300

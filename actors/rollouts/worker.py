@@ -24,21 +24,19 @@ from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.metrics import RolloutPhasesMetric
-from headrace.actors.rollouts.answers import answer_of
+from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
 from headrace.actors.runtime.batching import TOGETHER_S, Batcher
 from headrace.actors.runtime.operations import until_back
-from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutResult
+from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import start_rollout_span
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from headrace.actors.rollouts.answers import Answer
-    from headrace.buffer.types import RolloutOrder
 
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 

@@ -21,7 +21,7 @@ from headrace.actors.errors import TasksParked
 from headrace.actors.runtime.runtime import end_actor
 from headrace.buffer.errors import LedgerBroken
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.tasks import load_tasks
+from headrace.buffer.tasks import Task, TaskId, load_tasks
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.replay import BufferStatus
-    from headrace.buffer.tasks import Task, TaskId
     from headrace.buffer.types import (
         Batch,
         BatchLease,

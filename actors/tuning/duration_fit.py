@@ -26,16 +26,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from headrace.actors.simulated.durations import DurationsConfig
-from headrace.actors.tuning.mixed_model import fit_mixed
-from headrace.actors.tuning.records import refuse_thin
+from headrace.actors.tuning.mixed_model import MixedFit, fit_mixed
+from headrace.actors.tuning.records import Observation, Recording, refuse_thin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from headrace.actors.tuning.mixed_model import MixedFit
-    from headrace.actors.tuning.records import Observation, Recording
 
 QUANTILES: Final = 1000
 """Number of durations that represent the curve."""

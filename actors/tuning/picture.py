@@ -13,13 +13,12 @@ import io
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.tuning.result import COLUMNS, cells
+from headrace.actors.tuning.result import COLUMNS, TuningResult, cells
 from headrace.serve.observing.plots import AMBER, DEEP, INK, MIST, STONE, WATER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.actors.tuning.result import TuningResult
     from headrace.actors.tuning.search import SearchResult
     from headrace.actors.tuning.trial import Trial
 

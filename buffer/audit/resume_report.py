@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer.audit.evidence import read_open
-from headrace.buffer.audit.verify import audit
+from headrace.buffer.audit.evidence import Evidence, read_open
+from headrace.buffer.audit.verify import VerifyReport, audit
 from headrace.buffer.core.batch_queue import untrainable
 from headrace.buffer.core.records import BatchState, RolloutState
 from headrace.buffer.core.staleness import StalenessBound
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from headrace.buffer.audit.evidence import Evidence
-    from headrace.buffer.audit.verify import VerifyReport
 
 DECILES = 10
 

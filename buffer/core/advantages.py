@@ -13,12 +13,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from headrace.buffer.core.acceptance import GroupView
+from headrace.buffer.core.acceptance import AcceptanceRule, GroupView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.buffer.core.acceptance import AcceptanceRule
 
 AdvantageKind = Literal["grpo", "centered"]
 SCALE_EPSILON = 1e-6

@@ -14,20 +14,17 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from headrace.buffer.core.acceptance import NEVER, GroupView, effective_since
+from headrace.buffer.core.acceptance import NEVER, AcceptanceRule, GroupView, effective_since
 from headrace.buffer.core.advantages import Finish, advantage, baseline, full_scale, history_scale, zero_variance
-from headrace.buffer.core.records import FilterReason, GroupState, RolloutState
-from headrace.buffer.types import Cause
+from headrace.buffer.core.records import FilterReason, GroupRecord, GroupState, RolloutRecord, RolloutState
+from headrace.buffer.types import Cause, GroupId, RolloutId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.buffer.core.acceptance import AcceptanceRule
     from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.records import GroupRecord, RolloutRecord
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
-    from headrace.buffer.types import GroupId, RolloutId
 
 
 class Sealing:

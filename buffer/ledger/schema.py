@@ -32,6 +32,7 @@ from headrace.buffer.core.records import (
     HostFailures,
     InterventionRecord,
     OutageRecord,
+    Record,
     RolloutRecord,
     RolloutState,
     TaskRecord,
@@ -43,7 +44,6 @@ from headrace.buffer.versions import PolicyVersion
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from headrace.buffer.core.records import Record
 
 SCHEMA_VERSION = 3
 APPLICATION_ID = 0x48524C31

@@ -6,12 +6,11 @@ import math
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from headrace.policies.cpu_engine.scheduler import Aborted, LengthReached, Stopped
+from headrace.policies.cpu_engine.scheduler import Aborted, Finish, Generation, LengthReached, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.policies.cpu_engine.scheduler import Finish, Generation
 
 Json = dict[str, Any]
 MISSING_WHEN_QUEUED = (

@@ -19,7 +19,7 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from headrace.policies.cpu_engine.replies import generation_json, loads_json
+from headrace.policies.cpu_engine.replies import Json, generation_json, loads_json
 from headrace.policies.cpu_engine.requests import (
     InitGroup,
     Limits,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from headrace.policies.cpu_engine.replies import Json
     from headrace.policies.cpu_engine.thread import EngineThread
     from headrace.policies.cpu_engine.update import WeightUpdater
 

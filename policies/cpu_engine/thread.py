@@ -14,7 +14,7 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace.policies.cpu_engine.scheduler import Generation
+from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
 from headrace.policies.errors import EngineUnavailable, RequestInvalid
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from headrace.policies.cpu_engine.requests import Prompt
     from headrace.policies.cpu_engine.runner import Runner
-    from headrace.policies.cpu_engine.scheduler import Scheduler
     from headrace.policies.engine import PauseMode
 
 logger = logging.getLogger(__name__)

@@ -36,6 +36,7 @@ from headrace.policies.errors import GroupFailed, ModelInvalid, RequestInvalid
 from headrace.policies.models.qwen3 import Qwen3Weights, load_file
 from headrace.policies.models.qwen3_config import Qwen3Config
 from headrace.policies.push.process_group import (
+    WeightGroup,
     destroy_group,
     finish_broadcast,
     form_group,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
     from headrace.policies.cpu_engine.requests import InitGroup, UpdateFromDisk, UpdateVersion, UpdateWeights
     from headrace.policies.cpu_engine.thread import EngineThread
-    from headrace.policies.push.process_group import WeightGroup
 
 T = TypeVar("T")
 NOT_FLUSHED = (

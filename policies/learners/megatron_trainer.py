@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.buffer.packing import pack
-from headrace.buffer.types import CheckpointRef, StepReport
+from headrace.buffer.types import Batch, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
@@ -30,6 +30,7 @@ from headrace.policies.learners import checkpoints, megatron_checkpoint, megatro
 from headrace.policies.learners.objectives import (
     ClipConfig,
     LossSums,
+    WeightedRow,
     collate,
     policy_loss,
     trained_logprobs,
@@ -43,9 +44,7 @@ with warnings.catch_warnings():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 if TYPE_CHECKING:
-    from headrace.buffer.types import Batch
     from headrace.policies.learners.config import LearnerConfig
-    from headrace.policies.learners.objectives import WeightedRow
 
 KEPT_SNAPSHOTS = 2
 """Number of snapshots to keep: the one being sent and the one just written."""

@@ -32,7 +32,7 @@ from headrace.policies.errors import (
     UnknownGroup,
 )
 from headrace.policies.push.machine import Blame, Failure
-from headrace.policies.push.weights import Bucket, TensorSpec
+from headrace.policies.push.weights import Bucket, GroupLayout, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from headrace.policies.learner import WeightsShard, WeightsSnapshot
     from headrace.policies.push.contract import EngineControl, PushConfig
     from headrace.policies.push.sender import SenderProcess
-    from headrace.policies.push.weights import GroupLayout
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.policies.engine import Completion, EngineInfo, FinishReason, PauseMode
+from headrace.policies.engine import (
+    Completion,
+    EngineId,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    RequestId,
+)
 from headrace.policies.errors import (
     EngineDown,
     EngineError,
@@ -40,7 +48,6 @@ if TYPE_CHECKING:
     import aiohttp
 
     from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId, GenerateRequest, RequestId
     from headrace.policies.push.weights import Bucket
 
 # If SGLang does not report its context, it accepts prompts of at most context - 6 tokens (0.5.23).

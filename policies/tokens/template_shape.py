@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.policies.errors import TemplateRefused
-from headrace.policies.tokens.chat_template import SharedTool
+from headrace.policies.tokens.chat_template import ChatTemplate, SharedTool, TemplateMessage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from headrace.policies.tokens.chat_template import ChatTemplate, TemplateMessage
 
 USER: TemplateMessage = {"role": "user", "content": "kelp"}
 SYSTEM: TemplateMessage = {"role": "system", "content": "moss"}

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
 from headrace.sandboxes.errors import ImageRefused, ImageUnknown
 from headrace.sandboxes.images.merged_tree import oci_architecture
-from headrace.sandboxes.images.streams import FileRange, members, split_name
+from headrace.sandboxes.images.streams import FileRange, TarStream, members, split_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from headrace.sandboxes.images.streams import TarStream
 
 MAX_LAYERS: Final = 127
 _MAX_DOCUMENT_BYTES: Final = 4 << 20

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.sandboxes.kernel.rootfs import Mount
 from headrace.sandboxes.launcher import requests
-from headrace.sandboxes.launcher.connections import Waiter
-from headrace.sandboxes.launcher.sandbox_record import RequestRefused
+from headrace.sandboxes.launcher.connections import Connections, Waiter
+from headrace.sandboxes.launcher.sandbox_record import Execution, RequestRefused, SandboxRecord
 
 if TYPE_CHECKING:
-    from headrace.sandboxes.launcher.connections import Connections
-    from headrace.sandboxes.launcher.sandbox_record import Execution, SandboxRecord
     from headrace.sandboxes.launcher.wire import Channel, Message
 
 FOLDER: Final = "folder:"

@@ -21,16 +21,14 @@ from headrace.sandboxes.kernel import rootfs, syscalls
 from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.leases import Deadlines
-from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord
-from headrace.sandboxes.launcher.wire import close_all
+from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
+from headrace.sandboxes.launcher.wire import Message, close_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headrace.sandboxes.launcher.booter import Booter
     from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
-    from headrace.sandboxes.launcher.sandbox_record import Settings
-    from headrace.sandboxes.launcher.wire import Message
 
 
 class SandboxTable:

@@ -21,13 +21,12 @@ from headrace.sandboxes.errors import BootFailed, ImageRefused, OutOfDisk, SpecR
 from headrace.sandboxes.kernel import syscalls
 from headrace.sandboxes.kernel.disk_layers import template_name
 from headrace.sandboxes.launcher.requests import FOLDER
-from headrace.sandboxes.launcher.wire import close_all
+from headrace.sandboxes.launcher.wire import Message, close_all
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from headrace.sandboxes.images.store import ImageLease, ImageStore
-    from headrace.sandboxes.launcher.wire import Message
 
     SendRequest = Callable[[Message, Sequence[int]], Awaitable[Message]]
 

@@ -20,19 +20,11 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes.base import (
-    Feature,
-    ImageRef,
-    Network,
-    SandboxId,
-    SandboxInfo,
-    SandboxRef,
-    SandboxSpec,
-)
+from headrace.sandboxes.base import Feature, ImageRef, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, LauncherGone, SandboxGone, SpecRefused
 from headrace.sandboxes.images.store import ImageStore, default_image_folder
 from headrace.sandboxes.kernel.disk_layers import TEMPLATES
-from headrace.sandboxes.launcher.wire import close_all
+from headrace.sandboxes.launcher.wire import Message, close_all
 from headrace.sandboxes.local.client import LauncherConnections
 from headrace.sandboxes.local.images import LayerTemplates, LocalImages
 from headrace.sandboxes.local.launcher_process import (
@@ -49,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from headrace.sandboxes.launcher.wire import Message
 
 logger = logging.getLogger(__name__)
 

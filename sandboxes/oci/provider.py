@@ -24,16 +24,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
-from headrace.sandboxes.errors import (
-    BootTimeout,
-    CapacityExceeded,
-    FolderRefused,
-    SandboxGone,
-    SpecRefused,
-)
+from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, FolderRefused, SandboxGone, SpecRefused
 from headrace.sandboxes.images.folders import Owner, is_alive, new_owner, remove
 from headrace.sandboxes.images.merged_tree import find
-from headrace.sandboxes.images.store import ImageStore
+from headrace.sandboxes.images.store import ImageLease, ImageStore
 from headrace.sandboxes.kernel import rootfs
 from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.oci import cgroups as oci_cgroups
@@ -49,7 +43,6 @@ from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from headrace.sandboxes.images.store import ImageLease
 
 _FIRST_ID: Final = 0x60000000
 _IMAGE_PATIENCE_S: Final = 10.0

@@ -11,16 +11,13 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, TransientSandboxError
-from headrace.sandboxes.pool.slots import Slots
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.pool.slots import Priority, Ticket
+from headrace.sandboxes.pool.slots import Priority, Slots, Ticket
 
 _REMEMBERED_GRANTS: Final = 32
 _RETRY_AFTER_S: Final = (1.0, 60.0)

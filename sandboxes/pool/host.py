@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState
-from headrace.sandboxes.pool.admission import Admission
+from headrace.sandboxes.pool.admission import Admission, AdmissionConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from headrace.sandboxes.base import SandboxProvider
-    from headrace.sandboxes.pool.admission import AdmissionConfig
     from headrace.sandboxes.pool.slots import Priority, Ticket
 
 

@@ -22,7 +22,7 @@ import secrets
 import sqlite3
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.base import SandboxId, SandboxRef
@@ -32,7 +32,6 @@ from headrace.sandboxes.private_folders import make_missing
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
-    from typing import Self
 
 FILE_NAME: Final = "sandboxes.db"
 _SCHEMA_VERSION: Final = 1

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Self
 from pydantic import ValidationError
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
-from headrace.sandboxes.base import AVOID_LABEL, Feature, SandboxInfo
+from headrace.sandboxes.base import AVOID_LABEL, Feature, Sandbox, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     CapacityExceeded,
     ImageUnknown,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
 
 _BREAKER_FAILURES: Final = 2
 _BREAKER_OPEN_S: Final = 5.0

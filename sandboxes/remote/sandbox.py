@@ -13,7 +13,20 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from headrace.sandboxes.base import ExecResult, ImageRef, Output, Sandbox, SandboxUsage, Stream
+from headrace.sandboxes.base import (
+    ExecCommand,
+    ExecResult,
+    HostPort,
+    ImageRef,
+    Output,
+    Sandbox,
+    SandboxId,
+    SandboxRef,
+    SandboxUsage,
+    SpawnCommand,
+    Stream,
+    TerminalSize,
+)
 from headrace.sandboxes.errors import ExecResultLost, SandboxFileError, SandboxGone
 from headrace.sandboxes.remote.expose import expose
 from headrace.sandboxes.remote.file_bundle import SPOOL_BYTES, pack_files
@@ -23,7 +36,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from headrace.sandboxes.base import ExecCommand, HostPort, SandboxId, SandboxRef, SpawnCommand, TerminalSize
     from headrace.sandboxes.remote.http import RemoteHttp
 
 _BATCH_BYTES: Final = 32 << 20

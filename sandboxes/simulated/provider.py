@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
-from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef, refuse_folders
+from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
 from headrace.sandboxes.errors import (
     BootFailed,
     CapacityExceeded,
@@ -33,7 +33,6 @@ from headrace.sandboxes.simulated.sandbox import SimulatedSandbox, SimulatedStat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.sandboxes.base import SandboxSpec
 
 PROVIDER: Final = "simulated"
 SUCCESS: Final = ExecResult(exit_code=0, stdout=b"", stderr=b"", truncated=False, duration_s=0.0)

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.sandboxes.base import Feature, Sandbox, SandboxInfo
+from headrace.sandboxes.base import (
+    ExecCommand,
+    ExecResult,
+    Feature,
+    Sandbox,
+    SandboxId,
+    SandboxInfo,
+    SandboxRef,
+    SandboxSpec,
+)
 from headrace.sandboxes.errors import (
     ExecResultLost,
     ExecTimeout,
@@ -23,8 +32,6 @@ from headrace.sandboxes.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from headrace.sandboxes.base import ExecCommand, ExecResult, SandboxId, SandboxRef, SandboxSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from headrace.sandboxes.base import (
+    ExecCommand,
     ExecResult,
     Feature,
     Sandbox,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
-    from headrace.sandboxes.base import ExecCommand
 
 PROVIDER: Final = "subprocess"
 WARNING: Final = (

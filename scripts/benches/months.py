@@ -43,6 +43,7 @@ from headrace.buffer.core.records import (
     EvaluationRecord,
     GroupRecord,
     GroupState,
+    Record,
     RolloutRecord,
     RolloutState,
     TaskRecord,
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
 
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
-    from headrace.buffer.core.records import Record
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECIPE: Final = ROOT / "scripts" / "recipes" / "simulated.toml"

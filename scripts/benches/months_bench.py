@@ -36,7 +36,7 @@ from headrace.buffer.errors import ReplayError
 from headrace.buffer.ledger.ledger import bring_up_to_date
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import load_tasks
-from headrace.buffer.types import Cause, Outcome, RolloutResult, StepReport
+from headrace.buffer.types import Cause, CheckpointRef, Outcome, RolloutResult, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import (
     Manifest,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
-    from headrace.buffer.types import CheckpointRef
 
 FIRST_ORDER_S: Final = 300.0
 BACK_S: Final = 180.0

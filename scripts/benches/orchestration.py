@@ -23,7 +23,7 @@ from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.runtime.process_tree import cpu_s
-from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
@@ -34,7 +34,6 @@ from headrace.serve.observing.telemetry import TelemetryConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.actors.runtime.runtime import Runtime
 
 T = TypeVar("T")
 

@@ -17,12 +17,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult
+from headrace.serve.conversation import (
+    Block,
+    Message,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    ToolResult,
+    ToolSpec,
+    TurnRequest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from headrace.serve.conversation import Block, ToolSpec, TurnRequest
 
 _CHANGE_OF_FOLDER: Final = re.compile(r"^\s*cd \S+ *&& *")
 """Prefix of a command that some agents drop when the command starts in that folder anyway."""

@@ -23,7 +23,7 @@ import orjson
 
 from headrace.buffer.types import VersionSpan
 from headrace.sandboxes.private_folders import make_missing
-from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Origin, Recorded, Spent, Status
+from headrace.serve.capture.events import Accepted, Delivered, Event, Exhausted, Failed, Origin, Recorded, Spent, Status
 from headrace.serve.capture.matching import Drift
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from headrace.serve.capture.events import Event
 
 logger = logging.getLogger(__name__)
 

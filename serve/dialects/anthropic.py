@@ -25,20 +25,19 @@ from headrace.serve.conversation import (
     ToolCall,
     ToolResult,
     ToolSpec,
+    TurnAnswer,
     TurnEnd,
     TurnRequest,
     say,
 )
 from headrace.serve.dialects import events, fields
 from headrace.serve.dialects.dialect import WireRequest
-from headrace.serve.errors import BadRequest, ContextExceeded, GatewayBroken, InfraError
+from headrace.serve.errors import BadRequest, ContextExceeded, GatewayBroken, InfraError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from headrace.serve.conversation import TurnAnswer
     from headrace.serve.dialects.fields import JsonObject
-    from headrace.serve.errors import WireError
 
 AGENT_HEADER = "x-claude-code-agent-id"
 OVERLOADED = 529

@@ -17,20 +17,19 @@ from headrace.serve.conversation import (
     ToolCall,
     ToolResult,
     ToolSpec,
+    TurnAnswer,
     TurnEnd,
     TurnRequest,
     say,
 )
 from headrace.serve.dialects import events, fields, openai
 from headrace.serve.dialects.dialect import WireRequest
-from headrace.serve.errors import BadRequest
+from headrace.serve.errors import BadRequest, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from headrace.serve.conversation import TurnAnswer
     from headrace.serve.dialects.fields import JsonObject
-    from headrace.serve.errors import WireError
 
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM}
 _FINISH_REASONS = {

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 import orjson
 
 from headrace.serve.dialects import fields
-from headrace.serve.errors import ContextExceeded, GatewayBroken, InfraError
+from headrace.serve.errors import ContextExceeded, GatewayBroken, InfraError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from headrace.serve.errors import WireError
 
 
 def status(failure: WireError) -> int:

@@ -27,20 +27,19 @@ from headrace.serve.conversation import (
     ToolCall,
     ToolResult,
     ToolSpec,
+    TurnAnswer,
     TurnEnd,
     TurnRequest,
     say,
 )
 from headrace.serve.dialects import events, fields, openai
 from headrace.serve.dialects.dialect import CallShape, WireRequest
-from headrace.serve.errors import BadRequest, BodyTooLarge, ContextExceeded, InfraError
+from headrace.serve.errors import BadRequest, BodyTooLarge, ContextExceeded, InfraError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from headrace.serve.conversation import TurnAnswer
     from headrace.serve.dialects.fields import JsonObject
-    from headrace.serve.errors import WireError
 
 METADATA = "x-codex-turn-metadata"
 SUBAGENT = "x-openai-subagent"

@@ -23,7 +23,7 @@ from headrace.serve.e2b_sandboxes.bodies import (
     timestamp,
 )
 from headrace.serve.e2b_sandboxes.errors import ApiError, unsupported
-from headrace.serve.e2b_sandboxes.table import State
+from headrace.serve.e2b_sandboxes.table import Row, State
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Mapping
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
-    from headrace.serve.e2b_sandboxes.table import Row
 
 R = TypeVar("R")
 

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from headrace.sandboxes.errors import SandboxError, SandboxGone
-from headrace.serve.e2b.connect_protocol import ResponseStream, check_stream, deadline_s, read_unary
+from headrace.serve.e2b.connect_protocol import Message, ResponseStream, check_stream, deadline_s, read_unary
 from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, api_error, not_running, rpc_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from headrace.serve.e2b.connect_protocol import Message
     from headrace.serve.e2b_sandboxes.entries import Account
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes

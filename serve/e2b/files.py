@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from headrace.sandboxes.base import Stream
+from headrace.sandboxes.base import Process, Stream
 from headrace.sandboxes.errors import SandboxError, SandboxFileError, SandboxGone
 from headrace.serve.e2b.filesystem_service import code_of
 from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, rpc_error, unsupported
@@ -31,7 +31,6 @@ from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, rpc_er
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
-    from headrace.sandboxes.base import Process
     from headrace.serve.e2b.envd import Envd
     from headrace.serve.e2b_sandboxes.entries import Account
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
-from headrace.serve.e2b.connect_protocol import read_single
+from headrace.serve.e2b.connect_protocol import Message, ResponseStream, read_single
 from headrace.serve.e2b_sandboxes.entries import FORMAT, parse_entries
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError
 from headrace.serve.e2b_sandboxes.watchers import Watcher, start_scans
 
 if TYPE_CHECKING:
     from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.e2b.connect_protocol import Message, ResponseStream
     from headrace.serve.e2b.envd import Call, Envd
 
 _TIMEOUT_S: Final = 120.0

@@ -29,7 +29,7 @@ from headrace.serve.e2b.process_service import ProcessService
 from headrace.serve.e2b_sandboxes.errors import ApiError
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import ApiKeys
-from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
+from headrace.serve.e2b_sandboxes.lifecycle import Backend, Sandboxes
 from headrace.serve.e2b_sandboxes.recovery import recover
 from headrace.serve.e2b_sandboxes.table import SandboxTable
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from headrace.serve.e2b_sandboxes.lifecycle import Backend
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 _SHUTDOWN_S: Final = 1.0

@@ -9,15 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from headrace.sandboxes.errors import SandboxError
-from headrace.serve.e2b_sandboxes.lifecycle import spec_of
-from headrace.serve.e2b_sandboxes.table import State
-
-if TYPE_CHECKING:
-    from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.table import Row
+from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes, spec_of
+from headrace.serve.e2b_sandboxes.table import Row, State
 
 logger = logging.getLogger(__name__)
 

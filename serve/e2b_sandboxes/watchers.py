@@ -18,16 +18,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.sandboxes.base import Stream
+from headrace.sandboxes.base import Process, Sandbox, Stream
 from headrace.sandboxes.errors import SandboxError
-from headrace.serve.e2b_sandboxes.entries import FORMAT, parse_entries
+from headrace.serve.e2b_sandboxes.entries import FORMAT, Account, Entry, parse_entries
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError, rpc_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from headrace.sandboxes.base import Process, Sandbox
-    from headrace.serve.e2b_sandboxes.entries import Account, Entry
 
 _INTERVAL_S: Final = 0.2
 _MAX_EVENTS: Final = 10_000

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
-from headrace.sandboxes.base import Feature, HostPort, TerminalSize
+from headrace.sandboxes.base import ExecResult, Feature, HostPort, Process, Sandbox, TerminalSize
 from headrace.sandboxes.errors import SandboxError, SandboxFileError, Unsupported
 from headrace.sandboxes.remote.error_documents import to_document
 from headrace.sandboxes.remote.file_bundle import SPOOL_BYTES, checked_path, unpack_files
@@ -35,13 +35,11 @@ from headrace.serve.exec.bodies import (
     read_bytes,
     whole_number,
 )
-from headrace.serve.exec.processes import LONGEST_POLL_S
+from headrace.serve.exec.processes import LONGEST_POLL_S, BufferedProcess, ProcessTable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from headrace.sandboxes.base import ExecResult, Process, Sandbox
-    from headrace.serve.exec.processes import BufferedProcess, ProcessTable
     from headrace.serve.exec.registry import LeasedSandbox, Registry
 
     Work = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]

@@ -29,17 +29,15 @@ from headrace.sandboxes.remote.error_documents import status_of
 from headrace.serve.exec.bodies import read_body
 from headrace.serve.exec.containers import MAX_CONTAINERS, Containers, new_container
 from headrace.serve.exec.dropin_bodies import ContainerTarget, CreateContainer, Diff, Evaluate, RunCommand
-from headrace.serve.exec.evaluations import Evaluations
-from headrace.serve.exec.responses import error_response, owner_of, respond, retry_after
+from headrace.serve.exec.evaluations import ApplyPatch, Evaluations
+from headrace.serve.exec.responses import ResponseParts, error_response, owner_of, respond, retry_after
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from headrace.sandboxes.remote.tasks import ServerTasks
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
-    from headrace.serve.exec.evaluations import ApplyPatch
     from headrace.serve.exec.registry import LeasedSandbox, Registry
-    from headrace.serve.exec.responses import ResponseParts
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     Work = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]

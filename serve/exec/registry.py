@@ -23,18 +23,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from headrace.sandboxes.base import ImageRef, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
+from headrace.sandboxes.base import ImageRef, Sandbox, SandboxId, SandboxInfo, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, SandboxError, SandboxGone, SpecRefused
-from headrace.serve.e2b_sandboxes.images import BootQueue
+from headrace.serve.e2b_sandboxes.images import BootQueue, ImageMap
 from headrace.serve.e2b_sandboxes.table import ServerDatabase
 
 if TYPE_CHECKING:
     import builtins
     from pathlib import Path
 
-    from headrace.sandboxes.base import Sandbox, SandboxProvider
     from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.e2b_sandboxes.images import ImageMap
     from headrace.serve.e2b_sandboxes.keys import Owner
 
 _LABELS: Final = "exec_server."

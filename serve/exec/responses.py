@@ -23,12 +23,11 @@ from aiohttp import web
 
 from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, SandboxError, SecretRefused
 from headrace.sandboxes.remote.error_documents import status_of, to_document
-from headrace.serve.e2b_sandboxes.keys import ANYONE
+from headrace.serve.e2b_sandboxes.keys import ANYONE, ApiKeys, Owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
-    from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
     from headrace.serve.exec.registry import LeasedSandbox
 
     ErrorEncoder = Callable[[SandboxError], "ResponseParts"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from headrace.sandboxes.base import Feature, FrozenMount, SandboxId, SandboxSpec
+from headrace.sandboxes.base import Feature, FrozenMount, Sandbox, SandboxId, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.exec.bodies import Create, Renew, read_body
 from headrace.serve.exec.command_routes import CommandRoutes, FileRoutes, expose
@@ -23,7 +23,6 @@ from headrace.serve.exec.responses import check_secret, error_response, owner_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from headrace.sandboxes.base import Sandbox
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
     from headrace.serve.exec.registry import LeasedSandbox, Registry
 

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import resource
 import signal
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -31,7 +31,6 @@ from headrace.serve.exec.routes import ExecApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from contextlib import AsyncExitStack
     from pathlib import Path
 
     from aiohttp import web

@@ -11,12 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from headrace.serve.conversation import Reasoning, Text
+from headrace.serve.conversation import Reasoning, Text, ToolSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from headrace.serve.conversation import ToolSpec
 
 
 @dataclass(frozen=True, slots=True)

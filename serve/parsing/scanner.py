@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.serve.conversation import Reasoning, Text
-from headrace.serve.parsing.base import ParsedCall, ParsedOutput
+from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.serve.parsing.base import ParsedBlock
 
 THINK, END_THINK = "<think>", "</think>"
 

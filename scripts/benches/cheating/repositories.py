@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluation.patch import file_diff
-from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds
+from headrace.buffer.repositories import Command, Grader, RepositorySpec, Script, Swepro, TestIds
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.buffer.repositories import Grader
 
 REPOSITORY: Final = "/workspace/calc"
 PACKAGES: Final = "/opt/packages"

@@ -20,7 +20,7 @@ from benches.gateway.engine import ScriptedEngine
 from benches.gateway.load import Bench
 from benches.gateway.model import write_model
 from benches.gateway.process import raise_open_files
-from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Texts, answers, outputs, request_head
+from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Answer, Texts, answers, outputs, request_head
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
@@ -28,7 +28,6 @@ from headrace.serve.rendering.template_renderer import TemplateRenderer, load_re
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from benches.gateway.workload import Answer
     from headrace.serve.rendering.render import Renderer
 
 LONG_TURNS: Final = 90

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import orjson
 
-from benches.gateway.process import ADMIN_TOKEN, gateway_process
+from benches.gateway.process import ADMIN_TOKEN, GatewayProcess, gateway_process
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from benches.gateway.engine import ScriptedEngine
-    from benches.gateway.process import GatewayProcess
 
 AT_ONCE: Final = 40
 BATCHES: Final = 5

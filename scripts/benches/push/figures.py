@@ -16,13 +16,12 @@ from benches.push.overlap import measure_overlap
 from benches.push.plain_broadcast import open_pair
 from benches.push.stall import measure_stall
 from benches.push.testbed import open_testbed, write_random_model
-from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.contract import PushConfig, PushReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from headrace.policies.push.contract import PushReport
 
 BYTES_BY_KEY: Mapping[str, int] = {"": 10**9, "_100mb": 10**8}
 ROUNDS = 7

@@ -8,14 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benches.push.testbed import open_testbed
-from headrace.policies.push.contract import PushConfig
+from benches.push.testbed import PushTestbed, open_testbed
+from headrace.policies.push.contract import PushConfig, PushReport
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from benches.push.testbed import PushTestbed
-    from headrace.policies.push.contract import PushReport
 
 MODEL = Path(__file__).resolve().parents[3] / "scripts" / "models" / "tiny"
 AGENTS = 64

@@ -7,12 +7,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benches.push.testbed import open_testbed, write_random_model
-from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.contract import PushConfig, PushReport
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.policies.push.contract import PushReport
 
 TOTAL_BYTES = 10**9
 TURNS = 64

@@ -22,7 +22,7 @@ import aiohttp
 from opentelemetry.trace import NoOpTracer
 
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import EngineId, GenerateRequest, RequestId
+from headrace.policies.engine import Completion, EngineId, GenerateRequest, RequestId
 from headrace.policies.errors import PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.qwen3_config import Qwen3Config
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from headrace.policies.engine import Completion
     from headrace.policies.push.contract import PushConfig, PushReport
     from headrace.policies.push.machine import Step
 
