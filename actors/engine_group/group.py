@@ -39,7 +39,6 @@ from headrace.policies.push.sender import SenderConfig, Senders
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
-    from types import TracebackType
 
     from headrace.actors.places.gateway import GatewayActor
     from headrace.actors.record.actor_telemetry import ActorTelemetry
@@ -126,9 +125,7 @@ class EngineGroup:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for loop in self._loops:
             loop.cancel()
         await self._stack.aclose()

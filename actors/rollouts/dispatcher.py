@@ -33,7 +33,6 @@ from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrd
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.actors.rollouts.answers import Answer
@@ -135,9 +134,7 @@ class Dispatcher:
             self._watching = tasks.create_task(self._watch_engines(self._engines))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._workers.stop()
         if self._watching is not None:
             self._watching.cancel()

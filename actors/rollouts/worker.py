@@ -18,7 +18,7 @@ from collections import Counter, deque
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from opentelemetry import trace
 
@@ -33,10 +33,6 @@ from headrace.actors.runtime.operations import until_back
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import start_rollout_span
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
 
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 
@@ -100,9 +96,7 @@ class RolloutWorker:
         self._group = await enter(asyncio.TaskGroup())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._cancel_all()
         await self._stack.aclose()
 

@@ -40,7 +40,6 @@ from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from headrace.actors.engine_group.group import EngineGroup
     from headrace.actors.record.actor_telemetry import ActorTelemetry
@@ -185,9 +184,7 @@ class LearnerLoop:
         self._running: SingleFlight[TrainingEnd] = SingleFlight(tasks)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._running.cancel_all()
         await self._stack.aclose()
 

@@ -27,7 +27,6 @@ from headrace.buffer.versions import PolicyVersion
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.buffer.core.config import BufferConfig
@@ -134,9 +133,7 @@ class Replay:
             self._opened.set()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closing = True
         await self._stack.aclose()
 

@@ -37,7 +37,6 @@ from headrace.buffer.types import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from types import TracebackType
 
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.records import BatchRecord, EvaluationRecord
@@ -92,9 +91,7 @@ class ReplayStore:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -29,7 +29,6 @@ from headrace.policies.errors import EngineStartFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
 LOG_TAIL_CHARACTERS = 2000
 ASK_AGAIN_S = 0.05
@@ -113,9 +112,7 @@ class ServerProcess(ABC):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.shield(self.stop())
 
     async def start(self) -> None:

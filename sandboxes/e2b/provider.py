@@ -32,7 +32,6 @@ from headrace.sandboxes.errors import PermanentSandboxError, SandboxError, Sandb
 if TYPE_CHECKING:
     import builtins
     from collections.abc import Mapping
-    from types import TracebackType
 
 
 PROVIDER: Final = "e2b"
@@ -89,9 +88,7 @@ class E2bProvider:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:

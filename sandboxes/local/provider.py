@@ -39,7 +39,6 @@ from headrace.sandboxes.private_folders import make_missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
 
 logger = logging.getLogger(__name__)
@@ -141,9 +140,7 @@ class LocalProvider:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def start(self) -> None:

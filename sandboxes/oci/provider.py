@@ -19,7 +19,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -39,10 +39,6 @@ from headrace.sandboxes.oci.runtime import HOST_IMAGE, OciRuntime, RuntimeKind, 
 from headrace.sandboxes.oci.sandbox import OciSandbox
 from headrace.sandboxes.private_folders import make_missing, user_folder
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
 
 _FIRST_ID: Final = 0x60000000
 _IMAGE_PATIENCE_S: Final = 10.0
@@ -116,9 +112,7 @@ class OciProvider:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def start(self) -> None:

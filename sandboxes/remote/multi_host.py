@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import builtins
     from collections.abc import Sequence
     from pathlib import Path
-    from types import TracebackType
 
 
 _BREAKER_FAILURES: Final = 2
@@ -139,9 +138,7 @@ class MultiHostProvider:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def start(self) -> None:

@@ -27,7 +27,6 @@ from headrace.sandboxes.retry import RetryConfig
 if TYPE_CHECKING:
     import builtins
     from collections.abc import Coroutine
-    from types import TracebackType
 
 
 PROVIDER: Final = "remote"
@@ -80,9 +79,7 @@ class RemoteProvider:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def start(self) -> None:

@@ -57,7 +57,6 @@ from headrace.sandboxes.unprotected.sandbox_folder import MARK, SandboxFolder, m
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
 
 PROVIDER: Final = "subprocess"
@@ -89,9 +88,7 @@ class SubprocessProvider:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:

@@ -36,7 +36,6 @@ from headrace.serve.e2b_sandboxes.table import SandboxTable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
@@ -118,9 +117,7 @@ class E2bServer:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def _listen(self, application: web.Application, stack: AsyncExitStack) -> None:

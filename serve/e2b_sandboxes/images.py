@@ -15,7 +15,6 @@ from headrace.sandboxes.errors import CapacityExceeded, ImageUnknown, SpecRefuse
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-    from types import TracebackType
 
 DEFAULT_TEMPLATE: Final = "base"
 
@@ -78,7 +77,5 @@ class BootQueue:
             self._waiting -= 1
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._places.release()

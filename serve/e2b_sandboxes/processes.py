@@ -22,8 +22,6 @@ from headrace.sandboxes.errors import SandboxError
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError, rpc_error
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from headrace.sandboxes.base import Output, Process
 
 MAX_ENDED: Final = 64
@@ -100,9 +98,7 @@ class OutputReader:
         self._log._readers.add(self)  # noqa: SLF001
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.shield(self._log._leave(self))  # noqa: SLF001
 
     async def next(self) -> Output | None:
