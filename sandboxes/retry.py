@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from pydantic import BaseModel, ConfigDict, Field
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, retry_if_exception_type, wait_random_exponential
@@ -24,9 +24,6 @@ from headrace.sandboxes.errors import (
     ProviderUnreachable,
     TransientSandboxError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class RetryConfig(BaseModel):

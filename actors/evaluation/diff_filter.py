@@ -15,9 +15,10 @@ import fnmatch
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.evaluation.diff_text import apply_hunks, render_diff, replacement
 from headrace.actors.evaluation.unified_diff import (
@@ -28,9 +29,6 @@ from headrace.actors.evaluation.unified_diff import (
     FileDiff,
     parse_diff,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 MAX_PATH_BYTES: Final = 1024
 _SETTINGS: Final = frozenset({"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini"})

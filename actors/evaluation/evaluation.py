@@ -16,9 +16,9 @@ Invariants:
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from headrace.actors.evaluation.comparison import Baselines, compare, last_answer
 from headrace.actors.evaluation.diff_filter import Dropped, summary
@@ -49,10 +49,6 @@ from headrace.buffer.types import Cause
 from headrace.sandboxes.base import ExecResult, FrozenMount, ProgramRunner, Sandbox, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxError, SandboxFileError
 from headrace.sandboxes.launcher.commands import PRELOADED
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 __all__ = ["CleanSandboxes", "EvaluationRequest", "Verdict", "evaluate"]
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 from pydantic import ValidationError
@@ -32,17 +34,11 @@ from headrace.actors.run.sections import ModelSection
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.buffer.primitives.durable_files import replace_file
-from headrace.buffer.tasks import load_tasks, tasks_digest
+from headrace.buffer.tasks import Task, load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.learners.checkpoints import list_checkpoints
 from headrace.serve.observing.progress import starting
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
-    from pathlib import Path
-
-from headrace.buffer.tasks import Task
 
 START_VERSION = PolicyVersion(1, 0)
 """Version of the model of a recipe, as in a run."""

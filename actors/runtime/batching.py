@@ -11,11 +11,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-    from types import TracebackType
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 Q = TypeVar("Q")
 R = TypeVar("R")

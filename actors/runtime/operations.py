@@ -11,19 +11,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, Protocol, Self, TypeVar
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_random_exponential
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S, settle
 from headrace.actors.runtime.resources import ResourceOwner
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
 
 Q = TypeVar("Q")
 R = TypeVar("R")

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import psutil
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def cpu_s() -> float:

@@ -14,9 +14,11 @@ import json
 import os
 import re
 import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 from headrace.buffer.audit.joined_rows import GroupHistory, JoinedRows, histories_of
 from headrace.buffer.codec import decode
@@ -39,11 +41,6 @@ from headrace.buffer.ledger.migration import migrate
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.types import BatchId, RolloutId, Trajectory, batch_digest
 from headrace.buffer.versions import PolicyVersion, VersionTree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
 
 _COMPLETE = re.compile(r"\d+\.\d+")
 B = TypeVar("B")

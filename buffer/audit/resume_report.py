@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from headrace.buffer.audit.evidence import Evidence, read_open
 from headrace.buffer.audit.verify import VerifyReport, audit
@@ -28,11 +30,6 @@ from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.core.training_path import UndoneSteps, digest_of
 from headrace.buffer.types import extend_chain
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
 
 DECILES = 10
 

@@ -15,10 +15,11 @@ import json
 import shutil
 import sqlite3
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
 from headrace.buffer.codec import decode, encode
 from headrace.buffer.core.records import OUTAGES_KEPT, EvaluationRecord, Record, RolloutState, Snapshot
@@ -41,10 +42,6 @@ from headrace.buffer.primitives.durable_files import fsync
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.types import RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
 
 TRAJECTORY_FILE_BYTES = 256 << 20
 _NEEDED_FILES = """

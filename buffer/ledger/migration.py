@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import orjson
 
@@ -24,10 +25,6 @@ from headrace.buffer.ledger.archive import ARCHIVE, EVALUATIONS, FIRST_OPEN_STEP
 from headrace.buffer.ledger.schema import APPLICATION_ID, CHANGES_OF_3, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES_OF_2
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 _COLUMNS_OF_2 = (
     ("groups", "max_evictions INTEGER NOT NULL DEFAULT 0"),

@@ -9,10 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 PARTIAL = ".partial"
 

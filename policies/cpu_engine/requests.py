@@ -12,16 +12,14 @@ Invariants:
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS
 from headrace.policies.errors import RequestInvalid
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 GREEDY_BELOW = 1e-6
 MAX_SEQUENCES = 4096

@@ -11,16 +11,14 @@ import json
 import math
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 LAYER_PARAMETERS = (
     "input_layernorm",

@@ -16,19 +16,17 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.policies.errors import EngineStartFailed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 LOG_TAIL_CHARACTERS = 2000
 ASK_AGAIN_S = 0.05

@@ -15,17 +15,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import psutil
 
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.policies.sglang.versions import DEFAULT_VERSION, REQUIREMENTS, TORCH, TORCHVISION
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SHIMS: Final = Path(__file__).with_name("shims")
 """Replacements for two native libraries that have no CPU builds; they compute nothing."""

@@ -7,9 +7,10 @@ so it is ProviderUnreachable; a RateLimited has a wait of one second, because th
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.sandboxes.errors import (
     CapacityExceeded,
@@ -24,9 +25,6 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     SpecRefused,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _STATUS: Final = re.compile(r"\s*(\d{3})\b")
 _TRANSPORTS: Final = ("httpcore", "connectrpc", "pyqwest")

@@ -14,9 +14,10 @@ import asyncio
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -36,10 +37,6 @@ from headrace.sandboxes.local.launcher_process import (
 )
 from headrace.sandboxes.local.sandbox import LocalSandbox
 from headrace.sandboxes.private_folders import make_missing
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,10 @@ import math
 import os
 import secrets
 import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from headrace.sandboxes.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
@@ -36,11 +38,6 @@ from headrace.sandboxes.launcher.wire import Message, close_all
 from headrace.sandboxes.local.client import LauncherClient, LauncherConnections, open_null
 from headrace.sandboxes.local.exposed import is_below, relay
 from headrace.sandboxes.local.process import LocalProcess
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-    from pathlib import Path
-
 
 _FILE_TIMEOUT_S: Final = 60.0
 _ANSWER_GRACE_S: Final = 20.0

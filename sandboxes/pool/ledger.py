@@ -20,18 +20,16 @@ import asyncio
 import os
 import secrets
 import sqlite3
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from pathlib import Path
+from typing import Final, Self, TypeAlias
 
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.errors import LedgerRefused
 from headrace.sandboxes.private_folders import make_missing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 FILE_NAME: Final = "sandboxes.db"
 _SCHEMA_VERSION: Final = 1

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Self, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
+from collections.abc import Coroutine
+from typing import Any, Self, TypeVar
 
 R = TypeVar("R")
 

@@ -13,8 +13,9 @@ import asyncio
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
@@ -29,10 +30,6 @@ from headrace.sandboxes.errors import (
 )
 from headrace.sandboxes.pool.admission import TokenBucket
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox, SimulatedState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 PROVIDER: Final = "simulated"
 SUCCESS: Final = ExecResult(exit_code=0, stdout=b"", stderr=b"", truncated=False, duration_s=0.0)

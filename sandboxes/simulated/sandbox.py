@@ -7,9 +7,10 @@ commands raise SandboxGone, too.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from headrace.sandboxes.base import (
     ExecCommand,
@@ -29,9 +30,6 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     Unsupported,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

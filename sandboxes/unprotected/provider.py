@@ -22,10 +22,11 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from hmac import compare_digest
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from headrace.sandboxes.base import (
     ExecCommand,
@@ -54,10 +55,6 @@ from headrace.sandboxes.private_folders import new_private, temporary_folder
 from headrace.sandboxes.unprotected.mapped_paths import PathMap, open_regular
 from headrace.sandboxes.unprotected.marked_processes import kill_marked
 from headrace.sandboxes.unprotected.sandbox_folder import MARK, SandboxFolder, make_sandbox_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 PROVIDER: Final = "subprocess"
 WARNING: Final = (

@@ -10,7 +10,8 @@ import asyncio
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.evaluation.evaluator import Evaluator
@@ -30,10 +31,6 @@ from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.observing.telemetry import TelemetryConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 T = TypeVar("T")
 

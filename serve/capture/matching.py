@@ -10,10 +10,11 @@ Invariants:
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
@@ -28,10 +29,6 @@ from headrace.serve.conversation import (
     ToolSpec,
     TurnRequest,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
 
 _CHANGE_OF_FOLDER: Final = re.compile(r"^\s*cd \S+ *&& *")
 """Prefix of a command that some agents drop when the command starts in that folder anyway."""

@@ -15,9 +15,11 @@ import logging
 import os
 import time
 from array import array
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
@@ -28,11 +30,6 @@ from headrace.serve.capture.matching import Drift
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import LogBroken
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 logger = logging.getLogger(__name__)
 

@@ -6,15 +6,12 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import orjson
 
 from headrace.serve.dialects import fields
 from headrace.serve.errors import ContextExceeded, GatewayBroken, InfraError, WireError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def status(failure: WireError) -> int:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import tomllib
-from typing import TYPE_CHECKING, Final, Self
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Self
 
 from headrace.sandboxes.errors import CapacityExceeded, ImageUnknown, SpecRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 DEFAULT_TEMPLATE: Final = "base"
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
@@ -24,10 +26,6 @@ from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.private_folders import make_missing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
 _SCHEMA_VERSION: Final = 1
 _SCHEMA: Final = (

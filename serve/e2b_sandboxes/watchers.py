@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.sandboxes.base import Process, Sandbox, Stream
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.e2b_sandboxes.entries import FORMAT, Account, Entry, parse_entries
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError, rpc_error
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
 
 _INTERVAL_S: Final = 0.2
 _MAX_EVENTS: Final = 10_000

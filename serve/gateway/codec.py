@@ -17,10 +17,11 @@ import asyncio
 import base64
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import numpy as np
 import orjson
@@ -31,9 +32,6 @@ from headrace.serve.capture.events import Exhausted
 from headrace.serve.capture.rows import Lineage, Masked, SessionReport, TranscriptTurn
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.errors import BadRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
 FormT = TypeVar("FormT", bound=BaseModel)

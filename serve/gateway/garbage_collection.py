@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+from typing import Final
 
 YOUNG_OBJECTS: Final = 1_500
 YOUNG_ROUNDS: Final = 0

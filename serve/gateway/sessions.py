@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.serve.capture.rows import SessionReport, conversation_of, report_of, tree_of
@@ -20,10 +20,6 @@ from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.errors import LogBroken, SessionExists
 from headrace.serve.gateway.turns import LiveSession, Turns
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,11 @@ import logging
 import os
 import secrets
 import signal
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import aiohttp
 import uvloop
@@ -29,10 +31,6 @@ from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.garbage_collection import portioned_collections
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 

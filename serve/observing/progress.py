@@ -7,9 +7,10 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,10 +18,6 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 PARSER_FAILS = "reads no calls"
 BARS = "▁▂▃▄▅▆▇█"

@@ -6,16 +6,13 @@ nothing else, so that each cheat can be laid over each repository.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.evaluation.patch import file_diff
 from headrace.buffer.repositories import Command, Grader, RepositorySpec, Script, Swepro, TestIds
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 REPOSITORY: Final = "/workspace/calc"
 PACKAGES: Final = "/opt/packages"

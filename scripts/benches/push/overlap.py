@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benches.push.testbed import PushTestbed, open_testbed
 from headrace.policies.push.contract import PushConfig, PushReport
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
 
 MODEL = Path(__file__).resolve().parents[3] / "scripts" / "models" / "tiny"
 AGENTS = 64

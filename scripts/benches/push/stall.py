@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benches.push.testbed import open_testbed, write_random_model
 from headrace.policies.push.contract import PushConfig, PushReport
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 TOTAL_BYTES = 10**9
 TURNS = 64
