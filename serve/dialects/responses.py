@@ -32,7 +32,7 @@ from headrace.serve.conversation import (
     TurnRequest,
     say,
 )
-from headrace.serve.dialects import events, fields, openai
+from headrace.serve.dialects import fields, openai
 from headrace.serve.dialects.dialect import CallShape, WireRequest
 from headrace.serve.errors import BadRequest, BodyTooLarge, ContextExceeded, InfraError, WireError
 
@@ -74,7 +74,7 @@ class Responses:
     @property
     def ping(self) -> bytes:
         # Codex ends a stream without an event for 300 s, not counting comments. This event is OpenAI's own.
-        return events.event({"type": "keepalive", "sequence_number": 0})
+        return openai.event({"type": "keepalive", "sequence_number": 0})
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
         document = fields.read_body(body)
@@ -429,7 +429,7 @@ class _EventWriter:
     parts: list[bytes] = field(default_factory=list)
 
     def write(self, kind: str, **content: object) -> None:
-        self.parts.append(events.event({"type": kind, "sequence_number": len(self.parts)} | content))
+        self.parts.append(openai.event({"type": kind, "sequence_number": len(self.parts)} | content))
 
 
 def _write_item(writer: _EventWriter, index: int, item: dict[str, Any]) -> None:
