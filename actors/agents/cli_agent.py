@@ -291,11 +291,7 @@ class CliAgent(ABC):
             raise AgentNotStarted(f"{self.name}: {said} (in the sandbox)")
 
 
-SAFE_DIRECTORIES: Final = {
-    "GIT_CONFIG_COUNT": "1",
-    "GIT_CONFIG_KEY_0": "safe.directory",
-    "GIT_CONFIG_VALUE_0": "*",
-}
+SAFE_DIRECTORIES: Final = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
 """Git refuses repositories that belong to another user."""
 
 

@@ -284,9 +284,7 @@ async def _apply(sandbox: Sandbox, repository: RepositorySpec, diff: bytes, time
     folder = f"/opt/{secrets.token_hex(8)}"
     await sandbox.write_many({f"{folder}/agent.diff": diff, f"{folder}/tests.diff": test_patch.encode()})
     result = await sandbox.exec(
-        program_command(repository.python, "apply", folder),
-        cwd=repository.workdir,
-        timeout_s=timeout_s,
+        program_command(repository.python, "apply", folder), cwd=repository.workdir, timeout_s=timeout_s
     )
     if result.exit_code == _AGENT_REFUSED:
         return invalid(f"the patch does not apply: {result.stderr[-200:].decode(errors='replace').strip()}")

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import TaskId
 
 DECILES = 10
-_FATES = {
-    RolloutState.TRAINED: "trained",
-    RolloutState.EVICTED: "evicted",
-    RolloutState.FILTERED: "filtered",
-}
+_FATES = {RolloutState.TRAINED: "trained", RolloutState.EVICTED: "evicted", RolloutState.FILTERED: "filtered"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

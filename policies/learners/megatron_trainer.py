@@ -149,10 +149,7 @@ class MegatronTrainer:
             return checkpoints.read_checkpoint(root / str(self._version))
         staged = checkpoints.stage(root, self._version)
         manifest = checkpoints.Manifest(
-            version=self._version,
-            previous_chain=self._saved_chain,
-            chain=self._chain,
-            batches=tuple(self._since_save),
+            version=self._version, previous_chain=self._saved_chain, chain=self._chain, batches=tuple(self._since_save)
         )
         self._copy_model_files(staged)
         self._export(staged / "model.safetensors")

@@ -34,11 +34,7 @@ if TYPE_CHECKING:
 
     from headrace.policies.engine import EngineId
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 READ_BYTES = 16 * 1024 * 1024
 # Converted and summed in pieces that stay in the processor's cache.
 CHECKSUM_ELEMENTS = 256 * 1024

@@ -61,13 +61,7 @@ def _result(done: _Done) -> ExecResult:
 
 
 def _message(operation: str, command: Command) -> Message:
-    return {
-        "op": operation,
-        "command": command.command,
-        "user": command.user,
-        "env": command.env,
-        "cwd": command.cwd,
-    }
+    return {"op": operation, "command": command.command, "user": command.user, "env": command.env, "cwd": command.cwd}
 
 
 class LocalSandbox(Sandbox):

@@ -53,10 +53,7 @@ class Host:
 
     def view(self, image: str) -> HostView:
         return HostView(
-            name=self.name,
-            is_open=self.takes_boots,
-            load=self.admission.load,
-            has_image=image in self.images,
+            name=self.name, is_open=self.takes_boots, load=self.admission.load, has_image=image in self.images
         )
 
     def has_room(self, priority: Priority) -> bool:

@@ -90,10 +90,7 @@ class WarmStock:
                 if is_alive and self._leases.table.get(held.ref.id) is held:
                     held.dies_at_s = asyncio.get_running_loop().time() + spec.ttl_s
                     self._leases.table.hand_over(
-                        held,
-                        holder=request.holder,
-                        request_key=spec.idempotency_key,
-                        deadline_s=held.dies_at_s,
+                        held, holder=request.holder, request_key=spec.idempotency_key, deadline_s=held.dies_at_s
                     )
                     await self._leases.written(held)
                     self.served += 1

@@ -236,11 +236,7 @@ class SubprocessSandbox(Sandbox):
         )
 
     async def _run(
-        self,
-        paths: PathMap,
-        command: ExecCommand,
-        environment: dict[str, str],
-        descriptors: tuple[int, int, int],
+        self, paths: PathMap, command: ExecCommand, environment: dict[str, str], descriptors: tuple[int, int, int]
     ) -> int:
         folder = paths.real_path(command.cwd) if command.cwd is not None else self._state.tree / "workspace"
         try:

@@ -80,10 +80,7 @@ def scaled_clocks(recipe: RunConfig) -> dict[str, dict[str, float]]:
         },
         "gateway": {"turn_timeout_s": recipe.gateway.turn_timeout_s / WORKLOAD},
         "training": {"stage_timeout_s": recipe.training.stage_timeout_s / WORKLOAD},
-        "service": {
-            "stall_s": recipe.service.stall_s / WORKLOAD,
-            "hang_s": machine(recipe.service.hang_s),
-        },
+        "service": {"stall_s": recipe.service.stall_s / WORKLOAD, "hang_s": machine(recipe.service.hang_s)},
         "engines": {"health_timeout_s": machine(recipe.engines.health_timeout_s)},
         # Must be below the scaled stall clock, as in real time.
         "cluster": {"absent_s": min(recipe.cluster.absent_s, recipe.service.stall_s / WORKLOAD / 1.5)},

@@ -46,12 +46,7 @@ SUBAGENT = "x-openai-subagent"
 COMPACTING_SUBAGENT = "compact"
 """Subagent label of a compaction in older versions of Codex; newer ones send `request_kind`."""
 
-_ROLES = {
-    "assistant": Role.ASSISTANT,
-    "developer": Role.SYSTEM,
-    "system": Role.SYSTEM,
-    "user": Role.USER,
-}
+_ROLES = {"assistant": Role.ASSISTANT, "developer": Role.SYSTEM, "system": Role.SYSTEM, "user": Role.USER}
 # Neither our turn ids nor the ids of other providers contain a dot.
 _OUR_ID = re.compile(r"(?:rs|msg|fc|ctc)_([A-Za-z0-9_-]+)\.[0-9]+")
 _FREEFORM_PARAMETERS: JsonObject = {

@@ -64,11 +64,7 @@ def start_rollout_span(
         return tracer.start_span(
             span_names.ROLLOUT,
             context=Context(),
-            attributes={
-                span_names.ROLLOUT_ID: rollout_id,
-                span_names.ATTEMPT: attempt,
-                **(attributes or {}),
-            },
+            attributes={span_names.ROLLOUT_ID: rollout_id, span_names.ATTEMPT: attempt, **(attributes or {})},
         )
     finally:
         root_trace_id.reset(token)

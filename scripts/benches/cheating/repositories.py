@@ -374,9 +374,7 @@ REPOSITORIES: Final = (
         tests={"tests/test_calc.py": _PARAMETRISED},
     ),
     CheatRepository(
-        name="doctest",
-        grader=_ids("means.rst", path="tests/means.rst"),
-        tests={"tests/means.rst": _DOCTEST},
+        name="doctest", grader=_ids("means.rst", path="tests/means.rst"), tests={"tests/means.rst": _DOCTEST}
     ),
     CheatRepository(
         name="class_fixtures",
