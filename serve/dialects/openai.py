@@ -1,4 +1,4 @@
-"""The error bodies and the model list that OpenAI's two APIs share.
+"""Server-sent events of the dialects, and the error bodies and the model list that OpenAI's two APIs share.
 
 Invariants:
 - An event is one line of data whatever its text, also for readers that split lines at Unicode line ends.
