@@ -27,9 +27,9 @@ import uvloop
 
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.garbage_collection import portioned_collections
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.standalone import portioned_collections
 
 ADMIN_TOKEN: Final = "the measured gateway's own"
 _START_S: Final = 60.0
