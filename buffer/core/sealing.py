@@ -143,7 +143,14 @@ class Sealing:
             elif self._config.unfinished == "carry":
                 self._state.put(replace(member, late=True))
             else:
-                self._abort(member, now)
+                self._history.cancelled(self._state.groups[member.group_id].task_id)
+                self._state.count("rollouts_cancelled")
+                if member.state is RolloutState.IN_FLIGHT:
+                    attempt = self._state.attempts[member.rollout_id]
+                    detail = "cancelled: its group was sealed without it"
+                    self._state.put(replace(attempt, ended_at_s=now, cause=Cause.CANCELLED, detail=detail))
+                    self.aborted[attempt.key] = None
+                self._state.put(replace(member, late=True, state=RolloutState.CANCELLED))
 
     def _fix(self, group: GroupRecord, members: Sequence[RolloutRecord]) -> list[RolloutRecord]:
         """Return the members with their baselines and scales."""
@@ -181,17 +188,6 @@ class Sealing:
             else member
             for member in members
         ]
-
-    def _abort(self, member: RolloutRecord, now: float) -> None:
-        """Cancel a member that was unfinished at the sealing."""
-        self._history.cancelled(self._state.groups[member.group_id].task_id)
-        self._state.count("rollouts_cancelled")
-        if member.state is RolloutState.IN_FLIGHT:
-            attempt = self._state.attempts[member.rollout_id]
-            detail = "cancelled: its group was sealed without it"
-            self._state.put(replace(attempt, ended_at_s=now, cause=Cause.CANCELLED, detail=detail))
-            self.aborted[attempt.key] = None
-        self._state.put(replace(member, late=True, state=RolloutState.CANCELLED))
 
     def _seal_member(self, member: RolloutRecord, *, flat: bool) -> None:
         assert member.reward is not None

@@ -151,7 +151,12 @@ class MegatronTrainer:
         manifest = checkpoints.Manifest(
             version=self._version, previous_chain=self._saved_chain, chain=self._chain, batches=tuple(self._since_save)
         )
-        self._copy_model_files(staged)
+        for file in sorted(self._source.iterdir()):
+            if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
+                shutil.copyfile(file, staged / file.name)
+        # transformers loads in the dtype of config.json, and the exported weights are fp32.
+        keys = json.loads((staged / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"}
+        (staged / "config.json").write_text(json.dumps(keys, indent=2), encoding="utf-8")
         self._export(staged / "model.safetensors")
         (staged / checkpoints.MEGATRON_STATE).mkdir()
         megatron_checkpoint.save_state(staged / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
@@ -196,15 +201,6 @@ class MegatronTrainer:
     def _export(self, path: Path) -> None:
         weights = megatron_model.export_weights(self._model, self._shape)
         save_file(weights, path, metadata={"format": "pt", "version": str(self._version)})
-
-    def _copy_model_files(self, target: Path) -> None:
-        """Copy configuration, tokenizer and template from the start policy or the newest checkpoint."""
-        for file in sorted(self._source.iterdir()):
-            if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
-                shutil.copyfile(file, target / file.name)
-        # transformers loads in the dtype of config.json, and the exported weights are fp32.
-        keys = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"}
-        (target / "config.json").write_text(json.dumps(keys, indent=2), encoding="utf-8")
 
 
 def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> MegatronTrainer:

@@ -55,13 +55,6 @@ class ProcessService:
         until = None if call.timeout_s is None else asyncio.get_running_loop().time() + call.timeout_s
         message = await read_single(call.request)
         command = parse_command(message)
-        running = await self._spawn(call, command, message)
-        async with running.log.reader() as reader, asyncio.timeout_at(until):
-            self._tasks.start(self._follow(call, running))
-            await stream.open()
-            await self._send_events(call, stream, running, reader)
-
-    async def _spawn(self, call: Call, command: Command, message: Message) -> RunningCommand:
         account = await call.account()
         folder = account.folder if command.cwd is None else account.resolve(command.cwd)
         if command.cwd is not None:
@@ -84,7 +77,10 @@ class ProcessService:
         running = RunningCommand(command, process, call.live.row.id)
         call.live.processes.add(running)
         call.live.note(f"process {running.pid} started: {command.program[:200]} {' '.join(command.arguments)[:200]}")
-        return running
+        async with running.log.reader() as reader, asyncio.timeout_at(until):
+            self._tasks.start(self._follow(call, running))
+            await stream.open()
+            await self._send_events(call, stream, running, reader)
 
     async def _follow(self, call: Call, running: RunningCommand) -> None:
         await running.follow()

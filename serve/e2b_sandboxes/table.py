@@ -142,7 +142,17 @@ class ServerDatabase:
                     raise SandboxError(f"--state {folder}: another server uses it") from error
                 path = str(folder / file_name)
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-            self.connection = _open(path, schema_version, schema)
+            database = sqlite3.connect(path, isolation_level=None)
+            version = database.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, schema_version):
+                database.close()
+                raise OSError(f"schema {version} is not supported; this version has schema {schema_version}")
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            for statement in schema:
+                database.execute(statement)
+            database.execute(f"PRAGMA user_version = {schema_version}")
+            self.connection = database
         except (OSError, sqlite3.Error) as error:
             self._unlock()
             raise SpecRefused(f"--state {folder}: {error}") from error
@@ -154,17 +164,3 @@ class ServerDatabase:
     def close(self) -> None:
         self.connection.close()
         self._unlock()
-
-
-def _open(path: str, schema_version: int, schema: Sequence[str]) -> sqlite3.Connection:
-    database = sqlite3.connect(path, isolation_level=None)
-    version = database.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, schema_version):
-        database.close()
-        raise OSError(f"schema {version} is not supported; this version has schema {schema_version}")
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = NORMAL")
-    for statement in schema:
-        database.execute(statement)
-    database.execute(f"PRAGMA user_version = {schema_version}")
-    return database
