@@ -34,9 +34,8 @@ from headrace.actors.errors import (
 )
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.repository import REPOSITORY_RUNS
-from headrace.actors.places.absent_images import refuse_absent_images
 from headrace.actors.places.config import SandboxKind
-from headrace.actors.places.providers import check_provider
+from headrace.actors.places.providers import check_provider, refuse_absent_images
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, explain, load_recipe
@@ -46,7 +45,7 @@ from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.call_guard import guard, keep_running
-from headrace.actors.runtime.retry import ABSENCE
+from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, check_ray_folder, start_local_ray, stop_local_ray
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate
@@ -56,7 +55,7 @@ from headrace.buffer.primitives.registry import PartRefused
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.learners.objective_registry import OBJECTIVES
-from headrace.policies.models.model_files import check_model_files
+from headrace.policies.models.qwen3_config import check_model_files
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay, starting

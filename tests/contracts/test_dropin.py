@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from headrace.actors.evaluation.foreign_patch import apply_patch
+from headrace.actors.evaluation.patch import apply_patch
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable
@@ -21,7 +21,7 @@ from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
-from headrace.serve.exec.parts import ExecPart
+from headrace.serve.exec.server import ExecPart
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

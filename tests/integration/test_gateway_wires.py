@@ -16,7 +16,7 @@ from tests.wires import read_events
 
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.config import ModelUse
-from headrace.serve.parsing.alarm import BATCH_TURNS
+from headrace.serve.parsing.parser_choice import BATCH_TURNS
 
 if TYPE_CHECKING:
     from pathlib import Path

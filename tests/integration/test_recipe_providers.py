@@ -14,8 +14,8 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.evaluation.verdict import EvaluationRequest
 from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.actors.places.leases import SandboxConnections
 from headrace.actors.places.providers import check_provider
-from headrace.actors.places.sandbox_connections import SandboxConnections
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory

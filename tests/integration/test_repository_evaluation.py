@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from headrace.actors.evaluation.preparation import prepare
+from headrace.actors.evaluation.history import prepare
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.actors.errors import ActorLost, ConfigError, StartFailed
 from headrace.actors.runtime.call_guard import guard
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime, _unless_forgotten
 
 if TYPE_CHECKING:
