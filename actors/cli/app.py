@@ -124,16 +124,16 @@ def resume(
 ) -> None:
     """Resume a run from its last checkpoint and its ledger; first report what is kept, restarted and lost."""
     from headrace.actors.run.launch import drive, reopen
-    from headrace.actors.run.resume import Resuming
+    from headrace.actors.run.resume import ResumePreparation
 
     config, directory = reopen(run_dir)
-    resuming = Resuming(config, directory, say=say, from_start=from_start, retry_batch=retry_batch)
+    resuming = ResumePreparation(config, directory, say=say, from_start=from_start, retry_batch=retry_batch)
     if restarts:
         once = ["--from-start"] * from_start + ["--retry-batch"] * retry_batch
         raise typer.Exit(resume_again_and_again(directory, restarts, json=json, quiet=quiet, once=once))
     with ending_a_run():
-        summary = drive(config, directory, quiet=quiet, before=resuming.tell)
-    _report(summary, json, resume=resuming.told)
+        summary = drive(config, directory, quiet=quiet, before=resuming.prepare)
+    _report(summary, json, resume=resuming.report)
 
 
 @app.command("eval")

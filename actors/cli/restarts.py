@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.actors.cli.output import say
-from headrace.actors.run.restarts import Restarting, RestartPolicy
+from headrace.actors.run.restarts import RestartLoop, RestartPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,4 +51,4 @@ def resume_again_and_again(
         command += ["--json", str(json)]
     if quiet:
         command.append("--quiet")
-    return Restarting(RestartPolicy(restarts), say).run([*command, *once], command)
+    return RestartLoop(RestartPolicy(restarts), say).run([*command, *once], command)

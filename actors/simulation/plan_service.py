@@ -86,6 +86,6 @@ async def open_service(
 ) -> AsyncIterator[Service]:
     """The service of a plan with its ledger in memory and without held-out tasks, in the caller's process. Raises
     ConfigError."""
-    externals = Externals(clock=clock, tasks=plan.task_set(), look_s=LOOK_S)
+    externals = Externals(clock=clock, tasks=plan.task_set(), check_interval_s=LOOK_S)
     async with Service(plan_config(plan, Path("in memory")), None, runtime, externals=externals) as service:
         yield service
