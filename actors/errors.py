@@ -2,16 +2,16 @@
 
 ActorError
 ├── ActorLost           the actor's process died or is restarting: transient, call again (idempotently)
-├── ActorGone           a lost actor did not come back in time: permanent
+├── ActorGone           a lost actor did not return in time: permanent
 └── StartFailed         an actor could not be started: permanent, names actor and reason
 RunError
 ├── ConfigError         a key, the reason and the fix, on one line
-├── RunExists           the run directory is taken
-├── RunMissing          there is no such run, or it cannot be resumed
-├── DiskFull            the run directory's disk has no room left
-├── TasksParked         every training task is parked: nothing is left to train on
-├── RunInterrupted      it was interrupted while it started: there is nothing to sum up yet
-└── RunStalled          nothing progressed for too long: carries the diagnosis
+├── RunExists           the run directory is in use
+├── RunMissing          the run does not exist or cannot be resumed
+├── DiskFull            the run directory's disk is full
+├── TasksParked         every training task is parked, so there is nothing left to train on
+├── RunInterrupted      the run was interrupted during its start, so there is no summary yet
+└── RunStalled          the run made no progress for too long: contains the diagnosis
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class ActorError(Exception):
 
 
 class ActorLost(ActorError):
-    """The process behind an actor died or is restarting; what it was doing may or may not have happened."""
+    """The process of an actor died or is restarting; its current calls may or may not have had an effect."""
 
 
 class ActorGone(ActorError):
-    """A lost actor did not come back in time."""
+    """A lost actor did not return in time."""
 
 
 class StartFailed(ActorError):
@@ -34,39 +34,39 @@ class StartFailed(ActorError):
 
 
 class RunError(Exception):
-    """The run cannot start or go on; the message is one line with the fix."""
+    """The run cannot start or continue; the message is one line with the fix."""
 
 
 class ConfigError(RunError):
-    """A wrong recipe, key, value, model directory or task file."""
+    """A recipe, key, value, model directory or task file is invalid."""
 
 
 class RunExists(RunError):
-    """The run directory is taken."""
+    """The run directory exists already, or another process drives the run."""
 
 
 class RunMissing(RunError):
-    """There is no such run, or nothing in it to resume."""
+    """The run does not exist or cannot be resumed."""
 
 
 class DiskFull(RunError):
-    """The disk of the run directory has no room left."""
+    """The disk of the run directory is full."""
 
 
 class TasksParked(RunError):
-    """Every training task is parked: its rollouts died of infrastructure again and again."""
+    """Every training task is parked, after repeated infrastructure failures of its rollouts."""
 
 
 class RunStalled(RunError):
-    """No stage made progress for the configured time."""
+    """The run made no progress for `service.stall_s`."""
 
 
 class RunInterrupted(RunError):
-    """The run was interrupted before its service was up; it can be resumed."""
+    """The run was interrupted before its service had started; it can be resumed."""
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first single error in a group of a TaskGroup; the others are its consequences."""
+    """Return the first single error in the group of a TaskGroup; the others are its consequences."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -14,6 +14,7 @@ import orjson
 import typer
 from rich.table import Table
 
+from headrace.actors.cli.data import data_app
 from headrace.actors.cli.engine import serve
 from headrace.actors.cli.ledger import drop_batch, retry_lost
 from headrace.actors.cli.output import (
@@ -30,9 +31,10 @@ from headrace.actors.cli.output import (
     show,
     write_json,
 )
+from headrace.actors.cli.restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
 from headrace.actors.cli.run_engines import add_engine, engine_table, list_engines, remove_engine
 from headrace.actors.cli.simulation import check, simulate, tune
-from headrace.actors.cli.tasks import Restarts, RunEnded, data_app, ending_a_run, resume_again_and_again, tasks_app
+from headrace.actors.cli.tasks import tasks_app
 from headrace.actors.run import exit_codes
 
 if TYPE_CHECKING:
@@ -121,16 +123,16 @@ def resume(
 ) -> None:
     """Resume a run from its last checkpoint and its ledger; first report what is kept, restarted and lost."""
     from headrace.actors.run.launch import drive, reopen
-    from headrace.actors.run.resume import Resuming
+    from headrace.actors.run.resume import ResumePreparation
 
     config, directory = reopen(run_dir)
-    resuming = Resuming(config, directory, say=say, from_start=from_start, retry_batch=retry_batch)
+    resuming = ResumePreparation(config, directory, say=say, from_start=from_start, retry_batch=retry_batch)
     if restarts:
         once = ["--from-start"] * from_start + ["--retry-batch"] * retry_batch
         raise typer.Exit(resume_again_and_again(directory, restarts, json=json, quiet=quiet, once=once))
     with ending_a_run():
-        summary = drive(config, directory, quiet=quiet, before=resuming.tell)
-    _report(summary, json, resume=resuming.told)
+        summary = drive(config, directory, quiet=quiet, before=resuming.prepare)
+    _report(summary, json, resume=resuming.report)
 
 
 @app.command("eval")

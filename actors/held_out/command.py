@@ -137,7 +137,7 @@ def _of_run(request: EvalRequest) -> Evaluation:
     except RunMissing as error:
         raise ConfigError(str(error)) from error
     if run.is_driven():
-        raise ConfigError(f"{run.path} is live in another process; stop that process first")
+        raise ConfigError(f"{run.path} is being driven by another process; stop that process first")
     if request.overrides:
         config = _with_sampling(config, request)
     checkpoint = _checkpoint(run, request.checkpoint)

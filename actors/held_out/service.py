@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from headrace.actors.errors import RunStalled
 from headrace.actors.rollouts.records import EvaluationRecords
 from headrace.actors.rollouts.stations import TaskCatalog
-from headrace.actors.run.parts import ServiceParts, parts_of
+from headrace.actors.run.parts import ServiceParts, supervised_actors
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
-from headrace.actors.run.supervision import STATUS_TIMEOUT_S, look_at, or_none
+from headrace.actors.run.supervision import STATUS_TIMEOUT_S, or_none, snapshot_of
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
 from headrace.serve.observing.progress import Progress
@@ -98,6 +98,6 @@ class EvaluationService(ServiceParts):
         while True:
             await asyncio.sleep(SUPERVISION_S)
             self._refuse_full_disk()
-            look = await look_at(parts_of(self))
-            if (reason := detector.stalled(clock.read(time.monotonic()), signs_of(look, longest))) is not None:
+            status = await snapshot_of(supervised_actors(self))
+            if (reason := detector.stalled(clock.read(time.monotonic()), signs_of(status, longest))) is not None:
                 raise RunStalled(f"{reason}; {await self.progress()}")

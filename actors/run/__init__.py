@@ -1,1 +1,1 @@
-"""A run as a whole: its configuration, start, supervision, end and report."""
+"""Configuration, start, supervision, end and report of a run."""

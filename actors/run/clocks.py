@@ -1,11 +1,11 @@
-"""All clocks of a run in one place: which follow from others, and which contradict each other.
+"""Timeouts of a run: defaults derived from other timeouts, and checks that they fit each other.
 
 Invariants:
-- A key that the recipe leaves unset is derived from the phases that it bounds (`DERIVED`, in order: later ones see
-  earlier ones). What was derived stands in the run's `config.json` like any other value.
+- A key that the recipe leaves unset is derived from the phases that it bounds (`DERIVED`, in order: later entries see
+  earlier ones). Derived values are written to the run's `config.json` like all others.
 - A combination that cannot work is refused at start with both keys and a value that works (`problem`).
-- A clock bounds one thing. Work that has a clock of its own (a learner's stage, an engine's start, a boot, a push) ends
-  by that one: it does not have to fit `service.stall_s`, see `stall_detector`.
+- A timeout bounds one thing. Work with a timeout of its own (a learner's stage, an engine's start, a boot, a push) need
+  not fit within `service.stall_s`; see `stall_detector`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ if TYPE_CHECKING:
     from headrace.policies.push.contract import PushConfig
     from headrace.serve.gateway.config import GatewaySection
 
-HEALTH_LOOK_S: Final = 2.0
-"""Between two health checks of an engine."""
-TURNS_OF_AN_AGENT: Final = 3
-"""An agent can meet so many turns, or waits for an engine, that use up their clocks before its own is over."""
+HEALTH_CHECK_INTERVAL_S: Final = 2.0
+"""Interval between two health checks of an engine."""
+TURN_TIMEOUTS_PER_AGENT: Final = 3
+"""Number of turns, or waits for an engine, that may time out before the agent does."""
 STALLED_PHASES: Final = 2.0
-"""A run is stalled when nothing moved for so many times its longest phase."""
+"""Multiple of the longest phase after which a run without progress is stalled."""
 STALLED_ABSENCES: Final = 1.5
-"""Nothing may move while an actor is waited for that may come back."""
+"""Multiple of `cluster.absent_s` during which the run may wait for a lost actor without progress."""
 LEAST_STAGE_S: Final = 1800.0
-"""A step's length is not known before the first one; half an hour is far beyond the published ones."""
+"""Lower bound of a stage timeout. The length of a step is unknown before the first one; published steps are far
+shorter."""
 PUSH_PHASES: Final = 12
-"""Of one wave of a push, each bounded by `push.phase_timeout_s`; forming a group and each bucket are bounded by
-`push.transfer_timeout_s` instead."""
+"""Phases in one wave of a push, each bounded by `push.phase_timeout_s`. Forming a group and sending each bucket are
+bounded by `push.transfer_timeout_s` instead."""
 
 
 class Clocked(Protocol):
-    """The sections of a run's configuration that have clocks: `config.RunConfig`, which is built on this module."""
+    """Sections of a run's configuration that have timeouts. `config.RunConfig` satisfies it and imports this module."""
 
     @property
     def rollout(self) -> RolloutConfig: ...
@@ -63,27 +64,27 @@ class Clocked(Protocol):
 
 
 def guard_s(config: Clocked) -> float:
-    """Every phase of a rollout at its limit. Three phases have the clock of the preparation: attaching to the sandbox,
-    writing the task's files, closing the session."""
+    """Return the time of a rollout in which every phase takes as long as it may.
+
+    Attaching to the sandbox, writing the task's files and closing the session each have the preparation's timeout."""
     rollout = config.rollout
     before_s = rollout.queue_timeout_s + rollout.boot_timeout_s + ANSWER_S
     return before_s + 3 * rollout.prepare_timeout_s + rollout.agent_timeout_s + rollout.evaluate_timeout_s
 
 
 def turn_timeout_s(config: Clocked) -> float:
-    return config.rollout.agent_timeout_s / TURNS_OF_AN_AGENT
+    return config.rollout.agent_timeout_s / TURN_TIMEOUTS_PER_AGENT
 
 
 def gate_wait_s(config: Clocked) -> float:
-    """As long as it takes to notice a dead engine and start another, if the agent has that time."""
-    replaced_s = unhealthy_s(config) + config.engines.start_timeout_s
-    return min(replaced_s, config.rollout.agent_timeout_s / TURNS_OF_AN_AGENT)
+    """Return the time to notice a dead engine and start another, if the agent has that time."""
+    return min(unhealthy_s(config) + config.engines.start_timeout_s, turn_timeout_s(config))
 
 
 def unhealthy_s(config: Clocked) -> float:
-    """How long an engine is silent before it is taken out."""
+    """Return how long an engine may be silent before it is removed."""
     engines = config.engines
-    return engines.health_misses * (engines.health_timeout_s + HEALTH_LOOK_S)
+    return engines.health_misses * (engines.health_timeout_s + HEALTH_CHECK_INTERVAL_S)
 
 
 def stage_timeout_s(config: Clocked) -> float:
@@ -100,7 +101,7 @@ def stall_s(config: Clocked) -> float:
 
 
 def longest_phase(config: Clocked) -> tuple[str, float]:
-    """The key and the seconds of the longest stretch in which a healthy rollout may show no progress."""
+    """Return key and seconds of the longest phase in which a healthy rollout may show no progress."""
     rollout, gateway = config.rollout, config.gateway
     phases = {
         "rollout.agent_timeout_s": rollout.agent_timeout_s,
@@ -114,7 +115,7 @@ def longest_phase(config: Clocked) -> tuple[str, float]:
 
 
 def push_s(config: Clocked, model_bytes: int) -> float:
-    """Longest push of one wave: every phase, the formation of the group and every bucket at its limit."""
+    """Return the longest time that one wave of a push may take, with every phase and bucket at its limit."""
     push = config.push
     buckets = max(1, -(-model_bytes // push.bucket_bytes))
     transfers_s = (1 + buckets) * push.transfer_timeout_s
@@ -133,16 +134,16 @@ DERIVED: Final[Mapping[str, tuple[Callable[[Clocked], float], str]]] = {
     "training.stage_timeout_s": (stage_timeout_s, "the longest phase of a rollout, at least 1800"),
     "service.stall_s": (stall_s, "twice the longest phase of a rollout, at least 1.5 x cluster.absent_s"),
 }
-"""By key: the rule, and what docs/configuration.md says in place of a default."""
+"""Rule of each derived key, and the text that docs/configuration.md shows in place of a default."""
 
 
 def derive(config: Clocked) -> None:
-    """Fill in the clocks that the recipe left unset."""
+    """Fill in the timeouts that the recipe leaves unset."""
     for name, (rule, _) in DERIVED.items():
         table, key = name.split(".")
         section = getattr(config, table)
         if key not in section.model_fields_set:
-            # Frozen sections are never changed, only replaced, and only here, before anybody has seen the config.
+            # The frozen config may be changed here only, because nothing has read it yet.
             object.__setattr__(config, table, section.model_copy(update={key: rule(config)}))
 
 
@@ -152,7 +153,7 @@ def _has_engines(config: Clocked) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """Two clocks of which one must end before the other. `because` says what goes wrong otherwise."""
+    """Two timeouts of which `lower` must end before `upper`; `because` is the consequence otherwise."""
 
     lower: str
     upper: str
@@ -178,13 +179,13 @@ ORDERS: Final = (
     _Order(
         lower="gateway.gate_wait_s",
         upper="rollout.agent_timeout_s",
-        because="the agent's clock would end before a failing engine is noticed",
+        because="the agent would time out before a failing engine is noticed",
         matters=_has_engines,
     ),
     _Order(
         lower="gateway.turn_timeout_s",
         upper="rollout.agent_timeout_s",
-        because="the agent's clock would end before a failing engine is noticed",
+        because="the agent would time out before a failing engine is noticed",
         matters=_has_engines,
     ),
     _Order(
@@ -202,7 +203,7 @@ ORDERS: Final = (
     _Order(
         lower="service.hang_s",
         upper="push.gate_lease_s",
-        because="the gate of an engine that is paused would open while the engine group is slow but not hung",
+        because="the gate of a paused engine would open while the engine group is slow but not hung",
         may_be_equal=True,
         matters=_has_engines,
     ),
@@ -226,36 +227,26 @@ ORDERS: Final = (
 
 
 def problem(config: Clocked) -> str | None:
-    """The first two clocks that contradict each other, with values that work; None when all fit."""
+    """Describe the first two timeouts that contradict each other, with values that work; None when all fit."""
     for order in ORDERS:
         if (found := order.problem(config)) is not None:
             return found
-    return _guard_problem(config) or _stall_problem(config)
-
-
-def _guard_problem(config: Clocked) -> str | None:
-    needed_s = guard_s(config)
-    if config.rollout.guard_s >= needed_s:
-        return None
-    return (
-        f"rollout.guard_s {config.rollout.guard_s:g} is below the clocks of its phases together: queue_timeout_s, "
-        "boot_timeout_s, 3 x prepare_timeout_s, agent_timeout_s and evaluate_timeout_s; slow agents would end as "
-        f"infra; leave it unset, or set rollout.guard_s to {needed_s:g}"
-    )
-
-
-def _stall_problem(config: Clocked) -> str | None:
-    stall_s_given = config.service.stall_s
+    if config.rollout.guard_s < (needed_s := guard_s(config)):
+        return (
+            f"rollout.guard_s {config.rollout.guard_s:g} is below the sum of its phases: queue_timeout_s, "
+            "boot_timeout_s, 3 x prepare_timeout_s, agent_timeout_s and evaluate_timeout_s; slow agents would end as "
+            f"infra; leave it unset, or set rollout.guard_s to {needed_s:g}"
+        )
     phases = [longest_phase(config)]
     if not config.engines.is_simulated:
         phases.append(("engines.health_misses x (health_timeout_s + 2)", unhealthy_s(config)))
     key, phase_s = max(phases, key=lambda phase: phase[1])
-    if stall_s_given >= phase_s:
-        return None
-    return (
-        f"service.stall_s {stall_s_given:g} is below {key} {phase_s:g}: a run whose rollouts are all in that phase "
-        f"would end as stalled; leave it unset, or set service.stall_s to {STALLED_PHASES * phase_s:g}"
-    )
+    if config.service.stall_s < phase_s:
+        return (
+            f"service.stall_s {config.service.stall_s:g} is below {key} {phase_s:g}: a run whose rollouts are all in "
+            f"that phase would end as stalled; leave it unset, or set service.stall_s to {STALLED_PHASES * phase_s:g}"
+        )
+    return None
 
 
 def _value(config: Clocked, name: str) -> float:

@@ -1,10 +1,10 @@
-"""The configuration of a run: one TOML file, composed of the config models of the parts.
+"""Configuration of a run: one TOML file, composed of the config models of the parts.
 
 Invariants:
-- Everything is checked before anything is made: unknown keys, wrong types, impossible combinations and unreadable files
-  are refused with the key or file, the reason and the fix, on one line.
-- A resolved configuration is written into the run directory; `resume` reads that one, never the recipe.
-- Clocks that the recipe leaves unset are derived (`clocks`): nobody sees their placeholder 0.
+- Everything is checked before anything is created: unknown keys, wrong types, impossible combinations and unreadable
+  files are refused with the key or file, the reason and the fix, on one line.
+- The resolved configuration is written into the run directory; `resume` reads that one, never the recipe.
+- Timeouts that the recipe leaves unset are derived (`clocks`), so that no code sees their placeholder 0.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class RunConfig(Section):
-    """All of it. The tables of the TOML file are the fields."""
+    """Configuration of a run; each field is a table of the TOML file."""
 
     model: ModelSection = ModelSection()
     tasks: TasksSection = TasksSection()
@@ -83,8 +83,8 @@ def a_model_is_named(config: RunConfig) -> str | None:
 
 
 def simulated_parts_go_together(config: RunConfig) -> str | None:
-    """Simulated engines have no weights to push, and nothing to say. Simulated learners and agents may have real
-    ones."""
+    """Refuse a real learner or agent on simulated engines, which have no weights and generate no text. Simulated
+    learners and agents may use real engines."""
     parts = {
         'learner.kind = "simulated"': config.learner.kind == "simulated",
         'agent.kind = "simulated"': config.agent.kind is AgentKind.SIMULATED,
@@ -92,7 +92,7 @@ def simulated_parts_go_together(config: RunConfig) -> str | None:
     missing = [setting for setting, is_set in parts.items() if not is_set]
     if not missing or not config.engines.is_simulated:
         return None
-    return f'engines.backend = "simulated" goes with {" and ".join(missing)}: set that too'
+    return f'engines.backend = "simulated" needs {" and ".join(missing)}; set that too'
 
 
 def rows_fit_a_micro_batch(config: RunConfig) -> str | None:
@@ -118,7 +118,7 @@ def turns_fit_the_engines(config: RunConfig) -> str | None:
 
 
 def weights_fit_the_devices(config: RunConfig) -> str | None:
-    """NCCL moves weights between GPUs only."""
+    """Refuse NCCL for engines without GPUs: it transfers weights between GPUs only."""
     if config.push.backend != "nccl" or config.engines.device == "cuda" or config.engines.is_simulated:
         return None
     return "push.backend nccl needs engines on GPUs; set engines.device to cuda, or push.backend to gloo"
@@ -130,9 +130,7 @@ def other_hosts_reach_the_sender(config: RunConfig) -> str | None:
         return None
     for url in (*engines.attach, *([engines.router] if engines.router else [])):
         if not is_loopback(address(url)[0]):
-            return (
-                f"push.host {host} is not reachable from {url}; set it to this host's address, as those engines see it"
-            )
+            return f"push.host {host} is not reachable from {url}; set it to this host's address as that engine sees it"
     return None
 
 
@@ -150,20 +148,20 @@ def rollouts_fit_the_sandboxes(config: RunConfig) -> str | None:
 def remote_hosts_are_named(config: RunConfig) -> str | None:
     if config.sandbox.provider is not SandboxKind.REMOTE or config.sandbox.remote.urls:
         return None
-    return "sandbox.remote.urls is empty, and sandbox.provider is remote; name the exec servers"
+    return "sandbox.provider is remote, but sandbox.remote.urls is empty; list the URLs of the exec servers"
 
 
 def programs_fit_the_sandboxes(config: RunConfig) -> str | None:
     agent, provider = config.agent, config.sandbox.provider
     if agent.is_program and provider not in (SandboxKind.LOCAL, SandboxKind.REMOTE):
         return (
-            f"agent.kind {agent.kind} needs a way to the gateway from inside its sandbox, which sandbox.provider "
-            f"{provider} does not have; set it to local or remote"
+            f"agent.kind {agent.kind} must reach the gateway from inside its sandbox, which sandbox.provider "
+            f"{provider} does not support; set it to local or remote"
         )
     if agent.is_program and provider is SandboxKind.REMOTE and not agent.program.in_image:
         return (
-            "agent.program.in_image is empty, and sandboxes of sandbox.provider remote show no folders of this host; "
-            "name the program in the tasks' images"
+            "agent.program.in_image is empty, and sandbox.provider remote cannot mount folders of this host; set it to "
+            "the program's path in the tasks' images"
         )
     return None
 
@@ -190,7 +188,7 @@ CHECKS = (
     programs_fit_the_sandboxes,
     enough_held_out_tasks,
 )
-"""Combinations that cannot work, each with the knob to turn; None when all is well."""
+"""Checks for combinations that cannot work. Each returns the problem with the key to change, or None."""
 
 
 def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunConfig:
@@ -208,11 +206,13 @@ def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunCon
 
 
 def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
-    """Check a document and make its paths absolute. Raises ConfigError."""
+    """Validate a document and make its paths absolute. Raises ConfigError."""
     learner = document.setdefault("learner", {})
     for key in ("model_dir", "checkpoint_dir", "snapshot_dir", "seed"):
         if isinstance(learner, dict) and key in learner:
-            fix = {"model_dir": "set model.path", "seed": "set service.seed"}.get(key, "it lies in the run directory")
+            fix = {"model_dir": "set model.path instead", "seed": "set service.seed instead"}.get(
+                key, "remove it (the folder is always in the run directory)"
+            )
             raise ConfigError(f"{recipe}: learner.{key} cannot be set; {fix}")
     base = recipe.resolve().parent
     for table, key in (("model", "path"), ("tasks", "train"), ("tasks", "heldout")):
@@ -236,7 +236,7 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
 
 
 def explain(error: ValidationError, model: type[BaseModel], *, page: str = "docs/configuration.md") -> str:
-    """The first problem of a validation error of `model`: key, reason and, for an unknown key, what to do."""
+    """Describe the first problem of a validation error of `model`: key, reason and, for an unknown key, the fix."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].removeprefix("Value error, ")
@@ -251,7 +251,7 @@ def explain(error: ValidationError, model: type[BaseModel], *, page: str = "docs
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Set one dotted key: `buffer.max_staleness=2`. The value is TOML, or text when it is no TOML. Raises
+    """Set one dotted key, e.g. `buffer.max_staleness=2`. A value that is not valid TOML is taken as text. Raises
     ConfigError."""
     key, separator, text = override.partition("=")
     path = key.strip().split(".")

@@ -1,10 +1,10 @@
-"""Exit codes, and which error gives which: the table of docs/reliability.md.
+"""Exit codes of the commands, by error (the table in docs/reliability.md).
 
 Invariants:
-- Input that must be changed first is 2, whatever found it. What may go well when it is tried again is 75 (EX_TEMPFAIL
-  of sysexits.h), so that a loop, systemd or Slurm can tell it from the rest.
-- An error that ended a run is transient unless it is known to come again: a file that turns out damaged while the run
-  goes on is rebuilt or left out by a resume.
+- The code is 2 when the user must change the input first. It is 75 (EX_TEMPFAIL of sysexits.h) when another try may
+  succeed, so that a loop, systemd or Slurm can tell this case from the rest.
+- An error that ended a run is transient unless it is known to recur: a file that turns out to be damaged during the run
+  is rebuilt or left out by a resume.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ EXIT_TRANSIENT: Final = 75
 HELP: Final = (
     "Exit codes: 0 done; 1 failed, and would fail again; 2 bad input (recipe, model, tasks, run directory, arguments); "
     "3 `ledger verify` or `simulate` found a problem; 4 the run was drained before its last step and can be resumed; "
-    "75 failed for a reason that may pass (an actor or engine lost, a full disk, a stall): try again, or let "
-    "`--restarts` do it; 130 interrupted."
+    "75 transient failure (a lost actor or engine, a full disk, a stall): try again, or use `--restarts`; "
+    "130 interrupted."
 )
 
 _TRANSIENT: Final = (
@@ -92,7 +92,7 @@ _ENDS_A_RUN_AGAIN: Final = (BatchUntrainable, LedgerRefused, LedgerMismatch, Non
 
 
 def exit_code(error: Exception) -> int:
-    """Of a command that ended with this error."""
+    """Return the exit code of a command that ended with this error."""
     if isinstance(error, RunInterrupted):
         return EXIT_DRAINED
     if isinstance(error, (RequestInvalid, EngineSettingsInvalid)) or not isinstance(error, _TRANSIENT):
@@ -101,7 +101,7 @@ def exit_code(error: Exception) -> int:
 
 
 def exit_code_of_run(error: Exception) -> int:
-    """Of a run that ended with this error after it had begun."""
+    """Return the exit code of a run that ended with this error after it had started."""
     if isinstance(error, (RunError, *_ENDS_A_RUN_AGAIN)) and not isinstance(error, (*_TRANSIENT, EngineGroupError)):
         return exit_code(error)
     return EXIT_TRANSIENT

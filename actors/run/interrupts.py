@@ -1,9 +1,10 @@
-"""Interrupts of a command that drives a run: SIGINT and SIGTERM, from before Ray starts to after it has stopped.
+"""SIGINT and SIGTERM handling of a command that drives a run, from before Ray starts until after it stops.
 
 Invariants:
-- An interrupt is never lost: one that comes while nobody listens is passed on to the next who does.
-- Signals that come together are one: a scheduler signals each process of a group, and `--restarts` passes its own on.
-- Ray replaces the handlers while it starts: `reclaim` takes them back.
+- An interrupt is never lost: one that arrives without a listener is delivered to the next listener.
+- Signals in quick succession count as one: a scheduler signals each process of a group, and `--restarts` forwards its
+  own signals.
+- Ray replaces the handlers while it starts; `reclaim` installs them again.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 SAME_INTERRUPT_S: Final = 1.0
-AT_ONCE: Final = 2
-"""The first drains, the second cancels; one more does not even wait for what closes."""
+HANDLED: Final = 2
+"""Number of interrupts that are handled: the first drains, the second cancels. A third one raises KeyboardInterrupt,
+without waiting for the cleanup."""
 
 
 class Interrupts:
-    """Use as a context manager, in the main thread; the handlers of before are back at its end."""
+    """Counter of interrupts; a context manager for the main thread, which restores the earlier handlers at its end."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -42,12 +44,12 @@ class Interrupts:
             signal.signal(number, handler)
 
     def reclaim(self) -> None:
-        """Handle the signals here (again): they are counted until somebody listens."""
+        """Install the handlers (again), which count signals until there is a listener."""
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
     def note(self) -> bool:
-        """Count a signal; False when it belongs to the interrupt before."""
+        """Count a signal; return False when it belongs to the previous interrupt."""
         now_s = time.monotonic()
         if now_s - self._last_s <= SAME_INTERRUPT_S:
             return False
@@ -57,15 +59,15 @@ class Interrupts:
 
     @contextmanager
     def listening(self, interrupted: Callable[[], object]) -> Iterator[None]:
-        """Call `interrupted` in the running event loop at each interrupt, and at once when there was one already."""
+        """Call `interrupted` in the running event loop at each interrupt, and immediately if there was one already."""
         loop = asyncio.get_running_loop()
 
-        def heard() -> None:
+        def on_signal() -> None:
             if self.note():
                 interrupted()
 
         for number in SIGNALS:
-            loop.add_signal_handler(number, heard)
+            loop.add_signal_handler(number, on_signal)
         if self.count:
             interrupted()
         try:
@@ -73,9 +75,9 @@ class Interrupts:
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
-            # A removed handler leaves Python's own one in its place.
+            # Removing a handler from the loop installs Python's default one.
             self.reclaim()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.note() and self.count > AT_ONCE:
+        if self.note() and self.count > HANDLED:
             raise KeyboardInterrupt

@@ -1,9 +1,9 @@
-"""From a recipe to a finished run: checks, run directory, local Ray, the service, the summary.
+"""Driver of a run: checks the recipe, creates the run directory, starts Ray and the service, writes the summary.
 
 Invariants:
-- Everything that can be wrong is looked at before the run directory is made; a refused start leaves nothing behind.
-- One process drives a run directory at a time. It also guards the service: that one's death or hanging costs time only.
-- Interrupting a run (Ctrl-C, SIGTERM) drains it: what is saved can be resumed. A second interrupt ends it at once.
+- Every check comes before the run directory is created; a refused start leaves nothing behind.
+- One process drives a run directory at a time. It also guards the service, whose death or hang costs only time.
+- Interrupting a run (Ctrl-C, SIGTERM) drains it, so that it can be resumed. A second interrupt ends it immediately.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What the command line asked for."""
+    """Arguments of `headrace run`."""
 
     recipe: Path
     runs_dir: Path
@@ -85,7 +85,7 @@ class RunRequest:
 
 
 def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
-    """Check everything, then make the run directory. Raises ConfigError and the errors of tasks, model and
+    """Check everything, then create the run directory. Raises ConfigError and the errors of tasks, model and
     sandboxes."""
     if not NAME.fullmatch(request.name):
         raise ConfigError(f"--name {request.name}: use letters, digits, '.', '_' and '-', not starting with '.'")
@@ -98,16 +98,27 @@ def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
 
 
 def lay_out(config: RunConfig, directory: RunDirectory) -> None:
-    """Check what the configuration names, then make the run directory. Raises ConfigError and the errors of tasks,
-    model and sandboxes."""
+    """Check all that the configuration names, then create the run directory, completely or not at all. Raises
+    ConfigError and the errors of tasks, model and sandboxes."""
     check_parts(config)
     train, heldout = load_task_sets(config)
-    _make(directory, config, train, heldout)
+    staged = directory.path.with_name(f".{directory.path.name}.{os.getpid()}")
+    partial = RunDirectory(path=staged)
+    try:
+        partial.write_beginning(train, uuid.uuid4().hex)
+        write_tasks(partial.heldout_tasks, heldout)
+        partial.config.write_bytes(orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+        publish_folder(staged, directory.path)
+    except OSError as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise ConfigError(
+            f"--runs-dir: {directory.path} cannot be written: {error.strerror}; choose another"
+        ) from error
 
 
 def check_parts(config: RunConfig) -> None:
-    """Model, agent, sandboxes and a folder for temporary files are there. Raises ConfigError, ModelInvalid,
-    NamespacesUnavailable and FolderRefused."""
+    """Check that model, agent, sandboxes and the folder for temporary files are usable. Raises ConfigError,
+    ModelInvalid, NamespacesUnavailable and FolderRefused."""
     check_ray_folder()
     if not config.engines.is_simulated:
         check_model_files(config.model.path)
@@ -128,21 +139,21 @@ def check_objective(learner: LearnerConfig) -> None:
 
 
 def refuse_absent_sglang(engines: EnginesConfig) -> None:
-    """Servers that the run would start have an environment. Raises ConfigError."""
+    """Raise ConfigError if the run would start SGLang servers and there is no environment for them."""
     if engines.backend != "sglang" or not engines.count:
         return
     try:
         find_python(engines.sglang.python)
     except EngineStartFailed as error:
         raise ConfigError(
-            f"engines.backend sglang: {error}, name another environment's in engines.sglang.python, or set "
+            f"engines.backend sglang: {error}, set engines.sglang.python to another environment's Python, or "
             "engines.backend to cpu"
         ) from error
 
 
 def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-    """Training and held-out tasks, read or generated; an overlap is refused. Raises TaskFileError, ConfigError and
-    what hosts of `sandbox.remote.urls` refuse."""
+    """Read or generate the training and held-out tasks. Raises TaskFileError, ConfigError (also when they overlap) and
+    the errors of the hosts in `sandbox.remote.urls`."""
     section, seed = config.tasks, config.service.seed
     if section.train is not None and section.heldout is not None:
         train, heldout = load_tasks(section.train), load_tasks(section.heldout)
@@ -161,7 +172,7 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
 
 
 def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -> None:
-    """An evaluation has the time for every run that it may need. Raises ConfigError."""
+    """Raise ConfigError if an evaluation may time out before all test runs that it may need."""
     for task in tasks:
         needed_s = REPOSITORY_RUNS * task.evaluator.timeout_s
         if task.evaluator.repository is not None and needed_s > evaluate_timeout_s:
@@ -172,57 +183,38 @@ def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -
             )
 
 
-def _make(directory: RunDirectory, config: RunConfig, train: Sequence[Task], heldout: Sequence[Task]) -> None:
-    """The run directory appears complete or not at all."""
-    staged = directory.path.with_name(f".{directory.path.name}.{os.getpid()}")
-    partial = RunDirectory(path=staged)
-    try:
-        partial.write_beginning(train, uuid.uuid4().hex)
-        write_tasks(partial.heldout_tasks, heldout)
-        partial.config.write_bytes(orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
-        publish_folder(staged, directory.path)
-    except OSError as error:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise ConfigError(
-            f"--runs-dir: {directory.path} cannot be written: {error.strerror}; choose another"
-        ) from error
-
-
 def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
-    """The configuration of a run that was started before, by this version or an older one. Raises RunMissing."""
+    """Read the configuration of an existing run, made by this version or an older one. Raises RunMissing."""
     directory = RunDirectory(path=path.resolve())
     if not directory.config.is_file():
-        raise RunMissing(f"{path}: no run there (config.json is missing); list runs with `headrace status`")
+        raise RunMissing(f"{path}: not a run directory (config.json is missing); list runs with `headrace status`")
     try:
         document = orjson.loads(directory.config.read_bytes())
         if not isinstance(document, dict) or not all(isinstance(table, dict) for table in document.values()):
             raise ValueError("tables are missing")
-        return RunConfig.model_validate(placed(upgraded(document), directory)), directory
+        document = upgraded(document)
+        # The run directory may have been moved since these paths were written.
+        document["learner"] |= {
+            "checkpoint_dir": str(directory.checkpoints),
+            "snapshot_dir": str(directory.path / "weights"),
+        }
+        return RunConfig.model_validate(document), directory
     except (KeyError, ValueError) as error:
         reason = explain(error, RunConfig) if isinstance(error, ValidationError) else error
-        raise RunMissing(f"{directory.config}: not the configuration of a run of this version: {reason}") from error
-
-
-def placed(document: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
-    """The document with the paths of where the run directory lies now: it may have been moved."""
-    learner = document["learner"] | {
-        "checkpoint_dir": str(directory.checkpoints),
-        "snapshot_dir": str(directory.path / "weights"),
-    }
-    return document | {"learner": learner}
+        raise RunMissing(f"{directory.config}: not a run configuration that this version can read: {reason}") from error
 
 
 @contextmanager
 def sole_driver(directory: RunDirectory) -> Iterator[None]:
-    """Hold the run's lock; the kernel drops it when this process dies. Raises RunExists when another process drives
-    the run, ConfigError when nothing can be written there."""
+    """Hold the run's lock, which the kernel releases when this process dies. Raises RunExists when another process
+    drives the run, ConfigError when the directory cannot be written."""
     try:
         lock = FileLock(directory.lock, blocking=False)
     except BlockingIOError as error:
-        raise RunExists(f"{directory.path} is being driven by another process; stop that one first") from error
+        raise RunExists(f"{directory.path} is being driven by another process; stop that process first") from error
     except OSError as error:
         raise ConfigError(
-            f"{directory.path} cannot be written: {error.strerror}; copy it to a disk that can"
+            f"{directory.path} cannot be written: {error.strerror}; copy it to a writable disk"
         ) from error
     with lock:
         directory.lock.write_text(str(os.getpid()))
@@ -237,14 +229,14 @@ def drive(
     before: Callable[[], object] = lambda: None,
     beside: Callable[[Service], Coroutine[Any, Any, None]] | None = None,
 ) -> RunSummary:
-    """Run or resume to the end; the summary is also written to summary.json. `before` is called as soon as nobody else
-    drives the run; `beside` goes on beside the run, with its service, and is cancelled at the end. Raises RunError and
-    what ended the run."""
+    """Run or resume to the end, and write the summary to summary.json. `before` is called as soon as this process holds
+    the run's lock; `beside` runs concurrently, with the service as its argument, and is cancelled at the end. Raises
+    RunError and the error that ended the run."""
     with sole_driver(directory), Interrupts() as interrupts:
         before()
         started = time.time()
         directory.append_session(started, None)
-        # It told how the run stood before it went on.
+        # A summary of an earlier session would be out of date from here on.
         directory.summary.unlink(missing_ok=True)
         try:
             with interrupts_of_ray(interrupts), starting("Ray", quiet=quiet):
@@ -265,13 +257,14 @@ def drive(
 
 @contextmanager
 def interrupts_of_ray(interrupts: Interrupts) -> Iterator[None]:
-    """Ray starts in this block. Its handlers exit the process in the middle of that, or dump native stacks."""
+    """Restore our signal handlers after Ray has started in this block: its own exit the process during the start, or
+    dump native stacks."""
     try:
         yield
     except SystemExit:
         interrupts.note()
     except StartFailed:
-        # A scheduler's signal ends Ray's processes too.
+        # A scheduler's signal also ends Ray's processes, which makes the start fail.
         if not interrupts.count:
             raise
     finally:
@@ -289,7 +282,19 @@ async def _drive(
     ABSENCE.seconds = config.cluster.absent_s
     runtime = RayRuntime()
     with starting("engines, sandboxes, gateway and learner", quiet=quiet):
-        service = await _start(runtime, config, directory, interrupts)
+        async with asyncio.TaskGroup() as tasks:
+            spawning = tasks.create_task(runtime.spawn(Service, config, directory, runtime, name="service"))
+
+            def interrupted() -> None:
+                # The first cancellation stops in order what has started; the second one ends it immediately.
+                spawning.cancel()
+                asyncio.get_running_loop().call_later(config.service.drain_s, spawning.cancel)
+
+            with interrupts.listening(interrupted):
+                await asyncio.wait([spawning])
+        if spawning.cancelled():
+            raise RunInterrupted(f"interrupted during start; continue with: headrace resume {directory.path}")
+        service = spawning.result()
     try:
         async with asyncio.TaskGroup() as tasks:
             draining = asyncio.Event()
@@ -302,34 +307,16 @@ async def _drive(
             for task in aside:
                 task.cancel()
     finally:
-        # What does not close in time dies with Ray; it must not hide how the run ended.
+        # Actors that do not stop in time end with Ray. The timeout must not replace the error that ended the run.
         with suppress(TimeoutError):
             async with asyncio.timeout(config.service.drain_s):
                 await runtime.stop(service)
     return completed
 
 
-async def _start(runtime: Runtime, config: RunConfig, directory: RunDirectory, interrupts: Interrupts) -> Service:
-    """The service with all that it starts. Raises RunInterrupted, after what had started was stopped in order (at the
-    second interrupt, or after `service.drain_s`, at once)."""
-    if interrupts.count == 0:
-        async with asyncio.TaskGroup() as tasks:
-            starting = tasks.create_task(runtime.spawn(Service, config, directory, runtime, name="service"))
-
-            def interrupted() -> None:
-                starting.cancel()
-                asyncio.get_running_loop().call_later(config.service.drain_s, starting.cancel)
-
-            with interrupts.listening(interrupted):
-                await asyncio.wait([starting])
-        if not starting.cancelled():
-            return starting.result()
-    raise RunInterrupted(f"interrupted while it started; continue with: headrace resume {directory.path}")
-
-
 async def run_guarded(runtime: Runtime, service: Service, hang_s: float, draining: asyncio.Event | None = None) -> bool:
-    """`Service.run` to its end, also when the service's process dies or hangs on the way; a new one is told when the
-    run is `draining`."""
+    """Call `Service.run` until it returns, also when the service's process dies or hangs. A new process drains too when
+    `draining` is set."""
 
     async def ready() -> None:
         await service.progress()
@@ -351,7 +338,7 @@ def drain_on_interrupt(
     draining: asyncio.Event,
     interrupts: Interrupts,
 ) -> Iterator[None]:
-    """First interrupt: drain, as soon as the service is there to be told. Second: cancel."""
+    """Drain at the first interrupt, as soon as the service answers; cancel at the second."""
 
     def interrupted() -> None:
         if draining.is_set():
@@ -364,13 +351,13 @@ def drain_on_interrupt(
         yield
 
 
-class Shown(Protocol):
-    """What has progress to show."""
+class ProgressSource(Protocol):
+    """Service that reports its progress."""
 
     async def progress(self) -> Progress: ...
 
 
-async def watch(service: Shown, *, quiet: bool) -> None:
+async def watch(service: ProgressSource, *, quiet: bool) -> None:
     """Show progress once a second until cancelled."""
     if quiet:
         return
@@ -382,8 +369,7 @@ async def watch(service: Shown, *, quiet: bool) -> None:
 
 
 def draw(directory: RunDirectory) -> None:
-    """Draw reward.png from the metrics; left out, with a line in the summary's place, when matplotlib is not
-    installed."""
+    """Draw reward.png from the metrics, if matplotlib is installed."""
     from headrace.serve.observing.plots import reward_png
 
     reward_png(read_metrics(directory.metrics), directory.picture)

@@ -1,4 +1,4 @@
-"""Configurations that older versions wrote into run directories, as this version reads them."""
+"""Upgrade of configurations that older versions wrote into run directories."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _MOVED: Final = {
     ("agent", "max_observation_bytes"): ("agent", "shell", "max_observation_bytes"),
     ("agent", "working_directory"): ("agent", "shell", "working_directory"),
 }
-"""Since agents are chosen by `agent.kind`."""
+"""Keys that moved when `agent.kind` was introduced."""
 _DROPPED: Final = (("service", "evaluators"),)
-"""One was always started."""
+"""Keys without a meaning today: one evaluator was always started."""
 
 _CONSTANT_CLOCKS: Final = {
     ("gateway", "gate_wait_s"): 20.0,
@@ -21,30 +21,29 @@ _CONSTANT_CLOCKS: Final = {
     ("rollout", "lease_s"): 60.0,
     ("push", "gate_lease_s"): 60.0,
 }
-"""Their defaults of that time."""
+"""Defaults of timeouts before they were derived from each other."""
 
 
 def upgraded(document: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The document with the keys of today; a new one, and the same when nothing in it is old."""
+    """Return a copy of the document with the keys of this version."""
     document = {name: dict(table) for name, table in document.items()}
-    for old, new in _MOVED.items():
+    for old, (*tables, key) in _MOVED.items():
         if (value := _take(document, old)) is not None:
-            _put(document, new, value)
+            table: dict[str, Any] = document
+            for name in tables:
+                table = table.setdefault(name, {})
+            table.setdefault(key, value)
     for old in _DROPPED:
         _take(document, old)
     if "health_misses" not in document.get("engines", {}):
-        _free_clocks(document)
+        # Older than derived timeouts: the constant defaults contradict longer phases, so they are derived now.
+        for (section, key), default_s in _CONSTANT_CLOCKS.items():
+            if document.get(section, {}).get(key) == default_s:
+                del document[section][key]
+        # Any value of `stall_s` was meant for a detector that counted ended rollouts only.
+        document.get("service", {}).pop("stall_s", None)
+        document.get("rollout", {}).pop("guard_s", None)
     return document
-
-
-def _free_clocks(document: dict[str, dict[str, Any]]) -> None:
-    """Clocks were constants before they were derived from each other, and contradicted longer phases."""
-    for (table, key), default_s in _CONSTANT_CLOCKS.items():
-        if document.get(table, {}).get(key) == default_s:
-            del document[table][key]
-    # Whatever it was set to, it counted ended rollouts only.
-    document.get("service", {}).pop("stall_s", None)
-    document.get("rollout", {}).pop("guard_s", None)
 
 
 def _take(document: dict[str, Any], path: tuple[str, ...]) -> Any:
@@ -52,10 +51,3 @@ def _take(document: dict[str, Any], path: tuple[str, ...]) -> Any:
     for name in tables:
         document = document.get(name, {})
     return document.pop(key, None)
-
-
-def _put(document: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    *tables, key = path
-    for name in tables:
-        document = document.setdefault(name, {})
-    document.setdefault(key, value)

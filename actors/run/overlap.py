@@ -1,7 +1,7 @@
-"""Held-out tasks are no training tasks.
+"""Check that no held-out task is also a training task.
 
-Invariant: two tasks are the same problem when all but their id and family is equal: a task that was only renamed is not
-held out.
+Invariant: two tasks are the same problem when everything but their id and family is equal: renaming a task does not
+make it held-out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAX_NAMED, MAX_ID_CHARACTERS = 5, 80
 
 
 def refuse_overlap(train: Sequence[Task], held_out: Sequence[Task], source: str) -> None:
-    """Raises ConfigError, which names `source` (a key, an option) and the ids, when a task is on both sides."""
+    """Raise ConfigError with `source` (a key or an option) and the ids when a task is in both sets."""
     trained = {_problem(task) for task in train}
     both = [task.id for task in held_out if _problem(task) in trained]
     if both:
         names = ", ".join(repr(task_id[:MAX_ID_CHARACTERS]) for task_id in both[:MAX_NAMED])
         rest = f" and {len(both) - MAX_NAMED} more" if len(both) > MAX_NAMED else ""
         raise ConfigError(
-            f"{source}: {len(both)} tasks are also in tasks.train ({names}{rest}); take them out of one of the files"
+            f"{source}: {len(both)} tasks are also in tasks.train ({names}{rest}); remove them from one of the files"
         )
 
 

@@ -1,7 +1,7 @@
-"""The one wiring of the actors: runs, evaluations, virtual time and benches all start them here.
+"""Wiring of the actors, shared by runs, evaluations, virtual time and benches.
 
 Invariants:
-- Every actor is named, kept in `_actors` for its guard, and stopped when the service's context ends, the last first.
+- Every actor has a name, is in `_actors` for its guard, and stops when the service's context ends, in reverse order.
 - A service decides which actors it starts, and in what order: see `service` and `held_out.service`.
 """
 
@@ -29,7 +29,7 @@ from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.stations import SessionTerms, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
-from headrace.actors.run.supervision import Parts
+from headrace.actors.run.supervision import SupervisedActors
 from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.resources import ResourceOwner
@@ -43,7 +43,6 @@ from headrace.serve.gateway.config import GatewayConfig
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-    from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.stations import TaskCatalog
@@ -59,7 +58,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Externals:
-    """What a service takes from outside its actors; virtual time brings its own."""
+    """Dependencies of a service outside its actors, which virtual time replaces."""
 
     clock: Callable[[], float] = time.time
     """Unix time, in seconds."""
@@ -67,15 +66,15 @@ class Externals:
     """Boots the sandboxes instead of the configuration's provider."""
     tasks: tuple[Task, ...] = ()
     """Training tasks of a run without a directory."""
-    look_s: float = 1.0
-    """Time between two looks of the supervision."""
+    check_interval_s: float = 1.0
+    """Interval of the supervision's checks."""
 
 
 class ServiceParts(ResourceOwner):
-    """Base of the services: starts the actors that they share.
+    """Base class of the services, which starts the actors that they share.
 
-    Without a directory the ledgers of rollouts and sandboxes are in memory, and nothing is recorded: that needs
-    simulated engines and sandboxes.
+    Without a directory, which requires simulated engines and sandboxes, the ledgers of rollouts and sandboxes are in
+    memory and nothing is recorded.
     """
 
     def __init__(
@@ -105,13 +104,13 @@ class ServiceParts(ResourceOwner):
         self._failed_to_start = False
 
     async def process_ids(self) -> dict[str, int]:
-        """Process id by actor name; for operators and fault tests."""
+        """Return the process id of each actor by name, for operators and fault tests."""
         return {name: (await self._runtime.stats(actor))[0] for name, actor in self._actors.items()}
 
     @asynccontextmanager
     async def _starting(self) -> AsyncIterator[None]:
-        """What was started here stops again when the block fails, and what was found alive lives on: it belongs to the
-        run, and the next service finds it. The first cause is raised."""
+        """Stop the actors that the block started when it fails, and raise the first cause. Actors that were already
+        running stay alive: they belong to the run, and the next service finds them."""
         try:
             yield
         except BaseException as error:
@@ -123,8 +122,8 @@ class ServiceParts(ResourceOwner):
 
     @asynccontextmanager
     async def _guarded(self, supervision: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[asyncio.TaskGroup]:
-        """Every actor is guarded, and `supervision` goes on, for as long as the block does. Raises DiskFull when the
-        disk is full, whatever that broke, else the first cause."""
+        """Guard every actor and run `supervision` during the block. Raises DiskFull when the disk is full, whatever
+        failed because of it, otherwise the first cause."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 beside = [tasks.create_task(supervision)]
@@ -162,7 +161,7 @@ class ServiceParts(ResourceOwner):
         )
 
     async def _start_gateway(self) -> None:
-        """Start the gateway. Simulated engines need none: their sessions are in the workers."""
+        """Start the gateway. Simulated engines need none, because their sessions are in the workers."""
         config, directory = self._config, self._directory
         if config.engines.is_simulated:
             return
@@ -181,10 +180,35 @@ class ServiceParts(ResourceOwner):
         )
 
     async def _start_workers(self, replay: RolloutStore) -> None:
-        """Engines and evaluator, then the workers that need both."""
+        """Start engines and evaluator, then the workers that need both."""
+        config = self._config
+        spawning: Coroutine[Any, Any, EngineGroup | SimulatedEngineGroup]
+        if self.gateway is None:
+            spawning = self._spawn(
+                "engines",
+                SimulatedEngineGroup,
+                config.engines.simulated,
+                observing=self._observing,
+                directory=self._directory,
+            )
+        else:
+            # By default an engine's context is as long as that of any session.
+            longest = max(config.sampling.max_context_tokens, config.evaluation.sampling.max_context_tokens or 0)
+            context = config.engines.max_context_tokens or longest
+            spawning = self._spawn(
+                "engines",
+                EngineGroup,
+                config.engines.model_copy(update={"max_context_tokens": context}),
+                config.push,
+                gateway=self.gateway,
+                model_dir=config.model.path,
+                seed=config.service.seed,
+                observing=self._observing,
+                runtime=self._runtime,
+            )
+        lease_s = config.rollout.lease_s
         async with asyncio.TaskGroup() as starting:
-            engines = starting.create_task(self._spawn_engines())
-            lease_s = self._config.rollout.lease_s
+            engines = starting.create_task(spawning)
             evaluator = starting.create_task(
                 self._spawn("evaluator", Evaluator, self.pool, self._observing, lease_s=lease_s)
             )
@@ -193,31 +217,9 @@ class ServiceParts(ResourceOwner):
         async with asyncio.TaskGroup() as starting:
             workers = [
                 starting.create_task(self._spawn(f"worker-{index}", RolloutWorker, parts))
-                for index in range(self._config.service.workers)
+                for index in range(config.service.workers)
             ]
         self.workers = [worker.result() for worker in workers]
-
-    async def _spawn_engines(self) -> EngineGroup | SimulatedEngineGroup:
-        config = self._config
-        if self.gateway is None:
-            return await self._spawn(
-                "engines",
-                SimulatedEngineGroup,
-                config.engines.simulated,
-                observing=self._observing,
-                directory=self._directory,
-            )
-        return await self._spawn(
-            "engines",
-            EngineGroup,
-            _engines(config),
-            config.push,
-            gateway=self.gateway,
-            model_dir=config.model.path,
-            seed=config.service.seed,
-            observing=self._observing,
-            runtime=self._runtime,
-        )
 
     async def _start_dispatcher(self, replay: RolloutStore) -> None:
         self.dispatcher = await self._spawn(
@@ -232,11 +234,21 @@ class ServiceParts(ResourceOwner):
         )
 
     async def _start_learner(self) -> None:
+        learner: LearnerConfig | SimulatedLearnerConfig = self._config.learner
+        if self._config.learner.kind != "megatron":
+            weights = None if self._config.engines.is_simulated else self._config.model.path / "model.safetensors"
+            # A run without a directory has no checkpoints.
+            changes = {
+                "checkpoint_dir": None if self._directory is None else self._config.learner.checkpoint_dir,
+                "seed": self._config.learner.seed,
+                "weights": weights,
+            }
+            learner = self._config.learner.simulated.model_copy(update=changes)
         self.learner = await self._spawn(
             "learner",
             LearnerLoop,
             self._config.training,
-            _learner(self._config, keeps=self._directory is not None),
+            learner,
             replay=self.replay,
             engines=self.engines,
             observing=self._observing,
@@ -283,9 +295,9 @@ class ServiceParts(ResourceOwner):
             await self._runtime.stop(actor)
 
 
-def parts_of(service: ServiceParts, learner: LearnerLoop | None = None) -> Parts:
-    """The actors that the supervision of a service looks at; an evaluation has no learner."""
-    return Parts(
+def supervised_actors(service: ServiceParts, learner: LearnerLoop | None = None) -> SupervisedActors:
+    """Return the actors that the supervision of a service checks; an evaluation has no learner."""
+    return SupervisedActors(
         learner=learner,
         dispatcher=service.dispatcher,
         pool=service.pool,
@@ -298,7 +310,7 @@ def parts_of(service: ServiceParts, learner: LearnerLoop | None = None) -> Parts
 
 
 def training_terms(config: RunConfig) -> SessionTerms:
-    """Sampling and budgets of training sessions."""
+    """Return sampling and budgets of training sessions."""
     budgets = Budgets(
         max_turns=config.agent.max_turns,
         max_tokens_per_turn=config.sampling.max_tokens_per_turn,
@@ -311,7 +323,7 @@ def training_terms(config: RunConfig) -> SessionTerms:
 
 
 def evaluation_terms(config: RunConfig) -> SessionTerms:
-    """Sampling and budgets of evaluation sessions: those of training where evaluation.sampling says nothing."""
+    """Return sampling and budgets of evaluation sessions: those of training where evaluation.sampling sets none."""
     training, own = training_terms(config), config.evaluation.sampling
     temperature = training.sampling.temperature if own.temperature is None else own.temperature
     budgets = replace(
@@ -324,7 +336,7 @@ def evaluation_terms(config: RunConfig) -> SessionTerms:
 
 
 def periodic_evaluations(config: RunConfig, directory: RunDirectory) -> EvaluationFolders:
-    """Where a run keeps the evaluations it makes while it trains."""
+    """Return the folders for the evaluations of a run."""
     about = About(
         model=str(config.model.path),
         recipe_sha256=recipe_digest(config),
@@ -334,29 +346,8 @@ def periodic_evaluations(config: RunConfig, directory: RunDirectory) -> Evaluati
 
 
 def recipe_digest(config: RunConfig) -> str:
-    """SHA-256 over the resolved recipe, hexadecimal; the same wherever the run directory lies."""
+    """Return the hexadecimal SHA-256 of the resolved recipe, which does not depend on the run directory's path."""
     document = config.model_dump(mode="json")
     for key in ("checkpoint_dir", "snapshot_dir"):
         del document["learner"][key]
     return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()
-
-
-def _engines(config: RunConfig) -> EnginesConfig:
-    """The engines take what a session may have, unless the recipe says more."""
-    most = max(config.sampling.max_context_tokens, config.evaluation.sampling.max_context_tokens or 0)
-    context = config.engines.max_context_tokens or most
-    return config.engines.model_copy(update={"max_context_tokens": context})
-
-
-def _learner(config: RunConfig, *, keeps: bool) -> LearnerConfig | SimulatedLearnerConfig:
-    """The configuration of the learner that the run has; it `keeps` checkpoints or nothing."""
-    learner = config.learner
-    if learner.kind == "megatron":
-        return learner
-    weights = None if config.engines.is_simulated else config.model.path / "model.safetensors"
-    set_by_the_run = {
-        "checkpoint_dir": learner.checkpoint_dir if keeps else None,
-        "seed": learner.seed,
-        "weights": weights,
-    }
-    return learner.simulated.model_copy(update=set_by_the_run)

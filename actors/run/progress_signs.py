@@ -1,10 +1,9 @@
-"""The signs of progress of a run, for its stall detector: real, simulated and evaluating runs are judged by these.
+"""Progress signs of real, simulated and evaluating runs, for the stall detector.
 
 Invariants:
-- Only what succeeded counts: a turn that was recorded, a rollout that was scored, a judging step that ended well.
-- Turns, tokens and judging steps lead to a result, or to nothing: they count while results come (`RESULT_ROLLOUTS`).
-- The opening of a learner counts as work under way and not as progress: one that dies again and again opens again and
-  again.
+- Only successes count: a recorded turn, a scored rollout, a judging step without an error.
+- Turns, tokens and judging steps are intermediate: they count only while results keep arriving (`RESULT_ROLLOUTS`).
+- Opening a learner is work under way, not progress: a learner that crashes repeatedly opens repeatedly.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from headrace.actors.training.learner import ENDING_STAGES, Stage
 
 if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
-    from headrace.actors.run.supervision import Look
+    from headrace.actors.run.supervision import StatusSnapshot
 
 RESULT_ROLLOUTS = 2.0
-"""Some rollout has a result in so many times the longest that one may take; turns alone are no progress after that."""
+"""Multiple of the longest rollout within which some rollout must have a result; later, turns alone are no progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkClocks:
-    """The longest that each kind of work may take, in seconds."""
+    """Timeout of each kind of work, in seconds."""
 
     stage_s: float
     engine_start_s: float
@@ -36,7 +35,7 @@ class WorkClocks:
 
 
 def work_clocks(config: RunConfig) -> WorkClocks:
-    """Those of a run. The weights of a push are those of the model."""
+    """Return the timeouts of a run's work. A push transfers the model's weights."""
     weights = config.model.path.glob("*.safetensors") if not config.engines.is_simulated else ()
     return WorkClocks(
         stage_s=config.training.stage_timeout_s,
@@ -47,53 +46,40 @@ def work_clocks(config: RunConfig) -> WorkClocks:
 
 
 def stall_detector(config: RunConfig, now_s: float) -> StallDetector:
-    """That of a run, from `now_s` (seconds of any clock)."""
+    """Return the stall detector of a run, starting at `now_s` (seconds of any clock)."""
     return StallDetector(now_s, config.service.stall_s, RESULT_ROLLOUTS * config.rollout.guard_s)
 
 
-def signs_of(look: Look, longest: WorkClocks) -> ProgressSigns:
-    """What one look at the parts says of progress."""
-    results, on_the_way = _results(look), _on_the_way(look)
-    return ProgressSigns(
-        counts=results | on_the_way,
-        on_the_way=on_the_way.keys(),
-        under_way=_under_way(look, longest),
-        version=None if look.learner is None else look.learner.version,
-    )
-
-
-def _results(look: Look) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    if look.learner is not None:
-        counts |= {"stages": look.learner.stages, "trained tokens": look.learner.tokens}
-        if look.learner.version is not None:
-            counts["steps"] = look.learner.version.step
-    if look.dispatcher is not None:
-        counts |= {"scored rollouts": look.dispatcher.scored, "answers": look.dispatcher.answered}
-    return counts
-
-
-def _on_the_way(look: Look) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    if look.gateway is not None:
-        counts |= {"turns": look.gateway.turns, "sampled tokens": look.gateway.sampled_tokens}
-    for number, worker in enumerate(look.workers):
+def signs_of(status: StatusSnapshot, longest: WorkClocks) -> ProgressSigns:
+    """Return the signs of progress in one snapshot."""
+    learner, gateway = status.learner, status.gateway
+    results: dict[str, int] = {}
+    under_way: dict[str, float] = {}
+    if learner is not None:
+        results |= {"stages": learner.stages, "trained tokens": learner.tokens}
+        if learner.version is not None:
+            results["steps"] = learner.version.step
+        if learner.stage in ENDING_STAGES:
+            under_way[f"learner {learner.stage}"] = longest.stage_s
+    if status.dispatcher is not None:
+        results |= {"scored rollouts": status.dispatcher.scored, "answers": status.dispatcher.answered}
+    intermediate: dict[str, int] = {}
+    if gateway is not None:
+        intermediate |= {"turns": gateway.turns, "sampled tokens": gateway.sampled_tokens}
+    for number, worker in enumerate(status.workers):
         if worker is not None and worker.ended_turns is not None:
-            counts[f"turns of worker {number}"] = worker.ended_turns
-    if look.judged_steps is not None:
-        counts["judged steps"] = look.judged_steps
-    return counts
-
-
-def _under_way(look: Look, longest: WorkClocks) -> dict[str, float]:
-    found: dict[str, float] = {}
-    if look.learner is not None and look.learner.stage in ENDING_STAGES:
-        found[f"learner {look.learner.stage}"] = longest.stage_s
-    pushes = look.learner is not None and look.learner.stage is Stage.PUSHING
-    if pushes or (look.gateway is not None and look.gateway.closed):
-        found["push"] = longest.push_s
-    if any(engine.state is EngineState.STARTING for engine in look.engines):
-        found["engine start"] = longest.engine_start_s
-    if look.pool is not None and look.pool.booting:
-        found["boots and image work"] = longest.boot_s
-    return found
+            intermediate[f"turns of worker {number}"] = worker.ended_turns
+    if status.judged_steps is not None:
+        intermediate["judged steps"] = status.judged_steps
+    if (learner is not None and learner.stage is Stage.PUSHING) or (gateway is not None and gateway.closed):
+        under_way["push"] = longest.push_s
+    if any(engine.state is EngineState.STARTING for engine in status.engines):
+        under_way["engine start"] = longest.engine_start_s
+    if status.pool is not None and status.pool.booting:
+        under_way["boots and image work"] = longest.boot_s
+    return ProgressSigns(
+        counts=results | intermediate,
+        intermediate=intermediate.keys(),
+        under_way=under_way,
+        version=None if learner is None else learner.version,
+    )

@@ -1,6 +1,6 @@
-"""`headrace report RUN`: what the scheduling did to a run, read from its directory.
+"""Scheduling report of a run for `headrace report RUN`, read from its directory.
 
-Invariant: pure reading, of runs that are over, killed or running; nothing is taken from what a process says.
+Invariant: only files are read, no process is queried; the run may have ended, been killed or still be running.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.report import acceptance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from rich.console import RenderableType
 
@@ -29,14 +29,13 @@ if TYPE_CHECKING:
     from headrace.actors.record.push_costs import PushCosts
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.record.utilisation import StationLoad
-    from headrace.buffer.audit.evidence import StreamedEvidence
     from headrace.buffer.audit.report import DecileReport, LeftOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Early:
-    """Groups that were sealed with members unfinished, all together. Means over the groups' own means; None without
-    any."""
+class EarlySealing:
+    """Totals over the groups that were sealed before all members had finished. Means are over the groups' means, and
+    None without such groups."""
 
     groups: int
     late: int
@@ -49,41 +48,41 @@ class Early:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """`staleness` counts trained rollouts of the surviving path by staleness; `causes` ended attempts by cause;
-    `evicted` how often a rollout went over the bound; `parked` gives tasks that are not issued any more with their last
-    failure."""
+    """Scheduling report of one run. `staleness` counts trained rollouts of the surviving path by staleness, `causes`
+    ended attempts by cause, `evicted` rollouts that exceeded the bound; `parked` maps tasks that are no longer issued
+    to their last failure."""
 
     steps: int
     staleness: dict[int, int]
     causes: dict[str, int]
     evicted: int
     deciles: tuple[DecileReport, ...]
-    early: Early
+    early: EarlySealing
     left_out: tuple[LeftOut, ...]
-    """Group by group what `early` sums up; in the JSON alone."""
+    """The groups that `early` sums up; only in the JSON."""
     parked: dict[str, str]
     stations: tuple[StationLoad, ...]
     held_up_by: str | None
     slowed_to: int | None
-    """The fewest rollouts that `dispatcher.pacing` let in flight; None when it never lowered them."""
+    """Lowest limit on rollouts in flight set by `dispatcher.pacing`; None when it never lowered the limit."""
     slowed_by: str
-    """Why, in words."""
+    """Reason for that limit."""
     pushes: PushCosts | None
-    """What the weight pushes cost; None without any."""
+    """Costs of the weight pushes; None without any."""
     engines: tuple[EngineStatus, ...]
-    """As their group last said; those that are gone too."""
+    """Last status of every engine, including those that have left."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"staleness": {str(staleness): count for staleness, count in self.staleness.items()}}
 
     def tables(self) -> RenderableType:
-        """For a person."""
+        """Render the report for the terminal."""
         staleness = ", ".join(f"{staleness}: {count}" for staleness, count in self.staleness.items())
         causes = ", ".join(f"{cause} {count}" for cause, count in self.causes.items())
         finished = sum(decile.evicted for decile in self.deciles)
         lines = [
             f"{self.steps} steps; trained rollouts by staleness {staleness or '-'}",
-            f"went over the staleness bound: {self.evicted}, of which {finished} had finished",
+            f"exceeded the staleness bound: {self.evicted}, of which {finished} had finished",
             f"ended attempts: {causes or '-'}",
         ]
         if self.early.groups:
@@ -95,16 +94,34 @@ class RunReport:
         lines += [f"parked: {task} ({failure})" for task, failure in self.parked.items()]
         lines += [f"station {load.line()}" for load in self.stations]
         lines += [f"held up by {self.held_up_by}"] if self.held_up_by else []
-        lines += [_engine_line(engine) for engine in self.engines]
+        for engine in self.engines:
+            line = f"engine {engine.engine_id} at {engine.url or '-'}: {engine.state}, version {engine.version or '-'}"
+            lines.append(f"{line}, load {engine.load}" + (f" ({engine.reason})" if engine.reason else ""))
         lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
         lines += [self.pushes.line()] if self.pushes else []
-        return Group(*lines, "", _deciles(self.deciles)) if self.deciles else Group(*lines)
+        if not self.deciles:
+            return Group(*lines)
+        # The outcome of each decile shows whether long rollouts vanish from training.
+        fates = ("finished", "trained", "evicted", "undone", "filtered", "held", "cancelled")
+        table = Table("duration up to", box=None, title_justify="left")
+        for name in (*fates, "mean reward"):
+            table.add_column(name, justify="right")
+        for decile in self.deciles:
+            counts = (str(getattr(decile, name)) for name in fates)
+            table.add_row(f"{decile.longest_s:.3g} s", *counts, _number(decile.mean_reward))
+        return Group(*lines, "", table)
 
 
 def report_of(directory: RunDirectory) -> RunReport:
-    """Read everything again. Raises LedgerRefused."""
+    """Compute the report from the run's files. Raises LedgerRefused."""
+    staleness: Counter[int] = Counter()
     with streamed(directory.path) as evidence:
-        accepted, staleness = acceptance(evidence), _staleness(evidence)
+        accepted = acceptance(evidence)
+        steps = Counter(step.batch_id for step in evidence.surviving)
+        for batch in evidence.batches:
+            for _ in range(steps[batch.batch_id]):
+                staleness.update(member.staleness for member in batch.members)
+    groups = accepted.left_out
     metrics = read_metrics(directory.metrics, ("stations", "push", "step"))
     records = [record for record in metrics if record["kind"] == "stations"]
     loads = mean_loads(records)
@@ -113,12 +130,20 @@ def report_of(directory: RunDirectory) -> RunReport:
     slowest = min(slowed, key=lambda record: record["rollout_limit"], default=None)
     return RunReport(
         steps=sum(not commit.skipped for commit in evidence.surviving),
-        staleness=staleness,
+        staleness=dict(sorted(staleness.items())),
         causes=accepted.causes,
         evicted=accepted.evicted,
         deciles=accepted.deciles,
-        early=_early(accepted.left_out),
-        left_out=accepted.left_out,
+        early=EarlySealing(
+            groups=len(groups),
+            late=sum(group.late for group in groups),
+            late_finished=sum(group.late_finished for group in groups),
+            early_mean_s=_mean(group.early_mean_s for group in groups),
+            late_mean_s=_mean(group.late_mean_s for group in groups),
+            early_mean_reward=_mean(group.early_mean_reward for group in groups),
+            late_mean_reward=_mean(group.late_mean_reward for group in groups),
+        ),
+        left_out=groups,
         parked={task.task_id: task.last_failure for task in evidence.tasks if task.parked},
         stations=loads,
         held_up_by=None if full is None else full.station.value,
@@ -129,47 +154,9 @@ def report_of(directory: RunDirectory) -> RunReport:
     )
 
 
-def _engine_line(engine: EngineStatus) -> str:
-    line = f"engine {engine.engine_id} at {engine.url or '-'}: {engine.state}, version {engine.version or '-'}"
-    return f"{line}, load {engine.load}" + (f" ({engine.reason})" if engine.reason else "")
-
-
-def _staleness(evidence: StreamedEvidence) -> dict[int, int]:
-    steps = Counter(step.batch_id for step in evidence.surviving)
-    seen: Counter[int] = Counter()
-    for batch in evidence.batches:
-        for _ in range(steps[batch.batch_id]):
-            seen.update(member.staleness for member in batch.members)
-    return dict(sorted(seen.items()))
-
-
-def _early(groups: Sequence[LeftOut]) -> Early:
-    return Early(
-        groups=len(groups),
-        late=sum(group.late for group in groups),
-        late_finished=sum(group.late_finished for group in groups),
-        early_mean_s=_mean(group.early_mean_s for group in groups),
-        late_mean_s=_mean(group.late_mean_s for group in groups),
-        early_mean_reward=_mean(group.early_mean_reward for group in groups),
-        late_mean_reward=_mean(group.late_mean_reward for group in groups),
-    )
-
-
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _deciles(deciles: Sequence[DecileReport]) -> Table:
-    """Long rollouts must not vanish from training: the columns say where those of a line went."""
-    fates = ("finished", "trained", "evicted", "undone", "filtered", "held", "cancelled")
-    table = Table("duration up to", box=None, title_justify="left")
-    for name in (*fates, "mean reward"):
-        table.add_column(name, justify="right")
-    for decile in deciles:
-        counts = (str(getattr(decile, name)) for name in fates)
-        table.add_row(f"{decile.longest_s:.3g} s", *counts, _number(decile.mean_reward))
-    return table
 
 
 def _number(value: float | None) -> str:

@@ -1,18 +1,18 @@
-"""What `headrace resume` says before it goes on, and keeps in the run directory as `resumes/<epoch>.json`.
+"""Preparation of a resumed run: migration, damaged checkpoints, and the report `resumes/<epoch>.json`.
 
 Invariants:
-- It is told under the run's lock and before any process starts. A run without a ledger has nothing to tell; a ledger
+- The preparation holds the run's lock and ends before any process starts. A run without a ledger needs none; a ledger
   of an older version is migrated first.
-- A run that has lost something does not go on: what is missing would end it later, again and again.
-- Damaged checkpoints are kept aside first, and named. A run whose ledger recorded a checkpoint does not begin from the
-  start policy unless it is asked to (`--from-start`): that undoes every step.
+- A run with lost rollouts is not resumed: they would end it again and again later.
+- Damaged checkpoints are renamed first, and reported. A run whose ledger recorded a checkpoint restarts from the
+  initial policy only with `--from-start`, which undoes every step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
@@ -29,7 +29,7 @@ from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learners.checkpoints import list_checkpoints, set_aside, usable_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
@@ -37,9 +37,12 @@ if TYPE_CHECKING:
     from headrace.policies.learners.checkpoints import SetAside
 
 
-class Resuming:
-    """One resume of one run; `from_start` undoes all its steps, `retry_batch` begins to count the tries of its batches
-    anew."""
+R = TypeVar("R")
+
+
+class ResumePreparation:
+    """Preparation of one resume. `from_start` undoes all steps of the run; `retry_batch` resets the counters of failed
+    tries of its batches."""
 
     def __init__(
         self,
@@ -52,18 +55,22 @@ class Resuming:
     ) -> None:
         self._config, self._directory, self._say = config, directory, say
         self._from_start, self._retry_batch = from_start, retry_batch
-        self.told: dict[str, Any] | None = None
-        """The report as JSON, once told."""
+        self.report: dict[str, Any] | None = None
+        """The report as JSON, None before `prepare`."""
 
-    def tell(self) -> None:
-        """Read, say and keep the report. Raises LedgerRefused, LedgerMismatch, BatchUntrainable, OSError."""
+    def prepare(self) -> None:
+        """Compute, print and save the report. Raises LedgerRefused, LedgerMismatch, BatchUntrainable, OSError."""
         if not has_begun(self._directory.path):
-            self._say("nothing was recorded yet: the run begins")
+            self._say("nothing was recorded yet: the run starts from the beginning")
             return
-        self._bring_up_to_date()
+        began_s = time.monotonic()
+        # Migrated before the report, because reading a ledger of an older version takes as long as migrating it.
+        if (schema := bring_up_to_date(self._directory.path)) is not None:
+            took_s = time.monotonic() - began_s
+            self._say(f"migrated the ledger from schema {schema} to {SCHEMA_VERSION} in {took_s:.1f} s")
         if self._from_start:
-            # Before any checkpoint gets another name: where this fails, the run goes on from the newest.
-            asyncio.run(self._refuse_lost_history())
+            # Checked before any checkpoint is renamed: after a refusal, the run can still resume from the newest one.
+            self._with_store(lambda store: store.operators.refuse_lost_history(None))
         aside = self._set_aside()
         for one in aside:
             self._say(f"CHECKPOINT {one.name} IS LEFT OUT: {one.reason}; it is kept as {one.kept_as}")
@@ -75,26 +82,27 @@ class Resuming:
         self._refuse_without_checkpoint(report, aside)
         for line in report.lines():
             self._say(line)
-        self.told = report.to_json() | {"checkpoints_left_out": {one.name: one.reason for one in aside}}
+        self.report = report.to_json() | {"checkpoints_left_out": {one.name: one.reason for one in aside}}
         path = self._directory.path / "resumes" / f"{report.epoch}.json"
         path.parent.mkdir(exist_ok=True)
-        replace_file(path, orjson.dumps(self.told, option=orjson.OPT_INDENT_2) + b"\n")
+        replace_file(path, orjson.dumps(self.report, option=orjson.OPT_INDENT_2) + b"\n")
         if report.untrainable and not self._retry_batch:
             raise BatchUntrainable(report.untrainable.replace("RUN", str(self._directory.path)))
         if self._retry_batch:
-            asyncio.run(self._try_again())
+            self._with_store(lambda store: store.operators.retry_batches())
         if self._from_start:
-            again = asyncio.run(self._begin_again())
-            self._say(f"all steps are undone; {again} rollouts whose trajectories are gone get a new attempt")
+            again = self._with_store(self._undo_all_steps)
+            self._say(f"all steps are undone; {again} rollouts without a trajectory get a new attempt")
         elif report.lost:
             path = self._directory.path
             raise LedgerRefused(
-                f"{path}: {report.lost} rollouts are lost ({'; '.join(report.problems[:2])}): put back what is "
-                f"missing, e.g. from a copy of the run, or issue them again with `headrace ledger retry-lost {path}`"
+                f"{path}: {report.lost} rollouts are lost ({'; '.join(report.problems[:2])}): restore the missing "
+                f"files, e.g. from a copy of the run, or issue the rollouts again with `headrace ledger retry-lost "
+                f"{path}`"
             )
 
     def _set_aside(self) -> tuple[SetAside, ...]:
-        """Checkpoints that the learner shall not find: damaged ones, and from the start all of them."""
+        """Rename the checkpoints that the learner must not use: damaged ones, and all of them with `--from-start`."""
         root = self._directory.checkpoints
         try:
             damaged = usable_checkpoint(root).set_aside
@@ -102,55 +110,45 @@ class Resuming:
             raise LedgerRefused(str(error)) from error
         if not self._from_start:
             return damaged
-        return (*damaged, *(set_aside(path, "the run begins again (--from-start)") for path in list_checkpoints(root)))
+        return (*damaged, *(set_aside(path, "the run restarts (--from-start)") for path in list_checkpoints(root)))
 
     def _refuse_without_checkpoint(self, report: ResumeReport, aside: tuple[SetAside, ...]) -> None:
         root, path = self._directory.checkpoints, self._directory.path
         if report.checkpoint_is_foreign:
             raise LedgerRefused(
-                f"{root / str(report.checkpoint)} is of another run, of an undone line, or newer than this ledger: "
-                "move it elsewhere to resume from the one before, or put back the ledger that belongs to it"
+                f"{root / str(report.checkpoint)} belongs to another run or an undone branch, or is newer than this "
+                "ledger: move it elsewhere to resume from the previous checkpoint, or restore the ledger that belongs "
+                "to it"
             )
         if report.recorded is None or report.recorded == report.checkpoint or self._from_start:
             return
         if report.checkpoint is None:
             why = f" ({aside[0].name}: {aside[0].reason})" if aside else ""
             raise LedgerRefused(
-                f"{root} holds no checkpoint that can be used{why}, but the ledger recorded {report.recorded}: put the "
-                f"folder back, e.g. from a copy of the run, or undo all steps: `headrace resume {path} --from-start`"
+                f"{root} contains no usable checkpoint{why}, but the ledger recorded {report.recorded}: restore the "
+                f"folder, e.g. from a copy of the run, or undo all steps: `headrace resume {path} --from-start`"
             )
         if all(one.name != report.recorded for one in aside):
-            self._say(f"CHECKPOINT {report.recorded} IS MISSING: the run goes on from {report.checkpoint}")
+            self._say(f"CHECKPOINT {report.recorded} IS MISSING: the run resumes from {report.checkpoint}")
 
-    async def _open_store(self) -> ReplayStore:
-        return await ReplayStore.open(
-            self._directory.path,
-            self._config.buffer,
-            load_tasks(self._directory.train_tasks),
-            run_id=self._directory.identity.read_text(),
-            seed=self._config.service.seed,
-        )
+    def _with_store(self, change: Callable[[ReplayStore], Awaitable[R]]) -> R:
+        """Open the ledger, apply `change` and close the ledger again."""
 
-    async def _try_again(self) -> None:
-        async with await self._open_store() as store:
-            await store.operators.retry_batches()
+        async def run() -> R:
+            async with await ReplayStore.open(
+                self._directory.path,
+                self._config.buffer,
+                load_tasks(self._directory.train_tasks),
+                run_id=self._directory.identity.read_text(),
+                seed=self._config.service.seed,
+            ) as store:
+                return await change(store)
 
-    async def _refuse_lost_history(self) -> None:
-        async with await self._open_store() as store:
-            await store.operators.refuse_lost_history(None)
+        return asyncio.run(run())
 
-    async def _begin_again(self) -> int:
-        """Undo all steps in the ledger; returns how many rollouts must be run again."""
-        async with await self._open_store() as store:
-            await store.open_epoch(None, from_start=True)
-            with streamed(self._directory.path) as evidence:
-                lost = lost_rollouts(evidence)
-            return len(await store.operators.retry_lost(lost, None))
-
-    def _bring_up_to_date(self) -> None:
-        """Before the report: to read a ledger of an older version as it lies takes as long as to migrate it."""
-        began_s = time.monotonic()
-        schema = bring_up_to_date(self._directory.path)
-        if schema is not None:
-            took_s = time.monotonic() - began_s
-            self._say(f"migrated the ledger from schema {schema} to {SCHEMA_VERSION} in {took_s:.1f} s")
+    async def _undo_all_steps(self, store: ReplayStore) -> int:
+        """Undo all steps in the ledger; return the number of rollouts that must run again."""
+        await store.open_epoch(None, from_start=True)
+        with streamed(self._directory.path) as evidence:
+            lost = lost_rollouts(evidence)
+        return len(await store.operators.retry_lost(lost, None))

@@ -1,4 +1,4 @@
-"""What a run directory tells about its run: pure reading, no process is touched."""
+"""State of a run, read from its directory without contact to any process."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class RunState(StrEnum):
-    """Where a run stands."""
+    """State of a run."""
 
     NEW = "new"
-    """It was made, and nobody drove it yet."""
+    """The directory exists, and no process has driven the run yet."""
     RUNNING = "running"
-    """A process drives it now."""
+    """A process is driving the run."""
     FINISHED = "finished"
-    """Its steps are done, or its data is used up."""
+    """All steps are done, or the data is used up."""
     DRAINED = "drained"
-    """It was interrupted, saved and closed: `headrace resume`."""
+    """The run was interrupted and saved; continue with `headrace resume`."""
     STOPPED = "stopped"
-    """Its driver failed or was killed: `headrace resume`."""
+    """The driver failed or was killed; continue with `headrace resume`."""
 
 
 def run_state(directory: RunDirectory) -> RunState:
-    """From the lock and the summary, which a driver removes when it begins."""
+    """Derive the state from the lock and the summary, which a driver removes when it starts."""
     if directory.is_driven():
         return RunState.RUNNING
     try:
@@ -47,7 +47,14 @@ def run_state(directory: RunDirectory) -> RunState:
 
 
 def status_of(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
-    """The document of `headrace status --json`."""
+    """Return the document of `headrace status --json`."""
+    try:
+        condition = read_condition(directory.path)
+        outages = [f"{outage.reason}, since {utc(outage.since_s)}" for outage in condition.outages]
+        held, parked = "; ".join(outages), len(condition.parked)
+    except LedgerRefused as error:
+        # An unreadable ledger is reported in place of the reason why no rollouts are issued.
+        held, parked = str(error), 0
     step = last_metric(directory.metrics, "step")
     evaluations = each_metric(directory.metrics, ("evaluation",))
     state = run_state(directory)
@@ -63,15 +70,6 @@ def status_of(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
         "engines": [asdict(engine) for engine in read_roster(directory.engines).engines],
         "finished": state is RunState.FINISHED,
         "checkpoints_left_out": sorted(path.name for path in directory.checkpoints.glob(f"{ASIDE}*")),
-        **_condition_of(directory),
+        "held": held,
+        "parked": parked,
     }
-
-
-def _condition_of(directory: RunDirectory) -> dict[str, Any]:
-    """Why orders are held, and how many tasks are parked, as the ledger says; one that cannot be read says so."""
-    try:
-        condition = read_condition(directory.path)
-    except LedgerRefused as error:
-        return {"held": str(error), "parked": 0}
-    held = [f"{outage.reason}, since {utc(outage.since_s)}" for outage in condition.outages]
-    return {"held": "; ".join(held), "parked": len(condition.parked)}

@@ -1,4 +1,4 @@
-"""The sections of a run's configuration that are no part's own. `config.RunConfig` has them all."""
+"""Sections of a run's configuration that do not belong to one class; `config.RunConfig` composes all sections."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from headrace.actors.section import Section
 
 
 class ModelSection(Section):
+    """Section [model] of a recipe."""
+
     path: Path = Path()
     """Hugging Face directory of the policy (config.json, model.safetensors, tokenizer.json); relative to the recipe.
     Simulated engines need none."""
 
 
 class TasksSection(Section):
+    """Section [tasks] of a recipe."""
+
     train: Path | None = None
     """JSONL of training tasks (docs/tasks.md), relative to the recipe; None generates terminal tasks."""
     heldout: Path | None = None
@@ -27,7 +31,7 @@ class TasksSection(Section):
     heldout_count: int = Field(default=64, ge=1)
     """Generated held-out tasks."""
     evaluate_s: float = Field(default=0.0, ge=0)
-    """Time of evaluating a rollout of a generated task for the simulated agent."""
+    """Seconds that the evaluation of a generated task for the simulated agent takes."""
 
     @model_validator(mode="after")
     def _both(self) -> Self:
@@ -37,35 +41,37 @@ class TasksSection(Section):
 
 
 class SamplingSection(Section):
+    """Section [sampling] of a recipe: sampling of training rollouts."""
+
     temperature: float = Field(default=1.0, gt=0)
-    """Law for every turn of a training session, whatever the agent asks for."""
+    """Temperature of every turn of a training session; overrides the agent's."""
     max_tokens_per_turn: int = Field(default=48, ge=1)
-    """Tokens one answer may have."""
+    """Maximum tokens of one answer."""
     max_context_tokens: int = Field(default=256, ge=16)
-    """Prompt and answers of one conversation together."""
+    """Maximum tokens of one conversation, prompt and answers together."""
     max_sampled_tokens: int | None = Field(default=None, ge=1)
-    """Tokens sampled in one session, all its conversations together; None for no limit."""
+    """Maximum tokens sampled in one session over all its conversations; None for no limit."""
     train_truncated: bool = True
-    """Whether turns that the end of the context cut are trained; false masks them as `truncated`."""
+    """Train turns that were cut off at the end of the context; false masks them as `truncated`."""
 
 
 class EvaluationSamplingSection(Section):
-    """Sampling of evaluation rollouts. Keys that are left out are those of [sampling], but top_p and top_k: training
-    never cuts the distribution."""
+    """Section [evaluation.sampling] of a recipe: sampling of evaluation rollouts. Missing keys default to those of
+    [sampling], except top_p and top_k, because training never truncates the distribution."""
 
     temperature: float | None = Field(default=None, ge=0, le=10)
-    """For every turn of an evaluation session, whatever the agent asks for; 0 takes the likeliest token. None:
+    """Temperature of every turn of an evaluation session; overrides the agent's. 0 is greedy. None uses
     sampling.temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Only the likeliest tokens with this share of the probability together; 1 for all."""
+    """Nucleus sampling: smallest set of tokens with this total probability; 1 for all tokens."""
     top_k: int = Field(default=-1, ge=-1)
-    """Only so many of the likeliest tokens; -1 for all."""
+    """Sample from this many of the likeliest tokens; -1 for all."""
     max_tokens_per_turn: int | None = Field(default=None, ge=1)
-    """Tokens one answer may have. None: sampling.max_tokens_per_turn."""
+    """Maximum tokens of one answer. None uses sampling.max_tokens_per_turn."""
     max_context_tokens: int | None = Field(default=None, ge=16)
-    """Prompt and answers of one conversation together. None: sampling.max_context_tokens."""
+    """Maximum tokens of one conversation, prompt and answers together. None uses sampling.max_context_tokens."""
     max_sampled_tokens: int | None = Field(default=None, ge=1)
-    """Tokens sampled in one session, all its conversations together. None: sampling.max_sampled_tokens."""
+    """Maximum tokens sampled in one session over all its conversations. None uses sampling.max_sampled_tokens."""
 
     @field_validator("top_k")
     @classmethod
@@ -76,37 +82,43 @@ class EvaluationSamplingSection(Section):
 
 
 class EvaluationSection(Section):
+    """Section [evaluation] of a recipe."""
+
     tasks: int = Field(default=64, ge=1)
     """Held-out tasks per evaluation (the first of the held-out file)."""
     samples: int = Field(default=4, ge=1)
     """Sampled answers per task for the base and the final evaluation."""
     every_steps: int = Field(default=10, ge=0)
-    """Optimizer updates between evaluations on the way; 0 for none."""
+    """Optimizer updates between two evaluations during training; 0 for none."""
     samples_on_the_way: int = Field(default=1, ge=1)
-    """Sampled answers per task of those."""
+    """Sampled answers per task for the evaluations during training."""
     sampling: EvaluationSamplingSection = EvaluationSamplingSection()
-    """How evaluation rollouts are sampled."""
+    """Sampling of evaluation rollouts."""
 
 
 class ServiceSection(Section):
+    """Section [service] of a recipe."""
+
     seed: int = Field(default=0, ge=0)
-    """Of task order, sampling and learner."""
+    """Random seed of task order, sampling and learner."""
     workers: int = Field(default=1, ge=1)
-    """Rollout workers."""
+    """Number of rollout workers."""
     stall_s: float = Field(default=0.0, gt=0)
-    """No progress anywhere for so long ends the run with a diagnosis. A learner's stage, an engine's start, a boot and
-    a push have clocks of their own."""
+    """Time without any progress after which the run ends with a diagnosis. A learner's stage, an engine's start, a boot
+    and a push have timeouts of their own."""
     hang_s: float = Field(default=60.0, gt=0)
-    """An actor that does not answer for so long is killed and started again."""
+    """Time without an answer after which an actor is killed and restarted."""
     min_free_bytes: int = Field(default=64 << 20, ge=0)
-    """Less room than this on the disk of the run directory ends the run, resumable, before writes fail half-way."""
+    """Free space on the run directory's disk below which the run ends, resumable, before writes fail half-way."""
     drain_s: float = Field(default=30.0, gt=0)
-    """How long an interrupted run may take to save and close."""
+    """Time that an interrupted run may take to save and stop."""
     object_store_bytes: int = Field(default=128 << 20, ge=80 << 20)
-    """Ray's shared-memory store; trajectories are far below 1 MB each."""
+    """Size of Ray's shared-memory store; trajectories are far below 1 MB each."""
 
 
 class ClusterSection(Section):
+    """Section [cluster] of a recipe."""
+
     absent_s: float = Field(default=DEFAULT_ABSENT_S, gt=0)
-    """How long an actor may be away (its process or its host died) while everything else goes on; then the run ends,
-    and may be resumed (exit code 75)."""
+    """Time that an actor may be down (its process or host died) while the rest continues; after it the run ends with
+    exit code 75 and can be resumed."""

@@ -1,14 +1,14 @@
-"""The service: start order, supervision, evaluations, end of a run.
+"""Service of a run: start order of the actors, supervision, evaluations and end.
 
 Invariants:
-- Every actor is named; a restarted service finds those that live and starts those that do not.
-- A lost actor is called again when Ray has restarted it; what it was doing is repeated idempotently or abandoned by
+- Every actor has a name; a restarted service finds the actors that are alive and starts the others.
+- A lost actor is called again after Ray has restarted it; its interrupted work is repeated idempotently or abandoned by
   the buffer.
-- An actor that answers nothing for `hang_s` is killed. (The service itself is guarded by its driver, `launch`.)
-- A run ends: with its steps done or its data used up, drained, or with an error that says why. A stall is such an
-  error, and so is a data set of which every task is parked.
-- An evaluation on the way that has begun is recorded before the final one; one that has not is left out, for the
-  weights that it would be called after are gone.
+- An actor that does not answer for `hang_s` is killed. (The service itself is guarded by its driver, `launch`.)
+- A run ends when its steps are done, its data is used up, it is drained, or an error says why. A stall is such an
+  error, and so is a data set in which every task is parked.
+- An evaluation during training that has started is recorded before the final one; one that has not is skipped, because
+  the weights of its step are gone.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.housekeeping import EVERY_S, keep_house, thin_out_evaluations
 from headrace.actors.record.metrics import EvaluationMetric, StallMetric
 from headrace.actors.rollouts.stations import TaskCatalog
-from headrace.actors.run.parts import Externals, ServiceParts, parts_of, periodic_evaluations
+from headrace.actors.run.parts import Externals, ServiceParts, periodic_evaluations, supervised_actors
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
@@ -36,12 +37,9 @@ from headrace.buffer.types import GroupId
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
-    from headrace.buffer.core.replay import BufferStatus
     from headrace.buffer.types import StepReport
 
 R = TypeVar("R")
@@ -50,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Service(ServiceParts):
-    """One run from first to last step."""
+    """Actor that executes one run from the first to the last step."""
 
     def __init__(
         self,
@@ -92,18 +90,22 @@ class Service(ServiceParts):
                 starting.create_task(self._start_dispatcher(self.replay))
                 starting.create_task(self._start_learner())
             self._supervision = Supervision(
-                self._config, self._runtime, self._metrics, parts_of(self, self.learner), look_s=self._externals.look_s
+                self._config,
+                self._runtime,
+                self._metrics,
+                supervised_actors(self, self.learner),
+                interval_s=self._externals.check_interval_s,
             )
-            # Left first: a run that is under way ends before its actors do.
+            # Entered last, so that a call of `run` in progress ends before its actors stop.
             self._runs: SingleFlight[bool] = SingleFlight(await self._stack.enter_async_context(asyncio.TaskGroup()))
             self._stack.callback(self._runs.cancel_all)
         return self
 
     async def run(self) -> bool:
-        """Evaluate, train, evaluate. True when all steps are done or the data is used up, False when the run was
-        drained before. A call that arrives while another one runs waits for the same end.
+        """Evaluate, train, evaluate. Return True when all steps are done or the data is used up, False when the run was
+        drained before. Concurrent calls share one execution.
 
-        Raises RunStalled, TasksParked, DiskFull, and what ends the learner or the dispatcher for good.
+        Raises RunStalled, TasksParked, DiskFull, and permanent errors of the learner or the dispatcher.
         """
         return await self._runs("run", self._run)
 
@@ -120,7 +122,7 @@ class Service(ServiceParts):
         return done
 
     async def progress(self) -> Progress:
-        """One moment of the run; parts that are restarting show their last or no value."""
+        """Return the current progress; actors that are restarting contribute their last value or none."""
         replay, learner, dispatcher, pool, gateway = await asyncio.gather(
             or_none(self.replay.status),
             or_none(self.learner.status),
@@ -128,7 +130,11 @@ class Service(ServiceParts):
             or_none(self.pool.status),
             or_none(None if self.gateway is None else self.gateway.stats),
         )
-        self._count_tokens(gateway.sampled_tokens if gateway else 0)
+        now_s, tokens = time.monotonic(), gateway.sampled_tokens if gateway else 0
+        then_s, before = self._last_tokens
+        if now_s > then_s:
+            self._tokens_per_s = max(0, tokens - before) / (now_s - then_s)
+        self._last_tokens = (now_s, tokens)
         last, loads = learner.last if learner else None, self._supervision.held_up_by
         return Progress(
             phase=self._phase,
@@ -150,23 +156,21 @@ class Service(ServiceParts):
         )
 
     async def drain(self) -> None:
-        """Stop issuing, save after the step under way, and let `run` return False."""
+        """Stop issuing rollouts, save after the current step, and let `run` return False."""
         self._phase = "draining"
         self._draining.set()
         await until_back(self.learner.drain)
 
     async def _evaluated_base(self) -> bool:
-        """False when the run drains before it is done: the next one goes on with the answers that it has."""
-        if "base" not in await self._ended_evaluations():
-            return await self._unless_drained(self._evaluate_once("base", self._config.evaluation.samples))
-        # There may be steps, which the learner saves when it drains.
-        await self._evaluate_once("base", self._config.evaluation.samples)
-        return True
-
-    async def _unless_drained(self, evaluation: Coroutine[Any, Any, None]) -> bool:
-        """False when the evaluation was broken off."""
+        """Run the base evaluation; return False when the run drains before it is done. A resumed run keeps the answers
+        that are in the ledger."""
+        samples = self._config.evaluation.samples
+        if "base" in await self._ended_evaluations():
+            # Not interrupted by a drain: there may be steps already, which the learner saves when it drains.
+            await self._evaluate_once("base", samples)
+            return True
         async with asyncio.TaskGroup() as tasks:
-            evaluating = tasks.create_task(evaluation)
+            evaluating = tasks.create_task(self._evaluate_once("base", samples))
             draining = tasks.create_task(self._draining.wait())
             await asyncio.wait([evaluating, draining], return_when=asyncio.FIRST_COMPLETED)
             evaluating.cancel()
@@ -174,7 +178,7 @@ class Service(ServiceParts):
         return not evaluating.cancelled()
 
     async def reached(self, step: int) -> bool:
-        """True once the learner has committed so many optimizer updates, False when training ended before it had."""
+        """Wait until the learner has committed `step` optimizer updates; return False when training ends before."""
         while self._step < step and not self._no_more_steps:
             self._moved.clear()
             await self._moved.wait()
@@ -188,10 +192,10 @@ class Service(ServiceParts):
         self._phase = "training"
         dispatching = tasks.create_task(keep_running(self.dispatcher.run, self.dispatcher.status))
         on_the_way = tasks.create_task(self._evaluate_on_the_way())
-        # One that died meanwhile may not know that the run drains.
+        # A learner that was restarted in the meantime may not know that the run drains.
         await until_back(self._ready_learner)
         end = await keep_running(self.learner.run, self._ready_learner)
-        # Supervision may have seen none of the steps: a service that came back late finds them all done.
+        # Supervision may have seen none of the steps: after a late restart of the service all may be done already.
         learner = await or_none(self.learner.status)
         completed = end.used_up or end.version.step >= self._config.training.steps
         if not completed:
@@ -203,37 +207,35 @@ class Service(ServiceParts):
         if not completed:
             return False
         if end.used_up:
-            await self._tell_used_up(end.version.step)
+            parked = (await until_back(self.replay.status)).parked
+            tasks_in_all = len(self._externals.tasks)
+            if self._directory is not None:
+                tasks_in_all = len(await asyncio.to_thread(load_tasks, self._directory.train_tasks))
+            refuse_all_parked(parked, tasks=tasks_in_all, step=end.version.step)
+            passes, wanted = self._config.buffer.passes, self._config.training.steps
+            logger.warning(
+                "the data is used up (buffer.passes = %s) after %d of %d steps", passes, end.version.step, wanted
+            )
+            if parked:
+                logger.warning("not trained to the end: %s", parked_line(parked))
         await on_the_way
         self._phase = "final evaluation"
         await self._evaluate_once("final", self._config.evaluation.samples)
         return True
 
     def _end_steps(self) -> None:
-        """Whoever waits for a step that has not come waits in vain."""
+        """Wake all callers of `reached` that wait for steps beyond the last one."""
         self._no_more_steps = True
         self._moved.set()
 
-    async def _tell_used_up(self, step: int) -> None:
-        """Log after how many steps the data ended, and what is parked. Raises TasksParked."""
-        parked = (await until_back(self.replay.status)).parked
-        tasks = len(self._externals.tasks)
-        if self._directory is not None:
-            tasks = len(await asyncio.to_thread(load_tasks, self._directory.train_tasks))
-        refuse_all_parked(parked, tasks=tasks, step=step)
-        passes, wanted = self._config.buffer.passes, self._config.training.steps
-        logger.warning("the data is used up (buffer.passes = %s) after %d of %d steps", passes, step, wanted)
-        if parked:
-            logger.warning("not trained on to the end: %s", parked_line(parked))
-
     async def _ready_learner(self) -> None:
-        """A new incarnation of the learner knows nothing of a drain that was asked for before."""
+        """Wait for the learner, and repeat an earlier drain request, which a restarted learner does not know."""
         await self.learner.status()
         if self._draining.is_set():
             await self.learner.drain()
 
     async def _evaluate_on_the_way(self) -> None:
-        """Held-out success every so many steps, while training goes on; the base and final evaluations are separate."""
+        """Evaluate every `evaluation.every_steps` during training; the base and final evaluations are separate."""
         every = self._config.evaluation.every_steps
         if not every:
             return
@@ -241,17 +243,13 @@ class Service(ServiceParts):
             if not await self.reached(step):
                 return
             tag = f"step-{step}"
-            if self._no_more_steps and not await self._has_begun(tag):
-                logger.warning("evaluation %s is left out: it had not begun when training ended", tag)
+            if self._no_more_steps and not await until_back(partial(self.replay.evaluated, GroupId(tag))):
+                logger.warning("evaluation %s is skipped: it had not started when training ended", tag)
                 continue
             await self._evaluate_once(tag, self._config.evaluation.samples_on_the_way)
 
-    async def _has_begun(self, tag: str) -> bool:
-        """Whether an answer of this evaluation is in the ledger."""
-        return bool(await until_back(lambda: self.replay.evaluated(GroupId(tag))))
-
     async def _evaluate_once(self, tag: str, samples: int) -> None:
-        """Run and record one evaluation; a resumed run leaves out what it has, and one without tasks has none."""
+        """Run and record one evaluation, unless it is already recorded or there are no held-out tasks."""
         if not self._heldout:
             return
         ended = await self._ended_evaluations()
@@ -263,10 +261,10 @@ class Service(ServiceParts):
             lambda: self.dispatcher.evaluate(self._heldout, samples=samples, tag=tag), self.dispatcher.status
         )
         if summary.success is None:
-            logger.error("evaluation %s: every answer was infra; nothing is recorded", tag)
+            logger.error("evaluation %s: every answer failed with an infrastructure error; nothing is recorded", tag)
             return
         self._success = summary.success
-        # In this order: a crash in between leaves one record twice, and no evaluation without one.
+        # In this order, a crash in between duplicates a metrics record, but never loses one.
         self._metrics.append(EvaluationMetric(step=step, **asdict(summary)))
         await until_back(lambda: self.replay.end_evaluation(GroupId(tag), step, asdict(summary)))
         ended[tag] = summary.success
@@ -275,31 +273,31 @@ class Service(ServiceParts):
             await asyncio.to_thread(thin_out_evaluations, root, self._config.retention, now_s=now_s)
 
     async def _ended_evaluations(self) -> dict[str, float | None]:
-        """The success of those that have ended, by tag: asked for once, since a run of months has thousands."""
+        """Return the success of the evaluations that have ended, by tag, from a cache: long runs have thousands."""
         if self._ended is None:
             self._ended = await until_back(self.replay.ended_evaluations)
         return self._ended
 
     async def _keep_house(self) -> None:
-        """Bound what grows beside the ledger, until cancelled."""
+        """Delete old files beside the ledger, according to the retention config, until cancelled."""
         while self._directory is not None:
             await asyncio.to_thread(keep_house, self._directory, self._config.retention)
             await asyncio.sleep(EVERY_S)
 
     async def _supervise(self) -> NoReturn:
-        """Notice steps and stalls: a run that gets nowhere ends with what each part was doing."""
-        now, look_s = asyncio.get_running_loop().time, self._externals.look_s
-        clock = AwakeClock(2 * STATUS_TIMEOUT_S + look_s)
+        """Check the actors regularly, and end a stalled run with a diagnosis."""
+        now, interval_s = asyncio.get_running_loop().time, self._externals.check_interval_s
+        clock = AwakeClock(2 * STATUS_TIMEOUT_S + interval_s)
         detector = stall_detector(self._config, clock.read(now()))
         longest = work_clocks(self._config)
         while True:
-            await asyncio.sleep(look_s)
+            await asyncio.sleep(interval_s)
             self._refuse_full_disk()
-            look = await self._supervision.look()
-            if look.learner and look.learner.version:
-                self._note(look.learner.version.step, look.learner.last)
+            status = await self._supervision.check()
+            if status.learner and status.learner.version:
+                self._note(status.learner.version.step, status.learner.last)
             now_s = clock.read(now())
-            reason = detector.stalled(now_s, signs_of(look, longest))
+            reason = detector.stalled(now_s, signs_of(status, longest))
             if (warning := reason or detector.warning(now_s)) is not None:
                 logger.warning("%s", warning)
                 self._metrics.append(StallMetric(ended=reason is not None, reason=warning))
@@ -307,7 +305,7 @@ class Service(ServiceParts):
                 raise RunStalled(f"{reason}; {await self._diagnosis()}")
 
     def _note(self, step: int, last: StepReport | None) -> None:
-        """Wake who waits for a step, and keep its reward for the display; nothing when the step is known."""
+        """Wake the callers of `reached` and store the reward for the display, if the step is new."""
         if step <= self._step:
             return
         self._step = step
@@ -317,26 +315,15 @@ class Service(ServiceParts):
 
     async def _diagnosis(self) -> str:
         progress = await self.progress()
-        replay = await or_none(self.replay.status)
-        return (
-            f"phase {progress.phase}, step {progress.step}, "
-            f"{progress.rollouts_in_flight} rollouts in flight, {progress.sandboxes} sandboxes, "
-            f"{self._supervision.diagnosis()}; {_buffer_line(replay)}"
-        )
-
-    def _count_tokens(self, total: int) -> None:
-        now, (then, before) = time.monotonic(), self._last_tokens
-        if now > then:
-            self._tokens_per_s = max(0, total - before) / (now - then)
-        self._last_tokens = (now, total)
-
-
-def _buffer_line(status: BufferStatus | None) -> str:
-    """What the buffer holds, and which tasks it gave up."""
-    if status is None:
-        return "the buffer does not answer"
-    held = ", ".join(f"{count} {state}" for state, count in status.rollouts.items() if count) or "nothing"
-    line = f"the buffer holds {held} and admits {status.admit}"
-    why = f"orders are held: {status.held}" if status.held else ""
-    suspects = ", ".join(f"host {host} gets probes only: {reason}" for host, reason in status.suspects.items())
-    return "; ".join(part for part in (line, why, suspects, parked_line(status.parked)) if part)
+        status = await or_none(self.replay.status)
+        rollouts = f"{progress.rollouts_in_flight} rollouts in flight, {progress.sandboxes} sandboxes"
+        parts = [f"phase {progress.phase}, step {progress.step}, {rollouts}, {self._supervision.diagnosis()}"]
+        if status is None:
+            parts.append("the buffer does not answer")
+        else:
+            held = ", ".join(f"{count} {state}" for state, count in status.rollouts.items() if count) or "nothing"
+            parts.append(f"the buffer holds {held} and admits {status.admit}")
+            parts += [f"orders are held: {status.held}"] if status.held else []
+            suspects = [f"host {host} gets probes only: {reason}" for host, reason in status.suspects.items()]
+            parts += [", ".join(suspects), parked_line(status.parked)]
+        return "; ".join(part for part in parts if part)

@@ -1,9 +1,9 @@
-"""Suggest the key that somebody meant who wrote one that does not exist."""
+"""Suggestion of a similar key for an unknown key of a recipe."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from pydantic import BaseModel
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def suggestion(model: type[BaseModel], path: Sequence[str]) -> str | None:
-    """The dotted key of `model` nearest to the unknown one: alike in the same table, of the same name in another, or
-    alike anywhere; None when nothing is near."""
+    """Return the dotted key of `model` that is nearest to the unknown one, None when no key is similar. Similar keys of
+    the same table come first, then keys of the same name, then similar keys of other tables."""
     *table, name = path
     keys = list(_keys(model))
     beside = [key for key in keys if key[:-1] == tuple(table)]
     for among in (beside, keys):
-        # Named in another table before alike in any: `steps` is `training.steps`.
+        # The same name in another table is better than a similar name: `steps` means `training.steps`.
         if named := [key for key in among if key[-1] == name]:
             return ".".join(named[0]) if len(named) == 1 else None
         names = {key[-1]: key for key in reversed(among)}
@@ -28,14 +28,9 @@ def suggestion(model: type[BaseModel], path: Sequence[str]) -> str | None:
 
 
 def _keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """All keys, tables too."""
+    """Yield the paths of all keys, tables included."""
     for name, field in model.model_fields.items():
         yield (*above, name)
-        for part in _parts(field.annotation):
-            yield from _keys(part, (*above, name))
-
-
-def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield kind
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _keys(kind, (*above, name))

@@ -1,4 +1,4 @@
-"""What a run came to, recomputed from its directory: metrics, ledger and a look at what is left on this host."""
+"""Summary of a run, computed from its metrics, its ledger and the sandboxes left on this host."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """`completed`: all steps were done, or the data was used up. Success is a share in [0, 1], None where that
-    evaluation did not run. Staleness is in optimizer updates; `rollouts` counts training attempts that ended with a
-    result; walls are seconds. `trained_twice`, `lost` and `max_staleness_seen` are recomputed by `ledger verify`;
-    `sandboxes_leaked` is counted by looking at the host's processes. `utilisation` is the share in use of each station
-    that has a size, over the whole run; `held_up_by` names the one that held it up."""
+    """Summary of one run. `completed` is true when all steps were done or the data was used up. Success is a share in
+    [0, 1], None where that evaluation did not run. Staleness is in optimizer updates; `rollouts` counts training
+    attempts that ended with a result; wall times are in seconds. `trained_twice`, `lost` and `max_staleness_seen` are
+    those of `ledger verify`; `sandboxes_leaked` counts processes on this host. `utilisation` is the share in use of
+    each station with a capacity, over the whole run; `held_up_by` names the bottleneck."""
 
     run: str
     completed: bool
@@ -55,32 +55,28 @@ class RunSummary:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For a person."""
-        base, final = (_percent(value) for value in (self.base_success, self.final_success))
+        """Render the summary for the terminal."""
+        base, final = ("-" if share is None else f"{share:.1%}" for share in (self.base_success, self.final_success))
         verdict = "clean" if self.ledger_clean else f"NOT CLEAN: {self.problems[0]}"
         wall = "-" if self.train_wall_s is None else f"{self.train_wall_s:.0f} s"
+        busy = ", ".join(f"{station} {share:.0%}" for station, share in self.utilisation.items())
+        held_up = f"; held up by {self.held_up_by}" if self.held_up_by else ""
         return [
             f"held-out success {base} -> {final}   ({self.evaluation_answers} sampled answers)",
             f"{self.steps} steps, {self.rollouts} rollouts, trained in {wall}, {self.total_wall_s:.0f} s in all",
             f"staleness mean {self.mean_staleness:.2f}, largest {self.max_staleness_seen} of {self.max_staleness}",
-            *self._busy(),
+            *([f"in use: {busy}{held_up}"] if busy else []),
             f"ledger {verdict}; trained twice {self.trained_twice}, lost {self.lost}; leaked {self.sandboxes_leaked}",
             f"see {self.run}/reward.png" + ("" if self.completed else f"; continue with: headrace resume {self.run}"),
         ]
 
-    def _busy(self) -> list[str]:
-        if not self.utilisation:
-            return []
-        shares = ", ".join(f"{station} {share:.0%}" for station, share in self.utilisation.items())
-        return [f"in use: {shares}" + (f"; held up by {self.held_up_by}" if self.held_up_by else "")]
-
 
 def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
-    """Read everything again. Raises LedgerRefused when the directory holds no readable ledger."""
+    """Compute the summary from the run's files. Raises LedgerRefused when the directory has no readable ledger."""
     metrics = read_metrics(directory.metrics, ("evaluation", "step", "push", "stations"))
     evaluations = {record["tag"]: record for record in metrics if record["kind"] == "evaluation"}
     steps = [record for record in metrics if record["kind"] == "step"]
-    # The first push of an incarnation comes before there is anything to disturb.
+    # The first push of each learner comes before there are any rollouts that it could pause.
     pushes = [
         record
         for record in metrics
@@ -126,7 +122,3 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         ledger_clean=report.clean,
         problems=report.problems,
     )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"

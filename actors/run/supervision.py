@@ -1,10 +1,10 @@
-"""One look a second at all parts of a run: how busy each station is, what is overloaded, what hangs.
+"""Supervision of all actors of a run: station utilisation, rollout pacing and hung learners.
 
 Invariants:
-- A part that does not answer in time is left out of the look; a look never waits longer than `STATUS_TIMEOUT_S`.
-- A learner that answers and gets nowhere with a step, a save or an opening is killed: its successor goes on from the
-  last checkpoint, and the stall detector ends the run when that helps nothing.
-- What was measured goes to the metrics every `RECORD_S`, so that a report can say which station held the run up.
+- An actor that does not answer in time is missing from the snapshot; a check never waits beyond `STATUS_TIMEOUT_S`.
+- A learner that answers but does not finish a step, a save or an opening in time is killed. Its successor resumes from
+  the last checkpoint; if that does not help, the stall detector ends the run.
+- The measurements are written to the metrics every `RECORD_S`, so that a report can name the bottleneck.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 STATUS_TIMEOUT_S = 5.0
-"""A part that tells nothing for so long is shown without a value."""
+"""Time to wait for an actor's status, which is None afterwards."""
 RECORD_S = 10.0
-"""Between two records of the stations."""
+"""Interval between two metrics records of the stations."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What is looked at. An evaluation has no learner; simulated engines have no gateway, and no start."""
+class SupervisedActors:
+    """Actors to check. An evaluation has no learner; simulated engines have no gateway and no start."""
 
     learner: LearnerLoop | None
     dispatcher: Dispatcher
@@ -63,8 +63,8 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What each part said; None for one that did not answer."""
+class StatusSnapshot:
+    """Status of every actor at one moment; None for an actor that did not answer."""
 
     learner: LearnerStatus | None
     dispatcher: DispatcherStatus | None
@@ -75,7 +75,7 @@ class Look:
     engines: tuple[EngineStatus, ...]
 
     def in_use(self) -> dict[Station, float]:
-        """How many are in each station, of those that answered."""
+        """Return the number of rollouts in each station whose actors answered."""
         found: dict[Station, float] = {}
         if self.pool is not None:
             found[Station.QUEUE] = self.pool.waiting
@@ -96,17 +96,17 @@ class Look:
         return found
 
 
-async def look_at(parts: Parts) -> Look:
-    """Ask every part."""
+async def snapshot_of(actors: SupervisedActors) -> StatusSnapshot:
+    """Query all actors concurrently."""
     async with asyncio.TaskGroup() as asking:
-        learner = asking.create_task(or_none(None if parts.learner is None else parts.learner.status))
-        dispatcher = asking.create_task(or_none(parts.dispatcher.status))
-        pool = asking.create_task(or_none(parts.pool.status))
-        gateway = asking.create_task(or_none(None if parts.gateway is None else parts.gateway.stats))
-        judged_steps = asking.create_task(or_none(parts.evaluator.judged_steps))
-        engines = asking.create_task(or_none(None if parts.engines is None else parts.engines.status))
-        workers = [asking.create_task(or_none(worker.status)) for worker in parts.workers]
-    return Look(
+        learner = asking.create_task(or_none(None if actors.learner is None else actors.learner.status))
+        dispatcher = asking.create_task(or_none(actors.dispatcher.status))
+        pool = asking.create_task(or_none(actors.pool.status))
+        gateway = asking.create_task(or_none(None if actors.gateway is None else actors.gateway.stats))
+        judged_steps = asking.create_task(or_none(actors.evaluator.judged_steps))
+        engines = asking.create_task(or_none(None if actors.engines is None else actors.engines.status))
+        workers = [asking.create_task(or_none(worker.status)) for worker in actors.workers]
+    return StatusSnapshot(
         learner=learner.result(),
         dispatcher=dispatcher.result(),
         pool=pool.result(),
@@ -118,75 +118,85 @@ async def look_at(parts: Parts) -> Look:
 
 
 class Supervision:
-    """Supervision of one service, which calls `look` every `look_s` seconds."""
+    """Supervision of one service, which calls `check` every `interval_s` seconds."""
 
     def __init__(
-        self, config: RunConfig, runtime: Runtime, metrics: MetricsLog, parts: Parts, *, look_s: float = 1.0
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        metrics: MetricsLog,
+        actors: SupervisedActors,
+        *,
+        interval_s: float = 1.0,
     ) -> None:
-        self._config, self._runtime, self._metrics, self._parts = config, runtime, metrics, parts
+        self._config, self._runtime, self._metrics, self._actors = config, runtime, metrics, actors
         self._meter, self._latencies = UtilisationMeter(), LatencyWatch()
         self.loads: tuple[StationLoad, ...] = ()
-        """Over the last full stretch."""
+        """Loads over the last full recording interval."""
         self.held_up_by: StationLoad | None = None
-        self.clock = AwakeClock(2 * STATUS_TIMEOUT_S + look_s)
+        self.clock = AwakeClock(2 * STATUS_TIMEOUT_S + interval_s)
 
-    async def look(self) -> Look:
-        """Ask every part, keep what it says, and act on it."""
+    async def check(self) -> StatusSnapshot:
+        """Query all actors, record the stations' loads, kill a hung learner and pace the dispatcher."""
         self.clock.read(asyncio.get_running_loop().time())
-        look = await look_at(self._parts)
-        self._measure(look)
-        await self._end_hung(look.learner)
-        await self._pace(look)
-        return look
+        status = await snapshot_of(self._actors)
+        self._measure(status)
+        if (learner := status.learner) is not None and learner.stage in ENDING_STAGES:
+            stage_s, allowed_s = learner.stage_s, self._config.training.stage_timeout_s
+            if stage_s - self.clock.paused_within(stage_s) > allowed_s:
+                logger.error(
+                    "killing the learner: stage %s takes longer than training.stage_timeout_s (%.0f s)",
+                    learner.stage.value,
+                    stage_s,
+                )
+                await self._runtime.restart(self._actors.learner, learner.process_id)
+        if self._config.dispatcher.pacing.enabled:
+            # Simulated engines have no queue, because they accept every turn immediately.
+            turns = None if status.gateway is None else status.in_use().get(Station.ENGINE)
+            queue = None if turns is None else turns / _engine_places(self._config)
+            pressure = Pressure(engine_queue=queue, latencies_s=self._latencies.latencies_s)
+            await or_none(lambda: self._actors.dispatcher.pace(pressure))
+        return status
 
     def diagnosis(self) -> str:
-        """The stations in words."""
-        told = "; ".join(load.line() for load in self.loads) or "stations not measured yet"
-        return told if self.held_up_by is None else f"{told}; held up by {self.held_up_by.station}"
+        """Describe the loads of the stations."""
+        loads = "; ".join(load.line() for load in self.loads) or "stations not measured yet"
+        return loads if self.held_up_by is None else f"{loads}; held up by {self.held_up_by.station}"
 
-    def _measure(self, look: Look) -> None:
-        if look.dispatcher is None:
+    def _measure(self, status: StatusSnapshot) -> None:
+        if status.dispatcher is None:
             return
-        # Evaluations are in the stations like all other rollouts.
-        in_flight = look.dispatcher.in_flight + look.dispatcher.evaluating
-        ended = look.dispatcher.finished + look.dispatcher.answered
-        now_s, in_use = asyncio.get_running_loop().time(), look.in_use()
+        # Evaluation rollouts use the stations like all others.
+        in_flight = status.dispatcher.in_flight + status.dispatcher.evaluating
+        ended = status.dispatcher.finished + status.dispatcher.answered
+        now_s, in_use = asyncio.get_running_loop().time(), status.in_use()
         self._latencies.sample(now_s, in_use, ended)
         self._meter.sample(now_s, in_use, ended, in_flight=in_flight)
         if self._meter.seconds < RECORD_S:
             return
-        self.loads = self._meter.loads(capacities(self._config, look.pool))
+        self.loads = self._meter.loads(capacities(self._config, status.pool))
         self.held_up_by = bottleneck(self.loads, self._meter.in_flight)
-        record = record_of(self.loads, self.held_up_by, self._meter)
+        record = StationsMetric(
+            seconds=self._meter.seconds,
+            in_flight=self._meter.in_flight,
+            held_up_by=None if self.held_up_by is None else self.held_up_by.station.value,
+            stations={
+                load.station.value: StationMeans(in_use=load.in_use, capacity=load.capacity, mean_s=load.mean_s)
+                for load in self.loads
+            },
+        )
         if self._config.dispatcher.pacing.enabled:
             pacing: dict[str, int | str] = {
-                "rollout_limit": look.dispatcher.limit,
-                "slowed_by": look.dispatcher.slowed_by,
+                "rollout_limit": status.dispatcher.limit,
+                "slowed_by": status.dispatcher.slowed_by,
             }
             record = replace(record, pacing=pacing)
         self._metrics.append(record)
         self._meter.reset()
 
-    async def _end_hung(self, learner: LearnerStatus | None) -> None:
-        if learner is None or learner.stage not in ENDING_STAGES:
-            return
-        if learner.stage_s - self.clock.paused_within(learner.stage_s) > self._config.training.stage_timeout_s:
-            logger.error("the learner is %s for %.0f s (training.stage_timeout_s) and is killed", *_stage(learner))
-            await self._runtime.restart(self._parts.learner, learner.process_id)
-
-    async def _pace(self, look: Look) -> None:
-        """Tell the dispatcher how loaded engines and services are."""
-        if not self._config.dispatcher.pacing.enabled:
-            return
-        # Simulated engines have no queue: they take every turn at once.
-        turns = None if look.gateway is None else look.in_use().get(Station.ENGINE)
-        queue = None if turns is None else turns / _engine_places(self._config)
-        pressure = Pressure(engine_queue=queue, latencies_s=self._latencies.latencies_s)
-        await or_none(lambda: self._parts.dispatcher.pace(pressure))
-
 
 def capacities(config: RunConfig, pool: PoolStatus | None) -> Mapping[Station, float]:
-    """How many each station takes; those without an entry have no size."""
+    """Return the capacity of each station that has one."""
     hosts = max(1, len(pool.hosts)) if pool is not None else 1
     sizes = {
         Station.BOOT: config.sandbox.pool.boot_concurrency * hosts,
@@ -196,29 +206,12 @@ def capacities(config: RunConfig, pool: PoolStatus | None) -> Mapping[Station, f
     return sizes if config.engines.is_simulated else sizes | {Station.ENGINE: _engine_places(config)}
 
 
-def record_of(loads: Sequence[StationLoad], held_up_by: StationLoad | None, meter: UtilisationMeter) -> StationsMetric:
-    """Return the metrics record of what the meter has measured."""
-    return StationsMetric(
-        seconds=meter.seconds,
-        in_flight=meter.in_flight,
-        held_up_by=None if held_up_by is None else held_up_by.station.value,
-        stations={
-            load.station.value: StationMeans(in_use=load.in_use, capacity=load.capacity, mean_s=load.mean_s)
-            for load in loads
-        },
-    )
-
-
 def _engine_places(config: RunConfig) -> int:
     return config.engines.at_least * config.engines.max_running
 
 
-def _stage(learner: LearnerStatus) -> tuple[str, float]:
-    return learner.stage.value, learner.stage_s
-
-
 async def or_none(call: Callable[[], Awaitable[R]] | None) -> R | None:
-    """What a part says; None when it is lost or slow, or when this run has no such part."""
+    """Return the result of `call`, or None when the actor is lost or slow, or this run has no such actor."""
     if call is None:
         return None
     try:

@@ -1,1 +1,1 @@
-"""What recipes can name in place of real parts: tasks, durations and engines that take time instead of computing."""
+"""Simulated tasks, durations and engines, which take time instead of computing and can be named in recipes."""

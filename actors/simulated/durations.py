@@ -1,12 +1,9 @@
-"""How long simulated rollouts take.
+"""Durations of simulated rollouts, drawn from a lognormal distribution or from recorded durations.
 
 Invariants:
-- A draw depends on its key and the seed alone: an attempt of a rollout takes the same time
-  whatever the schedule.
-- `mean_s` is that of what is drawn, with the cap: an ideal computed from it is neither kinder nor harder than
-  they are.
-- What a task and the outcome do to a duration moves attempts within the distribution, and leaves the distribution over
-  all attempts as it is.
+- A draw depends only on its key and the seed: an attempt of a rollout takes the same time under any schedule.
+- `mean_s` is the mean of the capped draws, so that an ideal step time computed from it is exact.
+- Task and outcome move an attempt within the distribution and leave the distribution over all attempts unchanged.
 """
 
 from __future__ import annotations
@@ -24,43 +21,46 @@ LEAST_RANK: Final = 1e-12
 
 
 class DurationsConfig(BaseModel):
-    """A lognormal distribution, or what was recorded; who is where in it, and stragglers."""
+    """Distribution of durations (lognormal or recorded), its dependence on task and outcome, and stragglers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mean_s: float = Field(default=60.0, gt=0)
     """Mean of the lognormal distribution, before the cap."""
     median_s: float = Field(default=50.0, gt=0)
-    """Its median."""
+    """Median of the lognormal distribution."""
     cap_s: float = Field(default=600.0, gt=0)
-    """Longer ones take this long."""
+    """Upper bound of a duration; longer draws are cut to it."""
     recorded_s: tuple[float, ...] = ()
-    """Durations of recorded rollouts: each is equally likely, and mean and median are not looked at. Empty draws from
-    the distribution."""
+    """Durations of recorded rollouts, each equally likely; mean and median are then ignored. Empty: draw from the
+    lognormal distribution."""
     task_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of the variance (of normal scores) that attempts at one task have in common: a slow task is slow in all
     its samples. 0: attempts are independent."""
     solved_shift: float = Field(default=0.0, ge=-4, le=4)
-    """How much longer attempts that solve their task take, in standard deviations of the normal score; below 0: how
-    much shorter."""
+    """Additional duration of attempts that solve their task, in standard deviations of the normal score; negative if
+    they are shorter."""
     solved_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of attempts that solve their task; only `solved_shift` looks at it."""
+    """Share of attempts that solve their task; used only by `solved_shift`."""
     stragglers: float = Field(default=0.0, ge=0, le=1)
-    """Chance of an attempt to be a straggler, whatever its task."""
+    """Probability that an attempt is a straggler, independent of its task."""
     straggler_factor: float = Field(default=4.0, ge=1)
-    """How many times as long a straggler takes; the cap holds for it too."""
+    """Factor by which a straggler takes longer; the cap applies to it too."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if not self.recorded_s and self.mean_s < self.median_s:
-            raise ValueError(f"mean_s {self.mean_s:g} is below median_s {self.median_s:g}: no lognormal is like that")
+            raise ValueError(
+                f"mean_s ({self.mean_s:g}) must be at least median_s ({self.median_s:g}): a lognormal's mean is never "
+                "below its median"
+            )
         if any(not 0 <= duration_s < math.inf for duration_s in self.recorded_s):
-            raise ValueError("recorded_s holds a duration that is no number from 0 on; take it out")
+            raise ValueError("recorded_s contains a negative or infinite duration; remove it")
         return self
 
 
 class Durations:
-    """Draws from a `DurationsConfig`."""
+    """Generator of durations from a `DurationsConfig`."""
 
     def __init__(self, config: DurationsConfig, *, seed: int) -> None:
         self._config = config
@@ -71,10 +71,15 @@ class Durations:
         self._is_ranked = bool(config.task_share or config.solved_shift)
 
     def draw_s(self, key: str, *, task: str = "", solved: bool = False) -> float:
-        """The duration of this key, which is one of the task's attempts."""
+        """Return the duration of `key`, one of the attempts at the task."""
         chance = random.Random(f"duration {self._seed} {key}")
         if self._is_ranked:
-            duration_s = self._quantile_s(self._rank(chance, task, solved=solved))
+            rank = self._rank(chance, task, solved=solved)
+            if self._recorded_s:
+                duration_s = self._recorded_s[min(len(self._recorded_s) - 1, int(rank * len(self._recorded_s)))]
+            else:
+                score = NORMAL.inv_cdf(min(1 - LEAST_RANK, max(LEAST_RANK, rank)))
+                duration_s = math.exp(self._mu + self._sigma * score)
         elif self._recorded_s:
             duration_s = chance.choice(self._config.recorded_s)
         else:
@@ -85,12 +90,12 @@ class Durations:
 
     @property
     def mean_s(self) -> float:
-        """Of what is drawn: E[min(X, cap)]."""
+        """Mean of the capped durations, E[min(X, cap)]."""
         share, factor = self._config.stragglers, self._config.straggler_factor
         return (1 - share) * self._mean_s(1.0) + (share * self._mean_s(factor) if share else 0.0)
 
     def _mean_s(self, factor: float) -> float:
-        """E[min(factor * X, cap)]."""
+        """Return E[min(factor * X, cap)]."""
         config = self._config
         if config.recorded_s:
             return fmean(min(config.cap_s, factor * duration_s) for duration_s in config.recorded_s)
@@ -100,7 +105,7 @@ class Durations:
         return factor * config.mean_s * NORMAL.cdf(cap - self._sigma) + config.cap_s * (1 - NORMAL.cdf(cap))
 
     def _rank(self, chance: random.Random, task: str, *, solved: bool) -> float:
-        """Where the attempt is among all attempts, from 0 (shortest) to 1: uniform over them."""
+        """Return the rank of the attempt among all attempts, from 0 (shortest) to 1, uniformly distributed."""
         config = self._config
         common = random.Random(f"task duration {self._seed} {task}").gauss(0.0, 1.0)
         own = chance.gauss(0.0, 1.0)
@@ -108,9 +113,3 @@ class Durations:
         shifts = {True: shift * (1 - share), False: -shift * share}
         score = math.sqrt(config.task_share) * common + math.sqrt(1 - config.task_share) * own + shifts[solved]
         return share * NORMAL.cdf(score - shifts[True]) + (1 - share) * NORMAL.cdf(score - shifts[False])
-
-    def _quantile_s(self, rank: float) -> float:
-        if self._recorded_s:
-            return self._recorded_s[min(len(self._recorded_s) - 1, int(rank * len(self._recorded_s)))]
-        score = NORMAL.inv_cdf(min(1 - LEAST_RANK, max(LEAST_RANK, rank)))
-        return math.exp(self._mu + self._sigma * score)

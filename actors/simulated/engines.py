@@ -1,10 +1,10 @@
-"""The simulated engines of a run: one actor that is pushed to, and what each worker process knows of it.
+"""Simulated engines of a run: one actor that receives pushes, and its view in each worker process.
 
 Invariants:
-- One push at a time; a snapshot of an earlier epoch than the newest one is not served.
-- A worker learns of changes by one waiting call, never by a call per turn, and within that call's way.
-- With a directory, what is served is journalled: an actor that starts again goes on with it.
-- A drain waits for every worker that is heard of; one that is silent for `FORGOTTEN_S` holds up nobody.
+- There is one push at a time; a snapshot of an earlier epoch than the newest one is not served.
+- A worker learns of changes by one long-polling call, not by a call per turn.
+- With a directory, the served version is journalled, and a restarted actor serves it again.
+- A drain waits for every worker, except those that have not called for `FORGOTTEN_S`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngine
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.policies.learner import WeightsSnapshot
@@ -36,32 +34,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_S: Final = 10.0
-"""How long one waiting call lasts."""
+"""Maximum duration of one long-polling call."""
 FORGOTTEN_S: Final = 30.0
-"""A worker that did not call for so long is dead."""
+"""Time without a call after which a worker counts as dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """What one worker says of itself. `rollouts` are sessions that are open, `generated_s` is the time of all turns so
-    far."""
+    """Load of one worker. `rollouts` is the number of open sessions, `generated_s` the total time of all turns."""
 
     worker: str
     rollouts: int
     generated_s: float
     sessions: int
-    """All that ended so far."""
+    """Number of sessions that have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEnginesStatus:
+    """Served version, loads of the workers and number of pushes."""
+
     served: Served
     loads: tuple[WorkerLoad, ...]
     pushes: int
 
 
 class SimulatedEngineGroup:
-    """Stands where the engine group stands; serves what it is pushed."""
+    """Actor in place of the engine group, which serves the versions pushed to it."""
 
     def __init__(
         self, config: SimulatedEnginesConfig, *, observing: ActorTelemetry, directory: RunDirectory | None = None
@@ -80,42 +79,57 @@ class SimulatedEngineGroup:
 
     async def __aenter__(self) -> Self:
         if self._journal is not None and self._journal.exists():
-            self._served = replace(_read_served(self._journal), gate_wait_s=self._config.gate_wait_s)
+            try:
+                known = orjson.loads(self._journal.read_bytes())
+                # Generating and admitting, because the state of a push during the crash is unknown.
+                version = PolicyVersion.parse(known["version"]) if known["version"] else None
+                self._served = replace(self._served, number=known["number"] + 1, version=version)
+            except (KeyError, TypeError, ValueError) as error:
+                logger.warning("%s is damaged (%r): the engines wait for the next push", self._journal, error)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Nothing is open."""
+        """Do nothing: there are no resources to close."""
 
     async def push(self, snapshot: WeightsSnapshot, *, rollouts_in_flight: int) -> None:
-        """Serve this version, after the time and in the mode of the config."""
+        """Serve this version after `push_s`, in the configured push mode."""
         async with self._pushing:
             newest = self._served.version
             if newest is not None and snapshot.version.epoch < newest.epoch:
                 return
-            began_s = asyncio.get_running_loop().time()
+            now = asyncio.get_running_loop().time
+            began_s = now()
             if self._config.push is PushMode.DRAIN and newest is not None:
                 self._serve(admitting=False)
-                await self._drained()
+                # Wait until every living worker has reported that it runs nothing.
+                while any(
+                    worker not in self._idle and now() - heard_s <= FORGOTTEN_S
+                    for worker, heard_s in self._heard_s.items()
+                ):
+                    self._has_drained.clear()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(WATCH_S):
+                            await self._has_drained.wait()
             self._serve(generating=self._config.push is not PushMode.PAUSE)
             await asyncio.sleep(self._config.push_s)
             self._serve(version=snapshot.version, generating=True, admitting=True)
             self._pushes += 1
-            total_s = asyncio.get_running_loop().time() - began_s
+            total_s = now() - began_s
             record = SimulatedPushMetric(
                 version=str(snapshot.version), total_s=total_s, rollouts_in_flight=rollouts_in_flight
             )
             self._metrics.append(record)
 
     async def served_version(self) -> PolicyVersion | None:
-        """As `EngineGroup.served_version`."""
+        """Return the served version, as `EngineGroup.served_version` does."""
         async with self._pushing:
             return self._served.version
 
     async def watch(self, load: WorkerLoad, *, after: int) -> Served:
-        """What is served, as soon as its number is above `after`, or after `WATCH_S`."""
+        """Return the served state as soon as its number is above `after`, at the latest after `WATCH_S`."""
         self._hear(load)
         if self._served.number < after:
-            # The journal of the group before this one was lost: the worker would take nothing with a lower number.
+            # The journal of the previous group was lost, and the worker would ignore lower numbers.
             self._served = replace(self._served, number=after)
             self._serve()
         if self._served.number <= after:
@@ -126,14 +140,14 @@ class SimulatedEngineGroup:
         return self._served
 
     async def idle(self, load: WorkerLoad, number: int) -> None:
-        """This worker knows change `number`, and nothing runs in it."""
+        """Record that this worker has seen change `number` and runs nothing."""
         self._hear(load)
         if number == self._served.number:
             self._idle.add(load.worker)
             self._has_drained.set()
 
     async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
-        """Whether turns can begin, as soon as that is not `unlike`, or after `timeout_s`."""
+        """Return whether turns can begin, as soon as that differs from `unlike`, at the latest after `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._served.reachable is unlike:
@@ -141,13 +155,15 @@ class SimulatedEngineGroup:
         return self._served.reachable
 
     async def go_down(self) -> None:
-        """From now on no turn begins; who waits too long fails."""
+        """Simulate an outage: no turn begins, and turns that wait too long fail."""
         self._serve(reachable=False)
 
     async def come_back(self) -> None:
+        """End the outage."""
         self._serve(reachable=True)
 
     async def status(self) -> SimulatedEnginesStatus:
+        """Return the served version, the loads of the workers and the number of pushes."""
         return SimulatedEnginesStatus(served=self._served, loads=tuple(self._loads.values()), pushes=self._pushes)
 
     def _hear(self, load: WorkerLoad) -> None:
@@ -163,33 +179,9 @@ class SimulatedEngineGroup:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _drained(self) -> None:
-        """Wait until every worker that lives has said that nothing runs in it."""
-        while not self._living() <= self._idle:
-            self._has_drained.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(WATCH_S):
-                    await self._has_drained.wait()
-
-    def _living(self) -> set[str]:
-        now = asyncio.get_running_loop().time()
-        return {worker for worker, heard_s in self._heard_s.items() if now - heard_s <= FORGOTTEN_S}
-
-
-def _read_served(journal: Path) -> Served:
-    """What an earlier actor served. A damaged journal says nothing: the engines wait for the next push."""
-    try:
-        known = orjson.loads(journal.read_bytes())
-        # What was under way is not known: the engines generate on, with what they had.
-        version = PolicyVersion.parse(known["version"]) if known["version"] else None
-        return Served(number=known["number"] + 1, version=version)
-    except (KeyError, TypeError, ValueError) as error:
-        logger.warning("%s is damaged (%r): the engines wait for the next push", journal, error)
-        return Served()
-
 
 class EngineWatch(ResourceOwner):
-    """The engines as one worker process sees them; an async context manager."""
+    """View of the engines in one worker process; an async context manager."""
 
     def __init__(self, group: SimulatedEngineGroup, worker: str) -> None:
         super().__init__()
@@ -205,30 +197,30 @@ class EngineWatch(ResourceOwner):
         return self
 
     async def begin(self) -> None:
-        """A rollout begins, as soon as one may."""
+        """Wait until a rollout may begin, and count it."""
         await self.engine.admitted()
         self._rollouts += 1
 
     async def end(self) -> None:
-        """A rollout that began has ended."""
+        """Count the end of a rollout."""
         self._rollouts -= 1
         self._sessions += 1
-        await self._tell_if_idle()
+        await self._report_if_idle()
 
     async def _watch(self) -> None:
-        """Hear of changes until cancelled, however long the actor is away: who watched no more would never hear that
-        it came back, and its rollouts would wait for ever."""
+        """Follow changes until cancelled, however long the actor is down: rollouts would wait forever if this task
+        ended before the actor returned."""
         while True:
             after = self.engine.served.number
             try:
                 self.engine.set_served(await until_back(lambda: self._group.watch(self._load(), after=after)))  # noqa: B023
             except ActorGone as error:
-                logger.warning("the simulated engines are still away: %s", error)
+                logger.warning("the simulated engines are still down: %s", error)
                 continue
-            await self._tell_if_idle()
+            await self._report_if_idle()
 
-    async def _tell_if_idle(self) -> None:
-        """What cannot be told now is told after the next change that is heard."""
+    async def _report_if_idle(self) -> None:
+        """Report an idle worker to the engines; a report that fails is repeated after the next change."""
         if self._rollouts or self.engine.served.admitting:
             return
         with suppress(ActorGone):

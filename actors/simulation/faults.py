@@ -1,13 +1,13 @@
-"""`headrace simulate --faults SEED`: one run under a storm of faults, in virtual time, and what must hold after it.
+"""Fault injection for `headrace simulate --faults SEED`: a run in virtual time under a storm of faults, and its checks.
 
 The ordinary actors run over simulated backends, with a real ledger, real checkpoints and a real sandbox ledger in a
-folder. Actors and drivers are killed; calls are delayed, lost, repeated and reordered; parts are cut off or slowed;
-hosts and engines go down, the disk is full, the wall clock jumps, files are lost, damaged or foreign.
+folder. Actors and drivers are killed; calls are delayed, lost, repeated and reordered; actors are cut off or slowed
+down; hosts and engines go down, the disk is full, the wall clock jumps, files are lost, damaged or foreign.
 
 Invariants:
-- The same seed is the same history: chance comes from the seed alone, time from the event loop.
-- A storm ends, and the run ends after it: with all its steps, on the ledger as it was left. If not, that is a problem.
-- What is checked is read from files and from the simulated host, not from what the actors say.
+- The same seed gives the same history: randomness comes only from the seed, time from the event loop.
+- A storm ends, and afterwards the run must end with all its steps in the ledger; otherwise the report has a problem.
+- The checks read files and the simulated host, not the reports of actors.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from headrace.actors.runtime.operations import until_back
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.simulated.tasks import simulated_tasks
-from headrace.actors.simulation.account import history_digest
+from headrace.actors.simulation.damaged_files import FOREIGN, Damage, add_foreign_file, damage_checkpoint, damage_served
+from headrace.actors.simulation.faulty_environment import FaultyLoop, NetworkModel, WallClock
 from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime
-from headrace.actors.simulation.faulty_world import FaultyLoop, NetworkModel, WallClock
 from headrace.actors.simulation.plan import LEASE_S, SimulationPlan
 from headrace.actors.simulation.plan_service import plan_config
-from headrace.actors.simulation.spoilt_files import FOREIGN, Damage, leave_foreign, spoil_checkpoint, spoil_served
+from headrace.actors.simulation.run_statistics import history_digest
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
@@ -55,40 +55,41 @@ if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
 
 PATIENCE_S: Final = 6 * 3600.0
-"""After a storm a run of a few steps needs minutes."""
+"""Time that the run may take after the storm; a run of a few steps needs minutes."""
 LEASES_S: Final = 3 * LEASE_S
-"""Beyond every lease of a sandbox, and a sweep."""
+"""Time after which every lease of a sandbox has expired and a sweep has run."""
 SETTLE_S: Final = 600.0
-"""Beyond the deadlines of what is being cancelled."""
+"""Time beyond all deadlines of rollouts that are being cancelled."""
 OUTAGE_S: Final = 900.0
-"""The longest that a part may be away."""
+"""Longest outage of an actor, a host or the engines."""
 RESTARTED_S: Final = 5.0
-"""Between a run that failed and its next driver."""
+"""Time between a failed run and its next driver."""
 MOST_RESTARTS: Final = 30
-"""Of drivers, after failures that may pass."""
+"""Maximum number of drivers after transient failures."""
 RUN_ERRORS: Final = (ActorError, RunError, ReplayError, OSError, sqlite3.Error)
-"""Errors that may end a run in a storm; any other one is a defect."""
+"""Errors that may end a run in a storm; any other error is a defect."""
 HELD_OUT: Final = 2
-"""Held-out tasks."""
+"""Number of held-out tasks."""
 MEMORY: Final = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storm:
-    """What happens to one run. Times in seconds, chances from 0 to 1."""
+    """Plan of one run and of the faults that it meets. Times in seconds, probabilities from 0 to 1."""
 
     plan: SimulationPlan
     calls: CallFaults
     host: SimulationConfig
     lasts_s: float
     between_s: float
-    """Mean time between two strikes."""
+    """Mean time between two faults."""
     driver_deaths: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultReport:
-    """`problems` is empty when everything held. `digest` is of the history: events and every row of the ledger."""
+    """Result of one history. `problems` is empty when all checks passed; `digest` covers the events and every row of
+    the ledger; `strikes` counts the injected faults by kind."""
 
     seed: int
     digest: str
@@ -99,27 +100,27 @@ class FaultReport:
 
     @property
     def replay(self) -> str:
-        """The command that makes this history again."""
+        """Command that repeats this history."""
         return f"headrace simulate --faults {self.seed}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"clean": not self.problems, "replay": self.replay}
 
     def lines(self) -> list[str]:
-        """For a person."""
-        struck = ", ".join(f"{kind} {times}" for kind, times in self.strikes.items())
-        verdict = [f"PROBLEM  {problem}" for problem in self.problems] or ["everything held"]
+        """Render the report for the terminal."""
+        faults = ", ".join(f"{kind} {times}" for kind, times in self.strikes.items())
+        verdict = [f"PROBLEM  {problem}" for problem in self.problems] or ["all checks passed"]
         return [
             f"history {self.seed}: {self.steps} steps in {self.virtual_s / 60:.0f} simulated minutes",
-            f"struck by: {struck}",
+            f"faults: {faults}",
             f"digest {self.digest}",
             *verdict,
-            f"again: {self.replay}",
+            f"repeat with: {self.replay}",
         ]
 
 
 def draw_storm(seed: int) -> Storm:
-    """A small run, and what happens to it."""
+    """Draw a small run and its faults from the seed."""
     chance = random.Random(f"storm {seed}")
     group, bound = chance.choice((2, 4)), chance.choice((1, 2, 4))
     rules = ["all", "all", f"count({group - 1})", "fraction(0.5) & grace(20)"]
@@ -174,7 +175,7 @@ def draw_storm(seed: int) -> Storm:
 
 
 def simulate_faults(seed: int) -> FaultReport:
-    """One history. Never raises for what the history shows: that is a problem in the report."""
+    """Run one history. Failures of the run are problems in the report, not exceptions."""
     with tempfile.TemporaryDirectory(prefix="headrace-faults-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         storm = draw_storm(seed)
         directory = prepare_storm(Path(folder) / "run", storm.plan)
@@ -182,7 +183,7 @@ def simulate_faults(seed: int) -> FaultReport:
         before = random.getstate()
         random.seed(seed)
         try:
-            # The dead that clean up begin work in groups that are over: it is never awaited, as they are never heard.
+            # Cleanup code of killed actors creates coroutines in task groups that have ended; nothing awaits them.
             with warnings.catch_warnings(), asyncio.Runner(loop_factory=FaultyLoop) as runner:
                 warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
                 runner.run(history.run())
@@ -193,6 +194,7 @@ def simulate_faults(seed: int) -> FaultReport:
 
 
 def prepare_storm(path: Path, plan: SimulationPlan) -> RunDirectory:
+    """Create the run directory of a history."""
     directory = RunDirectory(path=path)
     directory.write_beginning(plan.task_set(), "faults")
     heldout = simulated_tasks(plan.seed, HELD_OUT, evaluate_s=plan.evaluate_s, family="heldout")
@@ -201,8 +203,8 @@ def prepare_storm(path: Path, plan: SimulationPlan) -> RunDirectory:
 
 
 def storm_config(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
-    """The configuration of a run with evaluations on the way, and with clocks that can be reached: a run that stands
-    still ends, and is resumed."""
+    """Return a configuration with evaluations during training and with timeouts that the run can reach: a run without
+    progress ends and is resumed."""
     rollout = {
         "queue_timeout_s": OUTAGE_S,
         "boot_timeout_s": OUTAGE_S,
@@ -216,11 +218,11 @@ def storm_config(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
 
 
 class DriverDied(Exception):
-    """Everything of one life ends here."""
+    """Internal error that ends all tasks of one driver."""
 
 
 class History:
-    """One run from its first driver to its end."""
+    """History of one run from its first driver to its end."""
 
     def __init__(self, *, seed: int, storm: Storm, directory: RunDirectory) -> None:
         self.seed, self.storm, self.directory = seed, storm, directory
@@ -234,24 +236,25 @@ class History:
         self.chance = random.Random(f"strikes {seed}")
 
     def note(self, kind: str, who: str, what: str) -> None:
+        """Record an event: its kind, the affected actor and details."""
         self.events.append(f"{asyncio.get_running_loop().time():.6f} {kind} {who} {what}")
         self.strikes[kind] = self.strikes.get(kind, 0) + 1
 
     async def run(self) -> None:
-        """Drivers, one after the other, until the run is done; then what is left behind is looked at."""
+        """Start one driver after the other until the run is done; then check for leaked sandboxes and tasks."""
         loop = asyncio.get_running_loop()
         self.cloud = SimulatedProvider(self.storm.host)
         lives = self.storm.driver_deaths
         try:
             async with asyncio.timeout(self.storm.lasts_s + PATIENCE_S):
-                while not await self._life_or_restart(dies=lives > 0 and self._in_storm()):
+                while not await self._run_driver(dies=lives > 0 and self._in_storm()):
                     lives -= 1
         except TimeoutError:
             self.problems.append(f"the run did not end within {PATIENCE_S / 3600:g} h after the storm")
         except RUN_ERRORS as error:
             self.problems.append(f"the run ended with {type(error).__name__}: {error}")
         self.ended_s = loop.time()
-        # The next run on this directory would begin so.
+        # The pool of a next run on this directory must remove all sandboxes.
         async with SandboxPool(
             self.storm.plan.sandbox_section(),
             directory=self.directory,
@@ -263,9 +266,10 @@ class History:
             self.problems.append(f"{len(self.cloud.living)} sandboxes are left")
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if left:
-            self.problems.append(f"{len(left)} tasks of dead actors live on: {left[0]}")
+            self.problems.append(f"{len(left)} tasks of dead actors are still running: {left[0]}")
 
     def report(self) -> FaultReport:
+        """Verify the ledger and return the report."""
         checked = verify(self.directory.path)
         problems = [*self.problems, *checked.problems]
         if not self.problems and checked.steps < self.storm.plan.steps:
@@ -280,10 +284,22 @@ class History:
             virtual_s=self.ended_s,
         )
 
-    async def _life_or_restart(self, *, dies: bool) -> bool:
-        """As `--restarts` does: a driver whose run failed for a reason that may pass is followed by another."""
+    async def _run_driver(self, *, dies: bool) -> bool:
+        """Run one driver; return whether the run is done. A transient failure of the run is followed by another driver,
+        as with `--restarts`."""
+        runtime = FaultyRuntime(self.storm.calls, self.chance, self.note)
         try:
-            return await self._life(dies=dies)
+            try:
+                async with runtime, asyncio.TaskGroup() as tasks:
+                    injecting = tasks.create_task(self._inject_faults(runtime))
+                    if dies:
+                        tasks.create_task(self._die(runtime, self.chance.uniform(20.0, self.storm.lasts_s)))
+                    await self._drive(runtime)
+                    injecting.cancel()
+                    raise DriverDied
+            except BaseExceptionGroup as group:
+                if not isinstance(first_cause(group), DriverDied):
+                    raise first_cause(group) from group
         except RUN_ERRORS as error:
             self.restarts += 1
             if exit_code_of_run(error) != EXIT_TRANSIENT or self.restarts > MOST_RESTARTS:
@@ -291,21 +307,6 @@ class History:
             self.note("run failed", "driver", f"{type(error).__name__}: {error}")
             await asyncio.sleep(RESTARTED_S)
             return False
-
-    async def _life(self, *, dies: bool) -> bool:
-        """One driver; whether the run is done."""
-        runtime = FaultyRuntime(self.storm.calls, self.chance, self.note)
-        try:
-            async with runtime, asyncio.TaskGroup() as tasks:
-                striking = tasks.create_task(self._strike(runtime))
-                if dies:
-                    tasks.create_task(self._die(runtime, self.chance.uniform(20.0, self.storm.lasts_s)))
-                await self._drive(runtime)
-                striking.cancel()
-                raise DriverDied
-        except BaseExceptionGroup as group:
-            if not isinstance(first_cause(group), DriverDied):
-                raise first_cause(group) from group
         return not runtime.is_dead
 
     async def _die(self, runtime: FaultyRuntime, after_s: float) -> None:
@@ -322,39 +323,35 @@ class History:
         )
         await run_guarded(runtime, service, self.config.service.hang_s)
         if not self._in_storm():
-            await self._settle(runtime)
+            # Once the cancelled rollouts have ended, no worker runs anything and the ledger must have none in flight.
+            dispatcher, replay = runtime.actor("dispatcher", Dispatcher), runtime.actor("replay", Replay)
+            try:
+                async with asyncio.timeout(SETTLE_S):
+                    while (await until_back(dispatcher.status)).in_flight:  # noqa: ASYNC110 - virtual time
+                        await asyncio.sleep(1.0)
+            except TimeoutError:
+                self.problems.append(f"{SETTLE_S:g} s after the end the dispatcher still has rollouts in flight")
+            in_flight = (await until_back(replay.status)).inventory.in_flight
+            if in_flight:
+                self.problems.append(f"{in_flight} attempts are in flight in the ledger, and no worker runs them")
         await runtime.stop(service)
-
-    async def _settle(self, runtime: FaultyRuntime) -> None:
-        """Wait until what was cancelled has ended: then no worker runs anything, and the ledger has nothing in
-        flight."""
-        dispatcher, replay = runtime.actor("dispatcher", Dispatcher), runtime.actor("replay", Replay)
-        try:
-            async with asyncio.timeout(SETTLE_S):
-                while (await until_back(dispatcher.status)).in_flight:  # noqa: ASYNC110 - virtual time
-                    await asyncio.sleep(1.0)
-        except TimeoutError:
-            self.problems.append(f"{SETTLE_S:g} s after the end the dispatcher still has rollouts in flight")
-        in_flight = (await until_back(replay.status)).inventory.in_flight
-        if in_flight:
-            self.problems.append(f"{in_flight} attempts are in flight in the ledger, and no worker runs them")
 
     def _in_storm(self) -> bool:
         return asyncio.get_running_loop().time() < self.storm.lasts_s
 
-    async def _strike(self, runtime: FaultyRuntime) -> None:
-        """Strike again and again while the storm lasts; then let calls arrive."""
+    async def _inject_faults(self, runtime: FaultyRuntime) -> None:
+        """Inject faults until the storm ends; then deliver all calls."""
         while self._in_storm():
             await asyncio.sleep(self.chance.expovariate(1 / self.storm.between_s))
-            strike = self.chance.choice(STRIKES)
-            await strike(self, runtime)
+            inject = self.chance.choice(FAULTS)
+            await inject(self, runtime)
         runtime.calm()
         self.cloud.come_back()
         self.note("calm", "storm", "")
 
 
 async def _undo_later(history: History, least_s: float, most_s: float, undo: Callable[[], object]) -> None:
-    """Also when the storm is broken off."""
+    """Undo a fault after a random time, also when the storm is cancelled."""
     try:
         await asyncio.sleep(history.chance.uniform(least_s, most_s))
     finally:
@@ -362,7 +359,7 @@ async def _undo_later(history: History, least_s: float, most_s: float, undo: Cal
 
 
 def _longest_s(history: History) -> float:
-    """Of an outage: mostly a minute, sometimes many."""
+    """Draw the longest duration of an outage: usually one minute, sometimes `OUTAGE_S`."""
     return 60.0 if history.chance.random() < 0.7 else OUTAGE_S
 
 
@@ -406,10 +403,10 @@ async def _engines_down(history: History, runtime: FaultyRuntime) -> None:
     try:
         await asyncio.sleep(history.chance.uniform(1.0, _longest_s(history)))
     finally:
-        # A new life of the group knows nothing of it; one that lives must be told.
+        # A restarted group has no outage; a group that is still alive must end it.
         with suppress(ActorError):
             await until_back(engines.come_back)
-    # Who told them to go down may be heard a second time, after that.
+    # A repeated call of `go_down` may arrive after `come_back`.
     await asyncio.sleep(history.storm.calls.slow_s)
     with suppress(ActorError):
         await until_back(engines.come_back)
@@ -429,45 +426,43 @@ async def _clock_jump(history: History, runtime: FaultyRuntime) -> None:
     history.clock.jump(by_s)
 
 
-async def _leave_foreign(history: History, runtime: FaultyRuntime) -> None:
-    """A file turns up that is nobody's."""
+async def _add_foreign_file(history: History, runtime: FaultyRuntime) -> None:
+    """Write a file that is not headrace's."""
     name = history.chance.choice(FOREIGN)
     history.note("file appeared", name, "")
-    leave_foreign(history.directory.path, name)
+    add_foreign_file(history.directory.path, name)
 
 
-async def _spoil_served(history: History, runtime: FaultyRuntime) -> None:
-    """What engines served is lost or damaged, and who reads it is killed."""
-    damage = history.chance.choice(tuple(Damage))
-    # Engines that know nothing wait for a push; a run that stalls by that is resumed, and the next learner pushes.
-    _spoil(history, runtime, "served", damage, spoil_served, ("engines", "learner"))
+async def _damage_served(history: History, runtime: FaultyRuntime) -> None:
+    """Damage the journal of the served version, and kill its readers."""
+    # Engines without a version wait for a push; a run that stalls because of that is resumed, and its learner pushes.
+    _damage(history, runtime, "served", damage_served, ("engines", "learner"))
 
 
-async def _spoil_checkpoint(history: History, runtime: FaultyRuntime) -> None:
-    """The newest checkpoint is lost or damaged, and the learner is killed."""
-    damage = history.chance.choice(tuple(Damage))
-    spoil = partial(spoil_checkpoint, steps=history.storm.plan.steps)
-    _spoil(history, runtime, "checkpoint", damage, spoil, ("learner",))
+async def _damage_checkpoint(history: History, runtime: FaultyRuntime) -> None:
+    """Damage the newest checkpoint, and kill the learner."""
+    damage_newest = partial(damage_checkpoint, steps=history.storm.plan.steps)
+    _damage(history, runtime, "checkpoint", damage_newest, ("learner",))
 
 
-def _spoil(
+def _damage(
     history: History,
     runtime: FaultyRuntime,
     what: str,
-    damage: Damage,
-    spoil: Callable[[Path, Damage], Path | None],
+    damage_file: Callable[[Path, Damage], Path | None],
     readers: tuple[str, ...],
 ) -> None:
-    """Nothing is spoilt that nobody would read again."""
-    if not runtime.cells.keys() >= set(readers) or not spoil(history.directory.path, damage):
+    damage = history.chance.choice(tuple(Damage))
+    # A file is damaged only if its readers exist and can be killed.
+    if not runtime.cells.keys() >= set(readers) or not damage_file(history.directory.path, damage):
         return
     history.note(f"{what} spoilt", damage, "")
     for name in readers:
         runtime.cells[name].kill("a file is spoilt")
 
 
-STRIKES: Final = (
+FAULTS: Final = (
     *(_kill, _kill, _kill),
     *(_cut_off, _slow_down, _host_down, _engines_down, _disk_full, _clock_jump),
-    *(_leave_foreign, _spoil_served, _spoil_checkpoint),
+    *(_add_foreign_file, _damage_served, _damage_checkpoint),
 )

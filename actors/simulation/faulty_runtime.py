@@ -1,14 +1,12 @@
-"""A runtime whose calls are delayed, lost, repeated and reordered, and whose actors are killed: for histories of faults
-in virtual time.
+"""Runtime with fault injection for virtual time: calls are delayed, lost, repeated or reordered, and actors killed.
 
 Invariants:
-- All chance is of one seed, and time is the event loop's: under a virtual-time loop a history repeats.
-- An actor that was killed does nothing more: its tasks are cancelled, its calls arrive nowhere, what it had open is
-  closed without a commit (`Incarnation.at_death`). Whoever waits for it gets ActorLost; another one is started from
-  its disk.
-- A call that was lost, on its way or on its way back, ends as ActorLost after `runtime.WATCH_S`, as over Ray.
-- Actors are entered again for ever, unless `stop` was called; who enters and fails is tried again.
-- Nothing but calls crosses: arguments and results are copied, so that no two actors share an object.
+- Randomness comes from one seed and time from the event loop, so that a history repeats under a virtual-time loop.
+- A killed actor has no further effect: its tasks are cancelled, its calls are not delivered, its open files are closed
+  without a commit (`Incarnation.at_death`). Its callers get ActorLost; a new incarnation starts from its disk.
+- A call whose request or answer was lost ends with ActorLost after `runtime.WATCH_S`, as over Ray.
+- Actors are restarted until `stop` is called, also when entering their context fails.
+- Arguments and results are copied, so that no two actors share an object.
 """
 
 from __future__ import annotations
@@ -38,26 +36,27 @@ BURIAL_S = 0.001
 BURIAL_TIME_S = 1.0
 
 RUNNING: contextvars.ContextVar[Incarnation | None] = contextvars.ContextVar("headrace.incarnation", default=None)
-"""The incarnation whose code runs."""
+"""The incarnation whose code is running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFaults:
-    """Chances of one call, from 0 to 1, and times in seconds."""
+    """Fault probabilities of one call, from 0 to 1, and times in seconds."""
 
     delay_s: float = 0.002
-    """Mean time of a message, exponential."""
+    """Mean latency of a message, exponentially distributed."""
     slow: float = 0.01
-    """Chance that a message takes `slow_s` at most instead."""
+    """Probability that a message takes up to `slow_s` instead."""
     slow_s: float = 20.0
+    """Longest latency of a slow message."""
     lost: float = 0.003
-    """Chance that the call never arrives."""
+    """Probability that the request is lost."""
     answer_lost: float = 0.003
-    """Chance that its answer never does."""
+    """Probability that the answer is lost."""
     repeated: float = 0.003
-    """Chance that it arrives a second time, later; nobody waits for that answer."""
+    """Probability that the request is delivered a second time later; its second answer is dropped."""
     restart_s: float = 5.0
-    """Mean time from an actor's death until another one is being entered."""
+    """Mean time from the death of an actor to its restart."""
 
 
 NO_FAULTS = CallFaults(delay_s=0.0, slow=0.0, lost=0.0, answer_lost=0.0, repeated=0.0)
@@ -65,19 +64,19 @@ NO_FAULTS = CallFaults(delay_s=0.0, slow=0.0, lost=0.0, answer_lost=0.0, repeate
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """An error of the actor's method: a copy crosses, as everything does."""
+    """Error of an actor's method, copied to the caller like any result."""
 
     error: Exception
 
 
 class Incarnation:
-    """One life of an actor: what dies with it."""
+    """One incarnation of an actor, with the tasks and calls that end with it."""
 
     def __init__(self, cell: Cell, number: int) -> None:
         self.cell, self.number, self.alive = cell, number, True
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.at_death: list[Callable[[], None]] = []
-        """Called at once when it dies, before anything of it can run again."""
+        """Callbacks for its death, called before any of its code can run again."""
         self.waiting: dict[asyncio.Future[Any], None] = {}
         self.context = contextvars.copy_context()
         self.context.run(RUNNING.set, self)
@@ -85,23 +84,24 @@ class Incarnation:
         self.instance: Any = None
         self.life: asyncio.Task[None] | None = None
         self.over = asyncio.Event()
-        """Its context ended, or it died."""
+        """Set when its context has ended or it died."""
 
     def _end_itself(self) -> None:
         self.cell.kill("it ended itself")
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task of this incarnation."""
+        """Start a task of this incarnation."""
         return asyncio.get_running_loop().create_task(work, context=self.context.copy())
 
     def forget(self, task: asyncio.Task[Any]) -> None:
-        """It ended. With what error is no news when it was dead: nobody hears the dead."""
+        """Remove a task that has ended."""
         self.tasks.pop(task, None)
         if not self.alive and not task.cancelled():
+            # Retrieved, so that asyncio does not log the errors of a killed actor.
             task.exception()
 
     def die(self) -> None:
-        """Kill: nothing of it is told to anybody."""
+        """Kill this incarnation; its callers get ActorLost."""
         self.alive = False
         self.over.set()
         for close in self.at_death:
@@ -109,17 +109,17 @@ class Incarnation:
         for answer in list(self.waiting):
             if not answer.done():
                 answer.set_exception(ActorLost(f"actor {self.cell.name} died"))
-                # Its caller may be dead too.
+                # Retrieved here, because the caller may be dead too.
                 answer.exception()
         for task in list(self.tasks):
             task.cancel()
         self._bury()
 
     def _bury(self) -> None:
-        """Cancel what is left, again and again: code that cleans up after itself waits for others that are dead too.
+        """Cancel the remaining tasks repeatedly, because cleanup code may wait for other dead actors.
 
-        The actor's context only once: it waits for its tasks, and contextlib of Python 3.11 loops for ever when a task
-        group in an exit stack in another one is cancelled twice."""
+        The task of the actor's context is cancelled only once: contextlib of Python 3.11 loops forever when a task
+        group in a nested exit stack is cancelled twice."""
         for task in [task for task in self.tasks if task is not self.life]:
             task.cancel()
         if self.tasks:
@@ -127,7 +127,7 @@ class Incarnation:
 
 
 class Cell:
-    """One named actor through all its lives."""
+    """One named actor through all its incarnations."""
 
     def __init__(self, runtime: FaultyRuntime, name: str, make: Callable[[], object]) -> None:
         self.name = name
@@ -140,15 +140,22 @@ class Cell:
         self.closing = asyncio.Event()
 
     async def live(self) -> None:
-        """Lives, one after the other, until it is stopped."""
+        """Run one incarnation after the other until the actor is stopped."""
         while not self.stopped:
             self.lives += 1
             incarnation = self.current = Incarnation(self, self.lives)
             life = incarnation.life = incarnation.begin(self._live(incarnation))
             await incarnation.over.wait()
             if incarnation.alive:
+                # The context ended by itself, because the actor was stopped or its context failed.
                 await asyncio.wait([life])
-                self._ended(incarnation, _error_of(life))
+                if self.stopped:
+                    self.current = None
+                    incarnation.die()
+                else:
+                    error = None if life.cancelled() else life.exception()
+                    logger.warning("the context of actor %s failed", self.name, exc_info=error)
+                    self.kill("its context broke")
             if not self.stopped:
                 await asyncio.sleep(self.runtime.chance.expovariate(1 / self.runtime.faults.restart_s))
 
@@ -164,17 +171,8 @@ class Cell:
         finally:
             incarnation.over.set()
 
-    def _ended(self, incarnation: Incarnation, error: BaseException | None) -> None:
-        """Its context ended by itself: it was stopped, or it broke, and takes the actor along."""
-        if self.stopped:
-            self.current = None
-            incarnation.die()
-            return
-        logger.warning("actor %s broke", self.name, exc_info=error)
-        self.kill("its context broke")
-
     def kill(self, why: str) -> None:
-        """kill -9, now. Nothing to do while it is down."""
+        """Kill the current incarnation, if there is one, without cleanup."""
         incarnation, self.current = self.current, None
         self.entered.clear()
         if incarnation is not None and incarnation.alive:
@@ -182,12 +180,8 @@ class Cell:
             incarnation.die()
 
 
-def _error_of(task: asyncio.Task[None]) -> BaseException | None:
-    return None if task.cancelled() else task.exception()
-
-
 class Proxy:
-    """Stands for an actor: attribute access gives an async callable."""
+    """Proxy of an actor, whose attributes are async callables."""
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
@@ -204,9 +198,9 @@ class Proxy:
 
 @dataclass(slots=True)
 class FaultyRuntime:
-    """Satisfies `runtime.Runtime`; an async context manager. One per life of a driver: `kill_all` is that one's death.
+    """Runtime of one driver, whose death is `kill_all`; satisfies `runtime.Runtime`; an async context manager.
 
-    `note` is told every event of the history: (kind, who, what).
+    `note` is called for every event of the history with its kind, the affected actor and details.
     """
 
     faults: CallFaults
@@ -214,11 +208,11 @@ class FaultyRuntime:
     note: Callable[[str, str, str], None] = lambda _kind, _who, _what: None
     cells: dict[str, Cell] = field(default_factory=dict)
     cut_off: set[str] = field(default_factory=set)
-    """Actors that no call reaches for now."""
+    """Actors that are currently unreachable."""
     slowed: dict[str, float] = field(default_factory=dict)
-    """How many times longer messages to an actor take."""
+    """Factor of the latency by actor."""
     is_dead: bool = False
-    """Its driver was killed."""
+    """True after the driver was killed."""
     isolates_actors: ClassVar[bool] = True
     _lives: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _found: set[str] = field(default_factory=set)
@@ -230,13 +224,13 @@ class FaultyRuntime:
 
     async def __aexit__(self, *_: object) -> None:
         await self._end_all()
-        # Virtual time in which the tasks of the dead end, before anybody else cancels them a second time.
+        # Virtual time for the tasks of killed actors to end, before the event loop cancels them a second time.
         await asyncio.sleep(BURIAL_TIME_S)
 
     def _task_of_incarnation(
         self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any
     ) -> asyncio.Task[Any]:
-        """A task, remembered by the incarnation whose code makes it."""
+        """Create a task and register it with the incarnation whose code creates it."""
         task = NumberedTask(next(self._numbers), work, loop=loop, **options)
         context = options.get("context")
         incarnation = RUNNING.get() if context is None else context.get(RUNNING)
@@ -256,21 +250,21 @@ class FaultyRuntime:
             return cast("T", Proxy(known))
         self._found.discard(name)
         cell = self.cells[name] = Cell(self, name, lambda: cls(*args, **kwargs))
-        # Of the driver, whoever spawns: its own context, not that of the caller.
+        # The task belongs to the driver, so it gets an empty context instead of the context of the spawning actor.
         self._lives[name] = asyncio.get_running_loop().create_task(cell.live(), context=contextvars.Context())
         await cell.entered.wait()
         return cast("T", Proxy(cell))
 
     def actor(self, name: str, cls: type[T]) -> T:
-        """The actor of this name. KeyError when none was spawned."""
+        """Return the proxy of an actor. Raises KeyError when it was never spawned."""
         return cast("T", Proxy(self.cells[name]))
 
     def found(self, actor: object) -> bool:
-        """Whether a service that came back found it alive."""
+        """Return whether a restarted service found the actor alive."""
         return cast("Proxy", actor)._cell.name in self._found  # noqa: SLF001 - the proxy is ours
 
     async def stop(self, actor: object) -> None:
-        # No error: contextlib of Python 3.11 may loop for ever when several exits of a dead actor raise.
+        # No error here, because contextlib of Python 3.11 may loop forever when several exits of a dead actor raise.
         if not _is_alive():
             return
         cell = cast("Proxy", actor)._cell  # noqa: SLF001 - the proxy is ours
@@ -281,7 +275,7 @@ class FaultyRuntime:
         await asyncio.wait([self._lives[cell.name]])
 
     async def stats(self, actor: object) -> tuple[int, int]:
-        """(number of the incarnation, 0). ActorLost while it is down."""
+        """Return (number of the incarnation, 0). Raises ActorLost while the actor is down."""
         cell = cast("Proxy", actor)._cell  # noqa: SLF001 - the proxy is ours
         if cell.current is None:
             raise ActorLost(f"actor {cell.name} is down")
@@ -293,13 +287,13 @@ class FaultyRuntime:
             cell.kill("it was killed by its guard")
 
     def calm(self) -> None:
-        """From now on calls arrive."""
+        """Deliver all calls from now on."""
         self.faults = replace(NO_FAULTS, delay_s=self.faults.delay_s, restart_s=self.faults.restart_s)
         self.cut_off.clear()
         self.slowed.clear()
 
     async def kill_all(self) -> None:
-        """The driver dies, and everything with it."""
+        """Kill the driver and all actors."""
         self.is_dead = True
         await self._end_all()
 
@@ -313,7 +307,7 @@ class FaultyRuntime:
             await asyncio.wait(self._lives.values())
 
     async def call(self, cell: Cell, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call through the boundary."""
+        """Call a method of an actor, subject to the faults. Raises the method's error, ActorLost or ActorGone."""
         require_alive()
         name = f"{cell.name}.{method}"
         made_of = pickle.dumps((args, kwargs))
@@ -327,7 +321,7 @@ class FaultyRuntime:
         try:
             result = await asyncio.shield(answer)
         except asyncio.CancelledError:
-            # Of a dead caller nobody hears that it gave up.
+            # The cancellation of a dead caller does not reach the actor.
             if _is_alive():
                 answer.cancel()
             raise
@@ -341,7 +335,7 @@ class FaultyRuntime:
         return value
 
     def _arrive(self, cell: Cell, method: str, made_of: bytes) -> asyncio.Future[bytes]:
-        """The call is executed; the future is its answer. ActorLost while the actor is down."""
+        """Deliver a request; the future is its answer, or ActorLost while the actor is down."""
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         incarnation = cell.current
         if incarnation is None:
@@ -368,7 +362,7 @@ class FaultyRuntime:
         await asyncio.sleep(seconds)
 
     async def _lose(self, cell: Cell) -> None:
-        """Nothing comes back; asked twice, the actor knows nothing of the call."""
+        """Raise ActorLost after the time in which the caller asks twice for a lost call."""
         await asyncio.sleep(2 * WATCH_S)
         raise ActorLost(f"actor {cell.name} does not know a call")
 
@@ -380,7 +374,7 @@ class FaultyRuntime:
 
 
 async def _execute(incarnation: Incarnation, method: str, made_of: bytes, answer: asyncio.Future[bytes]) -> None:
-    """As `runtime.Host` does: a call waits until its actor is entered."""
+    """Execute a request. Like in `runtime.Host`, a call waits until its actor has been entered."""
     args, kwargs = pickle.loads(made_of)
     try:
         await incarnation.cell.entered.wait()
@@ -390,20 +384,20 @@ async def _execute(incarnation: Incarnation, method: str, made_of: bytes, answer
             answer.set_exception(ActorLost(f"a call of {method} was broken off"))
             answer.exception()
         raise
-    except Exception as error:  # noqa: BLE001 - the one boundary: the caller gets it with its type
+    except Exception as error:  # noqa: BLE001 - the boundary of the actor: the caller gets the error with its type
         result = pickle.dumps(_Raised(error))
     if not answer.done():
         answer.set_result(result)
 
 
 def _is_alive() -> bool:
-    """Whether the code that runs is that of a living actor, or of none."""
+    """Return whether the running code belongs to a living actor, or to none."""
     incarnation = RUNNING.get()
     return incarnation is None or incarnation.alive
 
 
 def require_alive() -> None:
-    """CancelledError for code of a dead incarnation: whatever it does reaches nobody."""
+    """Raise CancelledError in code of a killed incarnation, which must have no further effect."""
     if not _is_alive():
         raise asyncio.CancelledError
 

@@ -1,4 +1,4 @@
-"""Tasks and futures whose sets have an order that repeats: it does not hang on addresses."""
+"""Tasks and futures that are hashed by a number, so that the order of sets is the same in every process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _Numbered:
-    """Hashed by its number."""
+    """Mixin that hashes an object by its number instead of its address."""
 
     def __init__(self, number: int, *arguments: Any, **options: Any) -> None:
         self._number = number
@@ -21,8 +21,8 @@ class _Numbered:
 
 
 class NumberedTask(_Numbered, asyncio.Task[Any]):
-    """`NumberedTask(number, coroutine, ...)`."""
+    """Task that is hashed by its number: `NumberedTask(number, coroutine, ...)`."""
 
 
 class NumberedFuture(_Numbered, asyncio.Future[Any]):
-    """`NumberedFuture(number, loop=...)`."""
+    """Future that is hashed by its number: `NumberedFuture(number, loop=...)`."""

@@ -1,9 +1,8 @@
-"""What to simulate: one small plan, and the ordinary configs of the actors that follow from it.
+"""Plan of a simulation, and the ordinary configs of the actors derived from it.
 
 Invariants:
-- What cannot work is refused before anything runs, on one line that names what to change.
-- Deadlines are far beyond what the plan's durations can reach: nothing of a plan ends as an infrastructure failure by
-  its own clocks.
+- A plan that cannot work is refused before anything runs, on one line that names what to change.
+- Timeouts are far beyond the plan's durations, so that no rollout of a plan fails because of a timeout.
 """
 
 from __future__ import annotations
@@ -36,36 +35,36 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
 
 LEASE_S: Final = 3600.0
-"""Of simulated sandboxes: heartbeats of ten thousand cost more than they show."""
+"""Lease of simulated sandboxes, long because the heartbeats of ten thousand sandboxes are expensive."""
 PAGE: Final = "docs/simulate.md"
 MOST_WARMUP_STEPS: Final = 30
 UNLIMITED_PER_S: Final = 1e6
 
 
 class Mode(StrEnum):
-    """How rollouts and steps follow each other."""
+    """Order of rollouts and steps."""
 
     ASYNC = "async"
-    """Rollouts go on all the time, paced by inventory and bound."""
+    """Rollouts run continuously, limited by the inventory and the staleness bound."""
     ONE_STEP_OFF = "one-step-off"
-    """The rollouts of the next batch run while the learner trains the one before; a barrier for each batch."""
+    """The rollouts of the next batch run while the learner trains the previous one, with a barrier for each batch."""
     SYNC = "sync"
-    """Rollouts of one batch, then its step, then the push."""
+    """The rollouts of one batch, its step and its push run one after the other."""
 
 
 class SimulationPlan(BaseModel):
-    """One simulated run."""
+    """Plan of one simulated run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     slots: int = Field(default=64, ge=1)
-    """Most rollouts in flight."""
+    """Maximum number of rollouts in flight."""
     batch_size: int = Field(default=64, ge=1)
     """Rollouts in a batch."""
     group_size: int = Field(default=8, ge=2)
     """Rollouts of one task that share a baseline."""
     max_staleness: int = Field(default=4, ge=0)
-    """Hard bound, in optimizer updates."""
+    """Hard staleness bound, in optimizer updates."""
     rule: str = "all"
     """Acceptance rule of a group."""
     mode: Mode = Mode.ASYNC
@@ -73,59 +72,59 @@ class SimulationPlan(BaseModel):
     push: PushMode = PushMode.OVERLAP
     """`overlap`, `pause` or `drain`."""
     steps: int = Field(default=100, ge=1)
-    """Optimizer updates. The first of them warm up and are not measured: half of them, 30 at most."""
+    """Number of optimizer updates. The first half of them, at most 30, is the warm-up and not measured."""
     seed: int = Field(default=0, ge=0)
-    """Of durations, rewards, task order and everything else."""
+    """Random seed of durations, rewards, task order and everything else."""
     durations: DurationsConfig = DurationsConfig()
-    """Time of an agent's work on one rollout."""
+    """Duration of an agent's work on one rollout."""
     learner_s: float = Field(default=240.0, ge=0)
-    """Time of one step."""
+    """Duration of one step."""
     push_s: float = Field(default=10.0, ge=0)
-    """Time of one push."""
+    """Duration of one push."""
     boot_s: float = Field(default=1.0, gt=0)
-    """Median time of booting a sandbox."""
+    """Median duration of a sandbox boot."""
     evaluate_s: float = Field(default=0.0, ge=0)
-    """Time of one evaluation."""
+    """Duration of one evaluation."""
     tasks: int = Field(default=512, ge=1)
-    """Tasks in the data set; each has a chance of success of its own."""
+    """Number of tasks in the data set; each has its own probability of success."""
     chances: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
-    """Chances of success of recorded tasks: each task has one of them. Empty: any chance from 0 to 1."""
+    """Probabilities of success of recorded tasks, one of which is drawn for each task. Empty: uniform from 0 to 1."""
     failure: float = Field(default=0.0, ge=0, lt=1)
-    """Chance that an attempt dies of infrastructure."""
+    """Probability that an attempt fails with an infrastructure error."""
     turns: int = Field(default=4, ge=1)
     """Turns of a rollout."""
     workers: int = Field(default=1, ge=1)
-    """Rollout workers, which share the slots."""
+    """Number of rollout workers, which share the slots."""
     save_every: int = Field(default=10, ge=1)
-    """Optimizer updates between checkpoints."""
+    """Optimizer updates between two checkpoints."""
     pacing: PacingConfig = PacingConfig()
-    """Adaptive concurrency; somebody has to tell the dispatcher of the load."""
+    """Adaptive concurrency, which needs a caller that reports the load to the dispatcher."""
     buffer: dict[str, Any] = Field(default_factory=dict)
     """Further keys of the recipe's [buffer], e.g. `{ zero_variance = "filter" }`."""
 
     @property
     def warmup_steps(self) -> int:
-        """Each step of mode `sync` begins anew."""
+        """Number of steps that are not measured; 0 in mode `sync`, whose steps are independent."""
         return 0 if self.mode is Mode.SYNC else min(MOST_WARMUP_STEPS, self.steps // 2)
 
     @property
     def mean_s(self) -> float:
-        """Of the durations that are drawn."""
+        """Mean duration of an agent's work."""
         return Durations(self.durations, seed=self.seed).mean_s
 
     @property
     def ideal_s(self) -> float:
-        """Least time of a step: the learner's, or that of as many rollouts as a batch has over all slots."""
+        """Lower bound of a step's time: that of the learner, or that of a batch of rollouts on all slots."""
         return max(self.learner_s, self.batch_size * self.mean_s / self.slots)
 
     @property
     def longest_s(self) -> float:
-        """Of the durations that can be drawn."""
+        """Longest duration of an agent's work that can be drawn."""
         factor = self.durations.straggler_factor if self.durations.stragglers else 1.0
         return min(self.durations.cap_s, factor * max(self.durations.recorded_s, default=self.durations.cap_s))
 
     def buffer_config(self) -> BufferConfig:
-        """Raises ConfigError."""
+        """Return the config of the buffer. Raises ConfigError."""
         keys = {
             "batch_size": self.batch_size,
             "group_size": self.group_size,
@@ -139,10 +138,11 @@ class SimulationPlan(BaseModel):
             raise ConfigError(f"simulate: buffer: {explain(error, BufferConfig)}") from error
 
     def dispatcher_config(self) -> DispatcherConfig:
+        """Return the config of the dispatcher."""
         return DispatcherConfig(slots_per_worker=-(-self.slots // self.workers), pacing=self.pacing)
 
     def rollout_config(self) -> RolloutConfig:
-        """Deadlines beyond what a drain or many pauses may add."""
+        """Return timeouts that exceed the time of a drain or of many pauses."""
         patience_s = 100 * (self.longest_s + self.learner_s + self.push_s + self.evaluate_s + 60.0)
         return RolloutConfig(
             queue_timeout_s=patience_s,
@@ -155,7 +155,7 @@ class SimulationPlan(BaseModel):
         )
 
     def sandbox_section(self) -> SandboxSection:
-        """Room for all slots, and for what is being torn down beside them."""
+        """Return a sandbox section with capacity for all slots and for the sandboxes that are being torn down."""
         most = 2 * self.slots + 16
         pool = PoolConfig(
             max_live=most,
@@ -197,15 +197,15 @@ PRESETS: Final[Mapping[str, SimulationPlan]] = {
         push_s=10.0,
     )
 }
-"""By name. `swe64`: software engineering tasks, 8 x 8 rollouts a batch, mean 10 and at most 30 minutes, learner 4
-minutes (published by users of other systems)."""
+"""Presets by name. `swe64` has software engineering tasks, batches of 8 x 8 rollouts of mean 10 and at most 30 minutes,
+and a learner step of 4 minutes (figures published by users of other systems)."""
 
 
 def make_plan(preset: str, changes: Mapping[str, Any], overrides: Sequence[str] = ()) -> SimulationPlan:
-    """A preset with changed keys; `overrides` are `key=value` or `table.key=value`, the value in TOML. Raises
+    """Return a preset with changed keys; `overrides` are `key=value` or `table.key=value` with TOML values. Raises
     ConfigError."""
     if preset not in PRESETS:
-        raise ConfigError(f"--preset {preset}: unknown; known: {', '.join(sorted(PRESETS))}")
+        raise ConfigError(f"--preset {preset}: unknown preset; choose one of: {', '.join(sorted(PRESETS))}")
     document = PRESETS[preset].model_dump()
     document |= {key: value for key, value in changes.items() if value is not None}
     for override in overrides:

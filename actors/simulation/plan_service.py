@@ -1,7 +1,6 @@
-"""A plan as an ordinary run: its configuration, and the real service over simulated backends.
+"""Run configuration and service of a simulation plan: the ordinary actors over simulated backends.
 
-Invariant: the configuration is the same in virtual and in real time, over the inline runtime and over Ray, so that a
-plan means the same everywhere.
+Invariant: the configuration is the same in virtual and in real time, over the inline runtime and over Ray.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
     from headrace.actors.runtime.runtime import Runtime
     from headrace.actors.simulation.plan import SimulationPlan
 
-LOOK_S = 600.0
-"""Time between two looks of the supervision in virtual time: one a second would cost more than the run."""
+CHECK_INTERVAL_S = 600.0
+"""Interval of the supervision's checks in virtual time; one check a second would cost more than the run."""
 
 
 def scaled(plan: SimulationPlan, factor: float) -> SimulationPlan:
-    """The same plan with every duration times `factor`."""
+    """Return the plan with every duration multiplied by `factor`."""
     durations = plan.durations
     changes = {
         "mean_s": durations.mean_s * factor,
@@ -50,9 +49,10 @@ def scaled(plan: SimulationPlan, factor: float) -> SimulationPlan:
 
 
 def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -> RunConfig:
-    """The configuration of a run of this plan in `run_dir`; `tables` replace those of the plan. Raises ConfigError."""
+    """Return the configuration of a run of this plan in `run_dir`, with `tables` in place of the plan's. Raises
+    ConfigError."""
     dispatcher = plan.dispatcher_config()
-    # All that are in flight at once have sandboxes: `SimulationPlan.sandbox_section` has room for twice the slots.
+    # All rollouts in flight have sandboxes, because `SimulationPlan.sandbox_section` allows twice the slots.
     evaluation_slots = max(1, min(dispatcher.evaluation_slots, plan.slots - plan.workers))
     document: dict[str, Any] = {
         "agent": {"kind": "simulated", "simulated": plan.agent_config().model_dump()},
@@ -71,10 +71,10 @@ def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -
 
 
 def prepare_plan(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
-    """Make the run directory of the plan, and return its configuration. One held-out rollout is evaluated before the
-    first step and one after the last. Raises ConfigError, also for `chances`: a recipe has no place for them."""
+    """Create the run directory of the plan, and return its configuration. One held-out rollout is evaluated before the
+    first step and one after the last. Raises ConfigError, also for `chances`, which a recipe cannot express."""
     if plan.chances:
-        raise ConfigError("chances: tasks of a recipe draw their own; leave them out to run the plan in real time")
+        raise ConfigError("chances: not supported in real time, where each task draws its own; remove the key")
     config = plan_config(plan, directory.path)
     lay_out(config, directory)
     return config
@@ -84,8 +84,8 @@ def prepare_plan(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
 async def open_service(
     plan: SimulationPlan, runtime: Runtime, *, clock: Callable[[], float] = time.time
 ) -> AsyncIterator[Service]:
-    """The service of a plan with its ledger in memory and without held-out tasks, in the caller's process. Raises
+    """Start the service of a plan in the caller's process, with its ledger in memory and without held-out tasks. Raises
     ConfigError."""
-    externals = Externals(clock=clock, tasks=plan.task_set(), look_s=LOOK_S)
+    externals = Externals(clock=clock, tasks=plan.task_set(), check_interval_s=CHECK_INTERVAL_S)
     async with Service(plan_config(plan, Path("in memory")), None, runtime, externals=externals) as service:
         yield service

@@ -1,8 +1,8 @@
-"""`headrace simulate`: one plan in virtual time, beside the same plan in sync mode.
+"""Simulation of a plan in virtual time for `headrace simulate`, compared with the same plan in sync mode.
 
 Invariants:
-- A run ends with its steps done, or with an error that says what stood still: never by waiting for ever.
-- The same plan gives the same history, to the last row of the ledger.
+- A run ends with all steps done, or with an error that says what made no progress; it never waits forever.
+- The same plan gives the same history, down to the last row of the ledger.
 """
 
 from __future__ import annotations
@@ -10,46 +10,43 @@ from __future__ import annotations
 import asyncio
 import gc
 import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
 from headrace.actors.runtime.runtime import InlineRuntime
-from headrace.actors.simulation.account import history_digest, read_account
 from headrace.actors.simulation.plan import MINUTE_S, Mode
 from headrace.actors.simulation.plan_service import open_service
+from headrace.actors.simulation.run_statistics import history_digest, read_statistics
 from headrace.actors.simulation.virtual_time import run_virtual
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from headrace.actors.simulated.engines import SimulatedEngineGroup
-    from headrace.actors.simulation.account import Account
     from headrace.actors.simulation.plan import SimulationPlan
+    from headrace.actors.simulation.run_statistics import RunStatistics
 
 COLLECT_EVERY: Final = 50_000
-"""Objects made between two collections of garbage."""
+"""Number of allocations between two garbage collections."""
 MOST_SYNC_STEPS: Final = 20
-"""Enough for a mean: each step of sync mode begins anew."""
+"""Maximum number of steps in sync mode, enough for a mean because its steps are independent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """One run, and what it is compared with."""
+class SimulationResult:
+    """Statistics of one run, and the step time of the same plan in sync mode."""
 
     plan: SimulationPlan
-    account: Account
+    account: RunStatistics
     engine_busy: float
-    """Mean number of turns that generate."""
+    """Mean number of turns that are generating."""
     sync_step_s: float
     history_sha256: str
-    """Of the whole ledger."""
+    """Digest of the whole ledger."""
 
     @property
     def clean(self) -> bool:
-        """Nothing over the bound, nothing lost, nothing trained twice."""
+        """True if no rollout exceeded the bound, was lost or was trained twice."""
         return not self.problems()
 
     def to_json(self) -> dict[str, Any]:
@@ -80,16 +77,18 @@ class Simulated:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
-        said = self.to_json()
+        """Render the result for the terminal."""
+        document = self.to_json()
         histogram = "  ".join(f"{staleness}: {count}" for staleness, count in self.account.staleness.items())
         stations = "  ".join(f"{station} {share:.0%}" for station, share in self.utilisation().items())
         shares = "  ".join("-" if share is None else f"{share:.0%}" for share in self.account.trained_shares())
-        ideal = f"{said['fraction_of_ideal']:.1%} of the ideal {said['ideal_minutes']:.2f}"
+        ideal = f"{document['fraction_of_ideal']:.1%} of the ideal {document['ideal_minutes']:.2f}"
+        sync = f"{document['sync_step_minutes']:.2f} minutes a step"
+        seen = document["max_staleness_seen"]
         return [
-            f"{said['step_minutes']:.2f} minutes a step: {ideal}",
-            f"{said['speedup_over_sync']:.2f} times sync mode ({said['sync_step_minutes']:.2f} minutes a step)",
-            f"largest staleness {said['max_staleness_seen']} of {self.plan.max_staleness}; by staleness  {histogram}",
+            f"{document['step_minutes']:.2f} minutes a step: {ideal}",
+            f"{document['speedup_over_sync']:.2f} times sync mode ({sync})",
+            f"largest staleness {seen} of {self.plan.max_staleness}; by staleness  {histogram}",
             f"evicted {self.account.evicted}, wasted {self.account.waste:.1%} of the sampled time",
             f"trained by tenth of durations, shortest first  {shares}",
             f"utilisation  {stations}",
@@ -97,11 +96,11 @@ class Simulated:
         ]
 
     def problems(self) -> list[str]:
-        """What the ledger shows that must not be."""
+        """Return the violated invariants of the ledger."""
         return self.account.problems_at(self.plan.max_staleness)
 
     def utilisation(self) -> dict[str, float]:
-        """By station: the share of its places (of slots, or the one learner) that is taken in the mean."""
+        """Return the mean share of each station's capacity (the slots, or the one learner) that is in use."""
         busy, slots = self.account.busy, self.plan.slots
         return {
             "sandbox": sum(busy.values()) / slots,
@@ -112,8 +111,8 @@ class Simulated:
         }
 
 
-def simulate(plan: SimulationPlan, keep: Path | None = None) -> Simulated:
-    """Run the plan, and the same in sync mode. `keep` is an empty folder for the ledger of the first. Raises
+def simulate(plan: SimulationPlan, keep: Path | None = None) -> SimulationResult:
+    """Run the plan, and the same plan in sync mode. `keep` is a new folder for the ledger of the first run. Raises
     ConfigError, TasksParked, RunStalled."""
     with tempfile.TemporaryDirectory(prefix="headrace-simulate-") as scratch:
         folder = Path(scratch) / "ledger" if keep is None else keep
@@ -125,42 +124,31 @@ def simulate(plan: SimulationPlan, keep: Path | None = None) -> Simulated:
         steps = min(plan.steps, MOST_SYNC_STEPS)
         changes = {"mode": Mode.SYNC, "steps": steps, "rule": "all", "buffer": {}}
         sync_step_s = run_plan(plan.model_copy(update=changes))[0].step_s
-    return Simulated(
+    return SimulationResult(
         plan=plan, account=account, engine_busy=engine_busy, sync_step_s=sync_step_s, history_sha256=digest
     )
 
 
-def run_plan(plan: SimulationPlan, keep: Path | None = None) -> tuple[Account, float]:
-    """One run in virtual time: its account, and the mean number of generating turns. `keep` is where the ledger is
-    exported to."""
-    with tempfile.TemporaryDirectory(prefix="headrace-simulate-") as folder:
-        target = _made(keep) if keep is not None else Path(folder)
+def run_plan(plan: SimulationPlan, keep: Path | None = None) -> tuple[RunStatistics, float]:
+    """Run the plan in virtual time, export its ledger to `keep`, and return its statistics and the mean number of
+    generating turns."""
+    if keep is not None:
         try:
-            with _rare_collections():
-                engine_busy = run_virtual(_run(plan, target), seed=plan.seed)
+            keep.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"--keep {keep}: cannot be created ({error.strerror}); name a new folder") from error
+    before = gc.get_threshold()
+    with tempfile.TemporaryDirectory(prefix="headrace-simulate-") as folder:
+        target = Path(folder) if keep is None else keep
+        # Most objects of a simulation live until its end, so frequent collections would find little garbage.
+        gc.set_threshold(COLLECT_EVERY, *before[1:])
+        try:
+            engine_busy = run_virtual(_run(plan, target), seed=plan.seed)
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
-        return read_account(target, warmup_steps=plan.warmup_steps), engine_busy
-
-
-def _made(folder: Path) -> Path:
-    """Raises ConfigError."""
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"--keep {folder}: cannot be made ({error.strerror}); name a new folder") from error
-    return folder
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Garbage in larger portions: a simulation makes little of it, and most of what it holds lives to its end."""
-    before = gc.get_threshold()
-    gc.set_threshold(COLLECT_EVERY, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+        finally:
+            gc.set_threshold(*before)
+        return read_statistics(target, warmup_steps=plan.warmup_steps), engine_busy
 
 
 async def _run(plan: SimulationPlan, folder: Path) -> float:
@@ -169,15 +157,15 @@ async def _run(plan: SimulationPlan, folder: Path) -> float:
         try:
             await service.run()
         except RunStalled as stalled:
-            advice = "a rule that cannot be met, or too few slots for a batch"
+            advice = "check for a rule that cannot be met, or too few slots for a batch"
             raise RunStalled(f"simulate: {stalled}; {advice}") from stalled
         ended_s = now()
         learner = await service.learner.status()
         steps = 0 if learner.version is None else learner.version.step
         if steps <= plan.warmup_steps:
             raise ConfigError(
-                f"simulate: the data is used up after {steps} of {plan.steps} steps, and {plan.warmup_steps} of them "
-                "warm up: raise tasks or buffer.passes, or lower steps"
+                f"simulate: the data is used up after {steps} of {plan.steps} steps, of which {plan.warmup_steps} are "
+                "the warm-up: raise tasks or buffer.passes, or lower steps"
             )
         await service.replay.export(folder)
         engines = cast("SimulatedEngineGroup", service.engines)

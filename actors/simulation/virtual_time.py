@@ -1,11 +1,11 @@
-"""An event loop without files whose clock jumps to the next timer when nothing is ready: hours in milliseconds.
+"""Event loop in virtual time, whose clock jumps to the next timer when nothing is ready.
 
 Invariants:
-- `time()` starts at 0 and moves only when nothing is ready; what takes no timer takes no time.
-- Threads, sockets, pipes and subprocesses are refused, for virtual time would race ahead of them.
-- Whatever waits for something that no timer will bring would wait for ever: that is a Deadlock, at once. Work that
-  never lets time pass is a Standstill.
-- Chance of the `random` module comes from the seed alone, and what it was before is restored: a history repeats.
+- `time()` starts at 0 and advances only when nothing is ready; work without a timer takes no time.
+- Threads, sockets, pipes and subprocesses are refused, because virtual time would advance before they answer.
+- When all tasks wait and no timer is set, Deadlock is raised immediately. Standstill is raised when tasks are always
+  ready, so that time never advances.
+- The `random` module is seeded and its earlier state restored, so that a history repeats.
 """
 
 from __future__ import annotations
@@ -25,42 +25,50 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_TURNS: Final = 100_000
-"""Turns of the loop without a step in time."""
+"""Maximum number of iterations of the loop without an advance of time."""
 FEW_TIMERS: Final = 100
-"""Not worth a cleaning."""
+"""Number of cancelled timers below which the heap is never cleaned."""
 MOST_NAMED: Final = 8
-"""Tasks that a Deadlock names."""
+"""Maximum number of tasks that a Deadlock names."""
 
 
 class VirtualTimeError(RuntimeError):
-    """Something that cannot be done, or go on, in virtual time."""
+    """An operation is not possible in virtual time."""
 
 
 class Deadlock(VirtualTimeError):
-    """Everything waits, and no timer is set."""
+    """All tasks wait, and no timer is set."""
 
 
 class Standstill(VirtualTimeError):
-    """Something always has more to do at once."""
+    """Tasks are always ready, so that time never advances."""
 
 
-def _waiting() -> str:
-    """The tasks of the running loop, by name and place."""
+def _waiting_tasks() -> str:
+    """Return the names and positions of the running loop's tasks."""
     tasks = sorted(asyncio.all_tasks(), key=lambda task: task.get_name())
-    named = [f"{task.get_name()} ({_place(task)})" for task in tasks[:MOST_NAMED]]
+    named = []
+    for task in tasks[:MOST_NAMED]:
+        frames = task.get_stack()
+        position = f"{frames[-1].f_code.co_qualname}, line {frames[-1].f_lineno}" if frames else "not started"
+        named.append(f"{task.get_name()} ({position})")
     more = len(tasks) - len(named)
     return ", ".join(named) + (f" and {more} more" if more else "")
 
 
-def _place(task: asyncio.Task[Any]) -> str:
-    frames = task.get_stack()
-    return f"{frames[-1].f_code.co_qualname}, line {frames[-1].f_lineno}" if frames else "not begun"
+def _refusal(what: str) -> Any:
+    """Return a method that refuses an operation of the loop."""
+
+    def refuse(self: VirtualTimeLoop, *arguments: object, **options: object) -> NoReturn:
+        raise VirtualTimeError(f"{what} is not possible in virtual time; use a real event loop")
+
+    return refuse
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """Use it by `run_virtual`, or as a loop factory of `asyncio.Runner`.
+    """Event loop for `run_virtual` and loop factory for `asyncio.Runner`.
 
-    It has no selector, and a heap of its own: timers of one moment are run in the order in which they were set."""
+    It has no selector, and its own heap of timers: timers of one moment run in the order in which they were set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +91,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Most timers are deadlines that are never met: when more than half of the heap is dead, it is cleaned."""
+        """Clean the heap when more than half of it is cancelled: most timers are timeouts that never fire."""
         self._cancelled_timers += 1
         if self._cancelled_timers > len(self._timers) // 2 + FEW_TIMERS:
             self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
@@ -91,16 +99,22 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._cancelled_timers = 0
 
     def _run_once(self) -> None:
-        """Go to the next timer when nothing is ready, and run what is due and ready."""
+        """Advance to the next timer when nothing is ready, and run all callbacks that are due or ready."""
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
         if ready or self._stopping:  # type: ignore[attr-defined]
             self._turns += 1
             if self._turns > MOST_TURNS:
-                # What is cancelled now may need some.
+                # Reset, because the cleanup of the cancelled tasks needs iterations too.
                 self._turns = 0
-                raise Standstill(f"time stands still at {self._now_s:g} s: something always has more to do at once")
+                raise Standstill(f"virtual time does not advance beyond {self._now_s:g} s: some task is always ready")
         else:
-            self._go_on()
+            while self._timers and self._timers[0][2].cancelled():
+                heapq.heappop(self._timers)
+                self._cancelled_timers -= 1
+            if not self._timers:
+                raise Deadlock(f"all tasks wait and no timer is set: a deadlock of {_waiting_tasks()}")
+            self._now_s = max(self._now_s, self._timers[0][0])
+            self._turns = 0
         while self._timers and self._timers[0][0] <= self._now_s:
             _, _, timer = heapq.heappop(self._timers)
             timer._scheduled = False  # type: ignore[attr-defined]  # noqa: SLF001 - it is in the heap no more
@@ -113,70 +127,24 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             if not handle.cancelled():
                 handle._run()  # noqa: SLF001 - as BaseEventLoop does
 
-    def _go_on(self) -> None:
-        """Move the clock to the next timer that is still wanted."""
-        while self._timers and self._timers[0][2].cancelled():
-            heapq.heappop(self._timers)
-            self._cancelled_timers -= 1
-        if not self._timers:
-            raise Deadlock(f"everything waits, and no timer is set: a deadlock of {_waiting()}")
-        self._now_s = max(self._now_s, self._timers[0][0])
-        self._turns = 0
-
     def _write_to_self(self) -> None:
-        """What wakes a loop from another thread; a signal handler of this one needs no waking."""
+        """Refuse calls from other threads. Signal handlers of this thread also call this, which needs no wake-up."""
         if threading.get_ident() != self._owner:
-            _refuse("a call from another thread")
+            self._refuse_call()
 
-    def run_in_executor(self, *arguments: Any) -> NoReturn:  # type: ignore[override]
-        _refuse("a thread")
-
-    async def getaddrinfo(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a look-up of a host")
-
-    async def create_connection(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a socket")
-
-    async def create_server(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a socket")
-
-    async def create_unix_connection(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a socket")
-
-    async def create_unix_server(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a socket")
-
-    async def create_datagram_endpoint(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a socket")
-
-    async def sock_connect(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a socket")
-
-    async def connect_read_pipe(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a pipe")
-
-    async def connect_write_pipe(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a pipe")
-
-    async def subprocess_exec(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a subprocess")
-
-    async def subprocess_shell(self, *arguments: Any, **options: Any) -> NoReturn:
-        _refuse("a subprocess")
-
-    def add_reader(self, *arguments: Any) -> NoReturn:  # type: ignore[override]
-        _refuse("a descriptor to read from")
-
-    def add_writer(self, *arguments: Any) -> NoReturn:  # type: ignore[override]
-        _refuse("a descriptor to write to")
-
-
-def _refuse(what: str) -> NoReturn:
-    raise VirtualTimeError(f"{what} under virtual time, which would race ahead of it: run it in a real event loop")
+    _refuse_call = _refusal("a call from another thread")
+    run_in_executor = _refusal("a thread")
+    getaddrinfo = _refusal("a host lookup")
+    create_connection = create_server = create_unix_connection = create_unix_server = _refusal("a socket")
+    create_datagram_endpoint = sock_connect = _refusal("a socket")
+    connect_read_pipe = connect_write_pipe = _refusal("a pipe")
+    subprocess_exec = subprocess_shell = _refusal("a subprocess")
+    add_reader = _refusal("a descriptor to read from")
+    add_writer = _refusal("a descriptor to write to")
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, seed: int = 0) -> T:
-    """`asyncio.run` in virtual time. Raises Deadlock, Standstill, VirtualTimeError."""
+    """Run a coroutine like `asyncio.run`, in virtual time. Raises Deadlock, Standstill, VirtualTimeError."""
     before = random.getstate()
     random.seed(seed)
     try:

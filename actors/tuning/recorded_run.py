@@ -18,8 +18,8 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.launch import reopen
-from headrace.actors.simulation.account import most_in_flight
 from headrace.actors.simulation.plan import MOST_WARMUP_STEPS
+from headrace.actors.simulation.run_statistics import most_in_flight
 from headrace.actors.tuning.records import Observation, Recording
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.types import Cause

@@ -44,7 +44,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A candidate with its statistics over the measured steps. `waste` as in `Account`; `evictions` are per step."""
+    """A candidate and its measured statistics. `waste` is as in `RunStatistics`; `evictions` are per step."""
 
     candidate: Candidate
     steps: int

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.launch import drive
-from headrace.actors.simulation.account import Account, read_account
 from headrace.actors.simulation.plan import MINUTE_S, SimulationPlan
 from headrace.actors.simulation.plan_service import prepare_plan, scaled
+from headrace.actors.simulation.run_statistics import RunStatistics, read_statistics
 from headrace.actors.simulation.simulate import run_plan
 
 AGREEMENT: Final = 0.05
@@ -31,8 +31,8 @@ class Replayed:
 
     plan: SimulationPlan
     minute_s: float
-    real: Account
-    virtual: Account
+    real: RunStatistics
+    virtual: RunStatistics
     wall_s: float
 
     @property
@@ -66,7 +66,7 @@ class Replayed:
         """Return the problems in the ledger of the real run."""
         return self.real.problems_at(self.plan.max_staleness)
 
-    def _side(self, account: Account) -> dict[str, Any]:
+    def _side(self, account: RunStatistics) -> dict[str, Any]:
         step_minutes = account.step_s / self.minute_s
         return {
             "step_s": account.step_s,
@@ -93,5 +93,5 @@ def replay(plan: SimulationPlan, folder: Path, *, minute_s: float, quiet: bool =
 def compare(plan: SimulationPlan, directory: RunDirectory, *, minute_s: float, wall_s: float) -> Replayed:
     """Compare a run of the scaled plan that has ended with the same in virtual time. Raises LedgerRefused."""
     virtual, _ = run_plan(scaled(plan, minute_s / MINUTE_S))
-    real = read_account(directory.path, warmup_steps=plan.warmup_steps)
+    real = read_statistics(directory.path, warmup_steps=plan.warmup_steps)
     return Replayed(plan=plan, minute_s=minute_s, real=real, virtual=virtual, wall_s=wall_s)

@@ -32,7 +32,7 @@ import typer
 from benches.soak_driver import ANSWER_S, Driver, log_of
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.actors.run.launch import RunRequest, prepare
-from headrace.actors.simulation.spoilt_files import FOREIGN, Damage, leave_foreign, spoil_checkpoint, spoil_served
+from headrace.actors.simulation.damaged_files import FOREIGN, Damage, add_foreign_file, damage_checkpoint, damage_served
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.audit.verify import verify
 
@@ -276,9 +276,9 @@ class Soak:
                 _signal_ours(driver, process_id, signal.SIGCONT)
                 return True
             case Fault.SERVED_SPOILT:
-                return self._spoil(driver, directory, found, spoil_served, "engines", "learner") is not None
+                return self._spoil(driver, directory, found, damage_served, "engines", "learner") is not None
             case Fault.CHECKPOINT_SPOILT:
-                spoil = partial(spoil_checkpoint, steps=self._plan.steps)
+                spoil = partial(damage_checkpoint, steps=self._plan.steps)
                 manifest = self._spoil(driver, directory, found, spoil, "learner")
                 deadline_s = time.monotonic() + ANSWER_S
                 # The damage remains visible until the next learner has set the checkpoint aside.
@@ -288,7 +288,7 @@ class Soak:
                     time.sleep(0.05)
                 return manifest is not None
             case Fault.FOREIGN_FILE:
-                leave_foreign(directory.path, chance.choice(FOREIGN))
+                add_foreign_file(directory.path, chance.choice(FOREIGN))
                 return True
 
     def _spoil(

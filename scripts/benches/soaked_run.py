@@ -25,7 +25,7 @@ import orjson
 from headrace.actors.errors import ActorLost
 from headrace.actors.run.exit_codes import exit_code_of_run
 from headrace.actors.run.launch import drive, reopen
-from headrace.actors.run.resume import Resuming
+from headrace.actors.run.resume import ResumePreparation
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.simulated.engines import SimulatedEngineGroup
@@ -80,7 +80,7 @@ def drive_and_answer(run_dir: Path, descriptor: int) -> None:
     config, directory = reopen(run_dir)
     with os.fdopen(descriptor, "wb", buffering=0) as answers:
         # The same as in `headrace resume`.
-        before = Resuming(config, directory, say=print).tell
+        before = ResumePreparation(config, directory, say=print).prepare
         drive(config, directory, quiet=True, before=before, beside=lambda service: answer(service, answers))
 
 

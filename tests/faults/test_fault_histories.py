@@ -20,8 +20,8 @@ from headrace.actors.cli.app import app
 from headrace.actors.errors import ActorError
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.faults import FaultReport, History, Storm, prepare_storm, simulate_faults
+from headrace.actors.simulation.faulty_environment import FaultyLoop
 from headrace.actors.simulation.faulty_runtime import CallFaults
-from headrace.actors.simulation.faulty_world import FaultyLoop
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.training.learner import LearnerLoop, Stage
 from headrace.actors.training.replay import Replay
@@ -84,7 +84,7 @@ def test_everything_holds_under_a_thousand_storms() -> None:
 class LearnerDies(History):
     """Nothing strikes but once: the learner, nine steps after the last checkpoint."""
 
-    async def _strike(self, runtime: FaultyRuntime) -> None:
+    async def _inject_faults(self, runtime: FaultyRuntime) -> None:
         committed = 0
         while committed < 9:
             await asyncio.sleep(1.0)
@@ -169,7 +169,7 @@ def one_run(path: Path, kind: type[History], **changes: Any) -> tuple[History, s
 
 
 class Quiet(History):
-    async def _strike(self, runtime: FaultyRuntime) -> None:
+    async def _inject_faults(self, runtime: FaultyRuntime) -> None:
         """Nothing strikes."""
 
 
@@ -206,7 +206,7 @@ def test_a_batch_that_no_learner_can_train_ends_the_run_after_two_tries(
 class StepKills(History):
     """The learner's process is killed in each step on the third batch."""
 
-    async def _strike(self, runtime: FaultyRuntime) -> None:
+    async def _inject_faults(self, runtime: FaultyRuntime) -> None:
         while True:
             await asyncio.sleep(0.5)
             if "learner" not in runtime.cells:

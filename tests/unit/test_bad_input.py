@@ -54,7 +54,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     [
         ("[model\n", "not valid TOML"),
         ("", "model.path is missing"),
-        ('[engines]\nbackend = "simulated"\n', 'goes with learner.kind = "simulated" and agent.kind = "simulated"'),
+        ('[engines]\nbackend = "simulated"\n', 'needs learner.kind = "simulated" and agent.kind = "simulated"'),
         (
             '[model]\npath = "x"\n[buffer]\nmax_stalenes = 2\n',
             "unknown key buffer.max_stalenes; did you mean buffer.max_staleness?",
@@ -276,7 +276,7 @@ def test_unknown_commands_and_runs_are_bad_input(
 ) -> None:
     assert headrace(monkeypatch, "rum") == cli.EXIT_BAD_INPUT
     assert headrace(monkeypatch, "resume", str(tmp_path / "none")) == cli.EXIT_BAD_INPUT
-    assert "no run there" in capsys.readouterr().err
+    assert "not a run directory" in capsys.readouterr().err
 
 
 def test_a_name_cannot_leave_the_runs_folder(
@@ -347,7 +347,7 @@ def test_invalid_evaluation_requests_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     assert "cannot be read" in eval_refused(monkeypatch, capsys, str(tmp_path / "none.toml"))
-    assert "no run there" in eval_refused(monkeypatch, capsys, str(tmp_path))
+    assert "not a run directory" in eval_refused(monkeypatch, capsys, str(tmp_path))
     assert "is a recipe" in eval_refused(monkeypatch, capsys, str(recipe), "--checkpoint", "1.3")
     broken = tmp_path / "tasks.jsonl"
     assert "cannot be read" in eval_refused(monkeypatch, capsys, str(recipe), "--tasks", str(broken))
@@ -371,7 +371,7 @@ def test_a_live_run_is_not_evaluated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_dir: Path
 ) -> None:
     with sole_driver(RunDirectory(path=run_dir)):
-        assert "is live in another process" in eval_refused(monkeypatch, capsys, str(run_dir))
+        assert "is being driven by another process" in eval_refused(monkeypatch, capsys, str(run_dir))
 
 
 def test_training_tasks_are_not_evaluated(

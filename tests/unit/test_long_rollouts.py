@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.run.config import load_recipe
-from headrace.actors.run.parts import parts_of
+from headrace.actors.run.parts import supervised_actors
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.stall_detector import StallDetector
-from headrace.actors.run.supervision import look_at
+from headrace.actors.run.supervision import snapshot_of
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.plan_service import open_service
@@ -39,7 +39,7 @@ async def evaluate_watched(plan: SimulationPlan, stall_s: float | None) -> list[
         async def watch() -> None:
             while True:
                 await asyncio.sleep(LOOK_S)
-                signs = signs_of(await look_at(parts_of(service, service.learner)), work_clocks(config))
+                signs = signs_of(await snapshot_of(supervised_actors(service, service.learner)), work_clocks(config))
                 lines = (detector.stalled(clock(), signs), detector.warning(clock()))
                 said.extend(line for line in lines if line is not None)
 

@@ -38,7 +38,7 @@ def test_todays_configuration_is_as_it_was(tmp_path):
 )
 def test_what_no_version_wrote_is_refused(tmp_path, change):
     (tmp_path / "config.json").write_text(json.dumps(json.loads(GOLDEN.read_bytes()) | change))
-    with pytest.raises(RunMissing, match="not the configuration of a run"):
+    with pytest.raises(RunMissing, match="not a run configuration"):
         reopen(tmp_path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.run.restarts import LONGEST_WAIT_S, Restarting, RestartPolicy
+from headrace.actors.run.restarts import LONGEST_WAIT_S, RestartLoop, RestartPolicy
 
 ROOT = Path(__file__).parents[2]
 COUNTED = """
@@ -62,17 +62,17 @@ def test_restarts_are_used_up() -> None:
 def test_tries_follow_each_other(tmp_path: Path, ends: list[str], restarts: int, code: int, tries: int) -> None:
     said: list[str] = []
     command = [sys.executable, "-c", COUNTED, str(tmp_path / "tries"), *ends]
-    assert Restarting(RestartPolicy(restarts, first_wait_s=0.0), said.append).run(command, command) == code
+    assert RestartLoop(RestartPolicy(restarts, first_wait_s=0.0), said.append).run(command, command) == code
     assert len((tmp_path / "tries").read_text()) == tries
     assert len(said) == tries - 1
 
 
 LOOP = """
 import sys
-from headrace.actors.run.restarts import Restarting, RestartPolicy
+from headrace.actors.run.restarts import RestartLoop, RestartPolicy
 child = [sys.executable, "-c", sys.argv[1]]
 policy = RestartPolicy(5, first_wait_s=float(sys.argv[2]))
-sys.exit(Restarting(policy, lambda line: print(line, flush=True)).run(child, child))
+sys.exit(RestartLoop(policy, lambda line: print(line, flush=True)).run(child, child))
 """
 DRAINS = """
 import signal, sys, os
@@ -98,14 +98,14 @@ def test_an_interrupt_between_two_tries_ends_the_loop() -> None:
     failing = [sys.executable, "-c", LOOP, "import sys; sys.exit(75)", "200"]
     with subprocess.Popen(failing, stdout=subprocess.PIPE, text=True) as loop:
         assert loop.stdout is not None
-        assert "resumed in 200 s" in loop.stdout.readline()
+        assert "resuming in 200 s" in loop.stdout.readline()
         os.kill(loop.pid, signal.SIGTERM)
         assert loop.wait(30) == 4
 
 
 AT_LINE = """
 import os, signal, sys, threading
-from headrace.actors.run.restarts import Restarting, RestartPolicy
+from headrace.actors.run.restarts import RestartLoop, RestartPolicy
 failing = ["/bin/bash", "-c", "exit 75"]
 def strike():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -124,7 +124,7 @@ def ended_by_a_strike_at(number):
                 later.cancel()
                 strike()
         return trace
-    loop = Restarting(RestartPolicy(restarts=1, first_wait_s=200.0), said)
+    loop = RestartLoop(RestartPolicy(restarts=1, first_wait_s=200.0), said)
     sys.settrace(trace)
     try:
         return loop.run(failing, failing)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.run.resume import Resuming
+from headrace.actors.run.resume import ResumePreparation
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.resume_report import decile_edges, resume_report
 from headrace.buffer.audit.verify import verify
@@ -152,23 +152,23 @@ def test_equal_durations_share_a_decile():
 def test_the_command_prints_the_report_and_stores_it_in_the_run_directory(run_dir):
     said = []
     config = SimpleNamespace(buffer=cases.SMALL)
-    telling = Resuming(config, RunDirectory(path=run_dir), say=said.append)
-    telling.tell()
+    preparation = ResumePreparation(config, RunDirectory(path=run_dir), say=said.append)
+    preparation.prepare()
     report = resume_report(run_dir, max_staleness=2)
     assert said[0].startswith("migrated the ledger from schema 1 to 3 in ")
     assert said[1:] == report.lines()
-    assert json.loads((run_dir / "resumes" / "3.json").read_bytes()) == json.loads(json.dumps(telling.told))
-    assert telling.told["kept"] == report.kept
+    assert json.loads((run_dir / "resumes" / "3.json").read_bytes()) == json.loads(json.dumps(preparation.report))
+    assert preparation.report["kept"] == report.kept
 
 
 def test_a_run_with_lost_rollouts_is_not_resumed(run_dir):
     for path in (run_dir / "trajectories").iterdir():
         path.unlink()
     said = []
-    telling = Resuming(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=said.append)
-    with pytest.raises(LedgerRefused, match=r"rollouts are lost .*put back what is missing"):
-        telling.tell()
-    assert telling.told["lost"] > 0
+    preparation = ResumePreparation(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=said.append)
+    with pytest.raises(LedgerRefused, match=r"rollouts are lost .*restore the missing files"):
+        preparation.prepare()
+    assert preparation.report["lost"] > 0
     assert any("lost" in line for line in said)
 
 
@@ -177,7 +177,7 @@ def resuming(run_dir, said, **options):
     if not directory.identity.exists():
         directory.write_beginning(cases.tasks(), "golden")
     config = SimpleNamespace(buffer=cases.SMALL, service=SimpleNamespace(seed=3))
-    return Resuming(config, directory, say=said.append, **options)
+    return ResumePreparation(config, directory, say=said.append, **options)
 
 
 def lose(root):
@@ -199,8 +199,8 @@ def hollow(root):
 def test_a_run_without_its_checkpoints_does_not_restart_on_its_own(run_dir, damage):
     damage(run_dir / "checkpoints")
     before = read_evidence(run_dir)
-    with pytest.raises(LedgerRefused, match=r"ledger recorded 1\.2: put the folder back.*--from-start") as refused:
-        resuming(run_dir, []).tell()
+    with pytest.raises(LedgerRefused, match=r"ledger recorded 1\.2: restore the folder.*--from-start") as refused:
+        resuming(run_dir, []).prepare()
     assert "\n" not in str(refused.value)
     assert read_evidence(run_dir).commits == before.commits
 
@@ -217,32 +217,32 @@ def test_from_the_start_all_steps_are_undone(run_dir):
     with closing(sqlite3.connect(run_dir / "trajectories" / "000001.db")) as blobs, blobs:
         blobs.execute("DELETE FROM trajectories WHERE rollout_id LIKE 'g000000-%'")
     said = []
-    resuming(run_dir, said, from_start=True).tell()
+    resuming(run_dir, said, from_start=True).prepare()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["aside-1.2"]
     evidence = read_evidence(run_dir)
     assert evidence.surviving == []
-    assert any("IS LEFT OUT: the run begins again" in line for line in said)
+    assert any("IS LEFT OUT: the run restarts" in line for line in said)
     assert verify(run_dir).lost == 0
     again = [rollout for rollout in evidence.rollouts if rollout.rollout_id.startswith("g000000-")]
     assert {rollout.state for rollout in again} == {RolloutState.PENDING}
-    resuming(run_dir, said).tell()
+    resuming(run_dir, said).prepare()
 
 
 def test_a_run_that_cannot_restart_keeps_its_checkpoints(run_dir):
     bring_up_to_date(run_dir)
     (run_dir / "archive.db").unlink()
     with pytest.raises(LedgerMismatch, match=r"archive\.db, which is missing"):
-        resuming(run_dir, [], from_start=True).tell()
+        resuming(run_dir, [], from_start=True).prepare()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["1.2"]
-    resuming(run_dir, []).tell()
+    resuming(run_dir, []).prepare()
 
 
 def test_a_run_without_checkpoints_and_archive_is_refused_in_one_line(run_dir):
     bring_up_to_date(run_dir)
     (run_dir / "archive.db").unlink()
     lose(run_dir / "checkpoints")
-    with pytest.raises(LedgerRefused, match=r"holds no checkpoint that can be used"):
-        resuming(run_dir, []).tell()
+    with pytest.raises(LedgerRefused, match=r"contains no usable checkpoint"):
+        resuming(run_dir, []).prepare()
 
 
 def test_a_damaged_checkpoint_is_left_out_by_name(run_dir):
@@ -271,12 +271,12 @@ def test_a_damaged_checkpoint_is_left_out_by_name(run_dir):
     (root / str(second.version) / "model").write_bytes(b"weights" * 99)
     said = []
     about = resuming(run_dir, said)
-    about.tell()
+    about.prepare()
     assert said[1].startswith(f"CHECKPOINT {second.version} IS LEFT OUT: ")
     assert "has 693 bytes, 700 were written" in said[1]
     assert (root / f"aside-{second.version}" / "model").exists()
-    assert about.told["checkpoint"] == str(first.version)
-    assert list(about.told["checkpoints_left_out"]) == [str(second.version)]
+    assert about.report["checkpoint"] == str(first.version)
+    assert list(about.report["checkpoints_left_out"]) == [str(second.version)]
 
 
 @pytest.mark.parametrize(
@@ -297,11 +297,11 @@ def test_a_checkpoint_of_another_run_or_a_newer_version_is_refused_in_one_line(r
         chain = fold_chain("", batches)
         write_manifest(staged, Manifest(version=PolicyVersion(1, 2), previous_chain="", chain=chain, batches=batches))
         publish(staged, PolicyVersion(1, 2))
-        told = "is of another run, of an undone line, or newer than this ledger: move it elsewhere"
+        told = "belongs to another run or an undone branch, or is newer than this ledger: move it elsewhere"
     else:
         manifest.write_text(json.dumps(document))
     with pytest.raises(LedgerRefused, match=told) as refused:
-        resuming(run_dir, []).tell()
+        resuming(run_dir, []).prepare()
     assert "\n" not in str(refused.value)
     assert (run_dir / "checkpoints" / "1.2").is_dir()
 
@@ -314,7 +314,7 @@ def test_a_lost_ledger_is_not_taken_for_a_new_run(run_dir, left, missing):
     if not missing:
         (run_dir / "ledger.db").touch()
     with pytest.raises(LedgerRefused, match=rf"missing or empty, but there is .*{left}.*put the ledger back"):
-        Resuming(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=print).tell()
+        ResumePreparation(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=print).prepare()
 
 
 def test_a_run_that_died_while_creating_the_ledger_starts(tmp_path):
@@ -322,8 +322,8 @@ def test_a_run_that_died_while_creating_the_ledger_starts(tmp_path):
     with pytest.raises(LedgerRefused, match="or an empty one"):
         resume_report(tmp_path, max_staleness=2)
     said = []
-    Resuming(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=tmp_path), say=said.append).tell()
-    assert said == ["nothing was recorded yet: the run begins"]
+    ResumePreparation(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=tmp_path), say=said.append).prepare()
+    assert said == ["nothing was recorded yet: the run starts from the beginning"]
 
 
 def test_a_run_of_the_newest_schema_is_reported_too(tmp_path):

@@ -168,7 +168,7 @@ def test_a_person_can_read_it(tmp_path: Path) -> None:
     text = text_of(report)
     assert "held up by sandbox" in text
     finished = sum(decile.evicted for decile in report.deciles)
-    assert f"went over the staleness bound: {report.evicted}, of which {finished} had finished" in text
+    assert f"exceeded the staleness bound: {report.evicted}, of which {finished} had finished" in text
     assert "slowed down to 8 rollouts: boot" in text
     assert "duration up to" in text
     assert f"{report.early.groups} groups were sealed early" in text

@@ -82,4 +82,4 @@ def test_a_run_of_another_version_hides_no_other_run(run: RunDirectory, tmp_path
     result = CliRunner().invoke(app, ["status", "--runs-dir", str(tmp_path)])
     assert result.exit_code == 0
     assert "0 of 60, new" in result.output
-    assert "not the configuration of a run of this version" in result.output
+    assert "not a run configuration that this version can read" in result.output

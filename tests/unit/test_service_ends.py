@@ -145,7 +145,7 @@ async def test_an_evaluation_on_the_way_that_has_begun_is_recorded_before_the_fi
     assert (base, final) == (("base", 0), ("final", 8))
     assert on_the_way[0] == "step-3"
     assert 3 <= on_the_way[1] < 8, "the step at which it began"
-    assert "evaluation step-6 is left out: it had not begun when training ended" in caplog.text
+    assert "evaluation step-6 is skipped: it had not started when training ended" in caplog.text
 
 
 async def test_a_drained_run_does_not_wait_for_an_evaluation(open_run: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.rollouts.dispatcher import DispatcherStatus
 from headrace.actors.rollouts.worker import WorkerStatus
 from headrace.actors.run.progress_signs import WorkClocks, signs_of
-from headrace.actors.run.supervision import Look
+from headrace.actors.run.supervision import StatusSnapshot
 from headrace.actors.training.learner import LearnerStatus, Stage
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
@@ -20,9 +20,9 @@ from headrace.serve.gateway.gateway import GatewayStats
 LONGEST = WorkClocks(stage_s=1.0, engine_start_s=2.0, boot_s=3.0, push_s=4.0)
 
 
-def look(**parts: Any) -> Look:
+def snapshot(**parts: Any) -> StatusSnapshot:
     silent: dict[str, Any] = dict.fromkeys(("learner", "dispatcher", "pool", "gateway", "judged_steps"))
-    return Look(**(silent | {"workers": (), "engines": ()} | parts))
+    return StatusSnapshot(**(silent | {"workers": (), "engines": ()} | parts))
 
 
 def learner(stage: Stage = Stage.WAITING) -> LearnerStatus:
@@ -36,7 +36,7 @@ def gateway(*closed: str) -> GatewayStats:
 
 
 def test_parts_that_say_nothing_have_no_signs() -> None:
-    signs = signs_of(look(), LONGEST)
+    signs = signs_of(snapshot(), LONGEST)
     assert (signs.counts, signs.under_way, signs.version) == ({}, {}, None)
 
 
@@ -46,7 +46,7 @@ def test_everything_that_is_done_is_counted() -> None:
     )
     worker = WorkerStatus(incarnation="x", assignment="y", running=1, phases={}, ended_turns=11)
     parts = {"learner": learner(), "dispatcher": dispatcher, "gateway": gateway(), "judged_steps": 4}
-    signs = signs_of(look(**parts, workers=(worker, None)), LONGEST)
+    signs = signs_of(snapshot(**parts, workers=(worker, None)), LONGEST)
     assert signs.version == PolicyVersion(2, 7)
     assert signs.counts == {
         "stages": 9,
@@ -59,7 +59,7 @@ def test_everything_that_is_done_is_counted() -> None:
         "turns of worker 0": 11,
         "judged steps": 4,
     }
-    assert set(signs.on_the_way) == {"turns", "sampled tokens", "turns of worker 0", "judged steps"}
+    assert set(signs.intermediate) == {"turns", "sampled tokens", "turns of worker 0", "judged steps"}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_everything_that_is_done_is_counted() -> None:
     ],
 )
 def test_work_under_way_has_its_clock(parts: dict[str, Any], under_way: dict[str, float]) -> None:
-    assert signs_of(look(**parts), LONGEST).under_way == under_way
+    assert signs_of(snapshot(**parts), LONGEST).under_way == under_way
 
 
 @pytest.mark.parametrize("state", EngineState)
@@ -84,4 +84,4 @@ def test_an_engine_that_starts_is_work_under_way(state: EngineState) -> None:
         engine_id=EngineId("e"), origin=Origin.LOCAL, place="0", state=state, url="http://e:1", version=None
     )
     wanted = {"engine start": 2.0} if state is EngineState.STARTING else {}
-    assert signs_of(look(engines=(engine,)), LONGEST).under_way == wanted
+    assert signs_of(snapshot(engines=(engine,)), LONGEST).under_way == wanted

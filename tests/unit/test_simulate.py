@@ -12,8 +12,8 @@ import pytest
 from headrace.actors.cli import app as cli
 from headrace.actors.errors import ConfigError, RunStalled
 from headrace.actors.simulation import simulate as simulate_module
-from headrace.actors.simulation.account import history_digest, read_account
 from headrace.actors.simulation.plan import PRESETS, Mode, SimulationPlan, make_plan
+from headrace.actors.simulation.run_statistics import history_digest, read_statistics
 from headrace.actors.simulation.simulate import run_plan, simulate
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
@@ -24,7 +24,7 @@ from headrace.policies.learners.simulated import PushMode
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.actors.simulation.account import Account
+    from headrace.actors.simulation.run_statistics import RunStatistics
 
 
 def quarter(**changes: Any) -> SimulationPlan:
@@ -33,17 +33,17 @@ def quarter(**changes: Any) -> SimulationPlan:
     return make_plan("swe64", sizes | changes)
 
 
-def account(**changes: Any) -> Account:
+def account(**changes: Any) -> RunStatistics:
     return run_plan(quarter(**changes))[0]
 
 
 @pytest.fixture(scope="module")
-def asynchronous() -> Account:
+def asynchronous() -> RunStatistics:
     return account()
 
 
 @pytest.fixture(scope="module")
-def synchronous() -> Account:
+def synchronous() -> RunStatistics:
     return account(mode=Mode.SYNC)
 
 
@@ -54,7 +54,7 @@ def test_the_preset_is_the_published_one() -> None:
     assert plan.model_copy(update={"slots": 160}).ideal_s / 60 == 4.0
 
 
-def test_async_is_near_the_ideal_whole_and_within_the_bound(asynchronous: Account) -> None:
+def test_async_is_near_the_ideal_whole_and_within_the_bound(asynchronous: RunStatistics) -> None:
     assert not asynchronous.problems
     assert 0 < asynchronous.max_staleness <= 4
     assert asynchronous.trained == sum(asynchronous.staleness.values()) == 24 * 16
@@ -65,7 +65,7 @@ def test_async_is_near_the_ideal_whole_and_within_the_bound(asynchronous: Accoun
     assert asynchronous.learner_share == pytest.approx(240 / asynchronous.step_s)
 
 
-def test_long_rollouts_are_trained_as_often_as_short_ones(asynchronous: Account) -> None:
+def test_long_rollouts_are_trained_as_often_as_short_ones(asynchronous: RunStatistics) -> None:
     assert [decile.decile for decile in asynchronous.deciles] == list(range(1, 11))
     assert asynchronous.trained_shares() == [1.0] * 10
     assert sum(decile.trained for decile in asynchronous.deciles) == asynchronous.trained
@@ -81,7 +81,7 @@ def test_a_rule_that_aborts_shows_in_what_becomes_of_long_rollouts() -> None:
     assert longest < 0.7
 
 
-def test_modes_differ_as_they_must(asynchronous: Account, synchronous: Account) -> None:
+def test_modes_differ_as_they_must(asynchronous: RunStatistics, synchronous: RunStatistics) -> None:
     one_step_off = account(mode=Mode.ONE_STEP_OFF)
     assert synchronous.max_staleness == 0
     assert one_step_off.max_staleness == 1
@@ -91,7 +91,7 @@ def test_modes_differ_as_they_must(asynchronous: Account, synchronous: Account) 
     assert not (*synchronous.problems, *one_step_off.problems)
 
 
-def test_pushes_cost_what_they_stop(asynchronous: Account) -> None:
+def test_pushes_cost_what_they_stop(asynchronous: RunStatistics) -> None:
     pause = account(push=PushMode.PAUSE, push_s=60.0)
     drain = account(push=PushMode.DRAIN, steps=12)
     assert 1.02 < pause.step_s / asynchronous.step_s < 1.3
@@ -174,13 +174,13 @@ def test_people_get_lines_and_the_ledger_where_they_want_it(
     assert "shortest first  100%  100%" in said
     assert "ledger clean" in said
     assert verify(tmp_path / "kept").clean
-    assert read_account(tmp_path / "kept", warmup_steps=5).trained == 160
+    assert read_statistics(tmp_path / "kept", warmup_steps=5).trained == 160
     assert run_command(monkeypatch, *SMALL, "--keep", str(tmp_path / "kept")) == cli.EXIT_BAD_INPUT
     assert "--keep" in capsys.readouterr().err
 
 
 REFUSED = [
-    (("--preset", "swe65"), "--preset swe65: unknown; known: swe64"),
+    (("--preset", "swe65"), "--preset swe65: unknown preset; choose one of: swe64"),
     (("--max-staleness", "0"), 'needs mode = "sync"'),
     (("--slots", "0"), "slots"),
     (("--steps", "0"), "steps"),
@@ -189,7 +189,7 @@ REFUSED = [
     (("--accept", "count(9)"), "count(9) can never be met"),
     (("--accept", "nothing"), "rule"),
     (("--set", "nope=1"), "unknown key nope"),
-    (("--set", "durations.mean_s=1"), "no lognormal is like that"),
+    (("--set", "durations.mean_s=1"), "must be at least median_s"),
     (("--set", "buffer.batch_sizes=1"), "unknown key batch_sizes"),
     (("--set", "slots.many=1"), "slots is a value"),
     (("--set", "slots"), "write key=value"),
@@ -210,7 +210,7 @@ def test_values_of_other_keys_are_toml() -> None:
     plan = make_plan("swe64", {}, ["durations.recorded_s=[1.0, 2.0]", 'buffer={ zero_variance = "filter" }'])
     assert plan.mean_s == 1.5
     assert plan.buffer_config().zero_variance == "filter"
-    with pytest.raises(ConfigError, match="take it out"):
+    with pytest.raises(ConfigError, match="remove it"):
         make_plan("swe64", {}, ["durations.recorded_s=[-1.0]"])
 
 
@@ -222,7 +222,7 @@ def test_a_run_that_gets_nowhere_ends_and_says_so(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_whose_data_ends_before_it_is_measured_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"after 2 of 24 steps, and 12 of them warm up: raise tasks"):
+    with pytest.raises(ConfigError, match=r"after 2 of 24 steps, of which 12 are the warm-up: raise tasks"):
         run_plan(quarter(tasks=8, buffer={"passes": 1}))
 
 
@@ -230,7 +230,7 @@ def test_sync_mode_is_simulated_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[SimulationPlan] = []
     real = run_plan
 
-    def watched(plan: SimulationPlan, keep: Path | None = None) -> tuple[Account, float]:
+    def watched(plan: SimulationPlan, keep: Path | None = None) -> tuple[RunStatistics, float]:
         ran.append(plan)
         return real(plan, keep)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.run.stall_detector import MAX_FRUITLESS_EPOCHS, OWN_CLOCKS, ProgressSigns, StallDetector
+from headrace.actors.run.stall_detector import MAX_EXCUSED_TIMEOUTS, MAX_FRUITLESS_EPOCHS, ProgressSigns, StallDetector
 from headrace.buffer.versions import PolicyVersion
 
 STALL_S = 10.0
@@ -48,7 +48,7 @@ def watched(result_s: float, *, scored_every: int | None) -> list[str | None]:
     told = []
     for second in range(1, 200):
         counts = {"turns": second, "scored": second // scored_every if scored_every else 0}
-        told.append(detector.stalled(float(second), ProgressSigns(counts=counts, on_the_way={"turns"})))
+        told.append(detector.stalled(float(second), ProgressSigns(counts=counts, intermediate={"turns"})))
     return told
 
 
@@ -65,7 +65,7 @@ def test_boots_that_never_end_excuse_turns_without_results_only_for_a_time() -> 
     detector = StallDetector(0.0, STALL_S, 60.0)
     working = [
         detector.stalled(
-            float(second), ProgressSigns(counts={"turns": second}, on_the_way={"turns"}, under_way={"boots": 5.0})
+            float(second), ProgressSigns(counts={"turns": second}, intermediate={"turns"}, under_way={"boots": 5.0})
         )
         for second in range(1, 200)
     ]
@@ -78,7 +78,7 @@ def test_a_long_start_of_an_engine_leaves_time_for_a_result() -> None:
     for second in range(1, 100):
         assert detector.stalled(float(second), ProgressSigns(under_way={"engine start": 300.0})) is None
     told = {
-        detector.stalled(float(second), ProgressSigns(counts={"turns": second}, on_the_way={"turns"}))
+        detector.stalled(float(second), ProgressSigns(counts={"turns": second}, intermediate={"turns"}))
         for second in range(100, 150)
     }
     assert told == {None}
@@ -117,7 +117,7 @@ def test_work_under_way_has_a_clock_of_its_own() -> None:
 def test_work_that_begins_again_and_again_holds_a_stall_up_only_for_a_time() -> None:
     detector = StallDetector(0.0, STALL_S)
     under_way = {"engine start": 20.0, "boots": 5.0}
-    ends_s = STALL_S + OWN_CLOCKS * 20.0
+    ends_s = STALL_S + MAX_EXCUSED_TIMEOUTS * 20.0
     assert detector.stalled(ends_s, signs(under_way=under_way)) is None
     assert detector.stalled(ends_s + 1, signs(under_way=under_way)) is not None
 
@@ -140,4 +140,4 @@ def test_learners_that_die_at_the_same_step_end_the_run() -> None:
         assert detector.stalled(0.0, signs(version=(epoch, 4), scored=epoch)) is None
         assert detector.stalled(0.0, signs(version=(epoch, 5), scored=epoch)) is None
     reason = detector.stalled(0.0, signs(version=(MAX_FRUITLESS_EPOCHS + 2, 4)))
-    assert reason == f"{MAX_FRUITLESS_EPOCHS} learners died before step 6 was done"
+    assert reason == f"{MAX_FRUITLESS_EPOCHS} learners died before they finished step 6"

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.actors.record.metrics import MetricsLog, read_metrics
 from headrace.actors.run.config import load_recipe
-from headrace.actors.run.parts import parts_of
+from headrace.actors.run.parts import supervised_actors
 from headrace.actors.run.supervision import Supervision
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulated.durations import DurationsConfig
@@ -37,11 +37,11 @@ def watched(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
         runtime, config = InlineRuntime(), load_recipe(recipe, (), tmp_path)
         clock = asyncio.get_running_loop().time
         async with open_service(PLAN, runtime, clock=clock) as service, asyncio.TaskGroup() as tasks:
-            supervision = Supervision(config, runtime, MetricsLog(path), parts_of(service, service.learner))
+            supervision = Supervision(config, runtime, MetricsLog(path), supervised_actors(service, service.learner))
             running = [tasks.create_task(call) for call in begin(service)]
             for _ in range(600):
                 await asyncio.sleep(1.0)
-                await supervision.look()
+                await supervision.check()
             for task in running:
                 task.cancel()
 

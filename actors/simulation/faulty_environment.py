@@ -1,9 +1,10 @@
-"""What outlives simulated actors: disk, wall clock and the host of the sandboxes.
+"""Faulty disk, wall clock and sandbox host, which outlive the simulated actors.
 
 Invariants:
-- Work for a thread is done at once, in place: nothing runs beside the loop, so virtual time cannot race ahead.
-- What an actor opened on disk is closed when it is killed; its later work there is not done. A full disk refuses all.
-- The host takes nothing from the dead, and goes on without its pools.
+- Work for a thread is executed immediately in the event loop, so that virtual time cannot advance in the meantime.
+- Files that an actor opened are closed when it is killed, and its later work on them is cancelled. A full disk refuses
+  all work.
+- The host ignores requests of killed actors, and keeps running without its pools.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ EPOCH_S = 1_700_000_000.0
 
 
 class FaultyLoop(VirtualTimeLoop):
-    """Virtual time with a disk."""
+    """Virtual-time event loop with a disk that can be full."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +41,13 @@ class FaultyLoop(VirtualTimeLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, work: Callable[..., Any], *arguments: Any
     ) -> asyncio.Future[Any]:
-        """Does the work now. That of a dead actor is cancelled undone."""
+        """Execute the work immediately; that of a killed actor is cancelled instead."""
         done: asyncio.Future[Any] = self.create_future()
         incarnation = RUNNING.get()
         if incarnation is not None and not incarnation.alive:
             done.cancel()
             return done
-        # The service reads and removes files, which a full disk allows; it writes none.
+        # The service only reads and removes files, which is possible on a full disk.
         if self.disk_full and not (incarnation is not None and incarnation.cell.name == "service"):
             done.set_exception(sqlite3.OperationalError("database or disk is full"))
             return done
@@ -62,7 +63,7 @@ class FaultyLoop(VirtualTimeLoop):
 
 
 class WallClock:
-    """Unix seconds that people set."""
+    """Wall clock in Unix seconds, which can jump."""
 
     def __init__(self) -> None:
         self._offset_s = EPOCH_S
@@ -75,7 +76,7 @@ class WallClock:
 
 
 class NetworkModel:
-    """The way of pools to the host; satisfies `base.SandboxProvider`."""
+    """Network between the pools and the host; satisfies `base.SandboxProvider`."""
 
     def __init__(self, provider: SimulatedProvider) -> None:
         self._provider = provider
@@ -101,4 +102,4 @@ class NetworkModel:
         await self._provider.destroy(sandbox)
 
     async def aclose(self) -> None:
-        """The host goes on without this pool."""
+        """Do nothing: the host keeps running without this pool."""

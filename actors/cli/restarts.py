@@ -1,0 +1,54 @@
+"""Exit code and automatic restarts (`--restarts`) of a run that fails."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.actors.cli.output import say
+from headrace.actors.run.restarts import RestartLoop, RestartPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from headrace.actors.record.run_directory import RunDirectory
+
+Restarts = Annotated[
+    int,
+    typer.Option(min=0, metavar="N", help="Resume up to N times after transient failures (exit code 75, or killed)."),
+]
+HEADRACE = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()")
+
+
+class RunEnded(Exception):
+    """A run failed after it had started."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextmanager
+def ending_a_run() -> Iterator[None]:
+    """Mark errors of the block as failures of a started run. Raises RunEnded."""
+    try:
+        yield
+    except Exception as error:
+        raise RunEnded(error) from error
+
+
+def resume_again_and_again(
+    directory: RunDirectory, restarts: int, *, json: Path | None, quiet: bool, once: Sequence[str] = ()
+) -> int:
+    """Resume a run with up to `restarts` restarts and return the exit code. Only the first attempt gets the options in
+    `once`."""
+    command = [*HEADRACE, "resume", str(directory.path)]
+    if json is not None:
+        command += ["--json", str(json)]
+    if quiet:
+        command.append("--quiet")
+    return RestartLoop(RestartPolicy(restarts), say).run([*command, *once], command)

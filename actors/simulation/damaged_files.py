@@ -1,0 +1,58 @@
+"""Damage to files of a run for fault storms and soaks: lost, emptied, truncated or foreign files.
+
+Invariant: only files that a run can do without are damaged: the journal of the served version, and a checkpoint that
+has a predecessor. The caller kills the actors that must read them again.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.learners.checkpoints import MANIFEST, list_checkpoints
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FOREIGN: Final = ("notes.txt", "checkpoints/7.x", "checkpoints/.unfinished", "trajectories/9.old")
+CUT_BYTES: Final = 3
+
+
+class Damage(StrEnum):
+    """Kind of damage to a file."""
+
+    LOST = "lost"
+    EMPTY = "empty"
+    TORN = "torn"
+    """The last bytes are missing."""
+
+
+def add_foreign_file(run: Path, name: str) -> None:
+    """Write a file that is not headrace's into a run directory."""
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_bytes(b"not ours")
+
+
+def damage_served(run: Path, damage: Damage) -> Path | None:
+    """Damage the journal of the served version; return its path, None when there is none yet."""
+    return _damage(run / "served.json", damage)
+
+
+def damage_checkpoint(run: Path, damage: Damage, *, steps: int) -> Path | None:
+    """Damage the newest checkpoint of a run of `steps` steps and return its path. None when there is no earlier
+    checkpoint for the learner, or the run has made its last step and no learner would read a checkpoint again."""
+    checkpoints = list_checkpoints(run / "checkpoints")
+    if len(checkpoints) < 2 or PolicyVersion.parse(checkpoints[-1].name).step >= steps:
+        return None
+    return _damage(checkpoints[-1] / MANIFEST, damage)
+
+
+def _damage(path: Path, damage: Damage) -> Path | None:
+    if not path.exists():
+        return None
+    if damage is Damage.LOST:
+        path.unlink()
+    else:
+        path.write_bytes(b"" if damage is Damage.EMPTY else path.read_bytes()[:-CUT_BYTES])
+    return path
