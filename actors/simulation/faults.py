@@ -180,16 +180,7 @@ def simulate_faults(seed: int) -> FaultReport:
         storm = draw_storm(seed)
         directory = prepare_storm(Path(folder) / "run", storm.plan)
         history = History(seed=seed, storm=storm, directory=directory)
-        before = random.getstate()
-        random.seed(seed)
-        try:
-            # Cleanup code of killed actors creates coroutines in task groups that have ended; nothing awaits them.
-            with warnings.catch_warnings(), asyncio.Runner(loop_factory=FaultyLoop) as runner:
-                warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
-                runner.run(history.run())
-                gc.collect()
-        finally:
-            random.setstate(before)
+        history.play()
         return history.report()
 
 
@@ -239,6 +230,19 @@ class History:
         """Record an event: its kind, the affected actor and details."""
         self.events.append(f"{asyncio.get_running_loop().time():.6f} {kind} {who} {what}")
         self.strikes[kind] = self.strikes.get(kind, 0) + 1
+
+    def play(self) -> None:
+        """Run the history in virtual time."""
+        before = random.getstate()
+        random.seed(self.seed)
+        try:
+            # Cleanup code of killed actors creates coroutines in task groups that have ended; nothing awaits them.
+            with warnings.catch_warnings(), asyncio.Runner(loop_factory=FaultyLoop) as runner:
+                warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
+                runner.run(self.run())
+                gc.collect()
+        finally:
+            random.setstate(before)
 
     async def run(self) -> None:
         """Start one driver after the other until the run is done; then check for leaked sandboxes and tasks."""

@@ -20,7 +20,6 @@ from headrace.actors.cli.app import app
 from headrace.actors.errors import ActorError
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.faults import FaultReport, History, Storm, prepare_storm, simulate_faults
-from headrace.actors.simulation.faulty_environment import FaultyLoop
 from headrace.actors.simulation.faulty_runtime import CallFaults
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.training.learner import LearnerLoop, Stage
@@ -116,8 +115,7 @@ def test_a_crash_nine_steps_after_a_checkpoint_costs_no_rollout(tmp_path: Path) 
         plan=plan, calls=calls, host=SimulationConfig(capacity=64), lasts_s=1.0, between_s=1.0, driver_deaths=0
     )
     history = LearnerDies(seed=1, storm=storm, directory=directory)
-    with asyncio.Runner(loop_factory=FaultyLoop) as runner:
-        runner.run(history.run())
+    history.play()
     report = history.report()
     assert (report.problems, report.steps) == ((), 14)
     with closing(sqlite3.connect(directory.path / "ledger.db")) as ledger:
@@ -163,8 +161,7 @@ def one_run(path: Path, kind: type[History], **changes: Any) -> tuple[History, s
         plan=plan, calls=calls, host=SimulationConfig(capacity=64), lasts_s=1.0, between_s=1.0, driver_deaths=0
     )
     history = kind(seed=1, storm=storm, directory=directory)
-    with asyncio.Runner(loop_factory=FaultyLoop) as runner:
-        runner.run(history.run())
+    history.play()
     return history, "; ".join(history.problems)
 
 
