@@ -64,18 +64,18 @@ def broken(reports: Iterable[FaultReport]) -> list[str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", range(0, IN_CI, 10))
-def test_everything_holds_under_faults(first: int) -> None:
+def test_invariants_hold_under_faults(first: int) -> None:
     assert broken(quietly(seed) for seed in range(first, first + 10)) == []
 
 
 @pytest.mark.timeout(300)
-def test_everything_holds_where_it_once_did_not() -> None:
+def test_invariants_hold_for_seeds_that_failed_before() -> None:
     assert broken(map(quietly, FOUND)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_everything_holds_under_a_thousand_storms() -> None:
+def test_invariants_hold_under_a_thousand_storms() -> None:
     with ProcessPoolExecutor(os.cpu_count()) as processes:
         assert broken(processes.map(quietly, range(IN_CI, IN_CI + SLOW), chunksize=10)) == []
 
@@ -236,14 +236,14 @@ def digests(hash_seed: int, *seeds: int) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-def test_the_same_seed_is_the_same_history_in_another_process() -> None:
+def test_the_same_seed_gives_the_same_history_in_another_process() -> None:
     [expected] = digests(12345, 11)
     _, same, other = digests(1, 3, 11, 12)
     assert same == expected != other
 
 
 @pytest.mark.timeout(300)
-def test_the_command_says_what_happened() -> None:
+def test_the_command_prints_the_report() -> None:
     logging.disable(logging.CRITICAL)
     try:
         result = CliRunner().invoke(app, ["simulate", "--faults", "11", "--json"])
@@ -294,7 +294,7 @@ DEFECTS = [bound_off_by_one, late_results_count, writes_are_lost, nobody_reconci
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda made: made.__name__)
-def test_a_defect_shows(monkeypatch: pytest.MonkeyPatch, defect: Callable[[pytest.MonkeyPatch], None]) -> None:
+def test_a_defect_is_detected(monkeypatch: pytest.MonkeyPatch, defect: Callable[[pytest.MonkeyPatch], None]) -> None:
     defect(monkeypatch)
     monkeypatch.setattr("headrace.actors.simulation.faults.PATIENCE_S", 1800.0)
     assert any(quietly(seed).problems for seed in range(12))

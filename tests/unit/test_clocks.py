@@ -20,7 +20,7 @@ def config_of(recipe: str, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("recipe", AGENTS)
-def test_the_clocks_of_an_agent_recipe_fit_agents_of_half_an_hour(recipe: str) -> None:
+def test_the_timeouts_of_an_agent_recipe_allow_agents_of_half_an_hour(recipe: str) -> None:
     config = config_of(recipe)
     rollout = config.rollout
     assert rollout.agent_timeout_s == 1800
@@ -33,7 +33,7 @@ def test_the_clocks_of_an_agent_recipe_fit_agents_of_half_an_hour(recipe: str) -
 
 @pytest.mark.parametrize("recipe", [*AGENTS, "quickstart", "simulated"])
 @pytest.mark.parametrize("minutes", [1, 30, 240])
-def test_derived_clocks_never_contradict_each_other(recipe: str, minutes: int) -> None:
+def test_derived_timeouts_never_contradict_each_other(recipe: str, minutes: int) -> None:
     config = config_of(recipe, f"rollout.agent_timeout_s={60 * minutes}", "service.hang_s=90")
     assert clocks.problem(config) is None
     assert config.service.stall_s >= 2 * config.rollout.agent_timeout_s
@@ -48,7 +48,7 @@ def test_the_quickstart_notices_a_stall_within_minutes() -> None:
     assert (config.service.stall_s, config.gateway.turn_timeout_s, config.gateway.gate_wait_s) == (180, 20, 20)
 
 
-def test_a_resolved_configuration_keeps_its_clocks() -> None:
+def test_a_resolved_configuration_keeps_its_timeouts() -> None:
     document = config_of("claude_code").model_dump(mode="json")
     assert document["service"]["stall_s"] == 3600
     assert RunConfig.model_validate(document).model_dump(mode="json") == document
@@ -76,7 +76,7 @@ def test_a_key_that_is_set_stays_as_it_is() -> None:
         ),
     ],
 )
-def test_clocks_that_contradict_each_other_are_one_line_with_both_keys(
+def test_contradicting_timeouts_are_refused_in_one_line_with_both_keys(
     overrides: list[str], names: tuple[str, str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -101,6 +101,6 @@ def test_a_push_is_bounded_by_all_its_buckets() -> None:
     assert ten - one == 9 * 20
 
 
-def test_an_engine_that_is_given_long_to_answer_is_no_stall() -> None:
+def test_a_long_health_timeout_of_an_engine_is_no_stall() -> None:
     config = config_of("quickstart", "engines.health_timeout_s=90")
     assert config.service.stall_s == clocks.STALLED_PHASES * clocks.unhealthy_s(config) > 180

@@ -76,7 +76,7 @@ def simulate(history, faults: CallFaults = NO_FAULTS, seed: int = 0):
     return run_virtual(main()), events
 
 
-def test_calls_and_errors_cross_as_they_are() -> None:
+def test_results_and_errors_are_copied_to_the_caller() -> None:
     async def history(runtime: FaultyRuntime) -> None:
         counter = await runtime.spawn(Counter, name="counter")
         assert [await counter.add(), await counter.add()] == [1, 2]
@@ -90,7 +90,7 @@ def test_calls_and_errors_cross_as_they_are() -> None:
     simulate(history)
 
 
-def test_a_killed_actor_does_nothing_more_and_another_one_starts_from_its_disk() -> None:
+def test_a_killed_actor_has_no_further_effect_and_restarts_from_disk() -> None:
     async def history(runtime: FaultyRuntime) -> None:
         counter = await runtime.spawn(Counter, name="counter")
         await counter.add()
@@ -115,7 +115,7 @@ async def suppressed(call) -> str:
         return type(error).__name__
 
 
-def test_calls_of_a_dead_caller_arrive_nowhere() -> None:
+def test_calls_of_a_dead_caller_are_not_delivered() -> None:
     async def history(runtime: FaultyRuntime) -> None:
         counter = await runtime.spawn(Counter, name="counter")
         teller = await runtime.spawn(Teller, counter, name="teller")
@@ -129,7 +129,7 @@ def test_calls_of_a_dead_caller_arrive_nowhere() -> None:
     simulate(history)
 
 
-def test_an_actor_that_ends_itself_comes_back() -> None:
+def test_an_actor_that_ends_itself_is_restarted() -> None:
     async def history(runtime: FaultyRuntime) -> None:
         counter = await runtime.spawn(Counter, name="counter")
         await counter.add()
@@ -141,7 +141,7 @@ def test_an_actor_that_ends_itself_comes_back() -> None:
     assert ("died", "counter", "it ended itself") in events
 
 
-def test_lost_and_repeated_calls() -> None:
+def test_calls_are_lost_and_repeated() -> None:
     faults = CallFaults(delay_s=0.01, slow=0.0, slow_s=5.0, lost=0.1, answer_lost=0.1, repeated=0.1)
 
     async def history(runtime: FaultyRuntime) -> tuple[int, int]:
@@ -180,7 +180,7 @@ def test_the_same_seed_is_the_same_history() -> None:
     assert first != third
 
 
-def test_a_cut_off_actor_is_reached_by_nobody_until_it_is_back() -> None:
+def test_a_cut_off_actor_is_unreachable_until_it_is_reconnected() -> None:
     async def history(runtime: FaultyRuntime) -> None:
         counter = await runtime.spawn(Counter, name="counter")
         runtime.cut_off.add("counter")
@@ -192,7 +192,7 @@ def test_a_cut_off_actor_is_reached_by_nobody_until_it_is_back() -> None:
     simulate(history)
 
 
-def test_the_death_of_the_driver_ends_all() -> None:
+def test_the_death_of_the_driver_kills_all_actors() -> None:
     async def history(runtime: FaultyRuntime) -> None:
         counter = await runtime.spawn(Counter, name="counter")
         teller = await runtime.spawn(Teller, counter, name="teller")

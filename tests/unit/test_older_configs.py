@@ -26,7 +26,7 @@ def test_the_configuration_of_an_early_version_is_read(tmp_path):
     assert config.learner.checkpoint_dir == directory.checkpoints
 
 
-def test_todays_configuration_is_as_it_was(tmp_path):
+def test_a_current_configuration_is_read_unchanged(tmp_path):
     (tmp_path / "config.json").write_bytes(GOLDEN.read_bytes())
     document = reopen(tmp_path)[0].model_dump(mode="json")
     assert upgraded(document) == document
@@ -36,13 +36,13 @@ def test_todays_configuration_is_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     "change", [{"agent": {"unknown": 1}}, {"learner": None}, {"buffer": {"batch_size": -1}}, {"rollout": 3}]
 )
-def test_what_no_version_wrote_is_refused(tmp_path, change):
+def test_a_configuration_that_no_version_wrote_is_refused(tmp_path, change):
     (tmp_path / "config.json").write_text(json.dumps(json.loads(GOLDEN.read_bytes()) | change))
     with pytest.raises(RunMissing, match="not a run configuration"):
         reopen(tmp_path)
 
 
-def test_clocks_that_were_constants_are_derived(tmp_path):
+def test_constant_timeouts_of_older_versions_are_derived(tmp_path):
     """A run of the agent recipes of that time: its stall clock was a tenth of its agents' time."""
     old = json.loads(GOLDEN.read_bytes())
     old["rollout"] |= {"agent_timeout_s": 1800.0, "evaluate_timeout_s": 600.0, "guard_s": 2700.0}

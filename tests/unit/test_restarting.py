@@ -28,12 +28,12 @@ sys.exit(int(end))
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 130])
-def test_only_what_may_pass_is_tried_again(code: int) -> None:
+def test_only_transient_failures_are_retried(code: int) -> None:
     assert RestartPolicy(9).wait_after(code, 0.0) is None
 
 
 @pytest.mark.parametrize("code", [75, -signal.SIGKILL, -signal.SIGSEGV])
-def test_waits_grow_and_begin_anew_after_a_long_try(code: int) -> None:
+def test_waits_grow_and_are_reset_after_a_long_attempt(code: int) -> None:
     policy = RestartPolicy(20)
     assert [policy.wait_after(code, 1.0) for _ in range(4)] == [5.0, 10.0, 20.0, 40.0]
     assert policy.wait_after(code, 3600.0) == 5.0
@@ -59,7 +59,9 @@ def test_restarts_are_used_up() -> None:
     ],
     ids=["success", "bad input", "drained", "would come again", "used up", "killed"],
 )
-def test_tries_follow_each_other(tmp_path: Path, ends: list[str], restarts: int, code: int, tries: int) -> None:
+def test_attempts_run_until_success_or_the_last_restart(
+    tmp_path: Path, ends: list[str], restarts: int, code: int, tries: int
+) -> None:
     said: list[str] = []
     command = [sys.executable, "-c", COUNTED, str(tmp_path / "tries"), *ends]
     assert RestartLoop(RestartPolicy(restarts, first_wait_s=0.0), said.append).run(command, command) == code
@@ -84,7 +86,7 @@ sys.exit(4)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupt_is_passed_on_and_ends_the_loop(number: signal.Signals) -> None:
+def test_an_interrupt_is_forwarded_and_ends_the_loop(number: signal.Signals) -> None:
     child = DRAINS.replace("SIGTERM", number.name)
     with subprocess.Popen([sys.executable, "-c", LOOP, child, "0"], stdout=subprocess.PIPE, text=True) as loop:
         assert loop.stdout is not None
@@ -94,7 +96,7 @@ def test_an_interrupt_is_passed_on_and_ends_the_loop(number: signal.Signals) -> 
         assert loop.wait(30) == 4
 
 
-def test_an_interrupt_between_two_tries_ends_the_loop() -> None:
+def test_an_interrupt_between_two_attempts_ends_the_loop() -> None:
     failing = [sys.executable, "-c", LOOP, "import sys; sys.exit(75)", "200"]
     with subprocess.Popen(failing, stdout=subprocess.PIPE, text=True) as loop:
         assert loop.stdout is not None

@@ -41,7 +41,7 @@ def told(run: RunDirectory) -> str:
     return result.output
 
 
-def test_a_drained_run_says_how_far_it_is(run: RunDirectory) -> None:
+def test_a_drained_run_shows_its_progress(run: RunDirectory) -> None:
     ended(run, completed=False, steps=6)
     assert "6 of 60, drained" in told(run)
 
@@ -67,7 +67,7 @@ def test_a_finished_run_is_finished_and_its_engines_serve_nothing(run: RunDirect
     assert "serving" not in said
 
 
-def test_a_run_stands_where_its_lock_and_summary_say(run: RunDirectory) -> None:
+def test_the_state_follows_from_lock_and_summary(run: RunDirectory) -> None:
     assert run_state(run) is RunState.NEW
     run.append_session(1.0, None)
     assert run_state(run) is RunState.STOPPED

@@ -135,7 +135,7 @@ SLOW_EVALUATIONS = (
 )
 
 
-async def test_an_evaluation_on_the_way_that_has_begun_is_recorded_before_the_final_one(
+async def test_a_periodic_evaluation_that_has_started_is_recorded_before_the_final_one(
     open_run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_run(*SLOW_EVALUATIONS) as (service, directory):
@@ -158,7 +158,7 @@ async def test_a_drained_run_does_not_wait_for_an_evaluation(open_run: Any, capl
         assert evaluations(directory) == [("base", 0)]
 
 
-async def test_a_run_that_drains_breaks_its_base_evaluation_off(open_run: Any) -> None:
+async def test_draining_cancels_the_base_evaluation(open_run: Any) -> None:
     """Held-out tasks take as long as agents do; a scheduler waits 30 s."""
     long = ("agent.simulated.durations.mean_s=50", "agent.simulated.durations.cap_s=50")
     async with open_run(*long, "agent.simulated.durations.median_s=50") as (service, directory):

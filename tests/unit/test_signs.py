@@ -35,12 +35,12 @@ def gateway(*closed: str) -> GatewayStats:
     return GatewayStats(sessions=1, turns_in_flight={}, sampled_tokens=50, tokens_by_version={}, turns=5, closed=closed)
 
 
-def test_parts_that_say_nothing_have_no_signs() -> None:
+def test_actors_without_an_answer_have_no_signs() -> None:
     signs = signs_of(snapshot(), LONGEST)
     assert (signs.counts, signs.under_way, signs.version) == ({}, {}, None)
 
 
-def test_everything_that_is_done_is_counted() -> None:
+def test_all_counts_are_signs_of_progress() -> None:
     dispatcher = DispatcherStatus(
         in_flight=1, evaluating=1, finished=9, scored=3, answered=2, infra=6, mean_reward=None
     )
@@ -74,7 +74,7 @@ def test_everything_that_is_done_is_counted() -> None:
         ({"gateway": gateway()}, {}),
     ],
 )
-def test_work_under_way_has_its_clock(parts: dict[str, Any], under_way: dict[str, float]) -> None:
+def test_work_under_way_has_its_timeout(parts: dict[str, Any], under_way: dict[str, float]) -> None:
     assert signs_of(snapshot(**parts), LONGEST).under_way == under_way
 
 

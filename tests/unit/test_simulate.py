@@ -54,7 +54,7 @@ def test_the_preset_is_the_published_one() -> None:
     assert plan.model_copy(update={"slots": 160}).ideal_s / 60 == 4.0
 
 
-def test_async_is_near_the_ideal_whole_and_within_the_bound(asynchronous: RunStatistics) -> None:
+def test_async_mode_is_near_the_ideal_and_within_the_bound(asynchronous: RunStatistics) -> None:
     assert not asynchronous.problems
     assert 0 < asynchronous.max_staleness <= 4
     assert asynchronous.trained == sum(asynchronous.staleness.values()) == 24 * 16
@@ -71,7 +71,7 @@ def test_long_rollouts_are_trained_as_often_as_short_ones(asynchronous: RunStati
     assert sum(decile.trained for decile in asynchronous.deciles) == asynchronous.trained
 
 
-def test_a_rule_that_aborts_shows_in_what_becomes_of_long_rollouts() -> None:
+def test_a_rule_that_aborts_trains_fewer_long_rollouts() -> None:
     """`finished` alone would hide it: what was cancelled has no end."""
     aborted = account(rule="fraction(0.75)", buffer={"unfinished": "abort"})
     shortest, *_, longest = aborted.trained_shares()
@@ -81,7 +81,9 @@ def test_a_rule_that_aborts_shows_in_what_becomes_of_long_rollouts() -> None:
     assert longest < 0.7
 
 
-def test_modes_differ_as_they_must(asynchronous: RunStatistics, synchronous: RunStatistics) -> None:
+def test_sync_one_step_off_and_async_modes_differ_in_speed_and_staleness(
+    asynchronous: RunStatistics, synchronous: RunStatistics
+) -> None:
     one_step_off = account(mode=Mode.ONE_STEP_OFF)
     assert synchronous.max_staleness == 0
     assert one_step_off.max_staleness == 1
@@ -91,7 +93,7 @@ def test_modes_differ_as_they_must(asynchronous: RunStatistics, synchronous: Run
     assert not (*synchronous.problems, *one_step_off.problems)
 
 
-def test_pushes_cost_what_they_stop(asynchronous: RunStatistics) -> None:
+def test_a_push_costs_the_time_that_it_pauses(asynchronous: RunStatistics) -> None:
     pause = account(push=PushMode.PAUSE, push_s=60.0)
     drain = account(push=PushMode.DRAIN, steps=12)
     assert 1.02 < pause.step_s / asynchronous.step_s < 1.3
@@ -99,7 +101,7 @@ def test_pushes_cost_what_they_stop(asynchronous: RunStatistics) -> None:
     assert not (*pause.problems, *drain.problems)
 
 
-def test_a_slow_learner_is_the_ideal_and_bounds_what_is_in_stock() -> None:
+def test_a_slow_learner_determines_the_ideal_and_the_inventory() -> None:
     slow = account(learner_s=1800.0, max_staleness=2, steps=12)
     assert slow.step_s == pytest.approx(1800, rel=0.01)
     assert slow.learner_share == pytest.approx(1.0, abs=0.01)
@@ -107,7 +109,7 @@ def test_a_slow_learner_is_the_ideal_and_bounds_what_is_in_stock() -> None:
     assert slow.busy["agent"] < 16
 
 
-def test_the_same_seed_is_the_same_ledger_to_the_last_byte(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_ledger(tmp_path: Path) -> None:
     plans = [quarter(steps=8), quarter(steps=8), quarter(steps=8, seed=1)]
     digests = []
     for number, plan in enumerate(plans):
@@ -151,7 +153,7 @@ SMALL = ("--steps", "10", *(f"--set={key}" for key in ("batch_size=16", "group_s
 CROWDED = (*SMALL, "--slots", "40", "--max-staleness", "2", "--json")
 
 
-def test_a_take_that_is_off_by_one_shows(
+def test_a_staleness_bound_that_is_off_by_one_is_detected(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     assert run_command(monkeypatch, *CROWDED) == 0
@@ -165,7 +167,7 @@ def test_a_take_that_is_off_by_one_shows(
     assert broken["problems"][0] == "trained at staleness 3, the bound is 2"
 
 
-def test_people_get_lines_and_the_ledger_where_they_want_it(
+def test_the_command_prints_lines_and_keeps_the_ledger(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run_command(monkeypatch, *SMALL, "--slots", "16", "--keep", str(tmp_path / "kept")) == 0
@@ -214,7 +216,7 @@ def test_values_of_other_keys_are_toml() -> None:
         make_plan("swe64", {}, ["durations.recorded_s=[-1.0]"])
 
 
-def test_a_run_that_gets_nowhere_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_progress_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that are always filtered fill no batch."""
     monkeypatch.setattr(BatchBook, "take", lambda *_: None)
     with pytest.raises(RunStalled, match="nothing moved for"):
@@ -226,7 +228,7 @@ def test_a_plan_whose_data_ends_before_it_is_measured_is_refused() -> None:
         run_plan(quarter(tasks=8, buffer={"passes": 1}))
 
 
-def test_sync_mode_is_simulated_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_mode_is_simulated_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[SimulationPlan] = []
     real = run_plan
 

@@ -52,7 +52,7 @@ def watched(result_s: float, *, scored_every: int | None) -> list[str | None]:
     return told
 
 
-def test_turns_without_any_result_are_no_progress_for_ever() -> None:
+def test_turns_without_results_stop_counting_as_progress() -> None:
     """Rollouts that fail after their turns are issued again and again, as long as nobody is charged with them."""
     told = watched(60.0, scored_every=None)
     assert set(told[: 60 + int(STALL_S)]) == {None}
@@ -61,7 +61,7 @@ def test_turns_without_any_result_are_no_progress_for_ever() -> None:
     assert reason.startswith("no rollout had a result for 71 s, and turns alone were no progress for 10 s")
 
 
-def test_boots_that_never_end_excuse_turns_without_results_only_for_a_time() -> None:
+def test_endless_boots_delay_a_stall_only_up_to_their_limit() -> None:
     detector = StallDetector(0.0, STALL_S, 60.0)
     working = [
         detector.stalled(
@@ -84,11 +84,11 @@ def test_a_long_start_of_an_engine_leaves_time_for_a_result() -> None:
     assert told == {None}
 
 
-def test_turns_hold_a_stall_up_while_results_come() -> None:
+def test_turns_are_progress_while_results_arrive() -> None:
     assert set(watched(60.0, scored_every=59)) == {None}
 
 
-def test_the_reason_names_the_clock_of_each_count() -> None:
+def test_the_reason_names_the_last_progress_of_each_count() -> None:
     detector = StallDetector(0.0, STALL_S)
     detector.stalled(1.0, signs(turns=1))
     detector.stalled(4.0, signs(turns=1, steps=1))
@@ -97,7 +97,7 @@ def test_the_reason_names_the_clock_of_each_count() -> None:
     assert reason.endswith("last progress: steps 16 s ago, turns 19 s ago")
 
 
-def test_a_part_that_comes_back_lower_counts_from_there() -> None:
+def test_a_count_that_restarts_lower_continues_from_there() -> None:
     detector = StallDetector(0.0, STALL_S)
     assert detector.stalled(1.0, signs(scored=100)) is None
     assert detector.stalled(9.0, signs(scored=0)) is None
@@ -105,7 +105,7 @@ def test_a_part_that_comes_back_lower_counts_from_there() -> None:
     assert detector.stalled(19.0, signs(scored=1)) is None
 
 
-def test_work_under_way_has_a_clock_of_its_own() -> None:
+def test_work_under_way_delays_a_stall() -> None:
     """A boot that takes longer than a run may stand still is no stall, and neither is a stage of the learner."""
     detector = StallDetector(0.0, STALL_S)
     detector.stalled(0.0, signs(turns=1))
@@ -114,7 +114,7 @@ def test_work_under_way_has_a_clock_of_its_own() -> None:
     assert detector.stalled(60.0 + STALL_S + 1, signs(turns=1)) is not None
 
 
-def test_work_that_begins_again_and_again_holds_a_stall_up_only_for_a_time() -> None:
+def test_repeated_work_delays_a_stall_only_up_to_its_limit() -> None:
     detector = StallDetector(0.0, STALL_S)
     under_way = {"engine start": 20.0, "boots": 5.0}
     ends_s = STALL_S + MAX_EXCUSED_TIMEOUTS * 20.0
@@ -122,7 +122,7 @@ def test_work_that_begins_again_and_again_holds_a_stall_up_only_for_a_time() -> 
     assert detector.stalled(ends_s + 1, signs(under_way=under_way)) is not None
 
 
-def test_a_silence_is_warned_of_once_at_half_its_time() -> None:
+def test_a_warning_is_given_once_at_half_the_stall_time() -> None:
     detector = StallDetector(0.0, STALL_S)
     warned = {}
     for second in range(1, 30):

@@ -52,14 +52,14 @@ def watched(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
     return watched
 
 
-def test_records_tell_the_rollouts_in_flight_and_the_phase_lock(watched: Any) -> None:
+def test_records_have_the_rollouts_in_flight_and_the_phase_lock(watched: Any) -> None:
     records = watched(lambda service: [service.dispatcher.run(), service.learner.run()])
     locked = records[3:25]
     assert {record["held_up_by"] for record in locked} == {"evaluator"}
     assert [record["in_flight"] for record in locked] == pytest.approx([8.0] * 22)
 
 
-def test_evaluations_count_among_what_ended(watched: Any) -> None:
+def test_evaluation_rollouts_count_as_ended(watched: Any) -> None:
     """Their time in the evaluator is in the figures: with none of them ended there would be none."""
     records = watched(
         lambda service: [

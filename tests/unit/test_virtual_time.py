@@ -19,7 +19,7 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_time_is_that_of_the_timers() -> None:
+def test_time_advances_to_the_next_timer() -> None:
     async def main() -> float:
         assert now_s() == 0.0
         await asyncio.gather(asyncio.sleep(3600), asyncio.sleep(86400))
@@ -40,7 +40,7 @@ def test_timers_of_one_moment_run_in_the_order_in_which_they_were_set() -> None:
     assert run_virtual(main()) == list(range(100))
 
 
-def test_deadlines_that_are_not_met_move_no_time_and_are_forgotten() -> None:
+def test_cancelled_timeouts_do_not_advance_time_and_are_removed() -> None:
     async def main() -> tuple[float, int]:
         for _ in range(10_000):
             async with asyncio.timeout(1e9):
@@ -101,7 +101,7 @@ async def _foreign_call() -> None:
     [_socket, _server, _thread, _subprocess, _shell, _host, _reader, _foreign_call],
     ids=lambda work: work.__name__,
 )
-def test_whatever_time_would_race_ahead_of_is_refused(work: Callable[[], Awaitable[None]]) -> None:
+def test_operations_outside_virtual_time_are_refused(work: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
         await work()
 
@@ -109,7 +109,7 @@ def test_whatever_time_would_race_ahead_of_is_refused(work: Callable[[], Awaitab
         run_virtual(main())
 
 
-def test_a_deadlock_ends_at_once_and_says_who_waits() -> None:
+def test_a_deadlock_is_raised_at_once_with_the_waiting_tasks() -> None:
     async def waits_for_ever() -> None:
         await asyncio.Event().wait()
 
@@ -122,7 +122,7 @@ def test_a_deadlock_ends_at_once_and_says_who_waits() -> None:
         run_virtual(main())
 
 
-def test_work_that_lets_no_time_pass_is_a_standstill() -> None:
+def test_work_without_any_timer_is_a_standstill() -> None:
     async def main() -> None:
         while True:  # noqa: ASYNC110 - it is the point
             await asyncio.sleep(0)
@@ -131,7 +131,7 @@ def test_work_that_lets_no_time_pass_is_a_standstill() -> None:
         run_virtual(main())
 
 
-def test_chance_is_of_the_seed_and_what_it_was_before_comes_back() -> None:
+def test_random_is_seeded_and_its_state_restored() -> None:
     async def main() -> float:
         return random.random()
 
