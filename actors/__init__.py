@@ -1,1 +1,1 @@
-"""Who runs, in what order: Ray actors, the service, the command line."""
+"""Ray actors, the service that runs them, and the command line."""

@@ -123,6 +123,6 @@ def why_unusable(spec: RepositorySpec) -> str | None:
 
 
 def is_plain_path(path: str) -> bool:
-    """Whether a path is absolute, without empty parts, `.` and `..`."""
+    """Return whether a path is absolute, without empty parts, `.` and `..`."""
     parts = path.split("/")
     return len(parts) > 1 and parts[0] == "" and all(parts[1:]) and not {".", ".."} & set(parts) and "\0" not in path

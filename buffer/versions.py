@@ -52,7 +52,7 @@ class VersionTree:
         return VersionTree(self.forks | {epoch: fork})
 
     def repeats(self, version: PolicyVersion) -> bool:
-        """Whether all steps of its epoch up to this version repeat those of an earlier epoch."""
+        """Return whether all steps of its epoch up to this version repeat those of an earlier epoch."""
         fork = self.forks[version.epoch]
         return fork is not None and version.step <= fork.step
 
@@ -69,7 +69,7 @@ class VersionTree:
         return distance + abs(left.step - right.step)
 
     def leads_to(self, earlier: PolicyVersion, later: PolicyVersion) -> bool:
-        """Whether the weights of `later` came from those of `earlier`, or are the same."""
+        """Return whether the weights of `later` came from those of `earlier`, or are the same."""
         return self.staleness(later, earlier) == later.step - earlier.step
 
     def _climb(self, version: PolicyVersion) -> tuple[PolicyVersion, int]:

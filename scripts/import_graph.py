@@ -86,7 +86,8 @@ def cycle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def misplaced(graph: Mapping[str, set[str]]) -> list[str]:
-    """What breaks the order of a package: imports that go upwards in it, and modules or folders that it lacks."""
+    """List violations of the order of a package: imports that go upwards in it, and modules or folders that it
+    lacks."""
     units = sorted({(name.split(".")[0], name.split(".")[1]) for name in graph if "." in name})
     problems = [f"{package}/{unit} stands in no order" for package, unit in units if unit not in ORDER[package]]
     for name, imported in sorted(graph.items()):

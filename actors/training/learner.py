@@ -295,8 +295,8 @@ class LearnerLoop:
         return usable.checkpoint
 
     async def _engines_are_ahead(self) -> bool:
-        """Whether the engines serve weights that this learner will reach by repeating steps. Also reports their version
-        to the buffer, whose process may be new."""
+        """Return whether the engines serve weights that this learner will reach by repeating steps. Also reports their
+        version to the buffer, whose process may be new."""
         served = await until_back(self._engines.served_version)
         if served is None or not await until_back(lambda: self._replay.lies_ahead(served)):
             return False

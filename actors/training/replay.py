@@ -208,8 +208,8 @@ class Replay:
         return version
 
     async def lies_ahead(self, version: PolicyVersion) -> bool:
-        """Whether a resumed learner will reach the weights of `version` by repeating steps: engines that serve them
-        need no push, and what they sample is not stale when it is trained."""
+        """Return whether a resumed learner will reach the weights of `version` by repeating steps: engines that serve
+        them need no push, and what they sample is not stale when it is trained."""
         with self._ending():
             return self._store.lies_ahead(version)
 

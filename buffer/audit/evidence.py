@@ -151,8 +151,8 @@ class StreamedEvidence(Steps):
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether anything was recorded: false without a ledger, and for one whose process died while it created the file.
-    Raises LedgerRefused when it is not readable, or is missing although there are checkpoints or trajectories."""
+    """Return whether anything was recorded: false without a ledger, and for one whose process died while it created the
+    file. Raises LedgerRefused when it is not readable, or is missing although there are checkpoints or trajectories."""
     path = run_dir / "ledger.db"
     if path.is_file():
         try:

@@ -85,7 +85,7 @@ class VerifyReport:
 
     @property
     def clean(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not self.problems
 
 
@@ -381,7 +381,7 @@ class _Audit:
                 self.problems.append(f"checkpoint {name}: batch {batch_id} is not the ledger's")
 
     def _known_lost(self, rollout: RolloutRecord) -> bool:
-        """Whether an operator accepted the loss of a result that the weights of a checkpoint contain already."""
+        """Return whether an operator accepted the loss of a result that the weights of a checkpoint contain already."""
         return rollout.state is RolloutState.TRAINED and (rollout.rollout_id, rollout.attempt) in self.retried
 
     def _lose(self, rollout_id: RolloutId, why: str) -> None:

@@ -31,7 +31,7 @@ class Finish:
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether all rewards are equal, so that no member did better than another."""
+    """True if all rewards are equal, so that no member did better than another."""
     return max(rewards) == min(rewards)
 
 

@@ -86,8 +86,8 @@ class Epochs:
             )
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
-        """Whether opening at `checkpoint` undoes steps that were forgotten, or whose batches were: recall them from the
-        ledger's archive first."""
+        """Return whether opening at `checkpoint` undoes steps that were forgotten, or whose batches were: recall them
+        from the ledger's archive first."""
         chain = checkpoint.chain if checkpoint else ""
         commits = list(self._state.path.commits.values())
         places = [place for place, commit in enumerate(commits) if commit.chain == chain]

@@ -184,7 +184,7 @@ class Outages:
         return PROBE_S - since_s if since_s >= 0 else 0.0
 
     def _ran_during(self, attempt: AttemptRecord, component: Component) -> bool:
-        """Whether there was an outage of the component at any time of the attempt."""
+        """Return whether there was an outage of the component at any time of the attempt."""
         return any(
             outage.component is component
             and outage.began_at_s <= (attempt.ended_at_s or 0.0)
@@ -213,7 +213,7 @@ class Outages:
 
 
 def apart(failures: tuple[HostFailures, ...]) -> bool:
-    """Whether there are failures on different hosts at different times."""
+    """True if there are failures on different hosts at different times."""
     return any(
         max(abs(one.last_at_s - other.first_at_s), abs(other.last_at_s - one.first_at_s)) >= APART_S
         for number, one in enumerate(failures)

@@ -167,12 +167,12 @@ class RolloutRecord:
 
     @property
     def finished(self) -> bool:
-        """Whether some attempt had a result that counts."""
+        """True if some attempt had a result that counts."""
         return self.first_reward is not None
 
     @property
     def running(self) -> bool:
-        """Whether it has no result that counts yet, and may still get one."""
+        """True if it has no result that counts yet, and may still get one."""
         return self.first_reward is None and self.state not in FINAL
 
 

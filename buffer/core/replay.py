@@ -192,9 +192,9 @@ class ReplayBuffer:
         self.outages.engines(serving=serving, now=now)
 
     def may_begin(self, version: PolicyVersion) -> bool:
-        """Whether attempts may begin with `version`, which the engines serve: it is within the bound at the first
-        version at which they could be trained. After a fork it may not be. In mode `sync` it must have the weights of
-        that version."""
+        """Return whether attempts may begin with `version`, which the engines serve: it is within the bound at the
+        first version at which they could be trained. After a fork it may not be. In mode `sync` it must have the
+        weights of that version."""
         path = self.state.path
         if path.head is None:
             return False

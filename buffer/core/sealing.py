@@ -210,5 +210,5 @@ class Sealing:
 
 
 def _complete(members: Sequence[RolloutRecord]) -> bool:
-    """Whether every member finished or is poison, so that none was left out for being slow."""
+    """Return whether every member finished or is poison, so that none was left out for being slow."""
     return all(member.finished or member.state is RolloutState.POISON for member in members)

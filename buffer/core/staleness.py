@@ -43,7 +43,7 @@ class StalenessBound:
         return self.updates - stalest(tree, trained_at, sampled)
 
     def admits(self, tree: VersionTree, trained_at: PolicyVersion, sampled: Iterable[PolicyVersion]) -> bool:
-        """Whether a rollout sampled by these versions may be trained at `trained_at`."""
+        """Return whether a rollout sampled by these versions may be trained at `trained_at`."""
         return self.updates_left(tree, trained_at, sampled) >= 0
 
     def stock(self, batch_size: int) -> int:

@@ -134,7 +134,7 @@ class TrainingPath:
         return self.prediction.version if self._by_state[BatchState.QUEUED] or is_repeating else version
 
     def lies_ahead(self, version: PolicyVersion) -> bool:
-        """Whether the queued batches lead to the weights of `version`, and have not reached them yet."""
+        """Return whether the queued batches lead to the weights of `version`, and have not reached them yet."""
         head = self.head
         if head is None or version.epoch not in self.tree.forks or version.step <= head.step:
             return False

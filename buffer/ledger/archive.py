@@ -83,8 +83,8 @@ class Archive:
             self._database = None
 
     def lacks(self, chain: str) -> bool:
-        """Whether a return to the step with this hash chain undoes rows that are in no file any more, because the
-        archive was lost or replaced by a new one."""
+        """Return whether a return to the step with this hash chain undoes rows that are in no file any more, because
+        the archive was lost or replaced by a new one."""
         sequence = self.sequence_of(chain)
         if sequence is None:
             return self._database is None and totals_of(self._ledger).get(STEPS, 0) > 0

@@ -213,7 +213,7 @@ class Ledger:
         return self._archive.move_evaluations()
 
     def archive_lacks(self, chain: str) -> bool:
-        """Whether a return to the step with this hash chain undoes rows that `recall` cannot bring back."""
+        """Return whether a return to the step with this hash chain undoes rows that `recall` cannot bring back."""
         return self._archive.lacks(chain)
 
     def recall(self, chain: str) -> None:

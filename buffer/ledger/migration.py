@@ -145,7 +145,7 @@ _STAYS = {
 
 
 def is_whole(ledger: sqlite3.Connection) -> bool:
-    """Whether the ledger still has all rows itself, as a just migrated one does."""
+    """True if the ledger still has all rows itself, as a just migrated one does."""
     (totals,) = ledger.execute("SELECT count(*) FROM totals").fetchone()
     return not totals
 

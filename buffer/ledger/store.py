@@ -233,12 +233,12 @@ class ReplayStore:
         return self._core.state.path.head
 
     def may_begin(self, version: PolicyVersion) -> bool:
-        """Whether attempts may begin with `version` now."""
+        """Return whether attempts may begin with `version` now."""
         self._writer.check()
         return self._core.may_begin(version)
 
     def lies_ahead(self, version: PolicyVersion) -> bool:
-        """Whether the queued batches lead to the weights of `version`, and have not reached them yet."""
+        """Return whether the queued batches lead to the weights of `version`, and have not reached them yet."""
         self._writer.check()
         return self._core.state.path.lies_ahead(version)
 

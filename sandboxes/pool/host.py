@@ -46,7 +46,7 @@ class Host:
 
     @property
     def takes_boots(self) -> bool:
-        """Whether the breaker allows boots; half-open, it allows one, the probe."""
+        """True if the breaker allows boots; half-open, it allows one, the probe."""
         state = self.breaker
         idle = self.admission.waiting + self.admission.booting == 0
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and idle)
