@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis  # imported late, deep in pytest's stack, Python 3.11 cannot compile it for the first time
 import pytest
 
+from support.tiny_model import write_tiny_model
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import ModuleType
 
 # A busy machine is no defect: neither an example nor its drawing has a clock.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
 
-# Processes that tests start, Ray's workers among them, import the package `benches` as scripts/bench does.
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH"))))
+# Processes that tests start, Ray's workers among them, import `support`, and `benches` as scripts/bench does.
+ROOT = Path(__file__).resolve().parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(ROOT / "scripts"), str(ROOT / "tests"), os.environ.get("PYTHONPATH")))
+)
 
 # A lost query to a name server costs torch's store one second, and not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 RAY_FIXTURES = {"ray_cluster", "finished_run"}
-
-
-def load_support(name: str) -> ModuleType:
-    """A support module of this folder (tests are no package: import-mode is importlib)."""
-    spec = importlib.util.spec_from_file_location(f"headrace_tests_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def pytest_collection_finish() -> None:
@@ -57,16 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group("ray" if item.path in ray_files else item.path.stem))
 
 
-@pytest.fixture(scope="session", name="load_support")
-def load_support_fixture() -> Callable[[str], ModuleType]:
-    return load_support
-
-
 @pytest.fixture(scope="session")
 def write_model() -> Callable[..., Path]:
     """`write_model(directory, seed=0, tied=True)` writes a random tiny Qwen3 model directory."""
-    function: Callable[..., Path] = load_support("tiny_model").write_tiny_model
-    return function
+    return write_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +62,9 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, write_model: Callab
 @pytest.fixture(scope="session")
 def open_rig() -> Callable[..., Any]:
     """`async with open_rig(model_dir, work_dir) as rig`: two engines (or `names`), a sender and counting gates."""
-    function: Callable[..., Any] = load_support("push_rig").open_rig
-    return function
+    from support.push_rig import open_rig  # torch is imported for these tests alone
+
+    return open_rig
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +80,8 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The directory of one small real run by the command line, shared by all tests: only read it."""
-    rig = load_support("run_rig")
+    from support import run_rig
+
     folder = tmp_path_factory.mktemp("finished")
     # Every version's weights are kept as a checkpoint, so that any token can be scored again.
     settings = (
@@ -106,7 +92,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
     options = [argument for setting in settings for argument in ("--set", setting)]
     outputs = ("--runs-dir", str(folder), "--name", "run", "--quiet", "--json", str(folder / "out.json"))
-    driver = rig.start_driver("run", str(rig.RECIPE), *outputs, *rig.small_arguments(), *options)
+    driver = run_rig.start_driver("run", str(run_rig.RECIPE), *outputs, *run_rig.small_arguments(), *options)
     _, errors = driver.communicate(timeout=900)
     assert driver.returncode == 0, errors.decode()
-    return rig.RunDirectory(path=folder / "run")
+    return run_rig.RunDirectory(path=folder / "run")

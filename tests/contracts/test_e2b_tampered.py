@@ -19,6 +19,7 @@ from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
+from support import image_kit as kit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -37,9 +38,9 @@ def _namespaces() -> None:
 
 
 @pytest.fixture
-def root(tmp_path: Path, load_support: Callable[[str], Any]) -> Path:
+def root(tmp_path: Path) -> Path:
     """A root file system with bash (also as `shell`), mv and a few tools."""
-    kit, root = load_support("image_kit"), tmp_path / "root"
+    root = tmp_path / "root"
     with tarfile.open(fileobj=io.BytesIO(kit.tar(kit.base_entries()))) as archive:
         archive.extractall(root, filter="fully_trusted")
     shutil.copy(root / "usr/bin/bash", root / "usr/bin/shell")

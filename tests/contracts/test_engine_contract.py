@@ -29,11 +29,11 @@ from headrace.policies.processes.engine_process import EngineProcess, EngineProc
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text
 from headrace.policies.sglang.versions import release
+from support import engine_kinds as kinds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
-    from types import ModuleType
 
     import torch
 
@@ -123,16 +123,11 @@ def parse(payload: bytes) -> Any:
         return payload.decode()
 
 
-@pytest.fixture(scope="module", name="kinds")
-def load_kinds(load_support: Callable[[str], ModuleType]) -> ModuleType:
-    return load_support("engine_kinds")
-
-
 @pytest_asyncio.fixture(
     scope="module", loop_scope="module", params=["cpu", pytest.param("sglang", marks=pytest.mark.sglang)]
 )
 async def wire(
-    request: pytest.FixtureRequest, kinds: Any, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Wire]:
     folder = tmp_path_factory.mktemp("engine")
     process = kinds.engine_process(request.param, tiny_model_dir, folder, max_running=MAX_RUNNING)

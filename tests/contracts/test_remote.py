@@ -42,6 +42,7 @@ from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
 from headrace.serve.exec.parts import ExecPart
+from support.cutting_proxy import cutting_proxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -82,8 +83,8 @@ async def server(local: LocalProvider) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def proxy(server: str, load_support: Callable[[str], Any]) -> AsyncIterator[Any]:
-    async with load_support("cutting_proxy").cutting_proxy(server) as proxy:
+async def proxy(server: str) -> AsyncIterator[Any]:
+    async with cutting_proxy(server) as proxy:
         yield proxy
 
 

@@ -7,20 +7,19 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import WIRES, Wire, world
-from tests.scripted_engine import segments
 
 from headrace.sandboxes.kernel import syscalls
 from headrace.serve.errors import SERVER_FAILED, GatewayUnreachable
+from support.chat_templates import QWEN3
+from support.gateway_rig import WIRES, Wire, world
+from support.scripted_engine import segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.scripted_engine import Ask
-
     from headrace.serve.capture.rows import SessionReport
+    from support.scripted_engine import Ask
 
 pytestmark = pytest.mark.namespaces
 REFUSALS = 40

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,12 +20,12 @@ from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, Sandb
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
+from support import process_handles as processes
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
-processes = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "process_handles.py")))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -42,8 +42,18 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import (
+
+from headrace.policies.engine import EngineId
+from headrace.serve.capture.session import Budgets, Sampling
+from headrace.serve.errors import SERVER_FAILED
+from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
+from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from headrace.serve.observing.tracing import start_rollout_span, trace_id_for, traceparent_of
+from headrace.serve.parsing.errors import ParserUnknown
+from support.chat_templates import QWEN3
+from support.gateway_rig import (
     ADMIN,
     ANTHROPIC,
     CHAT,
@@ -55,17 +65,7 @@ from tests.gateway_rig import (
     until,
     world,
 )
-from tests.scripted_engine import Ask, Fault, check_exact
-
-from headrace.policies.engine import EngineId
-from headrace.serve.capture.session import Budgets, Sampling
-from headrace.serve.errors import SERVER_FAILED
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.gateway import Gateway
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
-from headrace.serve.observing.tracing import start_rollout_span, trace_id_for, traceparent_of
-from headrace.serve.parsing.errors import ParserUnknown
+from support.scripted_engine import Ask, Fault, check_exact
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,9 +7,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Wire, world
-from tests.wires import read_refusal
+
+from support.chat_templates import QWEN3
+from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Wire, world
+from support.wires import read_refusal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.chat_templates import DEEPSEEK3_LEAKY, FAT, LONG, QWEN3
-from tests.gateway_rig import (
+
+from headrace.serve.capture.session import MAX_REPLAYS, Budgets
+from support.chat_templates import DEEPSEEK3_LEAKY, FAT, LONG, QWEN3
+from support.gateway_rig import (
     ANTHROPIC,
     CHAT,
     GUARD_S,
@@ -27,10 +29,8 @@ from tests.gateway_rig import (
     soon,
     world,
 )
-from tests.scripted_engine import Fault, check_exact
-from tests.session_rig import ByteChat
-
-from headrace.serve.capture.session import MAX_REPLAYS, Budgets
+from support.scripted_engine import Fault, check_exact
+from support.session_rig import ByteChat
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -10,9 +10,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
-from tests.scripted_engine import Ask, Fault, Parts, check_exact
+
+from support.chat_templates import QWEN3
+from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
+from support.scripted_engine import Ask, Fault, Parts, check_exact
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,13 +9,13 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wire, World, renderer_of, soon, world
-from tests.scripted_engine import Fault, check_exact
 
 from headrace.serve.capture.session import Budgets
 from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.turns import MAX_FAILURES
+from support.chat_templates import QWEN3
+from support.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wire, World, renderer_of, soon, world
+from support.scripted_engine import Fault, check_exact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

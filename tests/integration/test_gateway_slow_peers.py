@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 from benches.gateway.process import raise_open_files
-from tests.chat_templates import FAT, LONG, QWEN3
-from tests.gateway_program import gateway_program
-from tests.gateway_rig import (
+
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
+from headrace.serve.gateway.client import GatewayClient
+from support.chat_templates import FAT, LONG, QWEN3
+from support.gateway_program import gateway_program
+from support.gateway_rig import (
     ADMIN,
     GUARD_S,
     WIRES,
@@ -26,16 +30,12 @@ from tests.gateway_rig import (
     serving,
     world,
 )
-from tests.scripted_engine import check_exact
-
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
+from support.scripted_engine import check_exact
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.scripted_engine import Ask
+    from support.scripted_engine import Ask
 
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 PLENTY = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2 * 10**6)

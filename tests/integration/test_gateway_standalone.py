@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import GUARD_S, Engine, Lines, serving
 
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_TRANSIENT
+from support.chat_templates import QWEN3
+from support.gateway_rig import GUARD_S, Engine, Lines, serving
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,13 +15,13 @@ from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
+from support.evaluation_rooms import Rooms
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
-Rooms = runpy.run_path(str(Path(__file__).parents[1] / "evaluation_rooms.py"))["Rooms"]
 PROBLEMS = {problem.kind: problem for problem in problems(1, len(Kind), Split.HELD_OUT)}
 MODULES = "os sys json stat site sitecustomize usercustomize encodings"
 PLANT = f"for name in {MODULES}; do echo 'import posix; posix._exit(0)' > $name.py; done"

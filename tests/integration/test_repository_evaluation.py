@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,15 +14,12 @@ from headrace.actors.evaluation.preparation import prepare
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
+from support.repositories import COMMIT, IDS, RIGHT, SPEC, exit_code_of_tests, repository_task, verdict_on
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
-shared = runpy.run_path(str(Path(__file__).parents[1] / "repositories.py"))
-verdict_on, repository_task = shared["verdict_on"], shared["repository_task"]
-exit_code_of_tests = shared["exit_code_of_tests"]
-RIGHT, SPEC, IDS = shared["RIGHT"], shared["SPEC"], shared["IDS"]
 SOLVE = f"printf '%s' {shlex.quote(RIGHT)} > calc.py"
 
 
@@ -289,7 +284,7 @@ result = [[open(name, "rb").read().hex() for name in names], bool(os.stat("calc.
 
 
 async def test_a_repository_below_the_top_of_its_git_tree_is_patched_too(provider: LocalProvider) -> None:
-    spec = replace(SPEC, prepare=(f"cd ..; {shared['COMMIT']}",))
+    spec = replace(SPEC, prepare=(f"cd ..; {COMMIT}",))
     assert (await verdict_on(provider, repository_task(spec), SOLVE)).reward == 1.0
 
 
@@ -305,7 +300,7 @@ async def test_an_agent_that_commits_and_rewrites_history_is_scored_by_its_tree(
 
 
 async def test_a_link_of_the_base_that_leads_out_of_the_tree_is_no_way_out(provider: LocalProvider) -> None:
-    spec = replace(SPEC, prepare=(f"ln -s /opt out; {shared['COMMIT']}",))
+    spec = replace(SPEC, prepare=(f"ln -s /opt out; {COMMIT}",))
     check = "import os; result = [os.readlink('out'), os.path.exists('out/planted')]"
     task = repository_task(spec, check=check, expected='["/opt", false]')
     through = await verdict_on(provider, task, f"{SOLVE}; echo x > out/planted")

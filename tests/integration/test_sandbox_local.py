@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import resource
-import runpy
 import signal
 import socket
 import subprocess
@@ -15,7 +14,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,6 +33,7 @@ from headrace.sandboxes.errors import (
     SpecRefused,
 )
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from support import process_handles as processes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import ExecResult, Sandbox, SandboxId, SandboxRef
 
 pytestmark = pytest.mark.namespaces
-processes = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "process_handles.py")))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,9 +21,9 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.sandboxes.leftovers import sandboxes_left
 from headrace.serve.observing.tracing import trace_id_for
+from support import run_rig as rig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
@@ -155,9 +155,9 @@ def test_every_answer_of_the_evaluations_is_kept(finished_run: RunDirectory) -> 
 
 
 def test_a_killed_evaluation_of_a_checkpoint_goes_on_and_touches_no_ledger(
-    finished_run: RunDirectory, load_support: Callable[[str], Any], tmp_path: Path
+    finished_run: RunDirectory, tmp_path: Path
 ) -> None:
-    rig, out = load_support("run_rig"), tmp_path / "out"
+    out = tmp_path / "out"
     before = read_evidence(finished_run.path)
     wanted = ("eval", str(finished_run.path), "--checkpoint", "1.3", "--samples", "4", "--limit", "12", "--quiet")
     sampling = ("--set", "evaluation.sampling.temperature=0.7", "--set", "evaluation.sampling.top_k=40")

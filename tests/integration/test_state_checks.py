@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
 import shlex
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +15,8 @@ from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.launcher.commands import PRELOADED
 from headrace.sandboxes.local.provider import LocalProvider
+from support.evaluation_rooms import Rooms
+from support.repositories import PYTEST, install_pytest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
-TESTS = Path(__file__).parents[1]
-Rooms = runpy.run_path(str(TESTS / "evaluation_rooms.py"))["Rooms"]
-repositories = runpy.run_path(str(TESTS / "repositories.py"))
 VENV = "/opt/venv"
 PACKAGES = (
     f"""$(/usr/bin/python3 -c 'import sys; print("{VENV}/lib/python%d.%d/site-packages" % sys.version_info[:2])')"""
@@ -37,17 +34,17 @@ mkdir -p {VENV}/bin && ln -s /usr/bin/python3 {VENV}/bin/python && echo 'home = 
 MAKE_VENV = f"""{MAKE_BARE}
 folder={PACKAGES}
 mkdir -p "$folder"
-mv {repositories["PYTEST"]}/* "$folder"
+mv {PYTEST}/* "$folder"
 """
 
 
-class ImageWithPytest(Rooms):  # type: ignore[misc, valid-type]
+class ImageWithPytest(Rooms):
     """Clean rooms of an image with pytest in a virtual environment."""
 
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
         async with super().clean(spec) as room:
-            await repositories["install_pytest"](room)
+            await install_pytest(room)
             made = await room.exec(MAKE_VENV, cwd="/", timeout_s=20)
             assert made.exit_code == 0, made
             yield room
@@ -147,7 +144,7 @@ INTERPRETERS = {
 }
 
 
-class ImageWithAnotherPython(Rooms):  # type: ignore[misc, valid-type]
+class ImageWithAnotherPython(Rooms):
     """Clean rooms of an image whose /opt/python3 is `text`."""
 
     text: str | None
@@ -215,7 +212,7 @@ async def test_nothing_that_the_agent_left_takes_pytest_over(provider: LocalProv
     assert (verdict.reward, verdict.cause, "1 failed" in verdict.detail) == (0.0, Cause.FAILED, True), verdict
 
 
-class ImageWithBareVenv(Rooms):  # type: ignore[misc, valid-type]
+class ImageWithBareVenv(Rooms):
     """Clean rooms of an image whose virtual environment keeps its packages where the agent may install others."""
 
     @asynccontextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +14,7 @@ from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
+from support.evaluation_rooms import Rooms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from headrace.buffer.datasets.terminal import Problem
 
 pytestmark = pytest.mark.namespaces
-Rooms = runpy.run_path(str(Path(__file__).parents[1] / "evaluation_rooms.py"))["Rooms"]
 PROBLEMS = problems(1, len(Kind), Split.HELD_OUT)
 
 

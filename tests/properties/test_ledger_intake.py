@@ -4,10 +4,7 @@ only the result that holds it becomes a failure; what is written is what is read
 from __future__ import annotations
 
 import asyncio
-import runpy
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import HealthCheck, example, given, settings
@@ -27,8 +24,8 @@ from headrace.buffer.types import (
     Trajectory,
 )
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 CONFIG = cases.SMALL.model_copy(update={"max_attempts": 50, "park_after": 50})
 FIRST = PolicyVersion(1, 0)
 

@@ -7,14 +7,12 @@ import asyncio
 import json
 import os
 import re
-import runpy
 import shutil
 import sqlite3
 import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -39,9 +37,9 @@ from headrace.policies.learners.checkpoints import (
     usable_checkpoint,
     write_manifest,
 )
+from support import replay_cases as cases
 
 TESTS = Path(__file__).parents[1]
-cases = SimpleNamespace(**runpy.run_path(str(TESTS / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 RECIPE = TESTS.parent / "scripts" / "recipes" / "simulated.toml"
 
@@ -400,7 +398,7 @@ def no_tasks(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (no_run_id, r"run_id cannot be read: .*copy all of it"),
+        (no_run_id, r"run_id cannot be read .*copy all of it"),
         (of_another_run, r"was made with run_id = run, this run has another: resume with the same run"),
         (of_a_newer_version, r"has schema 99, .*upgrade headrace"),
         (empty, r"is missing or empty, but there is .*put the ledger back"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import runpy
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +19,8 @@ from headrace.buffer.errors import (
 )
 from headrace.buffer.types import BatchId, BatchLease, Cause, StepReport, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 
 

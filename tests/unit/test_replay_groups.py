@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import runpy
 from dataclasses import replace
 from decimal import Decimal
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +15,8 @@ from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import EvaluationRecord, FilterReason, GroupState, RolloutState
 from headrace.buffer.types import MAX_REWARD, Cause, ReceiptStatus, RolloutId
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 TRIO = BufferConfig(batch_size=6, group_size=3, max_staleness=1)
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import runpy
 import sqlite3
 import threading
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +22,8 @@ from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.sanitizer import MAX_TEXT
 from headrace.buffer.types import Cause, CheckpointRef, Outcome, ReceiptStatus, RolloutId, StepReport
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 GUARD_S = 20.0
 

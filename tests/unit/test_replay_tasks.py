@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-import runpy
 import zlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +21,8 @@ from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 
 

@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.session_rig import ByteChat, Rig, asks, call, echo, results, user
 
 from headrace.policies.engine import FinishReason
 from headrace.serve.capture.events import Status
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
+from support.session_rig import ByteChat, Rig, asks, call, echo, results, user
 
 if TYPE_CHECKING:
     from collections.abc import Callable

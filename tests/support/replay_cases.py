@@ -1,4 +1,4 @@
-"""Builders for tests of the buffer: tasks, trajectories, results. Loaded by path (tests are no package)."""
+"""Builders for tests of the buffer: tasks, trajectories, results."""
 
 from __future__ import annotations
 
