@@ -110,7 +110,7 @@ def needs(agent: str) -> None:
         pytest.skip(str(error))
 
 
-async def no_chat(_: Sequence[ChatMessage]) -> ChatReply:
+async def no_chat(messages: Sequence[ChatMessage]) -> ChatReply:
     raise ChatFailed("programs do not use it")
 
 
@@ -203,7 +203,7 @@ class Stations:
         return self.reports[-1]
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
-        [record] = await self.rig.client.finish([session.session_id])
+        [record] = await self.rig.client.finish([session.session_id], conversation=conversation)
         assert isinstance(record, SessionReport)
         self.records.append(record)
         return record

@@ -432,7 +432,8 @@ async def world(
     **config: Any,
 ) -> AsyncIterator[World]:
     """Start a gateway and an engine for each script (by default one that samples `ls` for ever)."""
-    settings = GatewayConfig(**({"tokenizer_dir": model_dir, "abort_grace_s": 10.0} | config))
+    given: dict[str, Any] = {"tokenizer_dir": model_dir, "abort_grace_s": 10.0, **config}
+    settings = GatewayConfig(**given)
     engines = [engine_type.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
     gateway = Gateway(settings, ADMIN, renderer=renderer or renderer_of(model_dir), tracer=tracer)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=GUARD_S)) as http, _all_serving(engines):
