@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 import hypothesis  # imported late, deep in pytest's stack, Python 3.11 cannot compile it for the first time
 import pytest
 
+from headrace.sandboxes.base import SandboxSpec
+from support.chat_templates import FAT, QWEN3
 from support.tiny_model import write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from headrace.sandboxes.base import Sandbox, SandboxProvider
 
 # A busy machine is no defect: neither an example nor its drawing has a clock.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -45,6 +50,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in ray_files)
     for item in items:
         item.add_marker(pytest.mark.xdist_group("ray" if item.path in ray_files else item.path.stem))
+
+
+@functools.cache
+def missing_namespaces() -> str:
+    """Return what this machine lacks for local sandboxes, or "" if it has all of it."""
+    from headrace.sandboxes import doctor
+    from headrace.sandboxes.errors import NamespacesUnavailable
+
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        return str(error)
+    return ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test, which start sandboxes
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `namespaces` where the kernel cannot run local sandboxes."""
+    if item.get_closest_marker("namespaces") and (reason := missing_namespaces()):
+        pytest.skip(reason)
+
+
+@pytest.fixture
+async def sandbox(provider: SandboxProvider) -> Sandbox:
+    """Default sandbox of the module's own fixture `provider`, which ends it."""
+    return await provider.attach(await provider.create(SandboxSpec()))
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with a tokenizer and chat template of Qwen3 for the gateway: do not write into it."""
+    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def fat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with one token of 250 characters: do not write into it."""
+    return FAT.write(tmp_path_factory.mktemp("fat"))
 
 
 @pytest.fixture(scope="session")

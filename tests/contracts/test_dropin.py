@@ -13,9 +13,7 @@ import aiohttp
 import pytest
 
 from headrace.actors.evaluation.foreign_patch import apply_patch
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 from headrace.serve.e2b.server import E2bServer, ServerSettings
@@ -66,14 +64,6 @@ class Client:
         reply = await self.post("/exec", lease_id=lease, command=command, **{"cwd": "/testbed", **body})
         assert reply["returncode"] == 0, reply
         return str(reply["output"]).strip()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 LEASE_S = 5.0

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import Feature, FrozenMount, Network, SandboxId, SandboxSpec, Stream, TerminalSize
 from headrace.sandboxes.e2b.provider import E2bConfig, E2bProvider
 from headrace.sandboxes.errors import (
     ExecTimeout,
     FrozenPathRefused,
     ImageUnknown,
-    NamespacesUnavailable,
     ProviderUnreachable,
     RateLimited,
     SandboxFileError,
@@ -40,14 +38,6 @@ pytestmark = pytest.mark.namespaces
 KEY = "e2b_" + "1" * 40
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[E2bServer]:
     keys = tmp_path / "keys"
@@ -67,11 +57,6 @@ def config(server: E2bServer, tmp_path: Path) -> E2bConfig:
 async def provider(config: E2bConfig) -> AsyncIterator[E2bProvider]:
     async with E2bProvider(config) as provider:
         yield provider
-
-
-@pytest.fixture
-async def sandbox(provider: E2bProvider) -> Sandbox:
-    return await provider.attach(await provider.create(SandboxSpec()))
 
 
 async def test_commands_follow_the_contract_of_exec(sandbox: Sandbox) -> None:

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes import doctor
-from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
@@ -33,14 +31,6 @@ def scenario_names() -> list[str]:
     tree = ast.parse(SCENARIOS.read_text(encoding="utf-8"))
     marked = (node for node in tree.body if isinstance(node, ast.AsyncFunctionDef) and node.decorator_list)
     return [node.name for node in marked]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

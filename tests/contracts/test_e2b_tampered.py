@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from headrace.sandboxes import doctor
-from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
@@ -27,14 +25,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.namespaces
 FOR_EVER = "while printf '%65536s' 1; do :; done"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

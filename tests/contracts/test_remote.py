@@ -22,13 +22,11 @@ from headrace.actors.places.absent_images import refuse_absent_images
 from headrace.actors.places.config import RemoteSection, SandboxKind, SandboxSection
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import HostPort, ImageRef, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     CapacityExceeded,
     ExecResultLost,
     ImageUnknown,
-    NamespacesUnavailable,
     PermanentSandboxError,
     ProviderUnreachable,
     SandboxError,
@@ -52,14 +50,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.namespaces
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
 ALICE, BOB = "alice-secret", "bob-secret"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @asynccontextmanager

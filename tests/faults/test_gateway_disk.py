@@ -10,7 +10,6 @@ import pytest
 
 from headrace.sandboxes.kernel import syscalls
 from headrace.serve.errors import SERVER_FAILED, GatewayUnreachable
-from support.chat_templates import QWEN3
 from support.gateway_rig import WIRES, Wire, world
 from support.scripted_engine import segments
 
@@ -25,11 +24,6 @@ pytestmark = pytest.mark.namespaces
 REFUSALS = 40
 """After so many there is not even room for the line that says so: it had the rest of a page."""
 LONG = "Many words, which a log of a few pages has no room for. " * 200
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import pytest
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
-from support.chat_templates import FAT, LONG, QWEN3
+from support.chat_templates import FAT, LONG
 from support.gateway_program import GatewayProgram, gateway_program
 from support.gateway_rig import (
     ADMIN,
@@ -51,11 +51,6 @@ AGENTS = 50
 TURNS = 6
 Turn = tuple[tuple[int, ...], tuple[int, ...]]
 """Ids of a prompt and of what was sampled from it."""
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 @dataclass(kw_only=True)

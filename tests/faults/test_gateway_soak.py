@@ -15,7 +15,6 @@ import pytest
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
-from support.chat_templates import QWEN3
 from support.gateway_program import GatewayProgram, gateway_program
 from support.gateway_rig import ADMIN, GUARD_S, WIRES, Client, Engine, Lines, World, serving, soon, world
 from support.scripted_engine import Fault
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from support.scripted_engine import Ask
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 # Whatever ends a session.

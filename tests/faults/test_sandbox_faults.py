@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SandboxGone
+from headrace.sandboxes.errors import LauncherGone, SandboxError, SandboxGone
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
@@ -26,14 +25,6 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 def configured(run: Path) -> LocalSandboxConfig:

@@ -52,7 +52,6 @@ from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from headrace.serve.observing.tracing import start_rollout_span, trace_id_for, traceparent_of
 from headrace.serve.parsing.errors import ParserUnknown
-from support.chat_templates import QWEN3
 from support.gateway_rig import (
     ADMIN,
     ANTHROPIC,
@@ -71,11 +70,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LS = Lines("ls")
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 async def test_a_conversation_is_captured_token_for_token(model_dir: Path) -> None:

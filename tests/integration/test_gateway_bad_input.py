@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.chat_templates import QWEN3
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Wire, world
 from support.wires import read_refusal
 
@@ -18,11 +17,6 @@ if TYPE_CHECKING:
 
 PNG = "iVBORw0KGgo="
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 def user(content: Any) -> list[Any]:

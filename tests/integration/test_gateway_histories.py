@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.chat_templates import QWEN3
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
 from support.scripted_engine import Ask, Fault, Parts, check_exact
 
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 TOOLS = ("bash", "edit", "agent")
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 async def finished(w: World, *, masked: set[str] = frozenset(), lineages: int = 1) -> SessionReport:  # type: ignore[assignment]

@@ -13,7 +13,6 @@ from aiohttp import web
 from headrace.policies.engine import EngineId
 from headrace.serve.capture.session import Budgets
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-from support.chat_templates import QWEN3
 from support.gateway_rig import GUARD_S, Engine, Lines, World, world
 from support.scripted_engine import check_exact
 
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SAID = "words of some length"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 @dataclass(kw_only=True)

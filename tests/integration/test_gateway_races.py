@@ -13,7 +13,6 @@ import pytest
 from headrace.serve.capture.session import Budgets
 from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.turns import MAX_FAILURES
-from support.chat_templates import QWEN3
 from support.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wire, World, renderer_of, soon, world
 from support.scripted_engine import Fault, check_exact
 
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
 
 SIDE = {"model_policy": (("*haiku*", ModelUse.SERVE),)}
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 async def delete(w: World, session_id: str) -> int:

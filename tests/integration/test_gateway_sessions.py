@@ -15,7 +15,6 @@ from headrace.serve.errors import SessionUnknown
 from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
-from support.chat_templates import QWEN3
 from support.gateway_rig import (
     ADMIN,
     ANTHROPIC,
@@ -39,11 +38,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from benches.gateway.process import raise_open_files
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
-from support.chat_templates import FAT, LONG, QWEN3
+from support.chat_templates import LONG
 from support.gateway_program import gateway_program
 from support.gateway_rig import (
     ADMIN,
@@ -40,16 +40,6 @@ if TYPE_CHECKING:
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 PLENTY = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2 * 10**6)
 MANY = 40
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def fat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return FAT.write(tmp_path_factory.mktemp("fat"))
 
 
 def much_or_little(ask: Ask) -> str:

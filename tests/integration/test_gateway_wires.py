@@ -13,7 +13,6 @@ import pytest
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.config import ModelUse
 from headrace.serve.parsing.alarm import BATCH_TURNS
-from support.chat_templates import QWEN3
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Wire, World, call_text, soon, world
 from support.scripted_engine import Fault, check_exact
 from support.wires import read_events
@@ -29,11 +28,6 @@ TURNS = (
     "Half of it is\n\ndone.  ",
     "All of it.",
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 async def play(client: Client) -> None:

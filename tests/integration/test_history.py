@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from headrace.actors.evaluation.history import hide_history, leaks
 from headrace.actors.evaluation.preparation import prepare
@@ -13,12 +12,10 @@ from headrace.buffer.repositories import Command, RepositorySpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from headrace.sandboxes.base import Sandbox
+    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 REPO = "/workspace/repo"
@@ -62,12 +59,6 @@ LOOK = {
     "heads": "ls .git | grep -E '(ORIG|FETCH|MERGE)_HEAD'",
     "nested": "cd nested && git cat-file --batch-all-objects --batch | grep -a '{solution}'",
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 async def made(provider: LocalProvider) -> Sandbox:

@@ -7,31 +7,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.local.provider import LocalProvider
 from support.evaluation_rooms import Rooms
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
+    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 PROBLEMS = {problem.kind: problem for problem in problems(1, len(Kind), Split.HELD_OUT)}
 MODULES = "os sys json stat site sitecustomize usercustomize encodings"
 PLANT = f"for name in {MODULES}; do echo 'import posix; posix._exit(0)' > $name.py; done"
 DEEP = "python3 -c \"import os\nfor _ in range({count}): os.mkdir('{name}'); os.chdir('{name}')\nopen('x' * 200, 'w')\""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 async def verdict_on(provider: LocalProvider, task: Task, command: str) -> Verdict:

@@ -8,25 +8,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from headrace.actors.evaluation.preparation import prepare
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import COMMIT, IDS, RIGHT, SPEC, exit_code_of_tests, repository_task, verdict_on
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 SOLVE = f"printf '%s' {shlex.quote(RIGHT)} > calc.py"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 CHECK = {"check": "from calc import mean; result = [mean([]), mean([1, 3])]", "expected": "[0.0, 2.0]"}

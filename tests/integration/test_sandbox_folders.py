@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import Feature, FrozenMount, HostFolder, SandboxSpec
-from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError, SpecRefused, Unsupported
+from headrace.sandboxes.errors import SandboxError, SpecRefused, Unsupported
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
@@ -24,14 +23,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.namespaces
 TARGET = "/opt/tools/one"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import FrozenMount, ImageRef, SandboxSpec
 from headrace.sandboxes.errors import (
     ImagePending,
     ImageRefused,
     ImageUnknown,
-    NamespacesUnavailable,
     SandboxGone,
     SpecRefused,
 )
@@ -31,14 +29,6 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

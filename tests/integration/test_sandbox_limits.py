@@ -50,11 +50,6 @@ async def ample() -> AsyncIterator[LocalProvider]:
         yield provider
 
 
-@pytest.fixture
-async def sandbox(provider: LocalProvider) -> Sandbox:
-    return await provider.attach(await provider.create(SandboxSpec()))
-
-
 def group_folders(launcher_pid: int, pattern: str = "headrace-*-{}-*/*/") -> list[Path]:
     mounts = cgroups.find_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     return [folder for mount in mounts for folder in Path(mount.folder).glob(pattern.format(launcher_pid))]

@@ -26,7 +26,6 @@ from headrace.sandboxes.errors import (
     ExecTimeout,
     FrozenPathRefused,
     ImageUnknown,
-    NamespacesUnavailable,
     SandboxFileError,
     SandboxGone,
     SecretRefused,
@@ -43,23 +42,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.namespaces
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture
 async def provider() -> AsyncIterator[LocalProvider]:
     async with LocalProvider() as provider:
         yield provider
-
-
-@pytest.fixture
-async def sandbox(provider: LocalProvider) -> Sandbox:
-    return await provider.attach(await provider.create(SandboxSpec()))
 
 
 async def run(sandbox: Sandbox, command: str, *, user: str = "root", timeout_s: float = 30.0) -> ExecResult:

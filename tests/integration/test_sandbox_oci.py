@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from benches import sandbox_peers as peers
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, CapacityExceeded, ImageRefused, NamespacesUnavailable, SpecRefused
 from headrace.sandboxes.oci import runtime as oci_runtime
@@ -33,14 +32,6 @@ pytestmark = [
     pytest.mark.namespaces,
     pytest.mark.skipif(shutil.which("runc", path=oci_runtime._SEARCH_PATH) is None, reason="runc is not installed"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

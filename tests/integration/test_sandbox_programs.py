@@ -12,22 +12,16 @@ import pytest_asyncio
 from headrace.sandboxes.base import ExecResult, ProgramRunner, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxFileError
 from headrace.sandboxes.launcher.commands import PRELOADED
-from headrace.sandboxes.local.provider import LocalProvider
 from support import image_kit as kit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from headrace.sandboxes.local.provider import LocalProvider
     from headrace.sandboxes.local.sandbox import LocalSandbox
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 @pytest_asyncio.fixture(loop_scope="module")

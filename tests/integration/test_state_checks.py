@@ -7,14 +7,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate, imports_only
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.launcher.commands import PRELOADED
-from headrace.sandboxes.local.provider import LocalProvider
 from support.evaluation_rooms import Rooms
 from support.repositories import PYTEST, install_pytest
 
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from headrace.sandboxes.base import Sandbox
+    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 VENV = "/opt/venv"
@@ -48,12 +47,6 @@ class ImageWithPytest(Rooms):
             made = await room.exec(MAKE_VENV, cwd="/", timeout_s=20)
             assert made.exit_code == 0, made
             yield room
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 async def verdict_on(

@@ -7,15 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from headrace.buffer.repositories import Command, Script, Swepro
 from headrace.buffer.types import Cause
-from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import COMMIT, HIDDEN_TESTS, RIGHT, SPEC, repository_task, verdict_on
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 SOLVE = f"printf '%s' {shlex.quote(RIGHT)} > calc.py"
@@ -66,12 +64,6 @@ CHEATS = {
     "patches": "printf 'from _pytest.python import Function\\nFunction.runtest = lambda self: None\\n' >> calc.py",
     "collects only": "printf '[pytest]\\naddopts = --co\\n' > pytest.ini",
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
