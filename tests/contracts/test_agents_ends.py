@@ -120,7 +120,7 @@ COMM = {
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code", "codex"))
-async def test_an_agent_that_is_killed_during_a_turn_is_judged_by_what_it_left(tokenizer_dir: Path, agent: str) -> None:
+async def test_the_files_of_an_agent_killed_during_a_turn_are_evaluated(tokenizer_dir: Path, agent: str) -> None:
     async def kill(_: Any, sandbox: Any) -> None:
         # The rollout may be over, and its sandbox with it, before this command has ended.
         with suppress(SandboxGone):

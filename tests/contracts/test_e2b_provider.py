@@ -212,7 +212,7 @@ async def test_a_cancelled_create_leaves_nothing(provider: E2bProvider) -> None:
     assert await provider.list() == []
 
 
-async def test_an_evaluation_gets_a_copy_of_what_the_agent_left(provider: E2bProvider) -> None:
+async def test_an_evaluation_gets_a_copy_of_the_files_of_the_agent(provider: E2bProvider) -> None:
     agent = await provider.attach(await provider.create(SandboxSpec()))
     await agent.exec(
         "mkdir -p data/sub; echo result > data/sub/file; chmod 4777 data/sub/file; mkfifo data/pipe; "
@@ -240,7 +240,7 @@ async def test_an_evaluation_gets_a_copy_of_what_the_agent_left(provider: E2bPro
         await provider.create(SandboxSpec(mounts=(replace(folder, source=checker.id),)))
 
 
-async def test_an_evaluation_copies_at_most_what_its_setting_allows(config: E2bConfig) -> None:
+async def test_an_evaluation_copies_at_most_the_configured_bytes(config: E2bConfig) -> None:
     async with E2bProvider(config.model_copy(update={"max_frozen_bytes": 100_000})) as provider:
         agent = await provider.attach(await provider.create(SandboxSpec()))
         await agent.exec("mkdir data; head -c 99000 /dev/urandom > data/one", timeout_s=20)

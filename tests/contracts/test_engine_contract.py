@@ -495,7 +495,7 @@ async def test_a_flush_is_refused_while_requests_run(wire: Wire) -> None:
     await task
 
 
-async def test_info_routes(wire: Wire, tiny_model_dir: Path) -> None:
+async def test_info_routes_describe_model_server_and_weights(wire: Wire, tiny_model_dir: Path) -> None:
     status, model = await wire.get("/model_info")
     assert status == 200
     assert (model["model_path"], model["weight_version"]) == (str(tiny_model_dir), "1.0")

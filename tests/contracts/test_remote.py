@@ -567,7 +567,7 @@ def test_invalid_options_give_a_message_of_one_line(options: tuple[str, ...], ex
 
 
 @pytest.mark.parametrize("limit", [{"memory_bytes": 1 << 45}, {"pids": 10**9}])
-async def test_a_key_is_refused_for_good_what_is_above_the_ceiling(server: str, limit: dict[str, int]) -> None:
+async def test_a_request_above_the_limit_of_its_key_is_refused_permanently(server: str, limit: dict[str, int]) -> None:
     """A client that mistakes the refusal for a lack of room would retry for ever."""
     async with aiohttp.ClientSession() as session, session.post(f"{server}/v1/sandboxes", json=limit) as response:
         document = await response.json()

@@ -169,7 +169,8 @@ async def test_engines_that_fail_push_after_push_do_not_end_the_run(models: list
 
             rig.before(0, Phase.BROADCAST, kill)
             await rig.push(models[step % 2], step)
-        await rig.until_serving(1, "1.4")
+        [replaced] = (await rig.until_serving(1, "1.4")).values()
+        assert replaced.process_id != engine.process_id
 
 
 async def test_tables_are_published_while_a_push_holds_the_lock(models: list[Path], tmp_path: Path) -> None:
@@ -183,6 +184,7 @@ async def test_tables_are_published_while_a_push_holds_the_lock(models: list[Pat
                 return roster.stat().st_mtime_ns != before
 
             await kit.until(is_told)
+            assert roster.stat().st_mtime_ns != written
 
 
 async def test_health_checks_that_time_out_in_a_pause_kill_no_engine(
@@ -235,7 +237,8 @@ async def test_an_engine_that_stays_silent_is_replaced(
         [(name, engine)] = (await rig.until_serving(1, "1.0")).items()
         os.kill(engine.process_id, signal.SIGSTOP)
         await rig.until(lambda now: name not in now)
-        await rig.until_serving(1, "1.0")
+        [replaced] = (await rig.until_serving(1, "1.0")).values()
+        assert replaced.process_id != engine.process_id
 
 
 async def test_a_request_that_arrives_and_is_aborted_in_a_pause_ends(models: list[Path], tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ async def test_the_next_provider_adopts_the_launcher_and_its_sandboxes(config: L
         await adopted.exec("true", timeout_s=30)
 
 
-async def test_what_nobody_adopts_is_gone_within_one_lease_and_the_launcher_with_it(
+async def test_sandboxes_that_are_not_adopted_end_within_one_lease_with_their_launcher(
     config: LocalSandboxConfig, tmp_path: Path
 ) -> None:
     launcher, _ = await killed_provider(config, ttl_s=1.0)

@@ -40,7 +40,7 @@ LEASE_S = 60.0
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_run_goes_on_when_worker_buffer_and_learner_are_killed(tmp_path: Path) -> None:
+async def test_a_run_continues_after_worker_buffer_and_learner_are_killed(tmp_path: Path) -> None:
     victims = ["worker-0", "replay", "learner"]
     random.Random(7).shuffle(victims)
     directory = await run_and_kill(tmp_path, dict(zip((1, 3, 5), victims, strict=True)))
@@ -49,7 +49,7 @@ async def test_a_run_goes_on_when_worker_buffer_and_learner_are_killed(tmp_path:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_run_goes_on_when_three_others_are_killed(tmp_path: Path) -> None:
+async def test_a_run_continues_after_three_other_processes_are_killed(tmp_path: Path) -> None:
     victims = random.Random(4).sample(["engines", "gateway", "service", "dispatcher", "evaluator", "sandbox-pool"], 3)
     # Last: a run goes on without its service, so what is to be killed after it might find the run finished.
     victims.sort(key=lambda victim: victim == "service")
@@ -57,7 +57,7 @@ async def test_a_run_goes_on_when_three_others_are_killed(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_service_that_comes_back_when_all_steps_are_done_knows_them(tmp_path: Path) -> None:
+async def test_a_service_restarted_after_the_last_step_knows_that_all_are_done(tmp_path: Path) -> None:
     async with rig.open_service(tmp_path, "late", "training.steps=1") as (service, _), asyncio.timeout(DEADLINE_S):
         assert await run_guarded(RayRuntime(), service, rig.HANG_S)
         (await find_process(service, "service")).kill()
@@ -82,7 +82,7 @@ async def test_every_process_may_be_killed(tmp_path: Path, victim: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_run_goes_on_when_its_learner_is_killed_in_the_midst_of_a_push(tmp_path: Path) -> None:
+async def test_a_run_continues_after_its_learner_is_killed_during_a_push(tmp_path: Path) -> None:
     """An engine is held still, so that the push cannot end before the learner is killed."""
     async with (
         rig.open_service(tmp_path, "midst") as (service, directory),

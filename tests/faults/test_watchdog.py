@@ -84,7 +84,7 @@ def epochs_of(directory: RunDirectory) -> set[str]:
     return {record["version"].split(".")[0] for record in read_metrics(directory.metrics) if record["kind"] == "push"}
 
 
-async def test_a_learner_whose_step_never_ends_is_killed_and_the_run_goes_on(open_run: Any) -> None:
+async def test_a_learner_whose_step_never_ends_is_killed_and_the_run_continues(open_run: Any) -> None:
     async with open_run("hung", "learner.simulated.hang_at_step=4", "training.stage_timeout_s=10") as (
         service,
         directory,
@@ -147,7 +147,7 @@ async def test_engines_that_fail_every_turn_end_the_run(open_run: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.namespaces
 @pytest.mark.timeout(900)
-async def test_a_run_whose_disk_is_full_ends_and_goes_on_when_there_is_room(open_run: Any, disk: Path) -> None:
+async def test_a_run_ends_on_a_full_disk_and_resumes_when_there_is_room(open_run: Any, disk: Path) -> None:
     """Not one page is left, from one moment to the next: every part of the run fails to write at once."""
     async with open_run("full", "training.steps=40", folder=disk) as (service, directory), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(raises_disk_full(service))

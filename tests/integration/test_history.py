@@ -120,7 +120,7 @@ async def test_an_agent_can_go_on_working_in_it(provider: LocalProvider) -> None
         f"cd nested; echo '{SOLUTION}' | git hash-object -w --stdin",
     ],
 )
-async def test_the_proof_sees_what_is_left(provider: LocalProvider, leak: str) -> None:
+async def test_the_check_finds_every_leak(provider: LocalProvider, leak: str) -> None:
     sandbox = await made(provider)
     await hide_history(sandbox, REPO)
     await output(sandbox, leak)

@@ -393,5 +393,7 @@ async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
     async with asyncio.TaskGroup() as tasks:
         hosting = tasks.create_task(asyncio.to_thread(host))
         tasks.create_task(engine.join_group("plain", host="127.0.0.1", port=port, rank=1, world_size=2, backend="gloo"))
+    group = hosting.result()
     await engine.leave_group("plain")
-    destroy_group(hosting.result())
+    assert group.group.size() == 2, "trainer and engine"
+    destroy_group(group)

@@ -199,7 +199,7 @@ RECORDED = (
 )  # fmt: skip
 
 
-async def test_a_right_patch_counts_whatever_lies_beside_it_and_that_is_recorded(provider: LocalProvider) -> None:
+async def test_a_right_patch_is_rewarded_and_leftover_files_are_recorded(provider: LocalProvider) -> None:
     verdict = await verdict_on(provider, repository_task(), f"{SOLVE}\n{HOSTILE_GIT}")
     assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED), verdict
     assert not [record for record in RECORDED if record not in verdict.detail], verdict
@@ -291,7 +291,7 @@ async def test_an_agent_that_commits_and_rewrites_history_is_scored_by_its_tree(
     assert (await verdict_on(provider, repository_task(), command, user="agent")).reward == 1.0
 
 
-async def test_a_link_of_the_base_that_leads_out_of_the_tree_is_no_way_out(provider: LocalProvider) -> None:
+async def test_a_link_in_the_base_that_points_out_of_the_tree_gives_no_access(provider: LocalProvider) -> None:
     spec = replace(SPEC, prepare=(f"ln -s /opt out; {COMMIT}",))
     check = "import os; result = [os.readlink('out'), os.path.exists('out/planted')]"
     task = repository_task(spec, check=check, expected='["/opt", false]')

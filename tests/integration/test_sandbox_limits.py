@@ -123,7 +123,7 @@ print(sum(int(row.split()[4].partition(":")[2], 16) for row in rows))
 """
 
 
-async def test_what_lies_in_sockets_is_limited(ample: LocalProvider) -> None:
+async def test_memory_of_socket_buffers_is_limited(ample: LocalProvider) -> None:
     """The memory for sockets is shared by the whole host."""
     sandbox = await ample.attach(await ample.create(SandboxSpec(memory_bytes=64 << 20)))
     result = await sandbox.exec("python3 -", stdin=QUEUE.encode(), user="agent", timeout_s=60)

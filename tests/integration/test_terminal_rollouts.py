@@ -14,7 +14,7 @@ from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
-from support.evaluation_rooms import Rooms
+from support.clean_sandboxes import CleanSandboxes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ async def work(problem: Problem, *commands: str) -> tuple[list[str], Verdict]:
         session = AgentSession(base_url="", chat=chat)
         report = await ShellAgent(ShellAgentConfig()).run(session=session, sandbox=sandbox, task=task)
         assert report.stop is StopReason.FINISHED
-        verdict = await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), Rooms(provider, sandbox))
+        verdict = await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), CleanSandboxes(provider, sandbox))
         await sandbox.kill()
     return seen, verdict
 

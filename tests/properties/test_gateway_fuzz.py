@@ -366,7 +366,7 @@ def try_turn(aviary: Aviary, sent: Sent, *, count: bool) -> None:
 
 @FEW
 @given(sent=SENT, count=st.booleans())
-def test_any_body_is_answered_or_refused(aviary: Aviary, sent: Sent, count: bool) -> None:
+def test_any_request_body_is_answered_or_refused(aviary: Aviary, sent: Sent, count: bool) -> None:
     try_turn(aviary, sent, count=count)
 
 

@@ -122,7 +122,7 @@ fuzzed = settings(max_examples=60, deadline=None, suppress_health_check=list(Hea
 
 @fuzzed
 @given(data=st.data())
-def test_results_are_kept_or_refused_one_by_one(data):
+def test_each_result_is_accepted_or_refused_on_its_own(data):
     async def life():
         async with await ReplayStore.open(
             None, CONFIG, cases.tasks(), run_id="run", seed=3, clock=lambda: 1.0

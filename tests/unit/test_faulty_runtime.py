@@ -129,7 +129,7 @@ def test_calls_of_a_dead_caller_arrive_nowhere() -> None:
     simulate(history)
 
 
-def test_an_actor_that_ends_itself_comes_back() -> None:
+def test_an_actor_that_exits_is_restarted() -> None:
     async def history(runtime: FaultyRuntime) -> None:
         counter = await runtime.spawn(Counter, name="counter")
         await counter.add()
@@ -180,7 +180,7 @@ def test_the_same_seed_is_the_same_history() -> None:
     assert first != third
 
 
-def test_a_cut_off_actor_is_reached_by_nobody_until_it_is_back() -> None:
+def test_a_partitioned_actor_is_unreachable_until_the_partition_ends() -> None:
     async def history(runtime: FaultyRuntime) -> None:
         counter = await runtime.spawn(Counter, name="counter")
         runtime.cut_off.add("counter")

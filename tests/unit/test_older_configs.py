@@ -36,7 +36,7 @@ def test_todays_configuration_is_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     "change", [{"agent": {"unknown": 1}}, {"learner": None}, {"buffer": {"batch_size": -1}}, {"rollout": 3}]
 )
-def test_what_no_version_wrote_is_refused(tmp_path, change):
+def test_a_ledger_that_no_version_wrote_is_refused(tmp_path, change):
     (tmp_path / "config.json").write_text(json.dumps(json.loads(GOLDEN.read_bytes()) | change))
     with pytest.raises(RunMissing, match="not the configuration of a run"):
         reopen(tmp_path)

@@ -88,6 +88,7 @@ def test_dtypes_may_differ_among_floating_point_ones(tmp_path: Path, write_model
         write_model(tmp_path / "served", seed=1),
         lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}),
     )
+    assert {spec.dtype for spec in specs_of(served).values()} == {"bfloat16"}
     check_fits(specs, served)
 
 

@@ -49,7 +49,7 @@ async def step(store, version):
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-async def test_a_batch_carries_what_was_offered(tmp_path, in_memory):
+async def test_a_batch_contains_the_offered_trajectories(tmp_path, in_memory):
     async with await open_store(None if in_memory else tmp_path) as store:
         assert await store.open_epoch(None) == FIRST
         assert {receipt.status for receipt in await fill(store, FIRST)} == {ReceiptStatus.ACCEPTED}
@@ -216,7 +216,7 @@ async def _exhausted(store):
     return str(caught.value)
 
 
-async def test_orders_nobody_received_become_new_attempts(tmp_path):
+async def test_orders_that_no_worker_received_become_new_attempts(tmp_path):
     async with await open_store(tmp_path) as store:
         await store.open_epoch(None)
         issuing = asyncio.ensure_future(store.issue(2, FIRST))

@@ -61,7 +61,7 @@ def test_a_task_counts_solved_rollouts_not_rewarded_ones():
     assert (second.task_id, buffer.state.task(first.task_id).solved) == (first.task_id, 1)
 
 
-def test_the_history_of_a_task_is_kept():
+def test_the_history_of_a_task_is_preserved():
     buffer = buffer_of()
     first, second, third, fourth = buffer.issue(4, FIRST, 10.0)
     buffer.offer(cases.result(first, FIRST, reward=1.0), 15.0)

@@ -28,7 +28,7 @@ sys.exit(int(end))
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 130])
-def test_only_what_may_pass_is_tried_again(code: int) -> None:
+def test_only_transient_failures_are_retried(code: int) -> None:
     assert RestartPolicy(9).wait_after(code, 0.0) is None
 
 

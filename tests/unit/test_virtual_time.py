@@ -109,7 +109,7 @@ def test_whatever_time_would_race_ahead_of_is_refused(work: Callable[[], Awaitab
         run_virtual(main())
 
 
-def test_a_deadlock_ends_at_once_and_says_who_waits() -> None:
+def test_a_deadlock_ends_at_once_and_names_the_waiting_tasks() -> None:
     async def waits_for_ever() -> None:
         await asyncio.Event().wait()
 
@@ -122,7 +122,7 @@ def test_a_deadlock_ends_at_once_and_says_who_waits() -> None:
         run_virtual(main())
 
 
-def test_work_that_lets_no_time_pass_is_a_standstill() -> None:
+def test_work_that_never_advances_the_clock_is_reported_as_a_stall() -> None:
     async def main() -> None:
         while True:  # noqa: ASYNC110 - it is the point
             await asyncio.sleep(0)
@@ -131,7 +131,7 @@ def test_work_that_lets_no_time_pass_is_a_standstill() -> None:
         run_virtual(main())
 
 
-def test_chance_is_of_the_seed_and_what_it_was_before_comes_back() -> None:
+def test_random_numbers_follow_the_seed_and_the_previous_state_is_restored() -> None:
     async def main() -> float:
         return random.random()
 
