@@ -70,3 +70,23 @@ def first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+class EngineGroupError(RunError):
+    """An operator's request to the engine group failed."""
+
+
+class EngineAddressTaken(EngineGroupError):
+    """Two engines would have one address."""
+
+
+class EngineUnknown(EngineGroupError):
+    """There is no engine of that name."""
+
+
+class EngineNotAdded(EngineGroupError):
+    """No engine that could be attached answers at the address."""
+
+
+class EngineNotServing(EngineGroupError):
+    """The engine was added but did not take the newest weights; it gets no traffic until it does."""

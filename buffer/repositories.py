@@ -5,7 +5,7 @@ Invariant: a spec that `why_unusable` passes can be graded; others are refused b
 
 from __future__ import annotations
 
-from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 

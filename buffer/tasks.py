@@ -11,21 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations of Task
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NewType
+from pathlib import Path
+from typing import Any, ClassVar, Final, NewType, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.repositories import RepositorySpec, is_plain_path, why_unusable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-    from typing import Self
 
 TaskId = NewType("TaskId", str)
 _STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)

@@ -113,3 +113,43 @@ class SenderFailed(PushError):
 
 class SenderTimeout(SenderFailed):
     """The sender missed its deadline and was killed, because a transfer cannot be cancelled."""
+
+
+class TokenizerInvalid(ModelInvalid):
+    """A tokenizer file is missing, unreadable or incomplete."""
+
+
+class TokenizerMismatch(TokenizerInvalid):
+    """The ids of the tokenizer do not match the model; the message has both numbers."""
+
+
+class TemplateRefused(TokenizerInvalid):
+    """The chat template refuses the messages, or cannot be extended turn by turn."""
+
+
+class LearnerError(Exception):
+    """Base of all errors that a learner raises itself."""
+
+
+class LearnerAlreadyOpen(LearnerError):
+    """The process has a learner already; Megatron and the default process group are process-wide."""
+
+
+class LearnerNotOpen(LearnerError):
+    """The learner has no model: `open` was not called, failed, or `close` was."""
+
+
+class RowUnusable(LearnerError):
+    """A row does not fit the model or cannot be trained as masked."""
+
+
+class CheckpointUnreadable(LearnerError):
+    """A directory is not a complete checkpoint of a known format."""
+
+
+class CheckpointDamaged(CheckpointUnreadable):
+    """Files of a checkpoint directory are missing, truncated, altered, or contradict each other."""
+
+
+class NonFiniteRun(LearnerError):
+    """`max_skipped_in_a_row` steps in a row were skipped: the run diverged."""

@@ -10,10 +10,7 @@ import asyncio
 import fcntl
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Self
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from typing import Final, Self
 
 OUTPUT_GRACE_S: Final = 0.2
 """Time to wait for output that a daemon may hold open after its command has ended."""
@@ -37,9 +34,7 @@ class OutputCapture:
         asyncio.get_running_loop().add_reader(self._read_end, self._on_readable)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._read_end)
         os.close(self._read_end)
         if self._null >= 0:

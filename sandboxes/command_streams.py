@@ -13,16 +13,14 @@ import asyncio
 import os
 import select
 import weakref
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.sandboxes.base import Output, Stream
 from headrace.sandboxes.capture import OUTPUT_GRACE_S
 from headrace.sandboxes.errors import SandboxFileError
 from headrace.sandboxes.launcher.wire import close_all
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 _READ_BYTES: Final = 1 << 16
 _CTRL_D: Final = b"\x04"

@@ -52,7 +52,7 @@ _OPTIONAL: Final = (
 )
 _NOT_BUILT: Final = {
     "escaped daemons at a timeout": "a process that left its command's tree while another command runs in its "
-    "sandbox ends with the sandbox, not with the timeout: there is no group for each command",
+    "sandbox ends with the sandbox, not with the timeout: there is no group for each command"
 }
 
 

@@ -14,14 +14,12 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.sandboxes.errors import FolderRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PRIVATE: Final = 0o700
 _NAMES: Final = 9

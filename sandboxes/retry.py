@@ -11,10 +11,10 @@ Invariants:
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from pydantic import BaseModel, ConfigDict, Field
-from tenacity import AsyncRetrying, retry_if_exception, retry_if_exception_type, wait_random_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, retry_if_exception_type, wait_random_exponential
 from tenacity.stop import stop_base
 
 from headrace.sandboxes.errors import (
@@ -24,11 +24,6 @@ from headrace.sandboxes.errors import (
     ProviderUnreachable,
     TransientSandboxError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tenacity import RetryCallState
 
 
 class RetryConfig(BaseModel):

@@ -1,9 +1,11 @@
-"""Fails when functions, classes or folders grow beyond bounds, or an import closes a circle or goes upwards."""
+"""Fails when functions, classes or folders exceed their bounds, when too many private functions have a single caller,
+or when an import closes a circle or goes upwards."""
 
 from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,10 +14,14 @@ from import_graph import ORDER, cycle, import_graph, misplaced
 MAX_LINES, MAX_P95 = 70, 40
 MAX_CLASS_LINES, MAX_METHODS = 300, 25
 MAX_MODULES = 20
+MAX_SINGLE_CALLER_SHARE = 0.08
+FEW_FUNCTIONS = 100
+"""Functions below which the share is not judged."""
 FOLDERS = (*ORDER, "scripts/benches")
 
 
 Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+Named: TypeAlias = ast.Name | ast.Attribute
 
 
 def definitions(root: Path) -> list[tuple[Definition, Path]]:
@@ -53,6 +59,29 @@ def large_classes(found: list[tuple[Definition, Path]]) -> list[str]:
     return problems
 
 
+def name_of(node: ast.AST) -> str:
+    """The last name of an expression; empty for one without."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def single_callers(found: list[tuple[Definition, Path]], root: Path) -> list[str]:
+    """The share of private functions that are called once and not otherwise named in their module: code was cut into
+    pieces that hide nothing. Those that a reader should see in their caller belong there."""
+    total, single = 0, []
+    for path in sorted({path for _, path in found}):
+        nodes = list(ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))))
+        names = Counter(name_of(node) for node in nodes if isinstance(node, Named))
+        calls = Counter(name_of(node.func) for node in nodes if isinstance(node, ast.Call))
+        functions = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        total += len(functions)
+        private = (name for name in functions if name.startswith("_") and not name.startswith("__"))
+        single += [f"{path} {name}" for name in private if names[name] == calls[name] == 1]
+    if total < FEW_FUNCTIONS or len(single) <= MAX_SINGLE_CALLER_SHARE * total:
+        return []
+    share, most = len(single) / total, MAX_SINGLE_CALLER_SHARE
+    return [f"{share:.1%} of the functions are private and have one caller, at most {most:.0%}; one is {single[-1]}"]
+
+
 def large_folders(root: Path) -> list[str]:
     problems = []
     for folder in sorted({path.parent for top in FOLDERS for path in (root / top).rglob("*.py")}):
@@ -67,7 +96,8 @@ def problems_of(root: Path) -> list[str]:
     graph, found = import_graph(root), definitions(root)
     circle = cycle(graph)
     circles = [f"these import each other in a circle: {' -> '.join(circle)}"] if circle else []
-    return [*circles, *misplaced(graph), *long_functions(found), *large_classes(found), *large_folders(root)]
+    sizes = [*long_functions(found), *large_classes(found), *single_callers(found, root), *large_folders(root)]
+    return [*circles, *misplaced(graph), *sizes]
 
 
 def main() -> int:

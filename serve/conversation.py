@@ -11,15 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import orjson
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 
 class Role(StrEnum):

@@ -133,3 +133,11 @@ class GatewayUnreachable(ServeError):
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)
         self.answered = answered
+
+
+class ParserUnknown(ServeError):
+    """No parser has this name. Knob: gateway.parser."""
+
+
+class ParserMissing(ParserUnknown):
+    """The parser needs SGLang, which is not installed. Knobs: gateway.parser, or install SGLang beside the gateway."""

@@ -9,14 +9,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CONTEXT_CODES = frozenset({"context_length_exceeded"})
 UNREACHED_S = 30.0

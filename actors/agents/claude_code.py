@@ -6,14 +6,19 @@ model answers. It would compact at a default window of its own, so it is given t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
-from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd, result_event
-
-if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail, ProgramConfig
+from headrace.actors.agents.cli_agent import (
+    CliAgent,
+    Launch,
+    LaunchContext,
+    OutputTail,
+    ProgramConfig,
+    ProgramEnd,
+    result_event,
+)
 
 # As root, Claude Code skips permissions only if it knows that this is a sandbox.
 _ROOT_MAY: Final = '[ "$(id -u)" != 0 ] || export IS_SANDBOX=1'

@@ -26,17 +26,15 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from headrace.actors.agents.agent import AgentNotStarted, AgentReport, StopReason
+from headrace.actors.agents.agent import AgentNotStarted, AgentReport, AgentSession, StopReason
 from headrace.actors.agents.installation import installed_folder
-from headrace.sandboxes.base import HostFolder, HostPort, Stream
+from headrace.sandboxes.base import HostFolder, HostPort, Process, Sandbox, Stream
 from headrace.sandboxes.errors import SandboxError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from headrace.actors.agents.agent import AgentSession
     from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Process, Sandbox
 
 FOLDERS: Final = "/opt/headrace/agents"
 """Parent of the mount points of installed agents in sandboxes."""
@@ -293,11 +291,7 @@ class CliAgent(ABC):
             raise AgentNotStarted(f"{self.name}: {said} (in the sandbox)")
 
 
-SAFE_DIRECTORIES: Final = {
-    "GIT_CONFIG_COUNT": "1",
-    "GIT_CONFIG_KEY_0": "safe.directory",
-    "GIT_CONFIG_VALUE_0": "*",
-}
+SAFE_DIRECTORIES: Final = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
 """Git refuses repositories that belong to another user."""
 
 

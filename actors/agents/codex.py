@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd
-
-if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail, ProgramConfig
+from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramConfig, ProgramEnd
 
 _KEY: Final = "GATEWAY_KEY"
 _PROVIDER: Final = "gateway"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.agent import AgentSession
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import HostFolder, Sandbox
 

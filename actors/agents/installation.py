@@ -19,16 +19,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.agents import versions
 from headrace.buffer.primitives.file_lock import FileLock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 EVERY_RUN: Final = ("claude-code", "codex", "mini-swe-agent")
 """Agents that the default tests need."""

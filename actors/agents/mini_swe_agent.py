@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd
+from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramConfig, ProgramEnd
 from headrace.actors.in_sandbox import source
-
-if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail, ProgramConfig
 
 
 class MiniMode(StrEnum):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd
-
-if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail
+from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramEnd
 
 _PROVIDER: Final = "gateway"
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramEnd, result_event
-
-if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail
+from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramEnd, result_event
 
 
 class QwenCode(CliAgent):

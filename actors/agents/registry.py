@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headrace.actors.agents.claude_code import ClaudeCode
 from headrace.actors.agents.codex import Codex
-from headrace.actors.agents.config import AgentKind
+from headrace.actors.agents.config import AgentKind, AgentSection
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.agents.installation import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent
@@ -19,10 +19,8 @@ from headrace.buffer.primitives.registry import PartRefused, Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
     from headrace.actors.agents.agent import Agent
-    from headrace.actors.agents.config import AgentSection
 
     MakeAgent: TypeAlias = Callable[[AgentSection], Agent]
 

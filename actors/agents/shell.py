@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.agent import AgentReport, StopReason
-from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage
+from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
+from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage, ChatReply
 from headrace.sandboxes.errors import ExecTimeout
 from headrace.serve.observing import span_names
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.agent import AgentSession
-    from headrace.actors.agents.chat import ChatReply
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import ExecResult, HostFolder, Sandbox
 

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage
 from headrace.actors.simulated.durations import Durations, DurationsConfig
 from headrace.actors.simulated.tasks import is_solved
-from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
+from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict, Task
 from headrace.policies.errors import EngineUnavailable
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.agent import AgentSession
-    from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import HostFolder, Sandbox
 
 

@@ -14,8 +14,6 @@ import orjson
 import typer
 from rich.table import Table
 
-from headrace.actors.cli.check import check
-from headrace.actors.cli.data import data_app
 from headrace.actors.cli.engine import serve
 from headrace.actors.cli.ledger import drop_batch, retry_lost
 from headrace.actors.cli.output import (
@@ -32,10 +30,9 @@ from headrace.actors.cli.output import (
     show,
     write_json,
 )
-from headrace.actors.cli.restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
 from headrace.actors.cli.run_engines import add_engine, engine_table, list_engines, remove_engine
-from headrace.actors.cli.simulation import simulate, tune
-from headrace.actors.cli.tasks import tasks_app
+from headrace.actors.cli.simulation import check, simulate, tune
+from headrace.actors.cli.tasks import Restarts, RunEnded, data_app, ending_a_run, resume_again_and_again, tasks_app
 from headrace.actors.run import exit_codes
 
 if TYPE_CHECKING:
@@ -387,7 +384,7 @@ def serve_sandboxes(
 ) -> None:
     """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the
     provider `remote`, and as a drop-in for swe_exec_server and swe_env_pool_server."""
-    from headrace.actors.evaluation.foreign_patch import apply_patch
+    from headrace.actors.evaluation.patch import apply_patch
     from headrace.serve.exec.server import ServeOptions, serve
 
     options = ServeOptions(
@@ -410,7 +407,7 @@ def serve_sandboxes(
 
 def main() -> None:
     """Run the command line; an expected error prints one line."""
-    from headrace.actors.cli.expected import EXPECTED
+    from headrace.actors.cli.output import EXPECTED
 
     verbose = "--verbose" in sys.argv[1:]
     try:

@@ -90,7 +90,7 @@ def serve(
 
 def server_process(backend: Backend, common: dict[str, Any], foreign: dict[str, Any]) -> ServerProcess:
     """Return the configured server, not started yet. Raises ConfigError."""
-    from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+    from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
     from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 
     if not (common["model"] / "config.json").is_file():

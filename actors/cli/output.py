@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import orjson
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.measure import Measurement
 
-from headrace.actors.errors import ConfigError
+from headrace.actors.errors import ActorError, ConfigError, RunError
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from headrace.buffer.errors import ReplayError, TaskFileError
+from headrace.policies.errors import LearnerError, PolicyError
+from headrace.sandboxes.errors import SandboxError
+from headrace.serve.errors import ServeError
 
 EVERY_S = 5.0
 _PIPE_COLUMNS = 1000
@@ -93,3 +94,15 @@ __all__ = [
     "show",
     "write_json",
 ]
+
+
+EXPECTED: tuple[type[Exception], ...] = (
+    RunError,
+    ActorError,
+    ReplayError,
+    TaskFileError,
+    PolicyError,
+    LearnerError,
+    SandboxError,
+    ServeError,
+)

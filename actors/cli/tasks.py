@@ -7,16 +7,24 @@ the journal of the ledger.
 from __future__ import annotations
 
 import asyncio
+import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from headrace.actors.cli.ledger import Run, idle_store
-from headrace.actors.cli.output import Json, say, show, write_json
+from headrace.actors.cli.output import EXIT_BAD_INPUT, Json, say, show, write_json
+from headrace.actors.run.restarts import Restarting, RestartPolicy
 from headrace.buffer.core.outages import utc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from headrace.actors.record.run_directory import RunDirectory
 
 AnyRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, which may be live.")]
 
@@ -64,3 +72,90 @@ def unpark(
     if json is not None:
         write_json({"released": released}, json)
     say(f"{len(released)} tasks are released; continue with `headrace resume {run_dir}`")
+
+
+Restarts = Annotated[
+    int,
+    typer.Option(min=0, metavar="N", help="Resume up to N times after transient failures (exit code 75, or killed)."),
+]
+HEADRACE = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()")
+
+
+class RunEnded(Exception):
+    """A run failed after it had started."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextmanager
+def ending_a_run() -> Iterator[None]:
+    """Mark errors of the block as failures of a started run. Raises RunEnded."""
+    try:
+        yield
+    except Exception as error:
+        raise RunEnded(error) from error
+
+
+def resume_again_and_again(
+    directory: RunDirectory, restarts: int, *, json: Path | None, quiet: bool, once: Sequence[str] = ()
+) -> int:
+    """Resume a run with up to `restarts` restarts and return the exit code. Only the first attempt gets the options in
+    `once`."""
+    command = [*HEADRACE, "resume", str(directory.path)]
+    if json is not None:
+        command += ["--json", str(json)]
+    if quiet:
+        command.append("--quiet")
+    return Restarting(RestartPolicy(restarts), say).run([*command, *once], command)
+
+
+data_app = typer.Typer(no_args_is_help=True, help="Convert data sets.")
+
+SHOWN = 5
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="JSONL file of the data set.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for tasks.jsonl and refused.jsonl.")]
+
+
+@data_app.command("convert")
+def convert(
+    source: Source,
+    out: Out,
+    form: Annotated[
+        str, typer.Option(help="Row format: swe (SWE-bench, SWE-Gym, rows with metadata), or one of another package.")
+    ] = "swe",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Setting name=value that rows do not contain, e.g. workdir=/testbed."),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Convert the rows of a data set to tasks (docs/tasks.md); list ungradable rows with the reason."""
+    from headrace.actors.errors import ConfigError
+    from headrace.buffer.datasets.converters import SettingsRefused
+    from headrace.buffer.datasets.converters import convert as converted
+    from headrace.buffer.primitives.registry import PartRefused
+
+    given: dict[str, Any] = {}
+    for pair in settings or ():
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"--set takes name=value, not {pair!r}")
+        given[name] = value
+    try:
+        done = converted(source, out, form=form, settings=given)
+    except (PartRefused, SettingsRefused) as error:
+        raise ConfigError(f"--form {form}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: is not UTF-8 text") from error
+    except OSError as error:
+        raise ConfigError(f"{error.filename or source}: {error.strerror}") from error
+    if json is not None:
+        write_json({"tasks": str(done.tasks), "count": done.count, "refused": list(map(asdict, done.refusals))}, json)
+    say(f"{done.count} tasks in {done.tasks}, {len(done.refusals)} rows refused")
+    for refusal in done.refusals[:SHOWN]:
+        say(f"  line {refusal.line}: {refusal.reason}")
+    if done.count == 0:
+        raise typer.Exit(EXIT_BAD_INPUT)

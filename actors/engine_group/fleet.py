@@ -17,30 +17,23 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.actors.engine_group.config import Placement
+from headrace.actors.engine_group.config import EnginesConfig, Placement
 from headrace.actors.engine_group.engine_process import AttachedServer, EngineHandle, LocalProcess, PlacedProcess
-from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded
-from headrace.actors.engine_group.host import EngineHost
+from headrace.actors.engine_group.host import EngineHost, ServerPlan, server_process
 from headrace.actors.engine_group.members_file import EngineStatus
-from headrace.actors.engine_group.registry import LIVING, EngineState, Origin, address, is_loopback
-from headrace.actors.engine_group.server_plan import ServerPlan, server_process
-from headrace.actors.errors import ActorError
-from headrace.actors.runtime.runtime import Resources, node_address
-from headrace.policies.engine import EngineId
+from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address, is_loopback
+from headrace.actors.errors import ActorError, EngineGroupError, EngineNotAdded
+from headrace.actors.runtime.runtime import RayRuntime, Resources, node_address
+from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineStartFailed
-from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
+from headrace.policies.sglang.client import EngineLoad, SGLangConfig, SGLangEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import aiohttp
 
-    from headrace.actors.engine_group.config import EnginesConfig
-    from headrace.actors.engine_group.registry import EngineRegistry
-    from headrace.actors.runtime.runtime import RayRuntime
-    from headrace.policies.engine import EngineInfo
     from headrace.policies.push.contract import PushConfig
-    from headrace.policies.sglang.client import EngineLoad
 
 logger = logging.getLogger(__name__)
 

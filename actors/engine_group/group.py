@@ -22,21 +22,16 @@ from typing import TYPE_CHECKING, Self
 
 import aiohttp
 
-from headrace.actors.engine_group.config import check_url
-from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded, EngineNotServing
+from headrace.actors.engine_group.config import EnginesConfig, check_url
 from headrace.actors.engine_group.fleet import EngineContext, Fleet, attached_id
 from headrace.actors.engine_group.gate import GatewayGate
-from headrace.actors.engine_group.health import HealthChecks
+from headrace.actors.engine_group.health import HealthChecks, leave, recover, router_workers
 from headrace.actors.engine_group.journal import PushJournal
-from headrace.actors.engine_group.members_file import read_roster
-from headrace.actors.engine_group.publisher import Publisher
-from headrace.actors.engine_group.pusher import Pusher
-from headrace.actors.engine_group.recovery import recover
+from headrace.actors.engine_group.members_file import EngineStatus, read_roster
+from headrace.actors.engine_group.pusher import Publisher, Pusher
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
-from headrace.actors.engine_group.removal import leave
 from headrace.actors.engine_group.requests import RequestBox
-from headrace.actors.engine_group.router import router_workers
-from headrace.actors.errors import first_cause
+from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError
 from headrace.policies.push.sender import SenderConfig, Senders
@@ -44,10 +39,7 @@ from headrace.policies.push.sender import SenderConfig, Senders
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
-    from types import TracebackType
 
-    from headrace.actors.engine_group.config import EnginesConfig
-    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.places.gateway import GatewayActor
     from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.runtime.runtime import RayRuntime
@@ -133,9 +125,7 @@ class EngineGroup:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for loop in self._loops:
             loop.cancel()
         await self._stack.aclose()

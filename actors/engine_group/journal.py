@@ -22,19 +22,16 @@ import orjson
 
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import EngineId
+from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.push.layout import group_name
-from headrace.policies.push.machine import ORDER, Phase
-from headrace.serve.observing.retention import RotatingFile
+from headrace.policies.push.machine import ORDER, Phase, Step
+from headrace.policies.push.weights import group_name
+from headrace.serve.observing.retention import RetentionConfig, RotatingFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from headrace.policies.engine import EngineInfo
     from headrace.policies.push.contract import PushReport
-    from headrace.policies.push.machine import Step
-    from headrace.serve.observing.retention import RetentionConfig
 
 logger = logging.getLogger(__name__)
 

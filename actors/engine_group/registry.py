@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from headrace.actors.engine_group.errors import EngineAddressTaken, EngineUnknown
+from headrace.actors.errors import EngineAddressTaken, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 

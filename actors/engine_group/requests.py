@@ -15,15 +15,13 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 import orjson
 
-from headrace.actors.engine_group.errors import EngineGroupError
+from headrace.actors.errors import EngineGroupError
 from headrace.buffer.primitives.durable_files import write_private
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ANSWERED = ".done.json"
 LOOK_S = 0.2

@@ -5,12 +5,10 @@ Invariant: only parsed fields are written; no line of a hostile diff is copied.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable
+from typing import Final
 
 from headrace.actors.evaluation.unified_diff import ESCAPES, NO_END, DiffRefused, FileDiff, Hunk
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _NO_BLOBS: Final = ("0000000", "0000000")
 

@@ -16,12 +16,11 @@ Invariants:
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from headrace.actors.evaluation.baselines import Baselines
-from headrace.actors.evaluation.comparison import compare, last_answer
+from headrace.actors.evaluation.comparison import Baselines, compare, last_answer
 from headrace.actors.evaluation.diff_filter import Dropped, summary
 from headrace.actors.evaluation.patch import Patch, PatchRefused, collect_patch
 from headrace.actors.evaluation.patch_collection import LeftDiff
@@ -45,17 +44,11 @@ from headrace.actors.evaluation.verdict import (
 from headrace.actors.in_sandbox import check as check_program
 from headrace.actors.in_sandbox import program_command, source
 from headrace.buffer.sanitizer import clean_text
-from headrace.buffer.tasks import PYTHON, EvaluatorKind
+from headrace.buffer.tasks import PYTHON, EvaluatorKind, Task
 from headrace.buffer.types import Cause
-from headrace.sandboxes.base import FrozenMount, ProgramRunner, SandboxSpec
+from headrace.sandboxes.base import ExecResult, FrozenMount, ProgramRunner, Sandbox, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxError, SandboxFileError
 from headrace.sandboxes.launcher.commands import PRELOADED
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import ExecResult, Sandbox
 
 __all__ = ["CleanSandboxes", "EvaluationRequest", "Verdict", "evaluate"]
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
 
-from headrace.actors.evaluation.baselines import Baselines
+from headrace.actors.evaluation.comparison import Baselines
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases
 from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.operations import Operations
+from headrace.actors.runtime.operations import Operations, Results, until_back
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.retry import until_back
 from headrace.actors.simulated.tasks import is_solved
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
 from headrace.sandboxes.pool.boot import LeaseRequest
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.actors.record.actor_telemetry import ActorTelemetry
-    from headrace.actors.runtime.operations import Results
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluation.diff_filter import Dropped, DropReason
-from headrace.actors.evaluation.preparation import lay_out
+from headrace.actors.evaluation.history import lay_out
 from headrace.actors.evaluation.unified_diff import DiffRefused
-from headrace.actors.evaluation.verdict import LABELS
+from headrace.actors.evaluation.verdict import LABELS, CleanSandboxes, EvaluationRequest
 from headrace.actors.in_sandbox import program_command
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
@@ -20,7 +20,6 @@ from headrace.sandboxes.errors import SandboxError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest
     from headrace.buffer.repositories import RepositorySpec
 
 MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES = 500_000, 1000, 1 << 20

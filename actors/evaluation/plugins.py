@@ -14,7 +14,7 @@ from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluation.verdict import Verdict, broken
+from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest, Verdict, broken
 from headrace.buffer.primitives.registry import PartRefused, Registry
 from headrace.buffer.types import Cause, check_reward
 from headrace.sandboxes.errors import SandboxError, SandboxFileError
@@ -22,7 +22,6 @@ from headrace.sandboxes.errors import SandboxError, SandboxFileError
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
 
-    from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest
     from headrace.buffer.tasks import Task
 
     Score: TypeAlias = Callable[[EvaluationRequest, CleanSandboxes], Coroutine[Any, Any, Verdict]]

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.evaluation.comparison import compare
+from headrace.actors.evaluation.comparison import Baselines, compare
 from headrace.actors.evaluation.diff_filter import Dropped, FilterRules, filter_diff, summary
+from headrace.actors.evaluation.history import ANY_OWNER, GIT, lay_out
 from headrace.actors.evaluation.patch_collection import LeftDiff, collect_diff
-from headrace.actors.evaluation.preparation import ANY_OWNER, GIT, lay_out
 from headrace.actors.evaluation.report import (
     Report,
     ReportUntrusted,
@@ -31,18 +31,26 @@ from headrace.actors.evaluation.report import (
 )
 from headrace.actors.evaluation.test_runner import RunBroken, TestRun, parse_logs, run_tests
 from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
-from headrace.actors.evaluation.verdict import LABELS, Verdict, broken, failed, invalid, join_details, printed, solved
+from headrace.actors.evaluation.verdict import (
+    LABELS,
+    CleanSandboxes,
+    EvaluationRequest,
+    Verdict,
+    broken,
+    failed,
+    invalid,
+    join_details,
+    printed,
+    solved,
+)
 from headrace.actors.in_sandbox import program_command
 from headrace.buffer.repositories import RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.types import Cause
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError
 
 if TYPE_CHECKING:
-    from headrace.actors.evaluation.baselines import Baselines
-    from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest
     from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
 
 REPOSITORY_RUNS: Final = 4
 """Steps of one evaluation that may each take `evaluator.timeout_s`: the diff, the tests, their twins, and once per task
@@ -276,9 +284,7 @@ async def _apply(sandbox: Sandbox, repository: RepositorySpec, diff: bytes, time
     folder = f"/opt/{secrets.token_hex(8)}"
     await sandbox.write_many({f"{folder}/agent.diff": diff, f"{folder}/tests.diff": test_patch.encode()})
     result = await sandbox.exec(
-        program_command(repository.python, "apply", folder),
-        cwd=repository.workdir,
-        timeout_s=timeout_s,
+        program_command(repository.python, "apply", folder), cwd=repository.workdir, timeout_s=timeout_s
     )
     if result.exit_code == _AGENT_REFUSED:
         return invalid(f"the patch does not apply: {result.stderr[-200:].decode(errors='replace').strip()}")

@@ -14,7 +14,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.evaluation.preparation import ANY_OWNER
+from headrace.actors.evaluation.history import ANY_OWNER
 from headrace.actors.evaluation.report import Session
 from headrace.actors.in_sandbox import program_command, source
 from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids

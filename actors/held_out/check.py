@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.actors.errors import ConfigError, RunError
-from headrace.actors.held_out.command import of_start_policy, refuse_taken
+from headrace.actors.held_out.command import Evaluation, of_start_policy, refuse_taken
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import check_parts, load_task_sets
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from headrace.actors.held_out.command import Evaluation
     from headrace.buffer.tasks import Task
 
 

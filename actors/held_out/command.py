@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 from pydantic import ValidationError
@@ -22,28 +24,21 @@ from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cau
 from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.record.run_directory import RunDirectory, free_folder
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
-from headrace.actors.rollouts.summary import About
+from headrace.actors.rollouts.summary import About, EvaluationSummary
 from headrace.actors.run.config import RunConfig, apply_override, explain, load_recipe
 from headrace.actors.run.interrupts import Interrupts
 from headrace.actors.run.launch import check_parts, interrupts_of_ray, load_task_sets, reopen, sole_driver, watch
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.parts import evaluation_terms, recipe_digest
 from headrace.actors.run.sections import ModelSection
-from headrace.actors.runtime.retry import ABSENCE
+from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.buffer.primitives.durable_files import replace_file
-from headrace.buffer.tasks import load_tasks, tasks_digest
+from headrace.buffer.tasks import Task, load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.learners.checkpoints import list_checkpoints
 from headrace.serve.observing.progress import starting
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
-    from pathlib import Path
-
-    from headrace.actors.rollouts.summary import EvaluationSummary
-from headrace.buffer.tasks import Task
 
 START_VERSION = PolicyVersion(1, 0)
 """Version of the model of a recipe, as in a run."""

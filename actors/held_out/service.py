@@ -19,7 +19,7 @@ from headrace.actors.run.parts import ServiceParts, parts_of
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, look_at, or_none
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ import orjson
 
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
-from headrace.serve.gateway.garbage_collection import portioned_collections
 from headrace.serve.gateway.gateway import Gateway, GatewayStats
+from headrace.serve.gateway.standalone import portioned_collections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

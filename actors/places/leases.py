@@ -14,22 +14,39 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 from headrace.actors.errors import ActorGone
-from headrace.actors.places.sandbox_connections import SandboxConnections
+from headrace.actors.places.providers import attaching_provider
 from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.operations import OperationCalls
+from headrace.actors.runtime.operations import OperationCalls, until_back
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.retry import until_back
-from headrace.sandboxes.pool.boot import HOLDER_LABEL
+from headrace.sandboxes.pool.boot import HOLDER_LABEL, Lease, LeaseRequest
 
 if TYPE_CHECKING:
     from headrace.actors.places.sandbox_pool import SandboxPool
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxProvider, SandboxRef
 
 LEASE_S: Final = 60.0
 """Longer than the restart of a pool."""
 HEARTBEATS: Final = 4
 """Heartbeats per lease term."""
+
+
+class SandboxConnections(ResourceOwner):
+    """Attaching providers of all kinds, with one connection per launcher; closing them ends no sandbox."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._providers: dict[str, SandboxProvider] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        """Attach to the sandbox of a ref. Raises SpecRefused for an unknown provider."""
+        provider = self._providers.get(ref.provider)
+        if provider is None:
+            provider = self._providers[ref.provider] = attaching_provider(ref.provider)
+            self._stack.push_async_callback(provider.aclose)
+        return await provider.attach(ref)
 
 
 class Leases(ResourceOwner):

@@ -4,12 +4,16 @@ Invariants:
 - The local launcher of a run survives the pool that started it, and the next pool adopts it. It ends with the driving
   process of the run.
 - Attaching providers boot nothing, and closing them ends no sandbox.
+- Only images that can never boot are refused. A host that does not answer now may have the image, and a suite of
+  debootstrap is checked when it is built.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -17,8 +21,10 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.buffer.primitives.registry import PartRefused, Registry
 from headrace.sandboxes.e2b.provider import E2bProvider
-from headrace.sandboxes.errors import PermanentSandboxError, SpecRefused
+from headrace.sandboxes.errors import ImageUnknown, PermanentSandboxError, ProviderUnreachable, SpecRefused
+from headrace.sandboxes.images.store import check_reference
 from headrace.sandboxes.leftovers import run_label
+from headrace.sandboxes.local.images import HOST
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.simulated.attached import AttachedProvider, host_names
@@ -27,9 +33,10 @@ from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
 if TYPE_CHECKING:
     import builtins
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from headrace.actors.record.run_directory import RunDirectory
+    from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import (
         Feature,
         Sandbox,
@@ -39,6 +46,7 @@ if TYPE_CHECKING:
         SandboxRef,
         SandboxSpec,
     )
+    from headrace.sandboxes.remote.provider import RemoteProvider
 
     StartProvider: TypeAlias = Callable[[SandboxSection, RunDirectory], Awaitable[SandboxProvider]]
 
@@ -235,3 +243,57 @@ _ATTACHING: Final[Mapping[str, Callable[[], SandboxProvider]]] = {
     SandboxKind.SIMULATED: AttachedProvider,
     SandboxKind.SUBPROCESS: SubprocessProvider,
 }
+
+
+ANSWER_S: Final = 15.0
+"""Timeout for the image list of a host; without an answer, images are checked when they boot."""
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_absent_images(section: SandboxSection, tasks: Iterable[Task]) -> None:
+    """Check the images of all tasks, with calls to hosts of `remote` sandboxes. Raises ConfigError, SecretRefused,
+    SpecRefused."""
+    named = {task.image: task for task in tasks if task.image != HOST}
+    if not named or section.provider is SandboxKind.SIMULATED:
+        return
+    available: frozenset[str] | None = None
+    if section.provider is SandboxKind.REMOTE:
+        # In a thread, since the caller may run in an event loop.
+        with ThreadPoolExecutor(1) as thread:
+            available = thread.submit(lambda: asyncio.run(_available(section))).result()
+        if available is None:
+            return
+    for image, task in named.items():
+        try:
+            if section.provider is SandboxKind.SUBPROCESS:
+                raise ImageUnknown(f"image {image!r}: sandbox.provider subprocess has only `host`")
+            if available is None:
+                check_reference(image)
+            elif image not in available:
+                names = ", ".join(sorted(available)[:20]) or "none"
+                raise ImageUnknown(f"image {image!r}: no host of sandbox.remote.urls has it, they have {names}")
+        except PermanentSandboxError as error:
+            raise ConfigError(f"task {task.id}: {error}; correct its image in the task file") from error
+
+
+async def _available(section: SandboxSection) -> frozenset[str] | None:
+    """Return the images of all hosts; None if a host did not answer."""
+    from headrace.sandboxes.remote.multi_host import remote_hosts
+
+    hosts = remote_hosts(section.remote.urls, section.remote.key_file)
+    answers = await asyncio.gather(*map(_images_of, hosts))
+    if None in answers:
+        return None
+    return frozenset(image for images in answers for image in images or ())
+
+
+async def _images_of(host: RemoteProvider) -> frozenset[str] | None:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return frozenset(await host.images())
+    except (ProviderUnreachable, TimeoutError) as error:
+        logger.warning("host %s did not return its image list: %s", host.url, error or "no answer")
+        return None
+    finally:
+        await host.detach()

@@ -12,23 +12,21 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.providers import start_hosts
-from headrace.actors.runtime.operations import Operations
+from headrace.actors.runtime.operations import Operations, Results
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.pool.ledger import SandboxLedger
-from headrace.sandboxes.pool.pool import Pool
+from headrace.sandboxes.pool.pool import Pool, PoolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headrace.actors.places.config import SandboxSection
     from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.runtime.operations import Results
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
-    from headrace.sandboxes.pool.pool import PoolStatus
 
 
 class SandboxPool(ResourceOwner):

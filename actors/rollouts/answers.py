@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, Self
 import orjson
 
 from headrace.actors.errors import ConfigError
-from headrace.buffer.types import Cause, RolloutId
+from headrace.buffer.types import Cause, Outcome, RolloutId, RolloutOrder, RolloutResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import Outcome, RolloutOrder, RolloutResult
     from headrace.buffer.versions import PolicyVersion
 
 MAX_DETAIL_CHARACTERS = 2000

@@ -21,28 +21,23 @@ from typing import TYPE_CHECKING, Protocol, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.rollouts.evaluation_log import Recording, evaluation_order
-from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig
+from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, Recording, evaluation_order
+from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig, Pressure
 from headrace.actors.rollouts.summary import EvaluationSummary, summarize_answers, write_summary
 from headrace.actors.rollouts.worker_slots import POLL_S, RETRY_S, Attempt, WorkerSlots
-from headrace.actors.runtime.retry import until_back
-from headrace.actors.training.replay import NEVER_EVALUATED
+from headrace.actors.runtime.operations import until_back
+from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.buffer.tasks import tasks_digest
+from headrace.buffer.tasks import Task, tasks_digest
 from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.actors.rollouts.answers import Answer
-    from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
-    from headrace.actors.rollouts.pacing import Pressure
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.worker import RolloutWorker
-    from headrace.actors.training.replay import Evaluated
-    from headrace.buffer.tasks import Task
 
 RECONCILE_S = 60.0
 """Interval at which the buffer learns the carried attempts, even if nothing is known to be lost."""
@@ -139,9 +134,7 @@ class Dispatcher:
             self._watching = tasks.create_task(self._watch_engines(self._engines))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._workers.stop()
         if self._watching is not None:
             self._watching.cancel()

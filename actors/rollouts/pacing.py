@@ -12,16 +12,14 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.actors.record.utilisation import Station, UtilisationMeter
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ENOUGH_ENDS: Final = 16
 """Rollouts that must end in a window before latencies are computed; with fewer the window is extended."""

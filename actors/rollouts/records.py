@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.actors.training.replay import NEVER_EVALUATED, Issued
+from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated, Issued
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.actors.training.replay import Evaluated
     from headrace.buffer.types import GroupId, Receipt, RolloutId, RolloutOrder, RolloutResult
 
 

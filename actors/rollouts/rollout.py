@@ -22,13 +22,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
-from headrace.actors.evaluation.preparation import prepare
+from headrace.actors.evaluation.history import prepare
 from headrace.buffer.sanitizer import clean_text
-from headrace.buffer.types import Cause, Outcome, RolloutResult
+from headrace.buffer.types import Cause, Outcome, RolloutOrder, RolloutResult
 from headrace.policies.errors import PolicyError
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import QueueTimeout, SandboxError
-from headrace.sandboxes.pool.boot import LeaseRequest
+from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.errors import ServeError
 from headrace.serve.observing import span_names as names
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from headrace.buffer.tasks import Task
-    from headrace.buffer.types import RolloutOrder
-    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.boot import Lease
     from headrace.serve.capture.rows import SessionReport
     from headrace.serve.gateway.client import OpenedSession
 

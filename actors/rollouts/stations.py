@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.leases import Leases
-from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions
-from headrace.actors.rollouts.simulated_sessions import SimulatedSessions
+from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.buffer.tasks import load_tasks
-from headrace.buffer.types import Purpose
-from headrace.serve.capture.session import SessionId, SessionSpec
+from headrace.buffer.tasks import Task, TaskId, load_tasks
+from headrace.buffer.types import Purpose, RolloutOrder
+from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,14 +29,10 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.rollout import RolloutConfig
-    from headrace.actors.rollouts.sessions import Sessions
     from headrace.actors.simulated.engines import SimulatedEngineGroup
-    from headrace.buffer.tasks import Task, TaskId
-    from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
     from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.capture.session import Budgets, Sampling
     from headrace.serve.gateway.client import OpenedSession
 
 

@@ -11,21 +11,17 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import comb
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
-from headrace.actors.rollouts.answers import json_bytes
+from headrace.actors.rollouts.answers import Answer, json_bytes
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from headrace.actors.rollouts.answers import Answer
 
 MAX_REASONS: Final = 3
 MAX_REASON_CHARS: Final = 300

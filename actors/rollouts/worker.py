@@ -18,27 +18,21 @@ from collections import Counter, deque
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.metrics import RolloutPhasesMetric
-from headrace.actors.rollouts.answers import answer_of
+from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
 from headrace.actors.runtime.batching import TOGETHER_S, Batcher
-from headrace.actors.runtime.retry import until_back
-from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutResult
+from headrace.actors.runtime.operations import until_back
+from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import start_rollout_span
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from headrace.actors.rollouts.answers import Answer
-    from headrace.buffer.types import RolloutOrder
 
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 
@@ -102,9 +96,7 @@ class RolloutWorker:
         self._group = await enter(asyncio.TaskGroup())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._cancel_all()
         await self._stack.aclose()
 

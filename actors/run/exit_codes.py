@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from headrace.actors.engine_group.errors import EngineGroupError, EngineNotServing
 from headrace.actors.errors import (
     ActorError,
     ConfigError,
     DiskFull,
+    EngineGroupError,
+    EngineNotServing,
     RunError,
     RunExists,
     RunInterrupted,
@@ -33,8 +34,15 @@ from headrace.buffer.errors import (
     TaskFileError,
     TaskNotParked,
 )
-from headrace.policies.errors import EngineError, EngineSettingsInvalid, ModelInvalid, PushError, RequestInvalid
-from headrace.policies.learner_errors import NonFiniteRun, RowUnusable
+from headrace.policies.errors import (
+    EngineError,
+    EngineSettingsInvalid,
+    ModelInvalid,
+    NonFiniteRun,
+    PushError,
+    RequestInvalid,
+    RowUnusable,
+)
 from headrace.sandboxes.errors import PermanentSandboxError, TransientSandboxError
 from headrace.serve.errors import GatewayUnreachable, InfraError, ServeError
 

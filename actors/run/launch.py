@@ -34,9 +34,8 @@ from headrace.actors.errors import (
 )
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.repository import REPOSITORY_RUNS
-from headrace.actors.places.absent_images import refuse_absent_images
 from headrace.actors.places.config import SandboxKind
-from headrace.actors.places.providers import check_provider
+from headrace.actors.places.providers import check_provider, refuse_absent_images
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, explain, load_recipe
@@ -46,15 +45,17 @@ from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.call_guard import guard, keep_running
-from headrace.actors.runtime.retry import ABSENCE
+from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, check_ray_folder, start_local_ray, stop_local_ray
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
+from headrace.buffer.primitives.registry import PartRefused
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineStartFailed
-from headrace.policies.models.model_files import check_model_files
+from headrace.policies.learners.objective_registry import OBJECTIVES
+from headrace.policies.models.qwen3_config import check_model_files
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay, starting
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.runtime.runtime import Runtime
     from headrace.buffer.tasks import Task
+    from headrace.policies.learners.config import LearnerConfig
     from headrace.serve.observing.progress import Progress
 
 PROGRESS_S = 1.0
@@ -112,8 +114,17 @@ def check_parts(config: RunConfig) -> None:
     refuse_absent_sglang(config.engines)
     make_agent(config.agent)
     check_provider(config.sandbox)
+    check_objective(config.learner)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()
+
+
+def check_objective(learner: LearnerConfig) -> None:
+    """Raises ConfigError when the learner's objective does not exist."""
+    try:
+        OBJECTIVES.find(learner.objective)
+    except PartRefused as error:
+        raise ConfigError(f"learner.objective: {error}") from error
 
 
 def refuse_absent_sglang(engines: EnginesConfig) -> None:

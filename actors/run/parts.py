@@ -31,8 +31,8 @@ from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.supervision import Parts
 from headrace.actors.runtime.call_guard import guard
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.retry import until_back
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay

@@ -25,7 +25,7 @@ from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks
-from headrace.policies.learner_errors import CheckpointUnreadable
+from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learners.checkpoints import list_checkpoints, set_aside, usable_checkpoint
 
 if TYPE_CHECKING:

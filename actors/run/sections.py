@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.actors.runtime.retry import DEFAULT_ABSENT_S
+from headrace.actors.runtime.operations import DEFAULT_ABSENT_S
 from headrace.actors.section import Section
 
 

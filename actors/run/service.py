@@ -28,8 +28,8 @@ from headrace.actors.run.parts import Externals, ServiceParts, parts_of, periodi
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
-from headrace.actors.runtime.retry import until_back
-from headrace.actors.training.parked_tasks import parked_line, refuse_all_parked
+from headrace.actors.runtime.operations import until_back
+from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import GroupId

@@ -11,11 +11,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-    from types import TracebackType
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -30,10 +28,7 @@ class Batcher(Generic[Q, R]):
     """Turns `call(list of requests) -> list of results or errors, same order` into one await for each request."""
 
     def __init__(
-        self,
-        call: Callable[[list[Q]], Awaitable[Sequence[R | Exception]]],
-        *,
-        window_s: float = DEFAULT_WINDOW_S,
+        self, call: Callable[[list[Q]], Awaitable[Sequence[R | Exception]]], *, window_s: float = DEFAULT_WINDOW_S
     ) -> None:
         self._call = call
         self._window_s = window_s

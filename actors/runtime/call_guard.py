@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime.retry import ABSENCE, until_back
+from headrace.actors.runtime.operations import ABSENCE, until_back
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
-    from typing import Any, NoReturn
 
     from headrace.actors.runtime.runtime import Runtime
 

@@ -25,19 +25,17 @@ import secrets
 import signal
 import sys
 import uuid
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
+from pathlib import Path
+from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
-from headrace.actors.runtime.loop_lag import begin_ticking
-from headrace.actors.runtime.retry import ABSENCE, until_back
+from headrace.actors.runtime.operations import ABSENCE, until_back
+from headrace.actors.runtime.process_tree import begin_ticking
 from headrace.sandboxes.private_folders import temporary_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-    from pathlib import Path
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ import orjson
 
 from headrace.actors.errors import ActorGone
 from headrace.actors.record.metrics import SimulatedPushMetric
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.retry import until_back
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngine

@@ -33,7 +33,7 @@ from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import run_guarded
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.simulated.tasks import simulated_tasks

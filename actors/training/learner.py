@@ -28,19 +28,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.metrics import StepMetric
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import end_actor
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.packing import RowOverBudget
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.policies.learner_errors import LearnerNotOpen, NonFiniteRun, RowUnusable
+from headrace.policies.errors import LearnerNotOpen, NonFiniteRun, RowUnusable
 from headrace.policies.learners.checkpoints import usable_checkpoint
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from headrace.actors.engine_group.group import EngineGroup
     from headrace.actors.record.actor_telemetry import ActorTelemetry
@@ -185,9 +184,7 @@ class LearnerLoop:
         self._running: SingleFlight[TrainingEnd] = SingleFlight(tasks)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._running.cancel_all()
         await self._stack.aclose()
 

@@ -5,6 +5,7 @@ Invariants:
 - One dispatcher gets orders at a time: the one that reconciled last.
 - Orders begin with the version that the engines serve; while that is over the bound, as after a fork, they wait until
   the engines serve another.
+- A run whose data set is used up ends normally; a run whose tasks are all parked ends with an error.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from headrace.actors.errors import TasksParked
 from headrace.actors.runtime.runtime import end_actor
 from headrace.buffer.errors import LedgerBroken
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.tasks import load_tasks
+from headrace.buffer.tasks import Task, TaskId, load_tasks
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.replay import BufferStatus
-    from headrace.buffer.tasks import Task, TaskId
     from headrace.buffer.types import (
         Batch,
         BatchLease,
@@ -47,6 +47,25 @@ logger = logging.getLogger(__name__)
 
 IN_MEMORY = "in memory"
 """Run id of a ledger without a directory."""
+
+
+def parked_line(parked: Mapping[TaskId, str]) -> str:
+    """Return how many tasks are parked, and the last one with its failure; empty when none is."""
+    if not parked:
+        return ""
+    task, failure = list(parked.items())[-1]
+    return f"{len(parked)} {'task is' if len(parked) == 1 else 'tasks are'} parked, last {task}: {failure}"
+
+
+def refuse_all_parked(parked: Mapping[TaskId, str], *, tasks: int, step: int) -> None:
+    """Raise TasksParked when all tasks of a run, which gets no further batch after `step` optimizer updates, are
+    parked."""
+    if len(parked) == tasks:
+        raise TasksParked(
+            f"no task is left to train on after {step} steps: {parked_line(parked)}; `headrace report` names the "
+            "failure of each: fix it, release them with `headrace tasks unpark RUN --all`, and resume; or start a "
+            "new run with a larger buffer.max_attempts or buffer.park_after"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +133,7 @@ class Replay:
             self._opened.set()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closing = True
         await self._stack.aclose()
 

@@ -6,8 +6,10 @@ Invariant: everything is checked before the search, which takes minutes, even wh
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 from pydantic import ValidationError
@@ -17,17 +19,12 @@ from headrace.actors.run.config import explain
 from headrace.actors.simulation.plan import Mode, SimulationPlan, apply_setting
 from headrace.actors.tuning.candidates import Candidate, Space, candidates
 from headrace.actors.tuning.duration_fit import Fit, fit
-from headrace.actors.tuning.page import page
-from headrace.actors.tuning.picture import pareto_png
+from headrace.actors.tuning.picture import page, pareto_png
 from headrace.actors.tuning.recorded_run import read_run
 from headrace.actors.tuning.records import Recording, read_traces
 from headrace.actors.tuning.result import TuningResult
 from headrace.actors.tuning.search import Effort, search
 from headrace.actors.tuning.selection import WITHIN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 TURNS: Final = 2
 """Turns of a simulated rollout. Versions change between turns; the duration does not depend on their number."""

@@ -21,7 +21,7 @@ from headrace.actors.run.launch import reopen
 from headrace.actors.simulation.account import most_in_flight
 from headrace.actors.simulation.plan import MOST_WARMUP_STEPS
 from headrace.actors.tuning.records import Observation, Recording
-from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.types import Cause
 from headrace.sandboxes.simulated.provider import SimulationConfig
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.run.config import RunConfig
-    from headrace.buffer.audit.evidence import Evidence
 
 BEFORE: Final = ("boot", "prepare")
 """Phases before the agent, without the wait for a sandbox."""

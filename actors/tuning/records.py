@@ -12,17 +12,15 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
 from headrace.actors.errors import ConfigError
 from headrace.buffer.types import SOLVED_REWARD
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 LEAST_FINISHED: Final = 24
 """Minimum number of finished attempts for a fit."""

@@ -18,15 +18,13 @@ from headrace.actors.errors import ConfigError, RunStalled, TasksParked
 from headrace.actors.simulated.durations import Durations
 from headrace.actors.simulated.tasks import is_solved
 from headrace.actors.simulation.simulate import run_plan
-from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.core.records import RolloutState
-from headrace.buffer.tasks import SimulatedVerdict
+from headrace.buffer.tasks import SimulatedVerdict, Task
 
 if TYPE_CHECKING:
     from headrace.actors.simulation.plan import SimulationPlan
     from headrace.actors.tuning.candidates import Candidate
-    from headrace.buffer.audit.evidence import Evidence
-    from headrace.buffer.tasks import Task
     from headrace.buffer.types import RolloutId
 
 SLOW: Final = 0.9

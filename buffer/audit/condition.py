@@ -8,14 +8,11 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from headrace.buffer.audit.evidence import has_begun, read_evidence, read_only
 from headrace.buffer.ledger.ledger import unreadable
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

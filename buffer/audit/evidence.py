@@ -14,11 +14,13 @@ import json
 import os
 import re
 import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from headrace.buffer.audit.joined_rows import JoinedRows, histories_of
+from headrace.buffer.audit.joined_rows import GroupHistory, JoinedRows, histories_of
 from headrace.buffer.codec import decode
 from headrace.buffer.core.records import (
     AttemptRecord,
@@ -29,6 +31,7 @@ from headrace.buffer.core.records import (
     GroupRecord,
     InterventionRecord,
     RolloutRecord,
+    RolloutState,
     TaskRecord,
 )
 from headrace.buffer.errors import CodecError, LedgerRefused
@@ -36,16 +39,8 @@ from headrace.buffer.ledger.archive import ARCHIVE, SKIPPED, STEPS, closed_rollo
 from headrace.buffer.ledger.ledger import check_schema, unreadable
 from headrace.buffer.ledger.migration import migrate
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
-from headrace.buffer.types import BatchId, RolloutId, batch_digest
+from headrace.buffer.types import BatchId, RolloutId, Trajectory, batch_digest
 from headrace.buffer.versions import PolicyVersion, VersionTree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from headrace.buffer.audit.joined_rows import GroupHistory
-    from headrace.buffer.core.records import RolloutState
-    from headrace.buffer.types import Trajectory
 
 _COMPLETE = re.compile(r"\d+\.\d+")
 B = TypeVar("B")

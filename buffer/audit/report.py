@@ -15,24 +15,18 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from headrace.buffer.core.records import Action, GroupState, RolloutState
-from headrace.buffer.types import Cause
+from headrace.buffer.core.records import Action, AttemptRecord, GroupState, RolloutState
+from headrace.buffer.types import Cause, GroupId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.buffer.audit.evidence import Evidence, StreamedEvidence
     from headrace.buffer.audit.joined_rows import GroupHistory
-    from headrace.buffer.core.records import AttemptRecord
     from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import GroupId
 
 DECILES = 10
-_FATES = {
-    RolloutState.TRAINED: "trained",
-    RolloutState.EVICTED: "evicted",
-    RolloutState.FILTERED: "filtered",
-}
+_FATES = {RolloutState.TRAINED: "trained", RolloutState.EVICTED: "evicted", RolloutState.FILTERED: "filtered"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,25 +16,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from headrace.buffer.audit.evidence import read_open
-from headrace.buffer.audit.verify import audit
+from headrace.buffer.audit.evidence import Evidence, read_open
+from headrace.buffer.audit.verify import VerifyReport, audit
 from headrace.buffer.core.batch_queue import untrainable
 from headrace.buffer.core.records import BatchState, RolloutState
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.core.training_path import UndoneSteps, digest_of
 from headrace.buffer.types import extend_chain
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from headrace.buffer.audit.evidence import Evidence
-    from headrace.buffer.audit.verify import VerifyReport
 
 DECILES = 10
 

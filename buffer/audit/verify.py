@@ -14,22 +14,28 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Final
 
-from headrace.buffer.audit.evidence import read_trajectories, streamed
+from headrace.buffer.audit.evidence import Evidence, StreamedEvidence, Witness, read_trajectories, streamed
 from headrace.buffer.audit.verify_groups import GroupAudit
 from headrace.buffer.core.classification import FAILED, trained_tokens
 from headrace.buffer.core.outages import COUNTED
-from headrace.buffer.core.records import Action, BatchState, FilterReason, GroupState, RolloutState
-from headrace.buffer.types import Cause, batch_digest, extend_chain
+from headrace.buffer.core.records import (
+    Action,
+    AttemptRecord,
+    BatchState,
+    CommitRecord,
+    FilterReason,
+    GroupState,
+    RolloutRecord,
+    RolloutState,
+)
+from headrace.buffer.types import BatchId, Cause, RolloutId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from headrace.buffer.audit.evidence import Evidence, StreamedEvidence, Witness
     from headrace.buffer.audit.joined_rows import GroupHistory
-    from headrace.buffer.core.records import AttemptRecord, CommitRecord, RolloutRecord
-    from headrace.buffer.types import BatchId, RolloutId
 
     Progress = Callable[[int, int], object]
 

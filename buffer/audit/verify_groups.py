@@ -13,20 +13,17 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from headrace.buffer.core.acceptance import GroupView, effective_since, parse_rule
+from headrace.buffer.core.acceptance import AcceptanceRule, GroupView, effective_since, parse_rule
 from headrace.buffer.core.advantages import Finish, advantage, baseline, deviation_square_sum, full_scale, history_scale
 from headrace.buffer.core.classification import FAILED
-from headrace.buffer.core.records import GroupState, RolloutState, TaskRecord
-from headrace.buffer.types import Cause
+from headrace.buffer.core.records import GroupRecord, GroupState, RolloutRecord, RolloutState, TaskRecord
+from headrace.buffer.types import Cause, GroupId, RolloutId
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from headrace.buffer.audit.joined_rows import GroupHistory
-    from headrace.buffer.core.acceptance import AcceptanceRule
-    from headrace.buffer.core.records import GroupRecord, RolloutRecord
     from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import GroupId, RolloutId
 
 Sums = tuple[float, int]
 """Sum of squares within complete groups, and their members."""

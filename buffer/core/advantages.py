@@ -10,15 +10,11 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from headrace.buffer.core.acceptance import GroupView
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.core.acceptance import AcceptanceRule
+from headrace.buffer.core.acceptance import AcceptanceRule, GroupView
 
 AdvantageKind = Literal["grpo", "centered"]
 SCALE_EPSILON = 1e-6

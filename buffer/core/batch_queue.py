@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headrace.buffer.core.records import BatchRecord, BatchState, RolloutState
+from headrace.buffer.core.records import AttemptRecord, BatchRecord, BatchState, RolloutState
 from headrace.buffer.core.staleness import evict
 from headrace.buffer.errors import BatchUntrainable
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.records import AttemptRecord
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
     from headrace.buffer.types import RolloutId

@@ -26,7 +26,7 @@ from headrace.buffer.core.staleness import evict, stalest
 from headrace.buffer.core.training_path import digest_of
 from headrace.buffer.errors import DataExhausted, LeaseError, VersionMismatch
 from headrace.buffer.sanitizer import clean_text, plain_metrics
-from headrace.buffer.types import BatchId, extend_chain
+from headrace.buffer.types import BatchId, BatchLease, RolloutId, StepReport, extend_chain
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from headrace.buffer.core.epochs import Epochs
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
-    from headrace.buffer.types import BatchLease, RolloutId, StepReport
 
 
 class BatchBook:

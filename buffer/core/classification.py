@@ -15,10 +15,9 @@ import numpy as np
 from headrace.buffer.codec import refuse_unstorable
 from headrace.buffer.core.records import TrainedTokens
 from headrace.buffer.sanitizer import clean_text, plain_float, plain_int, plain_version
-from headrace.buffer.types import Cause, Outcome, check_reward
+from headrace.buffer.types import Cause, Outcome, RolloutResult, Row, Trajectory, check_reward
 
 if TYPE_CHECKING:
-    from headrace.buffer.types import RolloutResult, Row, Trajectory
     from headrace.buffer.versions import PolicyVersion, VersionTree
 
 FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -10,9 +10,6 @@ from headrace.buffer.core.acceptance import Limits, parse_rule
 from headrace.buffer.core.advantages import AdvantageKind
 from headrace.buffer.core.curriculum import Curriculum
 from headrace.buffer.core.staleness import StalenessBound
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class BufferConfig(BaseModel):

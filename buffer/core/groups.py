@@ -15,27 +15,19 @@ from numbers import Integral
 from typing import TYPE_CHECKING
 
 from headrace.buffer.core.classification import classify
-from headrace.buffer.core.outages import COUNTED
-from headrace.buffer.core.records import (
-    AttemptRecord,
-    GroupRecord,
-    GroupState,
-    RolloutRecord,
-    RolloutState,
-)
+from headrace.buffer.core.outages import COUNTED, Outages
+from headrace.buffer.core.records import AttemptRecord, GroupRecord, GroupState, RolloutRecord, RolloutState
 from headrace.buffer.core.staleness import evict
-from headrace.buffer.types import Cause, GroupId, Receipt, ReceiptStatus, RolloutId
+from headrace.buffer.types import Cause, GroupId, Receipt, ReceiptStatus, RolloutId, RolloutResult
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.outages import Outages
     from headrace.buffer.core.sealing import Sealing
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
     from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import RolloutResult
     from headrace.buffer.versions import PolicyVersion
 
 

@@ -12,20 +12,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headrace.buffer.core.records import Action, BatchState, FilterReason, GroupState, InterventionRecord, RolloutState
+from headrace.buffer.core.records import (
+    Action,
+    AttemptRecord,
+    BatchRecord,
+    BatchState,
+    FilterReason,
+    GroupState,
+    InterventionRecord,
+    RolloutState,
+)
 from headrace.buffer.errors import LeaseError, TaskNotParked
 from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import Cause
+from headrace.buffer.types import BatchId, Cause, RolloutId
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headrace.buffer.core.batch_queue import BatchQueue
-    from headrace.buffer.core.records import AttemptRecord, BatchRecord
     from headrace.buffer.core.sealing import Sealing
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
-    from headrace.buffer.types import BatchId, RolloutId
 
 
 class Interventions:

@@ -18,14 +18,13 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.core.classification import FAILED
-from headrace.buffer.core.records import Charge, Component, HostFailures, OutageRecord
+from headrace.buffer.core.records import AttemptRecord, Charge, Component, HostFailures, OutageRecord
 from headrace.buffer.core.suspect_hosts import HostRecords
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from headrace.buffer.core.records import AttemptRecord
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
     from headrace.buffer.tasks import TaskId

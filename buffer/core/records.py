@@ -51,13 +51,7 @@ OUTAGES_KEPT = 64
 """Number of newest outages that a core knows; the ledger has all."""
 
 FINAL = frozenset(
-    {
-        RolloutState.TRAINED,
-        RolloutState.EVICTED,
-        RolloutState.FILTERED,
-        RolloutState.POISON,
-        RolloutState.CANCELLED,
-    }
+    {RolloutState.TRAINED, RolloutState.EVICTED, RolloutState.FILTERED, RolloutState.POISON, RolloutState.CANCELLED}
 )
 """States that end a rollout."""
 

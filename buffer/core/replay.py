@@ -22,27 +22,34 @@ from headrace.buffer.core.acceptance import parse_rule
 from headrace.buffer.core.batch_queue import BatchQueue
 from headrace.buffer.core.batches import BatchBook
 from headrace.buffer.core.classification import classify
-from headrace.buffer.core.curriculum import TaskCursor
+from headrace.buffer.core.curriculum import TaskCursor, TaskStream
 from headrace.buffer.core.epochs import Epochs
 from headrace.buffer.core.groups import GroupBook
 from headrace.buffer.core.interventions import Interventions
 from headrace.buffer.core.outages import Outages, RecentEnds
-from headrace.buffer.core.records import EvaluationRecord, RolloutState, Snapshot
+from headrace.buffer.core.records import BatchRecord, EvaluationRecord, Record, RolloutRecord, RolloutState, Snapshot
 from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.sanitizer import clean_text, plain_int, plain_version
 from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import Cause, Receipt, ReceiptStatus, RolloutId, RolloutOrder
+from headrace.buffer.types import (
+    BatchLease,
+    Cause,
+    CheckpointRef,
+    Receipt,
+    ReceiptStatus,
+    RolloutId,
+    RolloutOrder,
+    RolloutResult,
+    StepReport,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.curriculum import TaskStream
-    from headrace.buffer.core.records import BatchRecord, Record, RolloutRecord
-    from headrace.buffer.types import BatchLease, CheckpointRef, RolloutResult, StepReport
     from headrace.buffer.versions import PolicyVersion
 
 

@@ -14,20 +14,17 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from headrace.buffer.core.acceptance import NEVER, GroupView, effective_since
+from headrace.buffer.core.acceptance import NEVER, AcceptanceRule, GroupView, effective_since
 from headrace.buffer.core.advantages import Finish, advantage, baseline, full_scale, history_scale, zero_variance
-from headrace.buffer.core.records import FilterReason, GroupState, RolloutState
-from headrace.buffer.types import Cause
+from headrace.buffer.core.records import FilterReason, GroupRecord, GroupState, RolloutRecord, RolloutState
+from headrace.buffer.types import Cause, GroupId, RolloutId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.buffer.core.acceptance import AcceptanceRule
     from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.records import GroupRecord, RolloutRecord
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
-    from headrace.buffer.types import GroupId, RolloutId
 
 
 class Sealing:
@@ -146,7 +143,14 @@ class Sealing:
             elif self._config.unfinished == "carry":
                 self._state.put(replace(member, late=True))
             else:
-                self._abort(member, now)
+                self._history.cancelled(self._state.groups[member.group_id].task_id)
+                self._state.count("rollouts_cancelled")
+                if member.state is RolloutState.IN_FLIGHT:
+                    attempt = self._state.attempts[member.rollout_id]
+                    detail = "cancelled: its group was sealed without it"
+                    self._state.put(replace(attempt, ended_at_s=now, cause=Cause.CANCELLED, detail=detail))
+                    self.aborted[attempt.key] = None
+                self._state.put(replace(member, late=True, state=RolloutState.CANCELLED))
 
     def _fix(self, group: GroupRecord, members: Sequence[RolloutRecord]) -> list[RolloutRecord]:
         """Return the members with their baselines and scales."""
@@ -184,17 +188,6 @@ class Sealing:
             else member
             for member in members
         ]
-
-    def _abort(self, member: RolloutRecord, now: float) -> None:
-        """Cancel a member that was unfinished at the sealing."""
-        self._history.cancelled(self._state.groups[member.group_id].task_id)
-        self._state.count("rollouts_cancelled")
-        if member.state is RolloutState.IN_FLIGHT:
-            attempt = self._state.attempts[member.rollout_id]
-            detail = "cancelled: its group was sealed without it"
-            self._state.put(replace(attempt, ended_at_s=now, cause=Cause.CANCELLED, detail=detail))
-            self.aborted[attempt.key] = None
-        self._state.put(replace(member, late=True, state=RolloutState.CANCELLED))
 
     def _seal_member(self, member: RolloutRecord, *, flat: bool) -> None:
         assert member.reward is not None

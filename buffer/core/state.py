@@ -31,8 +31,10 @@ from headrace.buffer.core.records import (
     GroupState,
     InterventionRecord,
     OutageRecord,
+    Record,
     RolloutRecord,
     RolloutState,
+    Snapshot,
     TaskRecord,
 )
 from headrace.buffer.core.training_path import TrainingPath
@@ -41,7 +43,6 @@ from headrace.buffer.versions import PolicyVersion
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from headrace.buffer.core.records import Record, Snapshot
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.types import GroupId, RolloutId
 

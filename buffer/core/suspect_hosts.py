@@ -7,11 +7,9 @@ one-sided exact test (Fisher's) at the level `LEVEL`. A single host is never sus
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from math import comb
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Final
 
 ATTEMPTS: Final = 20
 LEVEL: Final = 0.01

@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.core.advantages import deviation_square_sum
-from headrace.buffer.core.records import Charge, HostFailures
+from headrace.buffer.core.records import AttemptRecord, Charge, HostFailures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.buffer.core.records import AttemptRecord
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.tasks import TaskId
 

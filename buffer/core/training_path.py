@@ -10,18 +10,12 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from headrace.buffer.core.records import BatchRecord, BatchState, CheckpointRecord, CommitRecord, EpochRecord
-from headrace.buffer.types import batch_digest, extend_chain
+from headrace.buffer.core.records import BatchRecord, BatchState, CheckpointRecord, CommitRecord, EpochRecord, Snapshot
+from headrace.buffer.types import BatchId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion, VersionTree
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from headrace.buffer.core.records import Snapshot
-    from headrace.buffer.types import BatchId
 
 
 @dataclass(frozen=True, slots=True)

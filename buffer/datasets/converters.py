@@ -13,13 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from headrace.buffer.datasets.swe import Refusal, SweEnvironment, read_rows
 from headrace.buffer.primitives.registry import Registry
-from headrace.buffer.tasks import load_tasks, write_tasks
+from headrace.buffer.tasks import Task, load_tasks, write_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
-
-    from headrace.buffer.tasks import Task
 
     Converter: TypeAlias = Callable[[Path, Mapping[str, Any]], tuple[tuple[Task, ...], tuple[Refusal, ...]]]
 

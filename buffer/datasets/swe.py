@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping  # noqa: TC003 - pydantic reads SweEnvironment
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, why_unusable
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _BASE_COMMIT = re.compile(r"git (?:reset --hard|checkout) ([0-9a-f]{40})\b")
 

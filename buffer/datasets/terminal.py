@@ -14,14 +14,11 @@ import hashlib
 import itertools
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 WORKSPACE = "/workspace"
 HIDDEN_COUNTS = (0, 1, 7, 12, 1000, -3)

@@ -15,13 +15,14 @@ import json
 import shutil
 import sqlite3
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Self, cast
 
 from headrace.buffer.codec import decode, encode
-from headrace.buffer.core.records import OUTAGES_KEPT, EvaluationRecord, RolloutState, Snapshot
+from headrace.buffer.core.records import OUTAGES_KEPT, EvaluationRecord, Record, RolloutState, Snapshot
 from headrace.buffer.errors import LedgerBroken, LedgerInUse, LedgerRefused
 from headrace.buffer.ledger.archive import (
     ARCHIVE,
@@ -33,22 +34,14 @@ from headrace.buffer.ledger.archive import (
     next_numbers,
     totals_of,
 )
-from headrace.buffer.ledger.archive_migration import is_whole, split
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
-from headrace.buffer.ledger.migration import migrate
+from headrace.buffer.ledger.migration import is_whole, migrate, split
 from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.types import RolloutId
+from headrace.buffer.types import RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from typing import Self
-
-    from headrace.buffer.core.records import Record
-    from headrace.buffer.types import Trajectory
 
 TRAJECTORY_FILE_BYTES = 256 << 20
 _NEEDED_FILES = """

@@ -10,12 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from headrace.buffer.errors import LedgerRefused
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NETWORK_MAGIC = {
     0x6969: "NFS",

@@ -9,9 +9,10 @@ Invariants:
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.buffer.core.records import (
     Action,
@@ -32,6 +33,7 @@ from headrace.buffer.core.records import (
     HostFailures,
     InterventionRecord,
     OutageRecord,
+    Record,
     RolloutRecord,
     RolloutState,
     TaskRecord,
@@ -39,11 +41,6 @@ from headrace.buffer.core.records import (
 )
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from headrace.buffer.core.records import Record
 
 SCHEMA_VERSION = 3
 APPLICATION_ID = 0x48524C31

@@ -14,33 +14,33 @@ import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from headrace.buffer.core.curriculum import TaskStream
-from headrace.buffer.core.replay import ReplayBuffer
+from headrace.buffer.core.replay import BufferStatus, ReplayBuffer
 from headrace.buffer.errors import LedgerMismatch
 from headrace.buffer.ledger.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
 from headrace.buffer.ledger.writer import LedgerWriter
-from headrace.buffer.types import Batch, BatchItem, BatchLease, ReceiptStatus
+from headrace.buffer.types import (
+    Batch,
+    BatchId,
+    BatchItem,
+    BatchLease,
+    CheckpointRef,
+    Receipt,
+    ReceiptStatus,
+    RolloutId,
+    RolloutOrder,
+    RolloutResult,
+    StepReport,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from types import TracebackType
-    from typing import Self
 
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.records import BatchRecord, EvaluationRecord
-    from headrace.buffer.core.replay import BufferStatus
     from headrace.buffer.tasks import Task, TaskId
-    from headrace.buffer.types import (
-        BatchId,
-        CheckpointRef,
-        Receipt,
-        RolloutId,
-        RolloutOrder,
-        RolloutResult,
-        StepReport,
-    )
     from headrace.buffer.versions import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,7 @@ class ReplayStore:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -16,13 +16,12 @@ import asyncio
 import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace.buffer.errors import LedgerBroken, LedgerMismatch, ReplayError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import TypeVar
 
     from headrace.buffer.core.records import Snapshot
     from headrace.buffer.core.replay import ReplayBuffer

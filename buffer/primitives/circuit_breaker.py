@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Hashable
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 
 class BreakerState(StrEnum):

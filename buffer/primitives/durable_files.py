@@ -9,10 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 PARTIAL = ".partial"
 
@@ -51,7 +48,7 @@ def publish_folder(staged: Path, final: Path) -> None:
     OSError."""
     for directory, _, files in os.walk(staged):
         for name in files:
-            fsync(staged.joinpath(directory, name))
-        fsync(staged.joinpath(directory))
+            fsync(Path(directory, name))
+        fsync(Path(directory))
     staged.rename(final)
     fsync(final.parent)

@@ -6,14 +6,11 @@ leads to no plug-in, to two of them, or to an object of another kind is refused 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 

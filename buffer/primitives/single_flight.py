@@ -10,11 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, TypeVar
 
 R = TypeVar("R")
 

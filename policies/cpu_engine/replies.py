@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headrace.policies.cpu_engine.scheduler import Aborted, LengthReached, Stopped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.policies.cpu_engine.scheduler import Finish, Generation
+from headrace.policies.cpu_engine.scheduler import Aborted, Finish, Generation, LengthReached, Stopped
 
 Json = dict[str, Any]
 MISSING_WHEN_QUEUED = (

@@ -19,9 +19,15 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from headrace.policies.cpu_engine.bodies import InitGroup, UpdateFromDisk, UpdateVersion, UpdateWeights
-from headrace.policies.cpu_engine.replies import generation_json, loads_json
-from headrace.policies.cpu_engine.requests import Limits, parse_generate
+from headrace.policies.cpu_engine.replies import Json, generation_json, loads_json
+from headrace.policies.cpu_engine.requests import (
+    InitGroup,
+    Limits,
+    UpdateFromDisk,
+    UpdateVersion,
+    UpdateWeights,
+    parse_generate,
+)
 from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineUnavailable, GroupFailed, RequestInvalid
 
@@ -30,7 +36,6 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from headrace.policies.cpu_engine.replies import Json
     from headrace.policies.cpu_engine.thread import EngineThread
     from headrace.policies.cpu_engine.update import WeightUpdater
 

@@ -14,7 +14,7 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace.policies.cpu_engine.scheduler import Generation
+from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
 from headrace.policies.errors import EngineUnavailable, RequestInvalid
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from headrace.policies.cpu_engine.requests import Prompt
     from headrace.policies.cpu_engine.runner import Runner
-    from headrace.policies.cpu_engine.scheduler import Scheduler
     from headrace.policies.engine import PauseMode
 
 logger = logging.getLogger(__name__)
@@ -129,28 +128,25 @@ class EngineThread:
             while not self._work.empty():
                 self._work.get_nowait()()
             if self.scheduler.runnable:
-                self._step()
+                try:
+                    self._deliver(self.runner.step(self.scheduler))
+                    self.steps += 1
+                except Exception:
+                    # An error of a forward pass must not end the thread: it serves other requests.
+                    logger.exception("forward pass failed")
+                    failed = list(self.scheduler.running)
+                    self.scheduler.drop(failed)
+                    self.runner.forget(failed)
+                    for generation in failed:
+                        self._results.pop(id(generation)).set_exception(
+                            EngineUnavailable("the forward pass failed; see the log")
+                        )
             if self.scheduler.drained:
                 while self._drained:
                     self._drained.pop().set_result(None)
         for future in self._results.values():
             future.set_exception(EngineUnavailable("the engine stopped"))
         self._results.clear()
-
-    def _step(self) -> None:
-        try:
-            self._deliver(self.runner.step(self.scheduler))
-            self.steps += 1
-        except Exception:
-            # An error of a forward pass must not end the thread: it serves other requests.
-            logger.exception("forward pass failed")
-            failed = list(self.scheduler.running)
-            self.scheduler.drop(failed)
-            self.runner.forget(failed)
-            for generation in failed:
-                self._results.pop(id(generation)).set_exception(
-                    EngineUnavailable("the forward pass failed; see the log")
-                )
 
     def _deliver(self, finished: Sequence[Generation]) -> None:
         self.runner.forget(finished)

@@ -20,18 +20,16 @@ import json
 import re
 import shutil
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from headrace.buffer.primitives.durable_files import publish_folder
 from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learner_errors import CheckpointDamaged, CheckpointUnreadable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+from headrace.policies.errors import CheckpointDamaged, CheckpointUnreadable
 
 FORMAT = 1
 MANIFEST = "headrace.json"

@@ -31,6 +31,9 @@ class LearnerConfig(BaseModel):
     """AdamW's decoupled weight decay."""
     clip_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum norm of the gradient; a larger one is scaled down."""
+    objective: str = "grpo"
+    """Loss of the policy: `grpo` (with truncated importance weights and a directional clip), or an objective of another
+    package (docs/extending.md)."""
     eps_low: float = Field(default=0.2, gt=0, le=1)
     """A token with negative advantage has no gradient when current / behaviour is below 1 - eps_low."""
     eps_high: float = Field(default=0.28, gt=0)

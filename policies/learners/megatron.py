@@ -16,7 +16,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from headrace.policies.learner_errors import LearnerAlreadyOpen, LearnerNotOpen
+from headrace.policies.errors import LearnerAlreadyOpen, LearnerNotOpen
 
 if TYPE_CHECKING:
     from collections.abc import Callable

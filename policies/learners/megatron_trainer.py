@@ -22,13 +22,21 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.buffer.packing import pack
-from headrace.buffer.types import CheckpointRef, StepReport
+from headrace.buffer.types import Batch, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
+from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
-from headrace.policies.learner_errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
-from headrace.policies.learners.objectives import ClipConfig, LossSums, collate, policy_loss, trained_logprobs
-from headrace.policies.learners.train_rows import trained_tokens, weighted_rows
+from headrace.policies.learners.objective_registry import OBJECTIVES
+from headrace.policies.learners.objectives import (
+    ClipConfig,
+    LossSums,
+    WeightedRow,
+    collate,
+    trained_logprobs,
+    trained_tokens,
+    weighted_rows,
+)
 from headrace.policies.models.qwen3_config import Qwen3Config
 
 with warnings.catch_warnings():
@@ -36,9 +44,7 @@ with warnings.catch_warnings():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 if TYPE_CHECKING:
-    from headrace.buffer.types import Batch
     from headrace.policies.learners.config import LearnerConfig
-    from headrace.policies.learners.train_rows import WeightedRow
 
 KEPT_SNAPSHOTS = 2
 """Number of snapshots to keep: the one being sent and the one just written."""
@@ -51,6 +57,7 @@ class MegatronTrainer:
 
     def __init__(self, config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> None:
         self._config = config
+        self._objective = OBJECTIVES.find(config.objective)()
         self._source = Path(resume.path) if resume else config.model_dir
         self._device = megatron_world.start(config.seed)
         self._shape = Qwen3Config.read(self._source / "config.json")
@@ -143,12 +150,14 @@ class MegatronTrainer:
             return checkpoints.read_checkpoint(root / str(self._version))
         staged = checkpoints.stage(root, self._version)
         manifest = checkpoints.Manifest(
-            version=self._version,
-            previous_chain=self._saved_chain,
-            chain=self._chain,
-            batches=tuple(self._since_save),
+            version=self._version, previous_chain=self._saved_chain, chain=self._chain, batches=tuple(self._since_save)
         )
-        self._copy_model_files(staged)
+        for file in sorted(self._source.iterdir()):
+            if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
+                shutil.copyfile(file, staged / file.name)
+        # transformers loads in the dtype of config.json, and the exported weights are fp32.
+        keys = json.loads((staged / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"}
+        (staged / "config.json").write_text(json.dumps(keys, indent=2), encoding="utf-8")
         self._export(staged / "model.safetensors")
         (staged / checkpoints.MEGATRON_STATE).mkdir()
         megatron_checkpoint.save_state(staged / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
@@ -176,7 +185,7 @@ class MegatronTrainer:
         for indices in pack(lengths, token_budget=self._config.token_budget):
             micro = collate([rows[index] for index in indices], self._device)
             logprobs_N, entropies_N = trained_logprobs(megatron_model.forward(self._ddp, micro.tokens_BT), micro)
-            loss, part = policy_loss(logprobs_N, micro, clip, entropies_N)
+            loss, part = self._objective(logprobs_N, micro, clip, entropies_N)
             loss.backward()  # type: ignore[no-untyped-call]
             total, sums = total + float(loss.detach()), sums + part
         self._ddp.finish_grad_sync()
@@ -193,15 +202,6 @@ class MegatronTrainer:
     def _export(self, path: Path) -> None:
         weights = megatron_model.export_weights(self._model, self._shape)
         save_file(weights, path, metadata={"format": "pt", "version": str(self._version)})
-
-    def _copy_model_files(self, target: Path) -> None:
-        """Copy configuration, tokenizer and template from the start policy or the newest checkpoint."""
-        for file in sorted(self._source.iterdir()):
-            if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
-                shutil.copyfile(file, target / file.name)
-        # transformers loads in the dtype of config.json, and the exported weights are fp32.
-        keys = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"}
-        (target / "config.json").write_text(json.dumps(keys, indent=2), encoding="utf-8")
 
 
 def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> MegatronTrainer:

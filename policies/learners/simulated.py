@@ -16,20 +16,16 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.buffer.types import CheckpointRef, StepReport, VersionSpan
+from headrace.buffer.types import Batch, CheckpointRef, StepReport, VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
-from headrace.policies.errors import EngineDown
+from headrace.policies.errors import EngineDown, LearnerNotOpen
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
-from headrace.policies.learner_errors import LearnerNotOpen
 from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, fold_chain, publish, stage, write_manifest
-
-if TYPE_CHECKING:
-    from headrace.buffer.types import Batch
 
 LOGPROB: Final = -1.0
 """Log-probability of every simulated token."""

@@ -74,10 +74,7 @@ def _layer_to_megatron(weights: Weights, layer: int, config: Qwen3Config) -> Wei
     ]
     fused = torch.cat(per_group, dim=1).reshape(-1, config.hidden_size)
     gate_up = torch.cat([weights[f"{source}mlp.gate_proj.weight"], weights[f"{source}mlp.up_proj.weight"]])
-    return result | {
-        target + "self_attention.linear_qkv.weight": fused,
-        target + "mlp.linear_fc1.weight": gate_up,
-    }
+    return result | {target + "self_attention.linear_qkv.weight": fused, target + "mlp.linear_fc1.weight": gate_up}
 
 
 def _layer_to_hugging_face(weights: Weights, layer: int, config: Qwen3Config) -> Weights:

@@ -1,20 +1,24 @@
-"""Config of a dense Qwen3 model, read from its config.json without torch."""
+"""Config of a dense Qwen3 model, read from its config.json without torch.
+
+Invariants:
+- Only the header of the weights is read; a directory that passes has every tensor of its config, in the shape that the
+  config defines.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.policies.errors import ModelInvalid
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
+from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 LAYER_PARAMETERS = (
     "input_layernorm",
@@ -126,3 +130,34 @@ def storage_place(name: str) -> tuple[float, int]:
     if known is not None and known[2] in LAYER_PARAMETERS:
         return 1 + int(known[1]), LAYER_PARAMETERS.index(known[2])
     return math.inf, {"model.norm.weight": 0, "lm_head.weight": 1}.get(name, 2)
+
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def check_model_files(directory: Path) -> None:
+    """Raise ModelInvalid (TokenizerMismatch if the tokenizer does not fit), with file, reason and fix on one line, if
+    the directory cannot be loaded."""
+    for name in FILES:
+        path = directory / name
+        if not path.is_file():
+            raise ModelInvalid(f"model.path: {directory} has no {name}; set it to a Hugging Face model directory")
+        if not os.access(path, os.R_OK):
+            raise ModelInvalid(f"model.path: {path} cannot be read; check its permissions")
+    config = Qwen3Config.read(directory / "config.json")
+    ChatTokenizer(directory)
+    check_shapes(directory / "model.safetensors", config.shapes())
+
+
+def check_shapes(path: Path, expected: dict[str, tuple[int, ...]]) -> None:
+    """Compare a safetensors header with the expected names and shapes. Raises ModelInvalid."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelInvalid(f"{path}: not a readable safetensors file: {error}") from error
+    for name, shape in expected.items():
+        if found.get(name) != shape:
+            raise ModelInvalid(f"{path}: {name} is {found.get(name, 'missing')}, config.json requires {shape}")

@@ -9,12 +9,10 @@ Invariants:
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from headrace.buffer.datasets.terminal import CONSTANTS, NAMES, NUMBERS, WORDS, WRONG_NUMBER
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 END, SYSTEM, USER, ASSISTANT, TOOL = "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
 PAD = "<|pad|>"

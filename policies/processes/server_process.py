@@ -4,6 +4,7 @@ Invariants:
 - Inside the context the server has answered at least once; after it, the process is reaped and its group is gone.
 - The process leads its own session, so that a signal to its group reaches only the process and its children.
 - Its output is written to a log file, whose end is included in EngineStartFailed.
+- It dies with this process, even if this is killed with kill -9.
 """
 
 from __future__ import annotations
@@ -13,21 +14,19 @@ import json
 import logging
 import os
 import signal
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.policies.errors import EngineStartFailed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import TracebackType
 
 LOG_TAIL_CHARACTERS = 2000
 ASK_AGAIN_S = 0.05
@@ -111,9 +110,7 @@ class ServerProcess(ABC):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.shield(self.stop())
 
     async def start(self) -> None:
@@ -218,3 +215,55 @@ class ServerProcess(ABC):
                 if is_member and psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE:
                     return True
         return False
+
+
+class EngineProcessConfig(ServerConfig):
+    """Settings of one CPU engine process."""
+
+    max_running: int = Field(default=64, gt=0)
+    """Maximum number of sequences decoded concurrently."""
+    group_timeout_s: float = Field(default=21.0, gt=0)
+    """Time limit for the formation of a weight group, and for the transfer of one bucket. A second more than that of
+    the sender (`push.transfer_timeout_s`), which should pass first."""
+
+
+class EngineProcess(ServerProcess):
+    """CPU engine process: `async with EngineProcess(config) as engine: engine.url`. Raises EngineStartFailed with the
+    end of the log."""
+
+    def __init__(self, config: EngineProcessConfig) -> None:
+        super().__init__(config)
+        self._config = config
+        self._announcement = config.directory / f"{config.name}.announce.json"
+
+    async def _prepare(self) -> ServerCommand:
+        self._announcement.unlink(missing_ok=True)
+        return ServerCommand(arguments=self._arguments(), environment=engine_environment())
+
+    async def _ready_url(self) -> str | None:
+        # The engine announces its address in a file and not in a descriptor, because other processes may read it too.
+        if not self._announcement.exists():
+            return None
+        url: str = json.loads(self._announcement.read_text())["url"]
+        return url
+
+    def _arguments(self) -> tuple[str, ...]:
+        config = self._config
+        options = {
+            "--model": config.model,
+            "--announce": self._announcement,
+            "--host": config.host,
+            "--port": config.port,
+            "--weight-version": config.weight_version,
+            "--seed": config.seed,
+            "--max-running": config.max_running,
+            "--max-context": config.max_context,
+            "--group-timeout-s": config.group_timeout_s,
+            "--parent-pid": os.getpid(),
+        }
+        return (sys.executable, "-m", "headrace.policies.cpu_engine", *option_list(options))
+
+
+def engine_environment() -> dict[str, str]:
+    """Return the environment with one thread for numeric libraries, so that engines do not compete for cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -3,19 +3,24 @@
 Invariants:
 - Only headers are read. If the engine's model directory is not readable from here, the engine checks the push itself.
 - Names and shapes must be equal; floating-point dtypes may differ, because engines convert them.
+- Only engines with the same parameter names are compared, which are those of one kind and size.
+- The checksums of the majority are right. On a tie the verdict stays as it was; at first, the first engine is right.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.push.tensors import TensorSpec, read_specs
+from headrace.policies.push.weights import TensorSpec, read_specs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from headrace.policies.engine import EngineId
 
 TIED_HEAD = "lm_head.weight"
 NAMED = 3
@@ -77,3 +82,33 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelInvalid(f"{path}: not one JSON object")
     return content
+
+
+Sums = tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True)
+class Agreement:
+    """Vote of one push."""
+
+    _votes: dict[frozenset[str], dict[Sums, list[EngineId]]] = field(default_factory=dict)
+    _accepted: dict[frozenset[str], Sums] = field(default_factory=dict)
+
+    def add(self, engine_id: EngineId, checksums: Mapping[str, str]) -> None:
+        """Add the checksums of an engine, by parameter."""
+        names, sums = frozenset(checksums), tuple(sorted(checksums.items()))
+        kind = self._votes.setdefault(names, {})
+        kind.setdefault(sums, []).append(engine_id)
+        accepted = self._accepted.setdefault(names, sums)
+        if len(kind[sums]) > len(kind[accepted]):
+            self._accepted[names] = sums
+
+    def wrong(self) -> dict[EngineId, list[str]]:
+        """Return the engines in the minority, with the parameters that differ."""
+        found: dict[EngineId, list[str]] = {}
+        for parameters, kind in self._votes.items():
+            right = self._accepted[parameters]
+            for sums, engines in kind.items():
+                names = [name for (name, mine), (_, other) in zip(sums, right, strict=True) if mine != other]
+                found |= dict.fromkeys(engines, names) if names else {}
+        return found

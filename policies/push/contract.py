@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.policies.engine import PauseMode
-from headrace.policies.push.machine import PushOutcome
+from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
+from headrace.policies.push.machine import PushOutcome, Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId, EngineInfo, RequestId
     from headrace.policies.errors import GroupFailed, SenderFailed
-    from headrace.policies.push.machine import Step
-    from headrace.policies.push.tensors import Bucket
+    from headrace.policies.push.weights import Bucket
 
 
 DEADLINE_MARGIN_S = 1.0

@@ -21,23 +21,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.policies.cancellation import outlast
-from headrace.policies.engine import PauseMode
+from headrace.policies.engine import EngineId, EngineInfo, PauseMode
 from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, RequestInvalid, SenderFailed
-from headrace.policies.push.agreement import Agreement
-from headrace.policies.push.compatibility import check_fits
-from headrace.policies.push.contract import EnginePush, PushReport
+from headrace.policies.push.compatibility import Agreement, check_fits
+from headrace.policies.push.contract import EngineControl, EnginePush, Gate, Journal, PushConfig, PushReport
 from headrace.policies.push.gates import HeldGates
-from headrace.policies.push.layout import group_name, lay_out
-from headrace.policies.push.machine import Phase, PushMachine, PushOutcome
+from headrace.policies.push.machine import Phase, PushMachine, PushOutcome, Step
 from headrace.policies.push.transfer import Failures, Transfer, first_error
+from headrace.policies.push.weights import group_name, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence
 
-    from headrace.policies.engine import EngineId, EngineInfo
     from headrace.policies.learner import WeightsSnapshot
-    from headrace.policies.push.contract import EngineControl, Gate, Journal, PushConfig
-    from headrace.policies.push.machine import Step
     from headrace.policies.push.sender import SenderProcess
 
 logger = logging.getLogger(__name__)

@@ -128,12 +128,7 @@ MEMBERS: Mapping[Phase, Callable[[Progress], bool]] = {
     Phase.OPEN: lambda engine: engine.gated and not engine.tainted,
     Phase.DISBAND: lambda engine: engine.healthy and engine.complete,
 }
-MARKS: Mapping[Phase, str] = {
-    Phase.PROBE: "probed",
-    Phase.GATE: "gated",
-    Phase.PAUSE: "paused",
-    Phase.BEGIN: "session",
-}
+MARKS: Mapping[Phase, str] = {Phase.PROBE: "probed", Phase.GATE: "gated", Phase.PAUSE: "paused", Phase.BEGIN: "session"}
 
 
 # After these phases succeeded, the engine has left the session, the pause or the closed gate.

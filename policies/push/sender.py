@@ -31,14 +31,12 @@ from headrace.policies.processes.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from torch import Tensor
     from torch._C._distributed_c10d import TCPStore
 
     from headrace.policies.push.process_group import WeightGroup
-    from headrace.policies.push.tensors import Bucket
-    from headrace.policies.push.weights import Snapshot
+    from headrace.policies.push.weights import Bucket, Snapshot
 
 Json = dict[str, Any]
 LINE_LIMIT_BYTES = 256 * 1024 * 1024
@@ -78,9 +76,7 @@ class SenderProcess:
             await self._start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.shield(self.kill())
 
     async def call(self, op: str, arguments: Mapping[str, object], *, timeout_s: float) -> Json:
@@ -169,9 +165,7 @@ class Senders:
         await self._started[0].__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for sender in self._started:
             await asyncio.shield(sender.kill())
 

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.policies.engine import Completion, EngineInfo, FinishReason, PauseMode
+from headrace.policies.engine import (
+    Completion,
+    EngineId,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    RequestId,
+)
 from headrace.policies.errors import (
     EngineDown,
     EngineError,
@@ -29,9 +37,9 @@ from headrace.policies.errors import (
     RequestInvalid,
     UnknownGroup,
 )
-from headrace.policies.sglang.dialects import EMBEDDED_PREFIX, Dialect, dialect_of
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion, read, read_version, wire_id
 from headrace.policies.sglang.transport import Transport
+from headrace.policies.sglang.versions import EMBEDDED_PREFIX, Dialect, dialect_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +48,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId, GenerateRequest, RequestId
-    from headrace.policies.push.tensors import Bucket
+    from headrace.policies.push.weights import Bucket
 
 # If SGLang does not report its context, it accepts prompts of at most context - 6 tokens (0.5.23).
 SGLANG_RESERVED_TOKENS = 6

@@ -15,17 +15,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import psutil
 
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.policies.sglang.versions import DEFAULT_VERSION, REQUIREMENTS, TORCH, TORCHVISION
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SHIMS: Final = Path(__file__).with_name("shims")
 """Replacements for two native libraries that have no CPU builds; they compute nothing."""
@@ -55,7 +53,21 @@ def install(version: str) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(directory.with_name(f".{directory.name}.lock")):
         if not _is_complete(directory, version):
-            _make(directory, version)
+            # By the name they were started with, because an environment's python is a link.
+            started = ((process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"]))
+            if pids := [pid for pid, command in started if command and command[0].startswith(f"{directory}/")]:
+                raise InstallFailed(f"{directory} has other pins, and processes {pids} run from it: end them first")
+            shutil.rmtree(directory, ignore_errors=True)
+            print(f"installing SGLang {version} into {directory} (3 GB, about four minutes) ...", file=sys.stderr)
+            _run((os.environ.get("PYTHON", sys.executable), "-m", "venv", str(directory)))
+            python = str(directory / "bin" / "python")
+            pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+            _run((*pip, TORCH))
+            _run((*pip, TORCH, *REQUIREMENTS[version]))
+            # Their metadata requires CUDA's libraries.
+            _run((*pip, "--no-deps", f"sglang=={version}", TORCHVISION))
+            _run((python, "-c", "import torchvision, sglang.srt.server_args"), {"PYTHONPATH": str(SHIMS)})
+            (directory / _STAMP).write_text(_pins(version))
     return directory / "bin" / "python"
 
 
@@ -67,24 +79,6 @@ def _is_complete(directory: Path, version: str) -> bool:
 def _pins(version: str) -> str:
     pins = "\n".join((TORCH, TORCHVISION, version, *REQUIREMENTS[version]))
     return sha256(pins.encode()).hexdigest()
-
-
-def _make(directory: Path, version: str) -> None:
-    # By the name they were started with, because an environment's python is a link.
-    started = ((process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"]))
-    if pids := [pid for pid, command in started if command and command[0].startswith(f"{directory}/")]:
-        raise InstallFailed(f"{directory} has other pins, and processes {pids} run from it: end them first")
-    shutil.rmtree(directory, ignore_errors=True)
-    print(f"installing SGLang {version} into {directory} (3 GB, about four minutes) ...", file=sys.stderr)
-    _run((os.environ.get("PYTHON", sys.executable), "-m", "venv", str(directory)))
-    python = str(directory / "bin" / "python")
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    _run((*pip, TORCH))
-    _run((*pip, TORCH, *REQUIREMENTS[version]))
-    # Their metadata requires CUDA's libraries.
-    _run((*pip, "--no-deps", f"sglang=={version}", TORCHVISION))
-    _run((python, "-c", "import torchvision, sglang.srt.server_args"), {"PYTHONPATH": str(SHIMS)})
-    (directory / _STAMP).write_text(_pins(version))
 
 
 def _run(command: Sequence[str], more: dict[str, str] | None = None) -> None:

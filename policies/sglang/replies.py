@@ -9,18 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
 
 from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, FinishReason
+from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import EngineReplyInvalid
-
-if TYPE_CHECKING:
-    from headrace.policies.engine import GenerateRequest, RequestId
 
 
 def wire_id(request_id: RequestId) -> str:

@@ -13,8 +13,9 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import psutil
 from pydantic import Field
@@ -24,9 +25,6 @@ from headrace.policies.processes import parent_death
 from headrace.policies.processes.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
 from headrace.policies.sglang.installation import SHIMS, environment_python
 from headrace.policies.sglang.versions import DEFAULT_VERSION, release
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 PORT_ATTEMPTS = 3
 ASK_TIMEOUT_S = 10.0

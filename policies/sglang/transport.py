@@ -7,18 +7,48 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import orjson
 
-from headrace.policies.errors import EngineDown, EngineTimeout, EngineUnavailable, RequestInvalid
-from headrace.policies.sglang.refusals import refusal
+from headrace.policies.errors import (
+    EngineDown,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnavailable,
+    FlushRefused,
+    NoSession,
+    RequestInvalid,
+    SessionAlreadyOpen,
+    UnknownGroup,
+    WeightsMixed,
+)
 from headrace.policies.sglang.replies import error_text, parse_object
 from headrace.policies.transport_errors import reason
 
 if TYPE_CHECKING:
     from headrace.policies.engine import EngineId
+
+_TEXTS: Final[tuple[tuple[str, str, type[EngineRefused]], ...]] = (
+    ("", "partially updated", WeightsMixed),
+    ("", "Weights were updated, but", WeightsMixed),
+    ("/begin_weight_update", "already open", SessionAlreadyOpen),
+    ("/end_weight_update", "session is open", NoSession),
+    ("/update_weights_from_", "must run between", NoSession),
+    ("/update_weights_from_", "session is open", NoSession),
+    ("/update_weights_from_distributed", "not in [", UnknownGroup),
+    ("/update_weights_from_distributed", "does not exist", UnknownGroup),
+    ("/destroy_weights_update_group", "does not exist", UnknownGroup),
+    ("/flush_cache", "", FlushRefused),
+)
+"""Prefix of the route, part of the text, and error; the first match counts."""
+
+
+def refusal(status: int, path: str, text: str, engine: str) -> EngineRefused:
+    """Return the error for a 4xx reply."""
+    kinds = (kind for route, part, kind in _TEXTS if path.startswith(route) and part in text)
+    return next(kinds, EngineRefused)(status, f"{engine}: {path}: {text}")
 
 
 class Transport:

@@ -17,7 +17,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from headrace.policies.tokens.tokenizer_errors import TemplateRefused, TokenizerInvalid
+from headrace.policies.errors import TemplateRefused, TokenizerInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from headrace.policies.tokens.template_shape import SYSTEM, TOOL, USER
-from headrace.policies.tokens.tokenizer_errors import TemplateRefused
+from headrace.policies.errors import TemplateRefused
+from headrace.policies.tokens.template_shape import SYSTEM, TOOL, USER, TemplateShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from headrace.policies.tokens.chat_template import ChatTemplate, TemplateMessage
-    from headrace.policies.tokens.template_shape import TemplateShape
 
 _MARK = "quagmire4zt"
 _MAX_ENDS = 1024

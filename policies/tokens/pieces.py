@@ -8,6 +8,8 @@ Invariants:
   pieces.
 - The cache has at most `cache_bytes`. Several threads may use one encoder.
 - The interpreter lock is released while a piece is tokenized.
+- Its values have at most `max_bytes`, by the sizes that callers pass; the least recently used are evicted first.
+- Several threads may use it.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import json
 import sys
 import zlib
 from array import array
+from collections import OrderedDict
 from itertools import product
 from string import punctuation
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headrace.policies.tokens.added_tokens import pattern_of
-from headrace.policies.tokens.bounded_cache import BoundedCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,6 +48,42 @@ _RIGHTS = [first + last for first, last in (*product(_KINDS, ("a", " ")), *produ
 _GAP_LEFTS = ("a", "1a", ".\u00e9", "\u6f22", "\u0663")
 _GAP_RIGHTS = (" a", " Z.", " s'")
 _PROBES = (" a\nb ", "\n", " ", "a", "1", "'s", "\u00e9\u6f22", "\t\n  ", "A", ".")
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class BoundedCache(Generic[Key, Value]):
+    """Least-recently-used cache. Values are shared and must not be changed."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._kept: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Key) -> Value | None:
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                return None
+            self._kept.move_to_end(key)
+            return found[0]
+
+    def put(self, key: Key, value: Value, size: int) -> None:
+        """Store a value; `size` is in bytes and includes the key."""
+        with self._lock:
+            if key in self._kept or size > self._max_bytes:
+                return
+            self._kept[key] = value, size
+            self._bytes += size
+            while self._bytes > self._max_bytes:
+                self._bytes -= self._kept.popitem(last=False)[1][1]
+
+    @property
+    def bytes_kept(self) -> int:
+        return self._bytes
 
 
 class PieceEncoder:

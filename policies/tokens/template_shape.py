@@ -7,16 +7,12 @@ support it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headrace.policies.tokens.chat_template import SharedTool
-from headrace.policies.tokens.tokenizer_errors import TemplateRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.policies.tokens.chat_template import ChatTemplate, TemplateMessage
+from headrace.policies.errors import TemplateRefused
+from headrace.policies.tokens.chat_template import ChatTemplate, SharedTool, TemplateMessage
 
 USER: TemplateMessage = {"role": "user", "content": "kelp"}
 SYSTEM: TemplateMessage = {"role": "system", "content": "moss"}

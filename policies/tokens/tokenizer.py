@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers import Tokenizer
 
+from headrace.policies.errors import TokenizerInvalid, TokenizerMismatch
 from headrace.policies.tokens.added_tokens import ControlTokens
-from headrace.policies.tokens.chat_template import ChatTemplate, token_text
+from headrace.policies.tokens.chat_template import ChatTemplate, SharedTool, TemplateMessage, token_text
 from headrace.policies.tokens.continuation import Continuation
 from headrace.policies.tokens.pieces import CACHE_BYTES, PieceEncoder
 from headrace.policies.tokens.template_shape import USER, shape_of
-from headrace.policies.tokens.tokenizer_errors import TokenizerInvalid, TokenizerMismatch
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterable, Sequence
     from pathlib import Path
-
-    from headrace.policies.tokens.chat_template import SharedTool, TemplateMessage
 
 
 class ChatMessage(Protocol):

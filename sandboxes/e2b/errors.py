@@ -7,9 +7,10 @@ so it is ProviderUnreachable; a RateLimited has a wait of one second, because th
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.sandboxes.errors import (
     CapacityExceeded,
@@ -24,9 +25,6 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     SpecRefused,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _STATUS: Final = re.compile(r"\s*(\d{3})\b")
 _TRANSPORTS: Final = ("httpcore", "connectrpc", "pyqwest")
@@ -79,7 +77,21 @@ def classify(error: Exception, step: Step) -> SandboxError | None:
         case e2b.TimeoutException():
             return ProviderUnreachable(message) if step is Step.CREATE else _timeout(error, message)
         case e2b.SandboxException():
-            return _by_status(error, step, message)
+            found = _STATUS.match(str(error))
+            status = getattr(error, "status_code", None) or (int(found[1]) if found else 0)
+            if status in _GATEWAY:
+                return ProviderUnreachable(message)
+            if step is Step.FILE:
+                return SandboxFileError(message)
+            if step is Step.CREATE and status in (400, 404) and ("image" in message or "emplate" in message):
+                return ImageUnknown(message)
+            if status == 404:
+                return SandboxGone(message)
+            if status in (401, 403):
+                return SecretRefused(message)
+            if 400 <= status < 500 or status == 501:
+                return SpecRefused(message)
+            return PermanentSandboxError(message)
         case httpx.TransportError() | ConnectionError() | TimeoutError():
             return ProviderUnreachable(message)
     if type(error).__module__.partition(".")[0] in _TRANSPORTS:
@@ -97,21 +109,3 @@ def _timeout(error: Exception, message: str) -> SandboxError:
     if "unavailable" in message or type(error).__name__ == "SandboxUnreachableException":
         return ProviderUnreachable(message)
     return ExecTimeout(message)
-
-
-def _by_status(error: Exception, step: Step, message: str) -> SandboxError:
-    found = _STATUS.match(str(error))
-    status = getattr(error, "status_code", None) or (int(found[1]) if found else 0)
-    if status in _GATEWAY:
-        return ProviderUnreachable(message)
-    if step is Step.FILE:
-        return SandboxFileError(message)
-    if step is Step.CREATE and status in (400, 404) and ("image" in message or "emplate" in message):
-        return ImageUnknown(message)
-    if status == 404:
-        return SandboxGone(message)
-    if status in (401, 403):
-        return SecretRefused(message)
-    if 400 <= status < 500 or status == 501:
-        return SpecRefused(message)
-    return PermanentSandboxError(message)

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncIterator
+from typing import Any, Final
 
-from headrace.sandboxes.base import Output, Stream
+from headrace.sandboxes.base import Output, Stream, TerminalSize
 from headrace.sandboxes.e2b.errors import Step, typed
 from headrace.sandboxes.errors import ExecTimeout, SandboxFileError, SandboxGone, SpecRefused, Unsupported
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import TerminalSize
 
 MARK: Final = "HEADRACE_EXEC"
 _PIECES: Final = 16

@@ -23,31 +23,16 @@ from urllib.parse import parse_qs, urlencode
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes.base import (
-    Feature,
-    Network,
-    SandboxId,
-    SandboxInfo,
-    SandboxRef,
-    refuse_folders,
-)
+from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
 from headrace.sandboxes.e2b.errors import Step, typed
 from headrace.sandboxes.e2b.frozen_data import copy_frozen
 from headrace.sandboxes.e2b.sandbox import E2bSandbox
-from headrace.sandboxes.errors import (
-    PermanentSandboxError,
-    SandboxError,
-    SandboxGone,
-    SecretRefused,
-    SpecRefused,
-)
+from headrace.sandboxes.errors import PermanentSandboxError, SandboxError, SandboxGone, SecretRefused, SpecRefused
 
 if TYPE_CHECKING:
     import builtins
     from collections.abc import Mapping
-    from types import TracebackType
 
-    from headrace.sandboxes.base import SandboxSpec
 
 PROVIDER: Final = "e2b"
 OURS: Final = "headrace"
@@ -103,9 +88,7 @@ class E2bProvider:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:

@@ -14,20 +14,16 @@ import math
 import secrets
 import shlex
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
-from headrace.sandboxes.base import ExecResult, Sandbox, SandboxId, Stream
+from headrace.sandboxes.base import ExecCommand, ExecResult, Process, Sandbox, SandboxId, SpawnCommand, Stream
 from headrace.sandboxes.e2b.errors import Step, typed
 from headrace.sandboxes.e2b.frozen_data import kill_all
 from headrace.sandboxes.e2b.process import MARK, E2bProcess, sweep, wrap
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from headrace.sandboxes.base import ExecCommand, Process, SpawnCommand
 
 _CONNECT_TIMEOUT_S: Final = 300
 _ANSWER_GRACE_S: Final = 30.0

@@ -11,14 +11,12 @@ import re
 import shutil
 import stat
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.sandboxes.errors import BootFailed, ImageRefused
 from headrace.sandboxes.kernel import syscalls
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 SUITE: Final = re.compile(r"[a-z][a-z0-9.-]{0,40}")
 _SOURCES: Final = Path("/etc/apt")

@@ -16,16 +16,14 @@ import ctypes
 import json
 import os
 import secrets
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NewType
+from typing import Any, Final, NewType
 
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.kernel.processes import parse_stat
 from headrace.sandboxes.private_folders import make_missing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 Owner = NewType("Owner", str)
 _FOLDERS: Final = ("layers", "records", "leases", "locks", "unpacking")

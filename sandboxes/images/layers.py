@@ -20,13 +20,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headrace.sandboxes.errors import ImageRefused
-from headrace.sandboxes.images.streams import ARCHIVE_ERRORS, BUFFER_BYTES, members, split_name
+from headrace.sandboxes.images.streams import ARCHIVE_ERRORS, BUFFER_BYTES, TarInput, members, split_name
 from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     import tarfile
 
-    from headrace.sandboxes.images.streams import TarInput
 
 MAX_ENTRIES: Final = 1_000_000
 _WHITEOUT: Final = ".wh."

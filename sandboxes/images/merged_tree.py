@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import stat
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.sandboxes.errors import ImageRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 _MAX_LINKS: Final = 40
 _SHELLS: Final = ("/bin/bash", "/usr/bin/bash")

@@ -17,17 +17,13 @@ import json
 import posixpath
 import re
 import tarfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from headrace.sandboxes.errors import ImageRefused, ImageUnknown
 from headrace.sandboxes.images.merged_tree import oci_architecture
-from headrace.sandboxes.images.streams import FileRange, members, split_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from headrace.sandboxes.images.streams import TarStream
+from headrace.sandboxes.images.streams import FileRange, TarStream, members, split_name
 
 MAX_LAYERS: Final = 127
 _MAX_DOCUMENT_BYTES: Final = 4 << 20

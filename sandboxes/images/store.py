@@ -21,10 +21,11 @@ import os
 import signal
 import stat
 import sys
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from headrace.sandboxes.errors import (
     BootFailed,
@@ -38,9 +39,6 @@ from headrace.sandboxes.images.debootstrap import SUITE
 from headrace.sandboxes.images.folders import Owner, StoreFolder, new_owner
 from headrace.sandboxes.images.merged_tree import check_usable
 from headrace.sandboxes.images.worker import classify
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
 
 _DEBOOTSTRAP: Final = "debootstrap:"
 _LEASE_TRIES: Final = 3

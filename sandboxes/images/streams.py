@@ -16,15 +16,13 @@ import io
 import lzma
 import tarfile
 import zlib
-from typing import IO, TYPE_CHECKING, BinaryIO, Final, NamedTuple, Protocol, cast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, BinaryIO, Final, NamedTuple, Protocol, cast
 
 import zstandard
 
 from headrace.sandboxes.errors import ImageRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 BUFFER_BYTES: Final = 1 << 20
 _MAX_READ_BYTES: Final = 16 << 20

@@ -17,19 +17,16 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.sandboxes.errors import BootFailed, ImageRefused, ImageUnknown, OutOfDisk, SandboxError
 from headrace.sandboxes.images import debootstrap
 from headrace.sandboxes.images.folders import StoreFolder, new_owner
 from headrace.sandboxes.images.layers import UnpackLimits, unpack
 from headrace.sandboxes.images.merged_tree import check_usable
-from headrace.sandboxes.images.oci_archive import archive_blobs, find_image, layout_blobs, may_hold_images
+from headrace.sandboxes.images.oci_archive import ImagePlan, archive_blobs, find_image, layout_blobs, may_hold_images
 from headrace.sandboxes.images.streams import FileRange, TarStream, compression_of, copy_plain
 from headrace.sandboxes.kernel import syscalls
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.images.oci_archive import ImagePlan
 
 _MEMORY_BYTES: Final = 4 << 30
 _HEADER_BYTES: Final = 8192

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import Final
 
 FIRST_ID: Final = 100_000
 IDS_PER_SANDBOX: Final = 65536

@@ -37,14 +37,7 @@ _LOWER: Final = "/lower"
 _FROZEN: Final = "/frozen"
 
 _SYSTEM_FOLDERS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_DEVICES: Final = {
-    "null": (1, 3),
-    "zero": (1, 5),
-    "full": (1, 7),
-    "random": (1, 8),
-    "urandom": (1, 9),
-    "tty": (5, 0),
-}
+_DEVICES: Final = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 _DEVICE_LINKS: Final = {
     "fd": "/proc/self/fd",
     "stdin": "/proc/self/fd/0",
@@ -72,13 +65,7 @@ _FOLDERS: Final = (
     ("dev", 0o755),
     ("proc", 0o555),
 )
-_NEEDED_FOLDERS: Final = (
-    ("etc", 0o755),
-    ("dev", 0o755),
-    ("proc", 0o555),
-    ("tmp", 0o1777),
-    ("workspace", 0o777),
-)
+_NEEDED_FOLDERS: Final = (("etc", 0o755), ("dev", 0o755), ("proc", 0o555), ("tmp", 0o1777), ("workspace", 0o777))
 """/dev/shm leads to /run/shm, which an image makes itself if it needs it."""
 AGENT_ID: Final = 1000
 _ETC: Final = {

@@ -11,10 +11,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
+from collections.abc import Collection
+from typing import Final
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

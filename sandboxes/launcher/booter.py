@@ -14,10 +14,10 @@ import os
 import signal
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from headrace.sandboxes.kernel import rootfs, syscalls
-from headrace.sandboxes.kernel.cgroups import GroupLimits
+from headrace.sandboxes.kernel.cgroups import Cgroups, GroupLimits
 from headrace.sandboxes.kernel.host_limits import default_live, memory_info, share
 from headrace.sandboxes.kernel.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks, IdRanges, OneId
 from headrace.sandboxes.kernel.id_maps import IdMaps
@@ -27,14 +27,8 @@ from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.commands import Limits
 from headrace.sandboxes.launcher.image_table import ImageTable
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
-from headrace.sandboxes.launcher.settings import RequestRefused
-from headrace.sandboxes.launcher.wire import Channel
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.kernel.cgroups import Cgroups
-    from headrace.sandboxes.launcher.sandbox_record import SandboxRecord
-    from headrace.sandboxes.launcher.settings import Settings
-    from headrace.sandboxes.launcher.wire import Message
+from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
+from headrace.sandboxes.launcher.wire import Channel, Message
 
 _INIT: Final = 1
 _TRIES: Final = 100

@@ -20,20 +20,16 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.kernel import rootfs
 from headrace.sandboxes.kernel.syscalls import reason_of
-from headrace.sandboxes.launcher.command_requests import CommandRequests
-from headrace.sandboxes.launcher.connections import Connections, Waiter
+from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
+from headrace.sandboxes.launcher.requests import CommandRequests
+from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.sandbox_table import SandboxTable
-from headrace.sandboxes.launcher.settings import RequestRefused
-from headrace.sandboxes.launcher.wire import close_all
+from headrace.sandboxes.launcher.wire import Channel, Message, close_all
 
 if TYPE_CHECKING:
     import socket
 
     from headrace.sandboxes.launcher.booter import Booter
-    from headrace.sandboxes.launcher.launcher_secrets import Secrets
-    from headrace.sandboxes.launcher.sandbox_record import SandboxRecord
-    from headrace.sandboxes.launcher.settings import Settings
-    from headrace.sandboxes.launcher.wire import Channel, Message
 
 _MALFORMED: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 

@@ -9,14 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from headrace.sandboxes.kernel import rootfs
 from headrace.sandboxes.kernel.rootfs import HOST, Image, Layer
 from headrace.sandboxes.launcher.requests import FOLDER
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 HOST_NAME: Final = "host"
 

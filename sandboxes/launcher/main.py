@@ -24,9 +24,9 @@ from headrace.sandboxes.kernel import rootfs, syscalls
 from headrace.sandboxes.kernel.cgroups import Cgroups
 from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher.booter import Booter
+from headrace.sandboxes.launcher.connections import Secrets
 from headrace.sandboxes.launcher.fork_server import ForkServer
-from headrace.sandboxes.launcher.launcher_secrets import Secrets
-from headrace.sandboxes.launcher.settings import Settings
+from headrace.sandboxes.launcher.sandbox_record import Settings
 
 _BACKLOG: Final = 1024
 

@@ -14,7 +14,8 @@ import json
 import os
 import socket
 import tempfile
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 from headrace.sandboxes.kernel import rootfs, seccomp, syscalls
 from headrace.sandboxes.kernel.cgroups import Cgroups, GroupLimits
@@ -23,9 +24,6 @@ from headrace.sandboxes.kernel.id_blocks import FIRST_ID
 from headrace.sandboxes.kernel.id_maps import IdMaps
 from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher import init
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _AF_VSOCK: Final = 40
 

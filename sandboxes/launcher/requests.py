@@ -1,20 +1,27 @@
 """Validation of the values in a client's request.
 
-Invariants: pure. A wrong value raises RequestRefused with SpecRefused. Later steps never see a NaN, a number too large
-for a float, or a text with a NUL, at which the kernel would cut it.
+Invariants:
+- Pure. A wrong value raises RequestRefused with SpecRefused. Later steps never see a NaN, a number too large for a
+  float, or a text with a NUL, at which the kernel would cut it.
+- A command with an `exec_id` runs once: a repeated request gets the result that the first caller stored here.
+- The launcher copies no output: standard streams are the client's own pipes.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.sandboxes.kernel.rootfs import Mount
-from headrace.sandboxes.launcher.settings import RequestRefused
+from headrace.sandboxes.launcher import requests
+from headrace.sandboxes.launcher.connections import Connections, Waiter
+from headrace.sandboxes.launcher.sandbox_record import Execution, RequestRefused, SandboxRecord
 
 if TYPE_CHECKING:
-    from headrace.sandboxes.launcher.wire import Message
+    from headrace.sandboxes.launcher.wire import Channel, Message
 
 FOLDER: Final = "folder:"
 """Prefix of the names of host folders that the owner handed over to be shown in sandboxes."""
@@ -89,3 +96,117 @@ def _text(name: str, value: object) -> str:
 
 def _refusal(name: str, value: object, rule: str) -> RequestRefused:
     return RequestRefused("SpecRefused", f"{name}={str(value)[:100]!r}: {rule}")
+
+
+_MAX_NAMES: Final = 64
+"""Clients choose the purposes, so the number of names is capped; all later ones are counted as `other`."""
+
+
+class CommandCosts:
+    """Number and CPU seconds (user and system, with all reaped children) of finished commands, by purpose."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, tuple[int, float]] = {}
+
+    def add(self, purpose: str, operation: str, cpu_s: float) -> None:
+        """Count a finished command; `purpose` is the sandbox's label of that name, `operation` the requested one."""
+        name = f"{purpose or 'other'}.{operation}"
+        if name not in self._ended and len(self._ended) >= _MAX_NAMES:
+            name = "other"
+        count, seconds = self._ended.get(name, (0, 0.0))
+        self._ended[name] = count + 1, seconds + cpu_s
+
+    def to_json(self) -> dict[str, tuple[int, float]]:
+        """Return `purpose.operation` -> (commands, CPU seconds) since the launcher started."""
+        return dict(self._ended)
+
+
+class CommandRequests:
+    """Handlers of the operations on commands; each gets the waiter, the sandbox, the message and its descriptors."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._last_tag = 0
+        self.costs = CommandCosts()
+
+    def forward(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, descriptors: list[int]) -> None:
+        """Pass a request on to the first process of the sandbox, which runs it."""
+        if sandbox.state != "running" or sandbox.control is None:
+            raise RequestRefused("SandboxGone", f"sandbox {sandbox.id} runs no more commands: it is {sandbox.state}")
+        if len(descriptors) != (0 if message["op"] == "listen" else 3):
+            raise RequestRefused("SpecRefused", "a command needs three descriptors: standard input, output and error")
+        requests.check_for_init(message)
+        self._last_tag += 1
+        inner = {name: value for name, value in message.items() if name not in ("secret", "sandbox", "id")}
+        passed = descriptors.copy()
+        descriptors.clear()
+        self._connections.send(sandbox.control, {**inner, "tag": self._last_tag}, passed)
+        sandbox.pending[self._last_tag] = waiter
+
+    def execute(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, descriptors: list[int]) -> None:
+        """Run a command, or answer a repeated `exec_id` with the result of the first request."""
+        exec_id = str(message.get("exec_id") or "")
+        known = sandbox.executions.find(exec_id) if exec_id else None
+        if known is None:
+            self.forward(waiter, sandbox, message, descriptors)
+            if exec_id:
+                sandbox.executions.begin(exec_id, str(message["run"]), waiter)
+        elif known.answer is not None:
+            self._connections.answer(waiter, known.answer, [os.dup(known.output)] if known.output >= 0 else [])
+        elif self._connections.is_connected(known.runner.client):
+            known.waiters.append(waiter)
+        else:
+            self._connections.answer(waiter, known.lost())
+
+    def store_result(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, descriptors: list[int]) -> None:
+        """Store the result of an `exec_id`, which its first caller sends with the output in a memory file; a result of
+        None means that this caller was cancelled."""
+        known = sandbox.executions.find(str(message["exec_id"]))
+        if known is not None and known.answer is None and known.run == message["run"]:
+            if message["result"] is None:
+                self._lose(known)
+            else:
+                result, output = dict(message["result"]), descriptors.pop(0) if descriptors else -1
+                for waiting in known.settle(result, output):
+                    self._connections.answer(waiting, result, [os.dup(output)] if output >= 0 else [])
+        self._connections.answer(waiter, {})
+
+    def drop_client(self, sandbox: SandboxRecord, client: Channel) -> None:
+        """Give up the results that a disconnected client was to store."""
+        for known in sandbox.executions.of(client):
+            self._lose(known)
+
+    def _lose(self, known: Execution) -> None:
+        for waiting in known.settle(known.lost(), -1):
+            self._connections.answer(waiting, known.lost())
+
+    def cancel(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, _descriptors: list[int]) -> None:
+        """Kill the command of the request `target`, which the client of this connection gave up."""
+        for known in sandbox.executions.of(waiter.client):
+            if known.runner.request_id == int(message["target"]):
+                self._lose(known)
+        self._send_to_command(waiter, sandbox, int(message["target"]), {"op": "cancel"})
+
+    def signal(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, _descriptors: list[int]) -> None:
+        """Send a signal to the command of the request `target` of this connection."""
+        number = int(message["number"])
+        if not 1 <= number < signal.NSIG:
+            raise RequestRefused("SpecRefused", f"number={number}: must be a signal number, 1 to {signal.NSIG - 1}")
+        self._send_to_command(waiter, sandbox, int(message["target"]), {"op": "signal", "number": number})
+
+    def _send_to_command(self, waiter: Waiter, sandbox: SandboxRecord, target: int, message: Message) -> None:
+        # Nothing is sent when the command has ended meanwhile.
+        for tag, pending in sandbox.pending.items():
+            if pending == Waiter(waiter.client, target) and sandbox.control is not None:
+                self._connections.send(sandbox.control, {**message, "tag": tag})
+        self._connections.answer(waiter, {})
+
+    def on_result(self, sandbox: SandboxRecord, message: Message, descriptors: list[int]) -> None:
+        """Answer the client of a command that has started or ended."""
+        tag = int(message.pop("tag"))
+        if "cost" in message:
+            operation, cpu_s = message.pop("cost")
+            self.costs.add(sandbox.labels.get("purpose", ""), operation, cpu_s)
+        waiter = sandbox.pending.get(tag) if "started" in message else sandbox.pending.pop(tag, None)
+        if waiter is not None:
+            self._connections.answer(waiter, message, descriptors)

@@ -21,18 +21,14 @@ from headrace.sandboxes.kernel import rootfs, syscalls
 from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.leases import Deadlines
-from headrace.sandboxes.launcher.sandbox_record import SandboxRecord
-from headrace.sandboxes.launcher.settings import RequestRefused
-from headrace.sandboxes.launcher.wire import close_all
+from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
+from headrace.sandboxes.launcher.wire import Message, close_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headrace.sandboxes.launcher.booter import Booter
-    from headrace.sandboxes.launcher.connections import Connections, Waiter
-    from headrace.sandboxes.launcher.launcher_secrets import Secrets
-    from headrace.sandboxes.launcher.settings import Settings
-    from headrace.sandboxes.launcher.wire import Message
+    from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
 
 
 class SandboxTable:

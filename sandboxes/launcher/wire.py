@@ -16,10 +16,8 @@ import os
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 Message = dict[str, Any]
 

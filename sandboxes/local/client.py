@@ -10,14 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headrace.sandboxes.errors import LauncherGone, SpecRefused, error_from_name
 from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, Message, close_all
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,12 @@ from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncIterator
-
-    from multidict import CIMultiDictProxy
 
     from headrace.sandboxes.base import HostPort
 

@@ -17,9 +17,10 @@ import select
 import shutil
 import signal
 import socket
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SpecRefused
@@ -27,9 +28,6 @@ from headrace.sandboxes.kernel.stdlib_process import stdlib_command
 from headrace.sandboxes.leftovers import LAUNCHER_NAME
 from headrace.sandboxes.local.client import LauncherClient
 from headrace.sandboxes.private_folders import make_private, new_private, user_folder
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
 
 _MAX_FOLDER_BYTES: Final = 90
 """sun_path has 107 bytes (unix(7))."""

@@ -8,19 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
-from headrace.sandboxes.base import Stream
+from headrace.sandboxes.base import Stream, TerminalSize
 from headrace.sandboxes.command_streams import CommandStreams, settle
 from headrace.sandboxes.errors import ExecTimeout, LauncherGone, SandboxGone, SpecRefused
 from headrace.sandboxes.launcher.commands import set_terminal_size
-from headrace.sandboxes.launcher.wire import close_all
-from headrace.sandboxes.local.client import open_null
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import TerminalSize
-    from headrace.sandboxes.launcher.wire import Message
-    from headrace.sandboxes.local.client import Exchange, LauncherClient
+from headrace.sandboxes.launcher.wire import Message, close_all
+from headrace.sandboxes.local.client import Exchange, LauncherClient, open_null
 
 TERMINAL_TIMEOUT_S: Final = 20.0
 """Other processes inside may have stopped the command before it opened its terminal."""

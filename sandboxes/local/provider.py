@@ -14,27 +14,20 @@ import asyncio
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes.base import (
-    Feature,
-    ImageRef,
-    Network,
-    SandboxId,
-    SandboxInfo,
-    SandboxRef,
-    SandboxSpec,
-)
+from headrace.sandboxes.base import Feature, ImageRef, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, LauncherGone, SandboxGone, SpecRefused
 from headrace.sandboxes.images.store import ImageStore, default_image_folder
 from headrace.sandboxes.kernel.disk_layers import TEMPLATES
-from headrace.sandboxes.launcher.wire import close_all
+from headrace.sandboxes.launcher.wire import Message, close_all
 from headrace.sandboxes.local.client import LauncherConnections
-from headrace.sandboxes.local.images import LocalImages
+from headrace.sandboxes.local.images import LayerTemplates, LocalImages
 from headrace.sandboxes.local.launcher_process import (
     LauncherProcess,
     ProviderFolder,
@@ -42,15 +35,8 @@ from headrace.sandboxes.local.launcher_process import (
     remove_socket,
     runtime_folder,
 )
-from headrace.sandboxes.local.layer_templates import LayerTemplates
 from headrace.sandboxes.local.sandbox import LocalSandbox
 from headrace.sandboxes.private_folders import make_missing
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
-
-    from headrace.sandboxes.launcher.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +137,7 @@ class LocalProvider:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def start(self) -> None:

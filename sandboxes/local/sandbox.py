@@ -13,32 +13,31 @@ import math
 import os
 import secrets
 import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from pathlib import Path
+from typing import Final, NamedTuple
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ImageRef, Sandbox, SandboxUsage
-from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
-from headrace.sandboxes.errors import (
-    ExecTimeout,
-    LauncherGone,
-    SandboxFileError,
-    SandboxGone,
-    SpecRefused,
-    Unsupported,
+from headrace.sandboxes.base import (
+    DEFAULT_MAX_OUTPUT_BYTES,
+    Command,
+    ExecCommand,
+    ExecResult,
+    HostPort,
+    ImageRef,
+    Sandbox,
+    SandboxId,
+    SandboxRef,
+    SandboxUsage,
+    SpawnCommand,
 )
+from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
+from headrace.sandboxes.errors import ExecTimeout, LauncherGone, SandboxFileError, SandboxGone, SpecRefused, Unsupported
 from headrace.sandboxes.launcher.commands import EXIT_FILE_ERROR
-from headrace.sandboxes.launcher.wire import close_all
-from headrace.sandboxes.local.client import open_null
+from headrace.sandboxes.launcher.wire import Message, close_all
+from headrace.sandboxes.local.client import LauncherClient, LauncherConnections, open_null
 from headrace.sandboxes.local.exposed import is_below, relay
 from headrace.sandboxes.local.process import LocalProcess
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-    from pathlib import Path
-
-    from headrace.sandboxes.base import Command, ExecCommand, HostPort, SandboxId, SandboxRef, SpawnCommand
-    from headrace.sandboxes.launcher.wire import Message
-    from headrace.sandboxes.local.client import LauncherClient, LauncherConnections
 
 _FILE_TIMEOUT_S: Final = 60.0
 _ANSWER_GRACE_S: Final = 20.0
@@ -62,13 +61,7 @@ def _result(done: _Done) -> ExecResult:
 
 
 def _message(operation: str, command: Command) -> Message:
-    return {
-        "op": operation,
-        "command": command.command,
-        "user": command.user,
-        "env": command.env,
-        "cwd": command.cwd,
-    }
+    return {"op": operation, "command": command.command, "user": command.user, "env": command.env, "cwd": command.cwd}
 
 
 class LocalSandbox(Sandbox):

@@ -140,12 +140,7 @@ def _mounts(plan: BundlePlan) -> list[dict[str, Any]]:
 
 
 def _bind(mount: BindMount, options: Sequence[str]) -> dict[str, Any]:
-    return {
-        "destination": mount.target,
-        "type": "bind",
-        "source": mount.source,
-        "options": ["rbind", "ro", *options],
-    }
+    return {"destination": mount.target, "type": "bind", "source": mount.source, "options": ["rbind", "ro", *options]}
 
 
 def _seccomp(machine: str) -> dict[str, Any]:
@@ -186,11 +181,7 @@ def _process(identity: Identity, open_files: int) -> dict[str, Any]:
     sets: dict[str, list[str]] = {"bounding": list(_CAPABILITIES), "effective": effective, "permitted": effective}
     return {
         "terminal": False,
-        "user": {
-            "uid": identity.user_id,
-            "gid": identity.group_id,
-            "additionalGids": list(identity.groups),
-        },
+        "user": {"uid": identity.user_id, "gid": identity.group_id, "additionalGids": list(identity.groups)},
         "cwd": "/",
         "capabilities": {**sets, "inheritable": [], "ambient": []},
         "rlimits": [

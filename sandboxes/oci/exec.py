@@ -79,11 +79,7 @@ class _Run:
             self._sleep(deadline)
         self._group.remove()
         self._report(
-            {
-                "exit_code": self._code,
-                "timed_out": self._timed_out,
-                "duration_s": time.monotonic() - self._started,
-            }
+            {"exit_code": self._code, "timed_out": self._timed_out, "duration_s": time.monotonic() - self._started}
         )
 
     def _report(self, message: Order) -> None:

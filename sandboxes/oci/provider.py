@@ -19,38 +19,26 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
-from headrace.sandboxes.errors import (
-    BootTimeout,
-    CapacityExceeded,
-    FolderRefused,
-    SandboxGone,
-    SpecRefused,
-)
+from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, FolderRefused, SandboxGone, SpecRefused
 from headrace.sandboxes.images.folders import Owner, is_alive, new_owner, remove
 from headrace.sandboxes.images.merged_tree import find
-from headrace.sandboxes.images.store import ImageStore
+from headrace.sandboxes.images.store import ImageLease, ImageStore
 from headrace.sandboxes.kernel import rootfs
 from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci.bundle import BindMount, BundlePlan, Limits, bundle_config
 from headrace.sandboxes.oci.container import PAUSED_MARK, STATE_FILE, ContainerState, open_private
-from headrace.sandboxes.oci.host_skeleton import HOST_IMAGE, host_skeleton, system_folders
 from headrace.sandboxes.oci.keeper import PID_FILE
 from headrace.sandboxes.oci.keeper_client import KeeperClient
-from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind
+from headrace.sandboxes.oci.runtime import HOST_IMAGE, OciRuntime, RuntimeKind, host_skeleton, system_folders
 from headrace.sandboxes.oci.sandbox import OciSandbox
 from headrace.sandboxes.private_folders import make_missing, user_folder
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from headrace.sandboxes.images.store import ImageLease
 
 _FIRST_ID: Final = 0x60000000
 _IMAGE_PATIENCE_S: Final = 10.0
@@ -124,9 +112,7 @@ class OciProvider:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def start(self) -> None:

@@ -16,25 +16,28 @@ import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.sandboxes.base import Command, ExecResult, Sandbox, SandboxUsage, Stream
-from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
-from headrace.sandboxes.errors import (
-    ExecTimeout,
-    SandboxError,
-    SandboxFileError,
-    SandboxGone,
-    SpecRefused,
-    Unsupported,
+from headrace.sandboxes.base import (
+    Command,
+    ExecCommand,
+    ExecResult,
+    Sandbox,
+    SandboxId,
+    SandboxRef,
+    SandboxUsage,
+    SpawnCommand,
+    Stream,
 )
+from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
+from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
 from headrace.sandboxes.images.folders import remove
 from headrace.sandboxes.kernel import syscalls
-from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, FileProblem, find_account
+from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, Account, FileProblem, find_account
 from headrace.sandboxes.launcher.wire import close_all
 from headrace.sandboxes.local.client import open_null
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci import files as oci_files
 from headrace.sandboxes.oci.bundle import command_process
-from headrace.sandboxes.oci.container import PAUSED_MARK, Container, open_private
+from headrace.sandboxes.oci.container import PAUSED_MARK, Container, ContainerState, open_private
 from headrace.sandboxes.oci.keeper import FROZEN_MARK, LAYER
 from headrace.sandboxes.oci.process import CommandEnd, OciProcess, RunningCommand
 
@@ -42,9 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from headrace.sandboxes.base import ExecCommand, SandboxId, SandboxRef, SpawnCommand
-    from headrace.sandboxes.launcher.commands import Account
-    from headrace.sandboxes.oci.container import ContainerState
     from headrace.sandboxes.oci.exec import Order
 
 _FILE_TIMEOUT_S: Final = 60.0

@@ -12,16 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from headrace.sandboxes.pool.lease_table import HeldSandbox, LeaseTable
-from headrace.sandboxes.pool.ledger import Drop, Entry, EntryState, HolderGone, Renewed
+from headrace.sandboxes.pool.ledger import Drop, Entry, EntryState, HolderGone, LedgerWriter, Renewed
 from headrace.sandboxes.pool.slots import Priority
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.sandboxes.pool.ledger_writer import LedgerWriter
 
 
 class DurableLeases:

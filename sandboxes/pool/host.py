@@ -3,20 +3,23 @@
 Invariants:
 - A waiting boot is admitted as soon as possible: when a place is freed, a token arrives, or a probe is due.
 - A boot that stops waiting, even while it is admitted, occupies no place.
+- A host that takes boots is preferred to one that does not, then one outside of `avoid`, then one that has been tried
+  less often; among equals the least loaded is chosen, where having the image is worth `LOCALITY` of a host's places.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState
-from headrace.sandboxes.pool.admission import Admission
-from headrace.sandboxes.pool.placement import HostView
+from headrace.sandboxes.pool.admission import Admission, AdmissionConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from headrace.sandboxes.base import SandboxProvider
-    from headrace.sandboxes.pool.admission import AdmissionConfig
     from headrace.sandboxes.pool.slots import Priority, Ticket
 
 
@@ -50,10 +53,7 @@ class Host:
 
     def view(self, image: str) -> HostView:
         return HostView(
-            name=self.name,
-            is_open=self.takes_boots,
-            load=self.admission.load,
-            has_image=image in self.images,
+            name=self.name, is_open=self.takes_boots, load=self.admission.load, has_image=image in self.images
         )
 
     def has_room(self, priority: Priority) -> bool:
@@ -115,3 +115,29 @@ class Host:
         """Cancel the timer of the next admission."""
         if self._timer is not None:
             self._timer.cancel()
+
+
+LOCALITY: Final = 0.5
+"""A host without the image is chosen when the hosts with it are busier by this share of their places."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostView:
+    """Properties of a host on which the choice depends."""
+
+    name: str
+    is_open: bool
+    """It takes boots."""
+    load: float
+    """Number of waiting, booting and live sandboxes, divided by its places."""
+    has_image: bool
+
+
+def choose(hosts: Collection[HostView], tried: Collection[str], avoid: Collection[str] = ()) -> str:
+    """Return the name of the best of at least one host."""
+
+    def rank(host: HostView) -> tuple[bool, bool, int, float, str]:
+        tries = sum(name == host.name for name in tried)
+        return not host.is_open, host.name in avoid, tries, host.load + (0.0 if host.has_image else LOCALITY), host.name
+
+    return min(hosts, key=rank).name

@@ -12,13 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.sandboxes.base import SandboxId
+from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.launcher.leases import Deadlines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from headrace.sandboxes.base import SandboxRef
     from headrace.sandboxes.pool.slots import Ticket
 
 

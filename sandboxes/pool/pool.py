@@ -23,13 +23,11 @@ from headrace.sandboxes.pool.config import PoolConfig
 from headrace.sandboxes.pool.durable_leases import DurableLeases
 from headrace.sandboxes.pool.host import Host
 from headrace.sandboxes.pool.lease_table import HeldSandbox
-from headrace.sandboxes.pool.ledger import Drop, EntryState, SandboxLedger
-from headrace.sandboxes.pool.ledger_writer import LedgerWriter
+from headrace.sandboxes.pool.ledger import Drop, Entry, EntryState, LedgerWriter, SandboxLedger
 from headrace.sandboxes.pool.pending_leases import PendingLeases
-from headrace.sandboxes.pool.reaper import Reaper
+from headrace.sandboxes.pool.reaper import Reaper, Teardown
 from headrace.sandboxes.pool.slots import Priority, Ticket
 from headrace.sandboxes.pool.status import PoolStatus, Totals, status_of
-from headrace.sandboxes.pool.teardown import Teardown
 from headrace.sandboxes.pool.warm import WarmStock
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
-    from headrace.sandboxes.pool.ledger import Entry
 
 
 class Pool:

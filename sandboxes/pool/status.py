@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.pool.boot import Booter
     from headrace.sandboxes.pool.host import Host
     from headrace.sandboxes.pool.lease_table import LeaseTable
-    from headrace.sandboxes.pool.reaper import Reaper
-    from headrace.sandboxes.pool.teardown import Teardown
+    from headrace.sandboxes.pool.reaper import Reaper, Teardown
     from headrace.sandboxes.pool.warm import WarmStock
 
 

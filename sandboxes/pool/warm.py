@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.base import Network, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.pool.boot import HOLDER_LABEL, PURPOSE_LABEL, LeaseRequest
+from headrace.sandboxes.pool.boot import HOLDER_LABEL, PURPOSE_LABEL, Booter, LeaseRequest
 from headrace.sandboxes.pool.slots import Priority
 from headrace.sandboxes.retry import full_jitter_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from headrace.sandboxes.pool.boot import Booter
     from headrace.sandboxes.pool.config import PoolConfig
     from headrace.sandboxes.pool.durable_leases import DurableLeases
     from headrace.sandboxes.pool.host import Host
@@ -91,10 +90,7 @@ class WarmStock:
                 if is_alive and self._leases.table.get(held.ref.id) is held:
                     held.dies_at_s = asyncio.get_running_loop().time() + spec.ttl_s
                     self._leases.table.hand_over(
-                        held,
-                        holder=request.holder,
-                        request_key=spec.idempotency_key,
-                        deadline_s=held.dies_at_s,
+                        held, holder=request.holder, request_key=spec.idempotency_key, deadline_s=held.dies_at_s
                     )
                     await self._leases.written(held)
                     self.served += 1

@@ -6,7 +6,8 @@ a name that the other side does not know has the right kind.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from headrace.sandboxes.errors import (
     CapacityExceeded,
@@ -17,9 +18,6 @@ from headrace.sandboxes.errors import (
     TransientSandboxError,
     error_from_name,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _MAX_WAIT_S: Final = 3600.0
 

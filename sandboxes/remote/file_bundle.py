@@ -7,14 +7,12 @@ Invariant: a body whose size differs from the sum of the sizes is refused as a w
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import Final
 
 import orjson
 
 from headrace.sandboxes.errors import SandboxFileError, SpecRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SPOOL_BYTES: Final = 1 << 20
 """A larger body is read from a file, and sent from one."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Self
 from pydantic import ValidationError
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
-from headrace.sandboxes.base import AVOID_LABEL, Feature, SandboxInfo
+from headrace.sandboxes.base import AVOID_LABEL, Feature, Sandbox, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     CapacityExceeded,
     ImageUnknown,
@@ -31,7 +31,7 @@ from headrace.sandboxes.errors import (
     SandboxGone,
     SpecRefused,
 )
-from headrace.sandboxes.pool.placement import HostView, choose
+from headrace.sandboxes.pool.host import HostView, choose
 from headrace.sandboxes.remote.http import NotConnected
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 from headrace.sandboxes.retry import RetryConfig
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     import builtins
     from collections.abc import Sequence
     from pathlib import Path
-    from types import TracebackType
 
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
 
 _BREAKER_FAILURES: Final = 2
 _BREAKER_OPEN_S: Final = 5.0
@@ -140,9 +138,7 @@ class MultiHostProvider:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def start(self) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef, refuse_folders
+from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SecretRefused, SpecRefused
 from headrace.sandboxes.remote.http import RemoteHttp
 from headrace.sandboxes.remote.sandbox import RemoteSandbox, sandbox_url
@@ -27,9 +27,7 @@ from headrace.sandboxes.retry import RetryConfig
 if TYPE_CHECKING:
     import builtins
     from collections.abc import Coroutine
-    from types import TracebackType
 
-    from headrace.sandboxes.base import SandboxSpec
 
 PROVIDER: Final = "remote"
 
@@ -81,9 +79,7 @@ class RemoteProvider:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def start(self) -> None:

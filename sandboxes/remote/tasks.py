@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Self, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from types import TracebackType
+from collections.abc import Coroutine
+from typing import Any, Self, TypeVar
 
 R = TypeVar("R")
 
@@ -26,9 +23,7 @@ class ServerTasks:
         await self._group.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._running:
             task.cancel()
         # Without the error of the block, which the group would wrap.

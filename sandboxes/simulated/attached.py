@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.errors import SandboxGone
-from headrace.sandboxes.simulated.provider import SUCCESS, SimulatedProvider
+from headrace.sandboxes.simulated.provider import SUCCESS, SimulatedProvider, SimulationConfig
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import ExecCommand, ExecResult, SandboxRef
-    from headrace.sandboxes.simulated.provider import SimulationConfig
 
 BROKEN: Final = "broken"
 """Prefix of the names of broken hosts."""

@@ -13,12 +13,13 @@ import asyncio
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
-from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef, refuse_folders
+from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
 from headrace.sandboxes.errors import (
     BootFailed,
     CapacityExceeded,
@@ -27,13 +28,8 @@ from headrace.sandboxes.errors import (
     RateLimited,
     SandboxGone,
 )
-from headrace.sandboxes.pool.token_bucket import TokenBucket
+from headrace.sandboxes.pool.admission import TokenBucket
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox, SimulatedState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.sandboxes.base import SandboxSpec
 
 PROVIDER: Final = "simulated"
 SUCCESS: Final = ExecResult(exit_code=0, stdout=b"", stderr=b"", truncated=False, duration_s=0.0)
@@ -177,44 +173,35 @@ class SimulatedProvider:
             await asyncio.get_running_loop().create_future()
         state = self._by_key.get(spec.idempotency_key) if spec.idempotency_key else None
         if state is None:
-            self._refuse(spec)
-            state = await self._begin(spec)
+            if Feature.FOLDERS not in self.features:
+                refuse_folders(spec, PROVIDER)
+            if self._config.images is not None and spec.image not in self._config.images:
+                raise ImageUnknown(f"image {spec.image!r} is unknown on {self.name}")
+            if self._bucket is not None and not self._bucket.take(asyncio.get_running_loop().time()):
+                self.counts.shed += 1
+                raise RateLimited(f"{self.name} sheds load", self._config.retry_after_s)
+            if len(self._states) >= self._config.capacity:
+                raise CapacityExceeded(f"{self.name} is full", self._config.retry_after_s)
+            config = self._config
+            boot_s = config.boot_s * self._random.lognormvariate(0.0, config.boot_sigma)
+            chance = self._random.random()
+            if chance < config.boot_failure:
+                await asyncio.sleep(boot_s)
+                raise BootFailed(f"{self.name} could not boot a sandbox")
+            chance -= config.boot_failure
+            if chance < config.lost_create:
+                if self._random.random() < 0.5:
+                    self._boot(spec, boot_s)
+                await asyncio.get_running_loop().create_future()
+            state = self._boot(spec, boot_s)
+            if chance - config.lost_create < config.ambiguous:
+                # Before or after the end of the boot: the caller cannot know.
+                await asyncio.sleep(boot_s * self._random.uniform(0, 2))
+                raise ProviderUnreachable(f"502 from {self.name}")
         await state.born.wait()
         if state.gone.is_set():
             raise BootFailed(f"sandbox {state.id} ended while it booted")
         return SandboxRef(provider=PROVIDER, id=state.id, endpoint=self.name, secret=state.secret)
-
-    def _refuse(self, spec: SandboxSpec) -> None:
-        """Raise the errors of a create that is refused at once."""
-        if Feature.FOLDERS not in self.features:
-            refuse_folders(spec, PROVIDER)
-        if self._config.images is not None and spec.image not in self._config.images:
-            raise ImageUnknown(f"image {spec.image!r} is unknown on {self.name}")
-        if self._bucket is not None and not self._bucket.take(asyncio.get_running_loop().time()):
-            self.counts.shed += 1
-            raise RateLimited(f"{self.name} sheds load", self._config.retry_after_s)
-        if len(self._states) >= self._config.capacity:
-            raise CapacityExceeded(f"{self.name} is full", self._config.retry_after_s)
-
-    async def _begin(self, spec: SandboxSpec) -> SimulatedState:
-        """Start a boot that succeeds, fails, or leaves its caller with an unknown outcome."""
-        config = self._config
-        boot_s = config.boot_s * self._random.lognormvariate(0.0, config.boot_sigma)
-        chance = self._random.random()
-        if chance < config.boot_failure:
-            await asyncio.sleep(boot_s)
-            raise BootFailed(f"{self.name} could not boot a sandbox")
-        chance -= config.boot_failure
-        if chance < config.lost_create:
-            if self._random.random() < 0.5:
-                self._boot(spec, boot_s)
-            await asyncio.get_running_loop().create_future()
-        state = self._boot(spec, boot_s)
-        if chance - config.lost_create < config.ambiguous:
-            # Before or after the end of the boot: the caller cannot know.
-            await asyncio.sleep(boot_s * self._random.uniform(0, 2))
-            raise ProviderUnreachable(f"502 from {self.name}")
-        return state
 
     def _boot(self, spec: SandboxSpec, boot_s: float) -> SimulatedState:
         state = SimulatedState(

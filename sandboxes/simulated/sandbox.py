@@ -7,11 +7,21 @@ commands raise SandboxGone, too.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from headrace.sandboxes.base import Feature, Sandbox, SandboxInfo
+from headrace.sandboxes.base import (
+    ExecCommand,
+    ExecResult,
+    Feature,
+    Sandbox,
+    SandboxId,
+    SandboxInfo,
+    SandboxRef,
+    SandboxSpec,
+)
 from headrace.sandboxes.errors import (
     ExecResultLost,
     ExecTimeout,
@@ -20,11 +30,6 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     Unsupported,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.sandboxes.base import ExecCommand, ExecResult, SandboxId, SandboxRef, SandboxSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -107,26 +112,23 @@ class SimulatedSandbox(Sandbox):
             self._refuse("run a command once for each exec_id")
         try:
             async with asyncio.timeout(command.timeout_s):
-                return await self._run(state, command.command, command.exec_id)
+                if command.exec_id is None:
+                    return await self._provider.run(state, command.command)
+                if (known := state.results.get(command.exec_id)) is not None:
+                    return await asyncio.shield(known)
+                first: asyncio.Future[ExecResult]
+                first = state.results[command.exec_id] = asyncio.get_running_loop().create_future()
+                try:
+                    first.set_result(await self._provider.run(state, command.command))
+                except BaseException:
+                    first.set_exception(ExecResultLost(f"the first call with exec_id {command.exec_id} was cancelled"))
+                    # Retrieve the error, because no other caller may ask for it.
+                    first.exception()
+                    raise
+                return first.result()
         except TimeoutError as error:
             text = f"command ran longer than timeout_s={command.timeout_s}: {command.command[:200]!r}"
             raise ExecTimeout(text) from error
-
-    async def _run(self, state: SimulatedState, command: str, exec_id: str | None) -> ExecResult:
-        if exec_id is None:
-            return await self._provider.run(state, command)
-        if (known := state.results.get(exec_id)) is not None:
-            return await asyncio.shield(known)
-        first: asyncio.Future[ExecResult]
-        first = state.results[exec_id] = asyncio.get_running_loop().create_future()
-        try:
-            first.set_result(await self._provider.run(state, command))
-        except BaseException:
-            first.set_exception(ExecResultLost(f"the first call with exec_id {exec_id} was cancelled"))
-            # Retrieve the error, because no other caller may ask for it.
-            first.exception()
-            raise
-        return first.result()
 
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
         data = (await self._running()).files.get(path)

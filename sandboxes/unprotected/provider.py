@@ -22,12 +22,14 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from hmac import compare_digest
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from headrace.sandboxes.base import (
+    ExecCommand,
     ExecResult,
     Feature,
     Sandbox,
@@ -53,12 +55,6 @@ from headrace.sandboxes.private_folders import new_private, temporary_folder
 from headrace.sandboxes.unprotected.mapped_paths import PathMap, open_regular
 from headrace.sandboxes.unprotected.marked_processes import kill_marked
 from headrace.sandboxes.unprotected.sandbox_folder import MARK, SandboxFolder, make_sandbox_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import TracebackType
-
-    from headrace.sandboxes.base import ExecCommand
 
 PROVIDER: Final = "subprocess"
 WARNING: Final = (
@@ -89,9 +85,7 @@ class SubprocessProvider:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
@@ -242,11 +236,7 @@ class SubprocessSandbox(Sandbox):
         )
 
     async def _run(
-        self,
-        paths: PathMap,
-        command: ExecCommand,
-        environment: dict[str, str],
-        descriptors: tuple[int, int, int],
+        self, paths: PathMap, command: ExecCommand, environment: dict[str, str], descriptors: tuple[int, int, int]
     ) -> int:
         folder = paths.real_path(command.cwd) if command.cwd is not None else self._state.tree / "workspace"
         try:

@@ -227,7 +227,7 @@ def _print(document: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    from headrace.actors.cli.expected import EXPECTED
+    from headrace.actors.cli.output import EXPECTED
 
     try:
         # In this mode typer returns the code of a `typer.Exit`.

@@ -18,7 +18,7 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.process_tree import cpu_s, memory_bytes
-from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.plan import SimulationPlan
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.run.config import RunConfig
-    from headrace.actors.runtime.runtime import Runtime
 
 TURNS: Final = 20
 GROUP: Final = 8

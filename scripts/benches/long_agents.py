@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.metrics import read_metrics
-from headrace.actors.run.config import load_recipe, resolve
+from headrace.actors.run.config import RunConfig, load_recipe, resolve
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.run.summary import summarize
 from headrace.buffer.audit.evidence import read_evidence
 
 if TYPE_CHECKING:
     from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
 
 SCRIPTS: Final = Path(__file__).resolve().parents[2] / "scripts"
 RECIPE: Final = SCRIPTS / "recipes" / "claude_code.toml"
@@ -81,10 +80,7 @@ def scaled_clocks(recipe: RunConfig) -> dict[str, dict[str, float]]:
         },
         "gateway": {"turn_timeout_s": recipe.gateway.turn_timeout_s / WORKLOAD},
         "training": {"stage_timeout_s": recipe.training.stage_timeout_s / WORKLOAD},
-        "service": {
-            "stall_s": recipe.service.stall_s / WORKLOAD,
-            "hang_s": machine(recipe.service.hang_s),
-        },
+        "service": {"stall_s": recipe.service.stall_s / WORKLOAD, "hang_s": machine(recipe.service.hang_s)},
         "engines": {"health_timeout_s": machine(recipe.engines.health_timeout_s)},
         # Must be below the scaled stall clock, as in real time.
         "cluster": {"absent_s": min(recipe.cluster.absent_s, recipe.service.stall_s / WORKLOAD / 1.5)},

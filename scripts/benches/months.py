@@ -43,6 +43,7 @@ from headrace.buffer.core.records import (
     EvaluationRecord,
     GroupRecord,
     GroupState,
+    Record,
     RolloutRecord,
     RolloutState,
     TaskRecord,
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
 
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
-    from headrace.buffer.core.records import Record
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECIPE: Final = ROOT / "scripts" / "recipes" / "simulated.toml"
@@ -557,7 +557,27 @@ def write_run(
         for first in range(1, months.steps + 1, STEPS_AT_ONCE):
             _write_steps(months, range(first, min(first + STEPS_AT_ONCE, months.steps + 1)), directory, ledger)
             for step in range(first, min(first + STEPS_AT_ONCE, months.saved + 1)):
-                _write_metrics(months, step, metrics)
+                at_s, version = months.committed_at(step), str(months.version(step))
+                record = StepMetric(
+                    batch_id=f"b{step:06}",
+                    step=step,
+                    version=version,
+                    skipped=False,
+                    reward=0.5,
+                    metrics={"mean_staleness": 2.0},
+                    staleness={"1": 16, "2": 32, "3": 16},
+                    stale_kv_tokens=0,
+                    step_s=STEP_S - 5,
+                    idle_s=0.5,
+                    push_s=0.0,
+                )
+                metrics.append(record, time_s=at_s)
+                metrics.append(
+                    SimulatedPushMetric(version=version, total_s=0.5, rollouts_in_flight=128), time_s=at_s + 1
+                )
+                phases_s = {"boot": 2.5, "prepare": 1.25, "agent": 400.0, "evaluate": 6.25}
+                for number in range(METRIC_LINES_PER_STEP):
+                    metrics.append(RolloutPhasesMetric(rollouts=4.0, phases_s=phases_s), time_s=at_s - 15 * number)
                 if step % EVALUATE_EVERY == 0:
                     _evaluate(months, step, f"step-{step}", heldout, ledger, metrics)
         records, stored = months.end_records()
@@ -615,25 +635,3 @@ def _evaluate(
     )
     metrics.append(record, time_s=months.committed_at(step) + 100)
     ledger.ended(tag, step, {"tag": tag, "success": 0.5, "answers": len(tasks), "infra": 0})
-
-
-def _write_metrics(months: Months, step: int, metrics: MetricsLog) -> None:
-    at_s, version = months.committed_at(step), str(months.version(step))
-    record = StepMetric(
-        batch_id=f"b{step:06}",
-        step=step,
-        version=version,
-        skipped=False,
-        reward=0.5,
-        metrics={"mean_staleness": 2.0},
-        staleness={"1": 16, "2": 32, "3": 16},
-        stale_kv_tokens=0,
-        step_s=STEP_S - 5,
-        idle_s=0.5,
-        push_s=0.0,
-    )
-    metrics.append(record, time_s=at_s)
-    metrics.append(SimulatedPushMetric(version=version, total_s=0.5, rollouts_in_flight=128), time_s=at_s + 1)
-    phases_s = {"boot": 2.5, "prepare": 1.25, "agent": 400.0, "evaluate": 6.25}
-    for number in range(METRIC_LINES_PER_STEP):
-        metrics.append(RolloutPhasesMetric(rollouts=4.0, phases_s=phases_s), time_s=at_s - 15 * number)

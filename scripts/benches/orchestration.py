@@ -10,7 +10,8 @@ import asyncio
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.evaluation.evaluator import Evaluator
@@ -23,18 +24,13 @@ from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.runtime.process_tree import cpu_s
-from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.observing.telemetry import TelemetryConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.runtime.runtime import Runtime
 
 T = TypeVar("T")
 

@@ -30,9 +30,9 @@ from benches.long_agents import (
     scaled_clocks,
 )
 from headrace.actors.errors import ActorLost, RunStalled
-from headrace.actors.run.config import load_recipe, resolve
+from headrace.actors.run.config import RunConfig, load_recipe, resolve
 from headrace.actors.run.launch import drive, lay_out
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.replay import Replay
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
     from headrace.actors.run.service import Service
 
 GATE_WAITS: Final = 20

@@ -13,16 +13,12 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
 
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxRef, SandboxSpec
 from headrace.sandboxes.doctor import probe
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-
-    from headrace.sandboxes.base import Sandbox, SandboxRef
 
 _MEBI: Final = 1 << 20
 _TOOL: Final = "mkdir -p /opt/tool && head -c {size} /dev/urandom > /opt/tool/data && echo 1 > /opt/tool/version"

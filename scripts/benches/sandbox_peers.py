@@ -13,13 +13,11 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from headrace.sandboxes.oci.host_skeleton import system_folders
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+from headrace.sandboxes.oci.runtime import system_folders
 
 _SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TIMEOUT_S: Final = 60.0

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.launch import drive
-from headrace.actors.simulation.account import read_account
-from headrace.actors.simulation.plan import MINUTE_S
+from headrace.actors.simulation.account import Account, read_account
+from headrace.actors.simulation.plan import MINUTE_S, SimulationPlan
 from headrace.actors.simulation.plan_service import prepare_plan, scaled
 from headrace.actors.simulation.simulate import run_plan
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.simulation.account import Account
-    from headrace.actors.simulation.plan import SimulationPlan
 
 AGREEMENT: Final = 0.05
 """Largest relative difference between the two."""

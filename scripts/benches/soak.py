@@ -366,7 +366,7 @@ def main(
     """Kill actors, learner and driver of simulated runs over Ray, make engines unavailable, stop processes and damage
     files, and check the ledger after each."""
     if days:
-        from benches.months_soak import main as soak_months
+        from benches.months_bench import main as soak_months
 
         soak_months(days, json)
         return

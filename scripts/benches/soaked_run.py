@@ -26,7 +26,7 @@ from headrace.actors.errors import ActorLost
 from headrace.actors.run.exit_codes import exit_code_of_run
 from headrace.actors.run.launch import drive, reopen
 from headrace.actors.run.resume import Resuming
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
-from headrace.serve.conversation import Purpose
+from headrace.serve.conversation import Purpose, TurnAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.buffer.types import VersionSpan
     from headrace.serve.capture.matching import Drift
-    from headrace.serve.conversation import TurnAnswer
     from headrace.serve.rendering.render import TokenIds
 
 

@@ -10,19 +10,25 @@ Invariants:
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
-from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
-    from headrace.serve.conversation import Block, ToolSpec, TurnRequest
+from headrace.serve.conversation import (
+    Block,
+    Message,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    ToolResult,
+    ToolSpec,
+    TurnRequest,
+)
 
 _CHANGE_OF_FOLDER: Final = re.compile(r"^\s*cd \S+ *&& *")
 """Prefix of a command that some agents drop when the command starts in that folder anyway."""

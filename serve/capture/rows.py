@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.buffer.types import Row, Trajectory, VersionSpan
-from headrace.serve.capture.events import Status
-from headrace.serve.capture.trie import below, path
+from headrace.serve.capture.events import Exhausted, Status
+from headrace.serve.capture.trie import PromptNode, SampledNode, Trie, below, path
 from headrace.serve.conversation import Purpose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.serve.capture.events import Exhausted
     from headrace.serve.capture.session import Session, SessionId
-    from headrace.serve.capture.trie import PromptNode, SampledNode, Trie
 
 
 class Masked(StrEnum):

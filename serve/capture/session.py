@@ -17,22 +17,17 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NewType
 
-from headrace.policies.engine import MAX_TOKEN_CHARACTERS, FinishReason
-from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent, Status
+from headrace.policies.engine import MAX_TOKEN_CHARACTERS, Completion, FinishReason
+from headrace.serve.capture.events import Accepted, Delivered, Event, Exhausted, Failed, Recorded, Spent, Status
 from headrace.serve.capture.matching import options_digest
-from headrace.serve.capture.trie import Trie
-from headrace.serve.conversation import Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
+from headrace.serve.capture.trie import Match, SampledNode, Trie
+from headrace.serve.conversation import Block, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd, TurnRequest
 from headrace.serve.errors import ContextExceeded
-from headrace.serve.parsing.base import ParsedCall
+from headrace.serve.parsing.base import OutputParser, ParsedCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.policies.engine import Completion
-    from headrace.serve.capture.events import Event
-    from headrace.serve.capture.trie import Match, SampledNode
-    from headrace.serve.conversation import Block, TurnRequest
-    from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer, TokenIds
 
 SessionId = NewType("SessionId", str)

@@ -15,25 +15,21 @@ import logging
 import os
 import time
 from array import array
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
 from headrace.buffer.types import VersionSpan
 from headrace.sandboxes.private_folders import make_missing
-from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Origin, Recorded, Spent, Status
+from headrace.serve.capture.events import Accepted, Delivered, Event, Exhausted, Failed, Origin, Recorded, Spent, Status
 from headrace.serve.capture.matching import Drift
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import LogBroken
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from headrace.serve.capture.events import Event
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +173,23 @@ def _document(event: Event) -> dict[str, Any]:
 def _event(document: dict[str, Any]) -> Event:
     match document:
         case {"recorded": dict() as recorded}:
-            return _recorded(recorded)
+            origin, answer = recorded.pop("origin"), recorded.pop("answer")
+            blocks = (
+                _KINDS[kind](**block) for kind, block in zip(recorded.pop("kinds"), answer["blocks"], strict=True)
+            )
+            answer |= {"blocks": tuple(blocks), "end": TurnEnd(answer["end"])}
+            return Recorded(
+                parts=tuple(bytes.fromhex(part) for part in recorded.pop("parts")),
+                delta=_decode("i", recorded.pop("delta")),
+                origin=Origin(**origin | {"purpose": Purpose(origin["purpose"])}),
+                options=recorded.pop("wishes"),
+                answer=TurnAnswer(**answer),
+                ids=_decode("i", recorded.pop("ids")),
+                logprobs=_decode("f", recorded.pop("logprobs")),
+                spans=tuple(VersionSpan.from_json(*span) for span in recorded.pop("spans")),
+                status=Status(recorded.pop("status")),
+                **recorded,
+            )
         case {"accepted": str() as turn_id, "drift": str() as drift}:
             return Accepted(turn_id=turn_id, drift=Drift(drift))
         case {"delivered": str() as turn_id, "at": float() | int() as at}:
@@ -187,24 +199,6 @@ def _event(document: dict[str, Any]) -> Event:
         case {"spent": str() as budget}:
             return Spent(budget=Exhausted(budget))
     raise ValueError(f"unknown event: {sorted(document)}")
-
-
-def _recorded(document: dict[str, Any]) -> Recorded:
-    origin, answer = document.pop("origin"), document.pop("answer")
-    blocks = (_KINDS[kind](**block) for kind, block in zip(document.pop("kinds"), answer["blocks"], strict=True))
-    answer |= {"blocks": tuple(blocks), "end": TurnEnd(answer["end"])}
-    return Recorded(
-        parts=tuple(bytes.fromhex(part) for part in document.pop("parts")),
-        delta=_decode("i", document.pop("delta")),
-        origin=Origin(**origin | {"purpose": Purpose(origin["purpose"])}),
-        options=document.pop("wishes"),
-        answer=TurnAnswer(**answer),
-        ids=_decode("i", document.pop("ids")),
-        logprobs=_decode("f", document.pop("logprobs")),
-        spans=tuple(VersionSpan.from_json(*span) for span in document.pop("spans")),
-        status=Status(document.pop("status")),
-        **document,
-    )
 
 
 def _opened(line: bytes) -> Opened:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace.serve.capture.events import Origin, Status
+from headrace.serve.capture.events import Origin, Recorded, Status
 from headrace.serve.capture.matching import (
     Drift,
     Frame,
@@ -31,14 +31,12 @@ from headrace.serve.capture.matching import (
     plain_digest,
     without_echoes_of,
 )
-from headrace.serve.conversation import Message, Role, ToolCall
+from headrace.serve.conversation import Message, Role, ToolCall, TurnAnswer, TurnRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from headrace.buffer.types import VersionSpan
-    from headrace.serve.capture.events import Recorded
-    from headrace.serve.conversation import TurnAnswer, TurnRequest
     from headrace.serve.rendering.render import TokenIds
 
 

@@ -25,20 +25,19 @@ from headrace.serve.conversation import (
     ToolCall,
     ToolResult,
     ToolSpec,
+    TurnAnswer,
     TurnEnd,
     TurnRequest,
     say,
 )
-from headrace.serve.dialects import events, fields
+from headrace.serve.dialects import fields, openai
 from headrace.serve.dialects.dialect import WireRequest
-from headrace.serve.errors import BadRequest, ContextExceeded, GatewayBroken, InfraError
+from headrace.serve.errors import BadRequest, ContextExceeded, GatewayBroken, InfraError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from headrace.serve.conversation import TurnAnswer
     from headrace.serve.dialects.fields import JsonObject
-    from headrace.serve.errors import WireError
 
 AGENT_HEADER = "x-claude-code-agent-id"
 OVERLOADED = 529
@@ -60,7 +59,7 @@ class AnthropicMessages:
 
     @property
     def ping(self) -> bytes:
-        return events.event({"type": "ping"})
+        return openai.event({"type": "ping"})
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
         return _parse(body, headers, prefill=False)
@@ -91,7 +90,7 @@ class AnthropicMessages:
         }
 
     def stream(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> bytes:
-        parts = [events.event({"type": "message_start", "message": _message(request, turn)})]
+        parts = [openai.event({"type": "message_start", "message": _message(request, turn)})]
         for index, block in enumerate(turn.blocks):
             start: dict[str, object] = {"type": "text", "text": ""}
             deltas = [{"type": "text_delta", "text": getattr(block, "text", "")}]
@@ -104,13 +103,13 @@ class AnthropicMessages:
             elif isinstance(block, ToolCall):
                 start = {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
                 deltas = [{"type": "input_json_delta", "partial_json": block.arguments}]
-            parts.append(events.event({"type": "content_block_start", "index": index, "content_block": start}))
-            parts += [events.event({"type": "content_block_delta", "index": index, "delta": delta}) for delta in deltas]
-            parts.append(events.event({"type": "content_block_stop", "index": index}))
+            parts.append(openai.event({"type": "content_block_start", "index": index, "content_block": start}))
+            parts += [openai.event({"type": "content_block_delta", "index": index, "delta": delta}) for delta in deltas]
+            parts.append(openai.event({"type": "content_block_stop", "index": index}))
         delta = {"stop_reason": _STOP_REASONS[turn.end], "stop_sequence": turn.stop_string or None}
         usage = _usage(turn.prompt_tokens, turn.completion_tokens)
-        parts.append(events.event({"type": "message_delta", "delta": delta, "usage": usage}))
-        parts.append(events.event({"type": "message_stop"}))
+        parts.append(openai.event({"type": "message_delta", "delta": delta, "usage": usage}))
+        parts.append(openai.event({"type": "message_stop"}))
         return b"".join(parts)
 
     def status(self, failure: WireError) -> int:
@@ -132,7 +131,7 @@ class AnthropicMessages:
         return False
 
     def stream_error(self, request: WireRequest, failure: WireError) -> bytes:
-        return events.event(self.error(failure))
+        return openai.event(self.error(failure))
 
     def models(self, created_s: int) -> dict[str, object]:
         name = fields.DEFAULT_MODEL

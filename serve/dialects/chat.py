@@ -17,20 +17,19 @@ from headrace.serve.conversation import (
     ToolCall,
     ToolResult,
     ToolSpec,
+    TurnAnswer,
     TurnEnd,
     TurnRequest,
     say,
 )
-from headrace.serve.dialects import events, fields, openai
+from headrace.serve.dialects import fields, openai
 from headrace.serve.dialects.dialect import WireRequest
-from headrace.serve.errors import BadRequest
+from headrace.serve.errors import BadRequest, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from headrace.serve.conversation import TurnAnswer
     from headrace.serve.dialects.fields import JsonObject
-    from headrace.serve.errors import WireError
 
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM}
 _FINISH_REASONS = {
@@ -46,7 +45,7 @@ class ChatCompletions:
 
     @property
     def ping(self) -> bytes:
-        return events.COMMENT
+        return openai.COMMENT
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
         document = fields.read_body(body)
@@ -98,8 +97,8 @@ class ChatCompletions:
                 parts.append(_chunk(head, {"content": block.text}, None))
         parts.append(_chunk(head, {}, _FINISH_REASONS[turn.end]))
         if request.include_usage:
-            parts.append(events.data(head | {"choices": [], "usage": _usage(turn)}))
-        return b"".join([*parts, events.DONE])
+            parts.append(openai.data(head | {"choices": [], "usage": _usage(turn)}))
+        return b"".join([*parts, openai.DONE])
 
     def status(self, failure: WireError) -> int:
         return openai.status(failure)
@@ -111,7 +110,7 @@ class ChatCompletions:
         return False
 
     def stream_error(self, request: WireRequest, failure: WireError) -> bytes:
-        return events.data(openai.error(failure))
+        return openai.data(openai.error(failure))
 
     def models(self, created_s: int) -> dict[str, object]:
         return openai.models(created_s)
@@ -196,4 +195,4 @@ def _content(turn: TurnAnswer) -> str | None:
 
 def _chunk(head: dict[str, object], delta: Mapping[str, object], finish_reason: str | None) -> bytes:
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    return events.data(head | {"choices": [choice]})
+    return openai.data(head | {"choices": [choice]})

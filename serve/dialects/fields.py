@@ -8,17 +8,15 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import orjson
 
-from headrace.policies.tokens.bounded_cache import BoundedCache
+from headrace.policies.tokens.pieces import BoundedCache
 from headrace.serve.conversation import Message, Role, Text
 from headrace.serve.errors import BadRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 Parsed = TypeVar("Parsed")
 JsonObject: TypeAlias = "dict[str, Any]"

@@ -27,32 +27,26 @@ from headrace.serve.conversation import (
     ToolCall,
     ToolResult,
     ToolSpec,
+    TurnAnswer,
     TurnEnd,
     TurnRequest,
     say,
 )
-from headrace.serve.dialects import events, fields, openai
+from headrace.serve.dialects import fields, openai
 from headrace.serve.dialects.dialect import CallShape, WireRequest
-from headrace.serve.errors import BadRequest, BodyTooLarge, ContextExceeded, InfraError
+from headrace.serve.errors import BadRequest, BodyTooLarge, ContextExceeded, InfraError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from headrace.serve.conversation import TurnAnswer
     from headrace.serve.dialects.fields import JsonObject
-    from headrace.serve.errors import WireError
 
 METADATA = "x-codex-turn-metadata"
 SUBAGENT = "x-openai-subagent"
 COMPACTING_SUBAGENT = "compact"
 """Subagent label of a compaction in older versions of Codex; newer ones send `request_kind`."""
 
-_ROLES = {
-    "assistant": Role.ASSISTANT,
-    "developer": Role.SYSTEM,
-    "system": Role.SYSTEM,
-    "user": Role.USER,
-}
+_ROLES = {"assistant": Role.ASSISTANT, "developer": Role.SYSTEM, "system": Role.SYSTEM, "user": Role.USER}
 # Neither our turn ids nor the ids of other providers contain a dot.
 _OUR_ID = re.compile(r"(?:rs|msg|fc|ctc)_([A-Za-z0-9_-]+)\.[0-9]+")
 _FREEFORM_PARAMETERS: JsonObject = {
@@ -75,7 +69,7 @@ class Responses:
     @property
     def ping(self) -> bytes:
         # Codex ends a stream without an event for 300 s, not counting comments. This event is OpenAI's own.
-        return events.event({"type": "keepalive", "sequence_number": 0})
+        return openai.event({"type": "keepalive", "sequence_number": 0})
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
         document = fields.read_body(body)
@@ -430,7 +424,7 @@ class _EventWriter:
     parts: list[bytes] = field(default_factory=list)
 
     def write(self, kind: str, **content: object) -> None:
-        self.parts.append(events.event({"type": kind, "sequence_number": len(self.parts)} | content))
+        self.parts.append(openai.event({"type": kind, "sequence_number": len(self.parts)} | content))
 
 
 def _write_item(writer: _EventWriter, index: int, item: dict[str, Any]) -> None:

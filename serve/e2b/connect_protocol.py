@@ -10,15 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncIterator
+from typing import Any, Final
 
 import orjson
 from aiohttp import web
 
 from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 Message = dict[str, Any]
 

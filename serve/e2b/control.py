@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import base64
+import binascii
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import parse_qsl, unquote
 
 from aiohttp import web
 
-from headrace.serve.e2b.listing import page, parse_query
-from headrace.serve.e2b.views import created, detail, listed
 from headrace.serve.e2b_sandboxes.bodies import (
     Connect,
     NewSandbox,
@@ -18,13 +20,15 @@ from headrace.serve.e2b_sandboxes.bodies import (
     Timeout,
     idempotency_key,
     read_body,
+    timestamp,
 )
 from headrace.serve.e2b_sandboxes.errors import ApiError, unsupported
+from headrace.serve.e2b_sandboxes.table import Row, State
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Iterable, Mapping
 
-    from headrace.serve.e2b.access import Access
+    from headrace.serve.e2b.envd import Access
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
@@ -35,6 +39,134 @@ _TIMEOUT_S: Final = {"/sandboxes": 15, "/v2/sandboxes": 300}
 """Default timeout of a create, by route, from the specifications of the two generations."""
 _RESUME_TIMEOUT_S: Final = 15
 _CONNECT_TIMEOUT_S: Final = 300
+
+
+ENVD_VERSION: Final = "0.6.4"
+"""Version of envd for the SDKs, on which the default user, closing of stdin, octet-stream uploads, and entries in watch
+events depend."""
+_CLIENT_ID: Final = "headrace"
+
+
+MAX_LIMIT: Final = 100
+SHOWN: Final = frozenset({State.RUNNING, State.PAUSED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """Parameters of a list request. `after` is the (started_at, id) of the last row of the previous page."""
+
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    states: frozenset[State] = SHOWN
+    template: str = ""
+    started_after: float = 0.0
+    limit: int = MAX_LIMIT
+    ascending: bool = False
+    after: tuple[float, str] | None = None
+
+
+def parse_query(parameters: Mapping[str, str]) -> Query:
+    """Parse the parameters of a list request. Raises ApiError 400."""
+    order = parameters.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, f"order: {order[:20]!r} is neither asc nor desc")
+    try:
+        metadata = parameters.get("metadata", "")
+        pairs = parse_qsl(metadata, keep_blank_values=True, strict_parsing=bool(metadata))
+    except ValueError as error:
+        raise ApiError(400, f"metadata: {error}") from error
+    states = [name for name in parameters.get("state", "").split(",") if name]
+    if wrong := [name for name in states if name not in {state.value for state in SHOWN}]:
+        raise ApiError(400, f"state: {wrong[0][:20]!r} is neither running nor paused")
+    started_after = parameters.get("startedAfter", "")
+    try:
+        started_after_s = datetime.fromisoformat(started_after).timestamp() if started_after else 0.0
+    except ValueError as error:
+        raise ApiError(400, f"startedAfter: {started_after[:40]!r} is not a time") from error
+    limit = parameters.get("limit", "") or str(MAX_LIMIT)
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_LIMIT:
+        raise ApiError(400, f"limit: {limit[:20]!r} is not a number from 1 to {MAX_LIMIT}")
+    return Query(
+        # The SDKs quote names and values once more.
+        metadata={unquote(key): unquote(value) for key, value in pairs},
+        states=frozenset(State(name) for name in states) or SHOWN,
+        template=parameters.get("template", ""),
+        started_after=started_after_s,
+        limit=int(limit),
+        ascending=order == "asc",
+        after=_token(parameters.get("nextToken", "")),
+    )
+
+
+def _token(text: str) -> tuple[float, str] | None:
+    if not text:
+        return None
+    try:
+        started, _, sandbox_id = base64.urlsafe_b64decode(text.encode()).decode().partition("_")
+        return float.fromhex(started), sandbox_id
+    except (ValueError, binascii.Error, OverflowError) as error:
+        raise ApiError(400, "nextToken: not a token of this server") from error
+
+
+def page(rows: Iterable[Row], query: Query) -> tuple[list[Row], str]:
+    """Return the rows of a page and the token of the next one, which is "" for the last page."""
+
+    def wanted(row: Row) -> bool:
+        return (
+            row.state in query.states
+            and (not query.template or row.template == query.template)
+            and row.started_at >= query.started_after
+            and query.metadata.items() <= row.metadata.items()
+        )
+
+    found = sorted(filter(wanted, rows), key=_place, reverse=not query.ascending)
+    if query.after is not None:
+        after = query.after
+        found = [row for row in found if (_place(row) > after if query.ascending else _place(row) < after)]
+    here = found[: query.limit]
+    return here, encode_token(here[-1]) if len(found) > query.limit else ""
+
+
+def encode_token(row: Row) -> str:
+    return base64.urlsafe_b64encode(f"{row.started_at.hex()}_{row.id}".encode()).decode()
+
+
+def _place(row: Row) -> tuple[float, str]:
+    return row.started_at, row.id
+
+
+def created(row: Row) -> dict[str, Any]:
+    """Return the response to create, connect and resume, with the access token."""
+    return {
+        "templateID": row.template,
+        "sandboxID": row.id,
+        "clientID": _CLIENT_ID,
+        "envdVersion": ENVD_VERSION,
+        "envdAccessToken": row.access_token,
+        "domain": None,
+    }
+
+
+def listed(row: Row) -> dict[str, Any]:
+    """Return a row of a list. The sizes are 0, because the provider's own limits apply."""
+    return {
+        "templateID": row.template,
+        "sandboxID": row.id,
+        "clientID": _CLIENT_ID,
+        "startedAt": timestamp(row.started_at),
+        "endAt": timestamp(row.end_at),
+        "cpuCount": 0,
+        "memoryMB": 0,
+        "diskSizeMB": 0,
+        "state": row.state.value,
+        "envdVersion": ENVD_VERSION,
+        "metadata": row.metadata,
+    }
+
+
+def detail(row: Row) -> dict[str, Any]:
+    """Return one sandbox with its lifecycle and access token."""
+    lifecycle = {"autoResume": False, "onTimeout": "pause" if row.pause_at_end else "kill"}
+    return {**listed(row), "envdAccessToken": row.access_token, "domain": None, "lifecycle": lifecycle}
 
 
 class ControlPlane:

@@ -6,6 +6,8 @@ Invariants:
 - Every route except `/health` requires the sandbox's access token, compared in constant time; `/files` accepts a
   signature made with it instead.
 - A call ends within its `Connect-Timeout-Ms`; an error after the start of a stream is sent in its end frame.
+- The key is checked first; a sandbox of another key gives 404, like one that does not exist; every error is a JSON
+  object with `code` and `message`.
 """
 
 from __future__ import annotations
@@ -19,23 +21,63 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from headrace.sandboxes.errors import SandboxError, SandboxGone
-from headrace.serve.e2b.connect_protocol import ResponseStream, check_stream, deadline_s, read_unary
-from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, not_running, rpc_error
+from headrace.serve.e2b.connect_protocol import Message, ResponseStream, check_stream, deadline_s, read_unary
+from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, api_error, not_running, rpc_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from headrace.serve.e2b.connect_protocol import Message
-    from headrace.serve.e2b_sandboxes.accounts import Account
+    from headrace.serve.e2b_sandboxes.entries import Account
+    from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
     Unary = Callable[["Call", Message], Awaitable[Message]]
     Streaming = Callable[["Call", ResponseStream], Awaitable[None]]
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    OwnerHandler = Callable[[web.Request, Owner], Awaitable[web.StreamResponse]]
+    SandboxHandler = Callable[[web.Request, LiveSandbox], Awaitable[web.StreamResponse]]
 
 _KEEPALIVE_S: Final = 90.0
 """Interval of keep-alive messages on an idle stream, unless the client sends `Keepalive-Ping-Interval`."""
 _UNARY_TIMEOUT_S: Final = 300.0
+
+
+class Access:
+    """Converts our handlers to those of aiohttp."""
+
+    def __init__(self, sandboxes: Sandboxes, keys: ApiKeys) -> None:
+        self._sandboxes = sandboxes
+        self._keys = keys
+
+    def owned(self, handler: OwnerHandler) -> Handler:
+        """Wrap the handler of a route that requires any valid key."""
+
+        async def wrapped(request: web.Request) -> web.StreamResponse:
+            try:
+                owner = self._keys.identify(request.headers.get("X-API-Key", ""))
+                if owner is None:
+                    raise ApiError(401, "missing or wrong API key: set E2B_API_KEY")
+                return await handler(request, owner)
+            except ApiError as error:
+                return error.response()
+            except SandboxError as error:
+                return api_error(error, repeatable="Idempotency-Key" in request.headers).response()
+
+        return wrapped
+
+    def on_sandbox(self, handler: SandboxHandler) -> Handler:
+        """Wrap the handler of a route of one sandbox, which the key must own."""
+
+        async def wrapped(request: web.Request, owner: Owner) -> web.StreamResponse:
+            live = self._sandboxes.get(owner, request.match_info["id"])
+            try:
+                return await handler(request, live)
+            except SandboxGone:
+                self._sandboxes.forget(live)
+                raise
+
+        return self.owned(wrapped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

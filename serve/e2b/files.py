@@ -4,31 +4,35 @@ Invariants:
 - Contents are never stored here: a slow client slows only its own transfer, through the process's pipe.
 - The file is opened by a process of the user inside; only regular files are read.
 - A download has the announced length or its connection is cut; an upload is confirmed after its writer has succeeded.
+- Until its expiration a signature is valid for one path, one operation and one user of the sandbox whose token made it;
+  it is compared in constant time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import posixpath
 import re
+import time
 from contextlib import aclosing, suppress
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from headrace.sandboxes.base import Stream
+from headrace.sandboxes.base import Process, Stream
 from headrace.sandboxes.errors import SandboxError, SandboxFileError, SandboxGone
 from headrace.serve.e2b.filesystem_service import code_of
-from headrace.serve.e2b.signatures import find_signed
 from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, rpc_error, unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
-    from headrace.sandboxes.base import Process
     from headrace.serve.e2b.envd import Envd
-    from headrace.serve.e2b_sandboxes.accounts import Account
+    from headrace.serve.e2b_sandboxes.entries import Account
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
@@ -63,6 +67,32 @@ _STATUS_OF_CODE: Final = {
     Code.UNAUTHENTICATED: 401,
     Code.UNIMPLEMENTED: 501,
 }
+
+
+def signature(path: str, operation: str, user: str, token: str, expiration: str) -> str:
+    """Return the signature of a URL. `operation` is `read` or `write`; `user` and `expiration` are "" if the URL has
+    none."""
+    parts = [path, operation, user, token] + ([expiration] if expiration else [])
+    digest = hashlib.sha256(":".join(parts).encode(errors="surrogatepass")).digest()
+    return "v1_" + base64.b64encode(digest).rstrip(b"=").decode("ascii")
+
+
+def find_signed(running: Iterable[LiveSandbox], query: Mapping[str, str], operation: str) -> LiveSandbox:
+    """Find the sandbox by whose token a URL was signed, since the URL does not name it. Raises ApiError 401."""
+    given, expiration = query.get("signature", ""), query.get("signature_expiration", "")
+    if not given:
+        raise ApiError(401, "missing signature query parameter")
+    path, user = query.get("path", ""), query.get("username", "")
+    found = None
+    for live in running:
+        expected = signature(path, operation, user, live.row.access_token, expiration)
+        if compare_digest(expected.encode(), given.encode(errors="surrogatepass")):
+            found = live
+    if found is None:
+        raise ApiError(401, "invalid signature")
+    if expiration and not (expiration.isascii() and expiration.isdigit() and int(expiration) >= time.time()):
+        raise ApiError(401, "signature is already expired")
+    return found
 
 
 class Files:

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from headrace.sandboxes.base import Stream, TerminalSize
-from headrace.serve.e2b.connect_protocol import read_frames, read_single
+from headrace.serve.e2b.connect_protocol import Message, ResponseStream, read_frames, read_single
 from headrace.serve.e2b_sandboxes.bodies import check_environment
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError
-from headrace.serve.e2b_sandboxes.processes import Command, RunningCommand
+from headrace.serve.e2b_sandboxes.processes import Command, OutputReader, RunningCommand
 
 if TYPE_CHECKING:
     from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.e2b.connect_protocol import Message, ResponseStream
     from headrace.serve.e2b.envd import Call, Envd
-    from headrace.serve.e2b_sandboxes.output_log import OutputReader
 
 _CHECK_TIMEOUT_S: Final = 30.0
 _FIELDS: Final = {Stream.STDOUT: "stdout", Stream.STDERR: "stderr", Stream.TERMINAL: "pty"}
@@ -57,13 +55,6 @@ class ProcessService:
         until = None if call.timeout_s is None else asyncio.get_running_loop().time() + call.timeout_s
         message = await read_single(call.request)
         command = parse_command(message)
-        running = await self._spawn(call, command, message)
-        async with running.log.reader() as reader, asyncio.timeout_at(until):
-            self._tasks.start(self._follow(call, running))
-            await stream.open()
-            await self._send_events(call, stream, running, reader)
-
-    async def _spawn(self, call: Call, command: Command, message: Message) -> RunningCommand:
         account = await call.account()
         folder = account.folder if command.cwd is None else account.resolve(command.cwd)
         if command.cwd is not None:
@@ -86,7 +77,10 @@ class ProcessService:
         running = RunningCommand(command, process, call.live.row.id)
         call.live.processes.add(running)
         call.live.note(f"process {running.pid} started: {command.program[:200]} {' '.join(command.arguments)[:200]}")
-        return running
+        async with running.log.reader() as reader, asyncio.timeout_at(until):
+            self._tasks.start(self._follow(call, running))
+            await stream.open()
+            await self._send_events(call, stream, running, reader)
 
     async def _follow(self, call: Call, running: RunningCommand) -> None:
         await running.follow()

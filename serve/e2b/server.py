@@ -20,27 +20,23 @@ from aiohttp import web
 
 from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.remote.tasks import ServerTasks
-from headrace.serve.e2b.access import Access
 from headrace.serve.e2b.control import ControlPlane
-from headrace.serve.e2b.envd import Envd
+from headrace.serve.e2b.envd import Access, Envd
 from headrace.serve.e2b.files import Files
-from headrace.serve.e2b.filesystem_service import FilesystemService
+from headrace.serve.e2b.filesystem_service import FilesystemService, WatchService
 from headrace.serve.e2b.observation import Observation
 from headrace.serve.e2b.process_service import ProcessService
-from headrace.serve.e2b.watch_service import WatchService
 from headrace.serve.e2b_sandboxes.errors import ApiError
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import ApiKeys
-from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
+from headrace.serve.e2b_sandboxes.lifecycle import Backend, Sandboxes
 from headrace.serve.e2b_sandboxes.recovery import recover
 from headrace.serve.e2b_sandboxes.table import SandboxTable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
     from pathlib import Path
-    from types import TracebackType
 
-    from headrace.serve.e2b_sandboxes.lifecycle import Backend
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 _SHUTDOWN_S: Final = 1.0
@@ -121,9 +117,7 @@ class E2bServer:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def _listen(self, application: web.Application, stack: AsyncExitStack) -> None:

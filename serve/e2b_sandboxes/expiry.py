@@ -9,11 +9,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+from collections.abc import Callable
+from typing import Final
 
 _SLACK: Final = 1024
 """Number of replaced deadlines above which, with the number of names, the heap is rebuilt."""

@@ -5,15 +5,14 @@ Invariants: a client can select only names of the map; an image reference never 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tomllib
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Self
 
-from headrace.sandboxes.errors import ImageUnknown, SpecRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+from headrace.sandboxes.errors import CapacityExceeded, ImageUnknown, SpecRefused
 
 DEFAULT_TEMPLATE: Final = "base"
 
@@ -51,3 +50,30 @@ def load_images(path: Path | None, metadata_key: str) -> ImageMap:
     if not isinstance(images, dict) or not all(isinstance(image, str) and image for image in images.values()):
         raise SpecRefused(f'--image-map {path}: must contain only lines of the form `name = "image reference"`')
     return ImageMap(images, metadata_key)
+
+
+BOOTS: Final = 16
+MAX_WAITING: Final = 1024
+_RETRY_AFTER_S: Final = 1.0
+
+
+class BootQueue:
+    """An async context manager around one boot, in order of arrival. Raises CapacityExceeded when the queue is full."""
+
+    def __init__(self, boots: int = BOOTS, max_waiting: int = MAX_WAITING) -> None:
+        self._places = asyncio.Semaphore(boots)
+        self._max_waiting = max_waiting
+        self._waiting = 0
+
+    async def __aenter__(self) -> Self:
+        if self._places.locked() and self._waiting >= self._max_waiting:
+            raise CapacityExceeded(f"{self._waiting} sandboxes wait to boot already", _RETRY_AFTER_S)
+        self._waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self._waiting -= 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._places.release()

@@ -10,12 +10,10 @@ import hashlib
 import re
 from dataclasses import dataclass
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.sandboxes.errors import SpecRefused
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")

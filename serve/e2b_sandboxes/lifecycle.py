@@ -20,24 +20,20 @@ from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, Protocol
 
-from headrace.sandboxes.base import Feature, SandboxSpec
+from headrace.sandboxes.base import Feature, Sandbox, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError, TransientSandboxError
-from headrace.serve.e2b_sandboxes.bodies import digest
-from headrace.serve.e2b_sandboxes.boot_queue import BootQueue
+from headrace.serve.e2b_sandboxes.bodies import NewSandbox, digest
 from headrace.serve.e2b_sandboxes.errors import ApiError, not_found, not_running, unsupported
 from headrace.serve.e2b_sandboxes.expiry import ExpiryClock
+from headrace.serve.e2b_sandboxes.images import BootQueue, ImageMap
 from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
-from headrace.serve.e2b_sandboxes.table import Row, State
+from headrace.serve.e2b_sandboxes.table import Row, SandboxTable, State
 
 if TYPE_CHECKING:
     import builtins
 
-    from headrace.sandboxes.base import Sandbox, SandboxInfo, SandboxRef
     from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.e2b_sandboxes.bodies import NewSandbox
-    from headrace.serve.e2b_sandboxes.images import ImageMap
     from headrace.serve.e2b_sandboxes.keys import Owner
-    from headrace.serve.e2b_sandboxes.table import SandboxTable
 
 ID_LABEL: Final = "e2b_sandbox"
 OWNER_LABEL: Final = "e2b_owner"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from headrace.serve.e2b_sandboxes.accounts import Accounts
+from headrace.serve.e2b_sandboxes.bodies import timestamp
+from headrace.serve.e2b_sandboxes.entries import Accounts
 from headrace.serve.e2b_sandboxes.processes import ProcessTable
-from headrace.serve.e2b_sandboxes.timestamps import timestamp
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox

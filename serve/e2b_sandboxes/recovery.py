@@ -9,15 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from headrace.sandboxes.errors import SandboxError
-from headrace.serve.e2b_sandboxes.lifecycle import spec_of
+from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes, spec_of
 from headrace.serve.e2b_sandboxes.table import State
-
-if TYPE_CHECKING:
-    from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.table import Row
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +29,12 @@ async def recover(sandboxes: Sandboxes) -> None:
     for row in rows:
         try:
             if row.state is State.BOOTING and row.boot_key in keys:
-                await _finish_boot(sandboxes, row)
+                ref = await sandboxes.backend.create(spec_of(row))
+                now = time.time()
+                done = replace(row, ref=ref, state=State.RUNNING, started_at=now, end_at=now + row.timeout_s)
+                live = await sandboxes.adopt(done, ref)
+                if not row.client_key:
+                    await sandboxes.kill(live)
             elif row.state is not State.BOOTING and row.ref is not None and str(row.ref.id) in alive:
                 await sandboxes.adopt(row, row.ref)
             else:
@@ -42,12 +42,3 @@ async def recover(sandboxes: Sandboxes) -> None:
         except SandboxError as error:
             logger.warning("cannot recover sandbox %s: %s", row.id, error)
             sandboxes.table.drop(row.id)
-
-
-async def _finish_boot(sandboxes: Sandboxes, row: Row) -> None:
-    ref = await sandboxes.backend.create(spec_of(row))
-    now = time.time()
-    done = replace(row, ref=ref, state=State.RUNNING, started_at=now, end_at=now + row.timeout_s)
-    live = await sandboxes.adopt(done, ref)
-    if not row.client_key:
-        await sandboxes.kill(live)

@@ -4,22 +4,28 @@ Invariants:
 - A row is written before its sandbox boots and removed once it is dead, so a restarted server knows all sandboxes that
   may be alive.
 - The file is a `ServerDatabase`: private, for one server at a time, and in memory without a folder.
+- The file has mode 0600 in a folder of mode 0700, and a lock allows one server at a time.
+- A crash of the server loses nothing. Rows are not fsynced one by one, because a crash of the machine ends the
+  sandboxes as well. A call takes well under a millisecond.
+- Without a folder the database ends with the server. A file of another schema is refused.
 """
 
 from __future__ import annotations
 
+import os
+import sqlite3
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.base import SandboxId, SandboxRef
-from headrace.serve.e2b_sandboxes.server_database import ServerDatabase
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+from headrace.sandboxes.errors import SandboxError, SpecRefused
+from headrace.sandboxes.private_folders import make_missing
 
 _SCHEMA_VERSION: Final = 1
 _SCHEMA: Final = (
@@ -116,3 +122,45 @@ def _row(document: dict[str, Any]) -> Row:
     if ref is not None:
         ref = SandboxRef(**{**ref, "id": SandboxId(ref["id"])})
     return Row(**document, ref=ref)
+
+
+class ServerDatabase:
+    """An open database, whose `connection` commits every statement; `close` it."""
+
+    def __init__(
+        self, folder: Path | None, *, file_name: str, lock_name: str, schema_version: int, schema: Sequence[str]
+    ) -> None:
+        """Open the database. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
+        self._lock: FileLock | None = None
+        try:
+            path = ":memory:"
+            if folder is not None:
+                make_missing(folder)
+                try:
+                    self._lock = FileLock(folder / lock_name, blocking=False, mode=0o600)
+                except BlockingIOError as error:
+                    raise SandboxError(f"--state {folder}: another server uses it") from error
+                path = str(folder / file_name)
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            database = sqlite3.connect(path, isolation_level=None)
+            version = database.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, schema_version):
+                database.close()
+                raise OSError(f"schema {version} is not supported; this version has schema {schema_version}")
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            for statement in schema:
+                database.execute(statement)
+            database.execute(f"PRAGMA user_version = {schema_version}")
+            self.connection = database
+        except (OSError, sqlite3.Error) as error:
+            self._unlock()
+            raise SpecRefused(f"--state {folder}: {error}") from error
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def close(self) -> None:
+        self.connection.close()
+        self._unlock()

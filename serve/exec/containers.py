@@ -15,17 +15,14 @@ import time
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, SandboxError, SandboxGone
-from headrace.serve.exec.store import Container
+from headrace.serve.exec.registry import Container, LeasedSandbox, Registry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from headrace.sandboxes.base import Sandbox
     from headrace.serve.e2b_sandboxes.keys import Owner
-    from headrace.serve.exec.registry import Registry
-    from headrace.serve.exec.store import LeasedSandbox
 
 MAX_CONTAINERS: Final = 512
 MAX_WAITING: Final = 4096

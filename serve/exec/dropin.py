@@ -5,38 +5,77 @@ Invariants that those lack:
 - A command's timeout kills its process tree; a container without requests ends; a create without room waits.
 - A request that is repeated while it runs, or after a lost response, runs once (`idempotency`).
 - State is on disk; a key is required where one is configured.
+
+Invariants:
+- A request that arrives while an equal one is running shares its result.
+- A result whose client has disconnected is stored for the next equal request, once.
+- A result with a client-chosen name is stored for all equal requests.
+- At most `MAX_STORED` results are stored; the oldest are dropped. Without a name, a request that arrives after the
+  response was sent may be a repetition or a new request. It is treated as a new one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 from aiohttp import web
 
 from headrace.sandboxes.errors import ImageUnknown, SandboxError, SandboxGone, SpecRefused
 from headrace.sandboxes.remote.error_documents import status_of
-from headrace.serve.exec.access import owner_of
 from headrace.serve.exec.bodies import read_body
 from headrace.serve.exec.containers import MAX_CONTAINERS, Containers, new_container
 from headrace.serve.exec.dropin_bodies import ContainerTarget, CreateContainer, Diff, Evaluate, RunCommand
-from headrace.serve.exec.evaluations import Evaluations
-from headrace.serve.exec.idempotency import IdempotentRequests
-from headrace.serve.exec.responses import error_response, respond, retry_after
+from headrace.serve.exec.evaluations import ApplyPatch, Evaluations
+from headrace.serve.exec.responses import ResponseParts, error_response, owner_of, respond, retry_after
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
+    from headrace.sandboxes.remote.tasks import ServerTasks
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
-    from headrace.serve.exec.evaluations import ApplyPatch
-    from headrace.serve.exec.registry import Registry
-    from headrace.serve.exec.responses import ResponseParts
-    from headrace.serve.exec.store import LeasedSandbox
+    from headrace.serve.exec.registry import LeasedSandbox, Registry
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     Work = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]
     Find = Callable[[Owner, str], LeasedSandbox]
+
+MAX_STORED: Final = 64
+
+
+class IdempotentRequests:
+    """Running and stored work, by the digest of its request."""
+
+    def __init__(self, tasks: ServerTasks) -> None:
+        self._tasks = tasks
+        self._works: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
+
+    async def run(self, digest: str, work: Callable[[], Coroutine[Any, Any, Any]], *, named: bool) -> Any:
+        """Return the result of `work`, started now or by an equal request. It continues when its caller is
+        cancelled."""
+        entry = self._works.get(digest)
+        if entry is None:
+            done = [known for known, stored in self._works.items() if stored.done()]
+            for known in done[: max(0, len(done) - MAX_STORED + 1)]:
+                del self._works[known]
+            entry = self._works[digest] = self._tasks.share(work())
+        try:
+            result = await asyncio.shield(entry)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._forget(digest, entry)
+            raise
+        if not named:
+            self._forget(digest, entry)
+        return result
+
+    def _forget(self, digest: str, entry: asyncio.Future[Any]) -> None:
+        if self._works.get(digest) is entry:
+            del self._works[digest]
 
 
 class DropIn:

@@ -6,6 +6,8 @@ Invariants:
   connection is lost. Blanks before a JSON document do not change it.
 - Bytes are sent unchanged after `=`, with which no JSON document begins.
 - A client that disconnects cancels its work, unless the work is shared.
+- Comparisons take constant time; a key never opens a sandbox of another owner; a secret opens one sandbox and creates
+  none. Without a key file all clients are the same owner, and the server listens on loopback only.
 """
 
 from __future__ import annotations
@@ -13,16 +15,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 from aiohttp import web
 
-from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, SandboxError
+from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, SandboxError, SecretRefused
 from headrace.sandboxes.remote.error_documents import status_of, to_document
+from headrace.serve.e2b_sandboxes.keys import ANYONE, ApiKeys, Owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
+
+    from headrace.serve.exec.registry import LeasedSandbox
 
     ErrorEncoder = Callable[[SandboxError], "ResponseParts"]
 
@@ -91,3 +97,25 @@ def _settled(request: web.Request, task: asyncio.Task[Any], of_error: ErrorEncod
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         return of_error(PermanentSandboxError("internal error of the server"))
+
+
+def presented(request: web.Request) -> str:
+    """Return the key or secret of a request, or an empty text."""
+    kind, _, value = request.headers.get("Authorization", "").partition(" ")
+    return value.strip() if kind.lower() == "bearer" else request.headers.get("X-API-Key", "")
+
+
+def owner_of(request: web.Request, keys: ApiKeys) -> Owner:
+    """Return the owner of the request's key. Raises SecretRefused."""
+    if keys.open_to_anyone:
+        return ANYONE
+    owner = keys.identify(presented(request))
+    if owner is None:
+        raise SecretRefused("missing or wrong key: send `Authorization: Bearer KEY` with one of the server's --keys")
+    return owner
+
+
+def check_secret(request: web.Request, row: LeasedSandbox) -> None:
+    """Check that a request has the secret of a sandbox. Raises SecretRefused."""
+    if not compare_digest(presented(request).encode(errors="surrogateescape"), row.secret.encode()):
+        raise SecretRefused(f"wrong secret for sandbox {row.id}")

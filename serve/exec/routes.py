@@ -13,23 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from headrace.sandboxes.base import Feature, FrozenMount, SandboxId, SandboxSpec
+from headrace.sandboxes.base import Feature, FrozenMount, Sandbox, SandboxId, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
-from headrace.serve.exec.access import check_secret, owner_of
 from headrace.serve.exec.bodies import Create, Renew, read_body
-from headrace.serve.exec.command_routes import CommandRoutes
-from headrace.serve.exec.expose_route import expose
-from headrace.serve.exec.file_routes import FileRoutes
+from headrace.serve.exec.command_routes import CommandRoutes, FileRoutes, expose
 from headrace.serve.exec.processes import ProcessTable
-from headrace.serve.exec.responses import error_response, respond
+from headrace.serve.exec.responses import check_secret, error_response, owner_of, respond
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from headrace.sandboxes.base import Sandbox
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
-    from headrace.serve.exec.registry import Registry
-    from headrace.serve.exec.store import LeasedSandbox
+    from headrace.serve.exec.registry import LeasedSandbox, Registry
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     OwnerWork = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]

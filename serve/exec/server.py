@@ -1,8 +1,10 @@
 """The program of `headrace sandbox serve`.
 
-Invariants: it prints one line with its URL once it listens; SIGTERM and SIGINT shut it down. With a state folder the
-launcher outlives a server that was killed, and the next server of that folder adopts it with its sandboxes; a shutdown
-ends them, except with `keep_sandboxes`.
+Invariants:
+- It prints one line with its URL once it listens; SIGTERM and SIGINT shut it down. With a state folder the launcher
+  outlives a server that was killed, and the next server of that folder adopts it with its sandboxes; a shutdown ends
+  them, except with `keep_sandboxes`.
+- Both share one table; each sees only its own sandboxes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import hashlib
 import resource
 import signal
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -23,12 +25,18 @@ from headrace.sandboxes.retry import RetryConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import load_images
 from headrace.serve.e2b_sandboxes.keys import load_keys
-from headrace.serve.exec.parts import ExecPart
+from headrace.serve.exec.dropin import DropIn
+from headrace.serve.exec.registry import LeasedSandboxTable, Registry
+from headrace.serve.exec.routes import ExecApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
+    from aiohttp import web
+
+    from headrace.sandboxes.base import SandboxProvider
+    from headrace.sandboxes.remote.tasks import ServerTasks
     from headrace.serve.exec.evaluations import ApplyPatch
 
     _Provider = LocalProvider | MultiHostProvider
@@ -37,6 +45,33 @@ E2B: Final = "e2b"
 _HOST_RETRIES: Final = RetryConfig(boot_attempts=2)
 """Few retries, because the clients of this server repeat their requests themselves."""
 APIS: Final = frozenset({E2B, "exec", "dropin"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecPart:
+    """One server part with `apis`: `exec`, `dropin` or both. `lease_s` is the lease of a container of the drop-in."""
+
+    provider: SandboxProvider
+    settings: ServerSettings
+    apis: frozenset[str]
+    lease_s: float
+    apply_patch: ApplyPatch | None = None
+
+    def open(self, stack: AsyncExitStack, tasks: ServerTasks) -> list[web.RouteDef]:
+        """See `ServerPart.open`."""
+        table = LeasedSandboxTable(self.settings.state_folder)
+        stack.callback(table.close)
+        keys, images = self.settings.keys, self.settings.images
+        registries = {name: Registry(self.provider, table, images, tasks, api=name) for name in sorted(self.apis)}
+        if not self.settings.keep_sandboxes:
+            for registry in registries.values():
+                stack.push_async_callback(registry.end_all)
+        routes: list[web.RouteDef] = []
+        if "exec" in registries:
+            routes += ExecApi(registries["exec"], keys).routes()
+        if "dropin" in registries:
+            routes += DropIn(registries["dropin"], keys, self.lease_s, self.apply_patch).routes()
+        return routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import orjson
 from aiohttp import web
 
-from headrace.serve.capture.session import SessionId
+from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.errors import (
     AdminDenied,
     BadRequest,
@@ -27,14 +27,12 @@ from headrace.serve.errors import (
     WireError,
 )
 from headrace.serve.gateway import codec
-from headrace.serve.gateway.agent_routes import bearer_of, read_body
+from headrace.serve.gateway.agent_routes import Handler, bearer_of, read_body
 from headrace.serve.gateway.delivery import json_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.serve.capture.session import SessionSpec
-    from headrace.serve.gateway.agent_routes import Handler
     from headrace.serve.gateway.sessions import SessionTable
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 
 from headrace.policies.transport_errors import reason
-from headrace.serve.capture.session import SessionId
+from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.gateway import codec
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.capture.session import SessionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

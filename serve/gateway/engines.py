@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headrace.policies.cancellation import outlast
-from headrace.policies.engine import Completion, FinishReason, RequestId
+from headrace.policies.engine import Completion, Engine, EngineId, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import EngineDown, EngineError
 from headrace.serve.errors import InfraError, NoEngineOpen
-from headrace.serve.gateway.routing import Router
+from headrace.serve.gateway.routing import EngineRoute, Lineage, Router, RoutingTable
 from headrace.serve.observing import span_names
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
     from opentelemetry.util.types import AttributeValue
 
-    from headrace.policies.engine import Engine, EngineId, GenerateRequest
-    from headrace.serve.gateway.routing import EngineRoute, Lineage, RoutingTable
 
 MAX_FAILURES = 1
 MAX_CONTINUATIONS = 16

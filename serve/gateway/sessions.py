@@ -11,23 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.serve.capture.rows import conversation_of, report_of, tree_of
-from headrace.serve.capture.session import Session
-from headrace.serve.capture.session_log import Opened
+from headrace.serve.capture.rows import SessionReport, conversation_of, report_of, tree_of
+from headrace.serve.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.errors import LogBroken, SessionExists
-from headrace.serve.gateway.turns import LiveSession
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.capture.session import SessionId, SessionSpec
-    from headrace.serve.capture.session_log import SessionLog
-    from headrace.serve.gateway.turns import Turns
+from headrace.serve.gateway.turns import LiveSession, Turns
 
 logger = logging.getLogger(__name__)
 

@@ -20,19 +20,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.policies.engine import FinishReason, GenerateRequest, RequestId
-from headrace.policies.tokens.tokenizer_errors import TemplateRefused
-from headrace.serve.capture.events import Delivered, Exhausted, Failed, Spent
+from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
+from headrace.policies.errors import TemplateRefused
+from headrace.serve.capture.events import Delivered, Event, Exhausted, Failed, Recorded, Spent
 from headrace.serve.capture.matching import options_digest
-from headrace.serve.capture.rows import report_of
-from headrace.serve.capture.trie import path
+from headrace.serve.capture.rows import SessionReport, report_of
+from headrace.serve.capture.trie import Match, path
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
-from headrace.serve.gateway.daemon_thread import DaemonThread
-from headrace.serve.gateway.engines import join_pieces
+from headrace.serve.gateway.codec import DaemonThread
+from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
 from headrace.serve.observing import span_names
 from headrace.serve.observing.tracing import context_from
-from headrace.serve.parsing.alarm import ParserAlarm
+from headrace.serve.parsing.parser_choice import ParserAlarm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,14 +41,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
     from headrace.buffer.primitives.single_flight import SingleFlight
-    from headrace.policies.engine import Completion
-    from headrace.serve.capture.events import Event, Recorded
-    from headrace.serve.capture.rows import SessionReport
     from headrace.serve.capture.session import Session, TurnPlan
     from headrace.serve.capture.session_log import SessionLog
-    from headrace.serve.capture.trie import Match
     from headrace.serve.conversation import TurnAnswer, TurnRequest
-    from headrace.serve.gateway.engines import EnginePool
     from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer, TokenIds
 

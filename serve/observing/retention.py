@@ -12,15 +12,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.buffer.primitives.file_lock import FileLock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 DAY_S = 86400.0
 OLDER = re.compile(r"-\d{6,}$")

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import orjson
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)

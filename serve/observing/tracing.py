@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer
 
 from headrace.serve.observing import span_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from opentelemetry.trace import Span, Tracer
     from opentelemetry.util.types import AttributeValue
 
 # The API has no argument for the trace id of a root span; the SDK's id generator (telemetry.py) reads this.
@@ -65,11 +64,7 @@ def start_rollout_span(
         return tracer.start_span(
             span_names.ROLLOUT,
             context=Context(),
-            attributes={
-                span_names.ROLLOUT_ID: rollout_id,
-                span_names.ATTEMPT: attempt,
-                **(attributes or {}),
-            },
+            attributes={span_names.ROLLOUT_ID: rollout_id, span_names.ATTEMPT: attempt, **(attributes or {})},
         )
     finally:
         root_trace_id.reset(token)

@@ -8,15 +8,11 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-from headrace.serve.conversation import Reasoning, Text
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.serve.conversation import ToolSpec
+from headrace.serve.conversation import Reasoning, Text, ToolSpec
 
 
 @dataclass(frozen=True, slots=True)

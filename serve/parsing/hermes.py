@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from headrace.serve.parsing.base import ParsedCall
+from headrace.serve.parsing.base import ParsedCall, ParsedOutput
 from headrace.serve.parsing.json_spans import after_blanks, encodable, object_text, read_object
 from headrace.serve.parsing.scanner import NOTHING, Found, scan
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.serve.conversation import ToolSpec
-    from headrace.serve.parsing.base import ParsedOutput
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 

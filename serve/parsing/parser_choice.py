@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from headrace.serve.parsing.errors import ParserUnknown
+from headrace.serve.errors import ParserUnknown
 from headrace.serve.parsing.hermes import HermesParser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
 from headrace.serve.parsing.scanner import scan
@@ -67,3 +68,35 @@ def choose_parser(name: str, template_text: str) -> OutputParser:
     if name not in _OURS:
         raise ParserUnknown(f"gateway.parser: no parser {name!r}; set it to auto, {', '.join(_OURS)} or {SGLANG}NAME")
     return _OURS[name]()
+
+
+logger = logging.getLogger(__name__)
+
+BATCH_TURNS: Final = 32
+"""Number of turns with call markup that are judged together."""
+
+
+class ParserAlarm:
+    """Alarm over batches of turns. `raised`: no call was parsed in the last full batch of turns with call markup. The
+    start of each alarm is logged."""
+
+    def __init__(self) -> None:
+        self.raised = False
+        self._turns = 0
+        self._read = 0
+
+    def saw(self, *, calls: int, lost_calls: int) -> None:
+        """Count a turn with `calls` parsed calls and `lost_calls` pieces of markup that could not be parsed."""
+        if not calls and not lost_calls:
+            return
+        self._turns += 1
+        self._read += calls
+        if self._turns < BATCH_TURNS:
+            return
+        raised, self._turns, self._read = self._read == 0, 0, 0
+        if raised and not self.raised:
+            logger.error(
+                "%d turns had call markup and no call could be parsed: set gateway.parser to the model's parser",
+                BATCH_TURNS,
+            )
+        self.raised = raised

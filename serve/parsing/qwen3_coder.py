@@ -11,18 +11,15 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.serve.parsing.base import ParsedCall
+from headrace.serve.parsing.base import ParsedCall, ParsedOutput
 from headrace.serve.parsing.json_spans import encodable
 from headrace.serve.parsing.scanner import NOTHING, Found, scan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from headrace.serve.conversation import ToolSpec
-    from headrace.serve.parsing.base import ParsedOutput
 
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>")

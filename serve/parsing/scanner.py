@@ -10,16 +10,12 @@ Invariants:
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from headrace.serve.conversation import Reasoning, Text
-from headrace.serve.parsing.base import ParsedCall, ParsedOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.serve.parsing.base import ParsedBlock
+from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
 
 THINK, END_THINK = "<think>", "</think>"
 

@@ -10,21 +10,16 @@ Invariants:
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headrace.serve.conversation import Reasoning, Text
-from headrace.serve.parsing.base import ParsedCall, ParsedOutput
-from headrace.serve.parsing.errors import ParserMissing, ParserUnknown
+from headrace.serve.conversation import Reasoning, Text, ToolSpec
+from headrace.serve.errors import ParserMissing, ParserUnknown
+from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
 from headrace.serve.parsing.json_spans import encodable, object_text
 from headrace.serve.parsing.scanner import NOTHING, THINK, Found, scan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.serve.conversation import ToolSpec
-    from headrace.serve.parsing.base import ParsedBlock
 
 SGLANG = "sglang:"
 """Prefix of SGLang's parsers in `gateway.parser`."""

@@ -10,23 +10,19 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.policies.tokens.bounded_cache import BoundedCache
-from headrace.policies.tokens.chat_template import SharedTool
-from headrace.serve.conversation import Reasoning, Role, Text, ToolResult
+from headrace.policies.tokens.chat_template import SharedTool, TemplateMessage
+from headrace.policies.tokens.pieces import BoundedCache
+from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from headrace.policies.tokens.added_tokens import ControlTokens
-    from headrace.policies.tokens.chat_template import TemplateMessage
     from headrace.policies.tokens.template_shape import TemplateShape
-    from headrace.serve.conversation import Message, ToolCall, ToolSpec
 
 _TOOLS_BYTES = 16 * 2**20
 _GAP = "\n\n"

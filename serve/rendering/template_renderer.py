@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headrace.policies.errors import TemplateRefused
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.policies.tokens.tokenizer_errors import TemplateRefused
 from headrace.serve.rendering.template_messages import TemplateMessages
 
 if TYPE_CHECKING:

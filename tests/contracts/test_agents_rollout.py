@@ -16,7 +16,7 @@ from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.config import SandboxSection
 from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.places.sandbox_connections import SandboxConnections
+from headrace.actors.places.leases import SandboxConnections
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from headrace.actors.evaluation.foreign_patch import apply_patch
+from headrace.actors.evaluation.patch import apply_patch
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
-from headrace.serve.exec.parts import ExecPart
+from headrace.serve.exec.server import ExecPart
 from support.cutting_proxy import cutting_proxy
 
 if TYPE_CHECKING:

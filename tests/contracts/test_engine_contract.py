@@ -25,7 +25,7 @@ from headrace.policies.errors import (
     NoSession,
     RequestInvalid,
 )
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text
 from headrace.policies.sglang.versions import release
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.policies.processes.server_process import ServerProcess
-    from headrace.policies.sglang.dialects import Dialect
+    from headrace.policies.sglang.versions import Dialect
 
 # SGLang alone imports for half a minute.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

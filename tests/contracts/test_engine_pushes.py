@@ -19,12 +19,12 @@ import torch
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
 from headrace.policies.errors import FlushRefused, NoSession, SessionAlreadyOpen, UnknownGroup
-from headrace.policies.processes.engine_process import EngineProcess
+from headrace.policies.processes.server_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
 from headrace.policies.push.sender import SenderConfig, SenderProcess
-from headrace.policies.push.tensors import Bucket
+from headrace.policies.push.weights import Bucket
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.versions import release
 from support import push_rig
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import Completion
     from headrace.policies.processes.server_process import ServerProcess
     from headrace.policies.push.machine import Step
-    from headrace.policies.sglang.dialects import Dialect
+    from headrace.policies.sglang.versions import Dialect
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 VOCABULARY, TOKENS = 258, 900

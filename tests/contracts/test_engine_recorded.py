@@ -17,8 +17,8 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies import errors
 from headrace.policies.engine import EngineId, FinishReason
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
-from headrace.policies.sglang.refusals import refusal
 from headrace.policies.sglang.replies import error_text, parse_completion
+from headrace.policies.sglang.transport import refusal
 from headrace.policies.sglang.versions import DEFAULT_VERSION
 from support import engine_exchanges as exchanges
 from support import engine_kinds as kinds

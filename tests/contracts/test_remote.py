@@ -18,8 +18,8 @@ import pytest
 from aiohttp import web
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.places.absent_images import refuse_absent_images
 from headrace.actors.places.config import RemoteSection, SandboxKind, SandboxSection
+from headrace.actors.places.providers import refuse_absent_images
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import HostPort, ImageRef, SandboxId, SandboxRef, SandboxSpec
@@ -39,7 +39,7 @@ from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
-from headrace.serve.exec.parts import ExecPart
+from headrace.serve.exec.server import ExecPart
 from support.cutting_proxy import cutting_proxy
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 
 async def main():
     config = EngineProcessConfig(model=Path(sys.argv[1]), directory=Path(sys.argv[2]))

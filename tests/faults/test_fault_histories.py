@@ -31,7 +31,7 @@ from headrace.buffer.core.groups import GroupBook
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.types import Cause, ReceiptStatus
-from headrace.policies.learner_errors import RowUnusable
+from headrace.policies.errors import RowUnusable
 from headrace.policies.learners.simulated import SimulatedLearner
 from headrace.sandboxes.simulated.provider import SimulationConfig
 

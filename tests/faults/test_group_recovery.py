@@ -19,7 +19,7 @@ from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import ActorLost
 from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.machine import Phase, Step

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.engine_group.errors import (
+from headrace.actors.engine_group.fleet import Fleet, attached_id
+from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
+from headrace.actors.engine_group.requests import ask_group
+from headrace.actors.errors import (
     EngineAddressTaken,
     EngineGroupError,
     EngineNotAdded,
     EngineNotServing,
     EngineUnknown,
 )
-from headrace.actors.engine_group.fleet import Fleet, attached_id
-from headrace.actors.engine_group.members_file import read_roster
-from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
-from headrace.actors.engine_group.requests import ask_group
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.push.machine import Phase

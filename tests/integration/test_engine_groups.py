@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from headrace.policies.cpu_engine.bodies import InitGroup
 from headrace.policies.cpu_engine.program import CpuEngineConfig, build
+from headrace.policies.cpu_engine.requests import InitGroup
 from headrace.policies.cpu_engine.update import WeightUpdater
 from headrace.policies.errors import GroupFailed, RequestInvalid
 from headrace.policies.push.process_group import host_store, join_store

@@ -14,7 +14,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.process_group import (
     destroy_group,
     finish_broadcast,
@@ -445,7 +445,7 @@ async def test_the_server_reports_its_ranks(trainer: Trainer) -> None:
 async def test_a_hundred_pushes_take_no_more_memory_than_one(tmp_path: Path) -> None:
     """Two sets of weights and two buckets: in turns received in place and through buffers, each in a new group."""
     import psutil
-    from benches.push.random_model import write_random_model
+    from benches.push.testbed import write_random_model
 
     given = read_snapshot(write_random_model(tmp_path / "model", 48_000_000), None).tensors()
     names = list(given)

@@ -45,13 +45,12 @@ import pytest
 
 from headrace.policies.engine import EngineId
 from headrace.serve.capture.session import Budgets, Sampling
-from headrace.serve.errors import SERVER_FAILED
+from headrace.serve.errors import SERVER_FAILED, ParserUnknown
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from headrace.serve.observing.tracing import start_rollout_span, trace_id_for, traceparent_of
-from headrace.serve.parsing.errors import ParserUnknown
 from support.gateway_rig import (
     ADMIN,
     ANTHROPIC,

@@ -11,7 +11,7 @@ import pytest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.models.tiny import model_config, write_description
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient

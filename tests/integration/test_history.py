@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.evaluation.history import hide_history, leaks
-from headrace.actors.evaluation.preparation import prepare
+from headrace.actors.evaluation.history import hide_history, leaks, prepare
 from headrace.buffer.repositories import Command, RepositorySpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import SandboxSpec

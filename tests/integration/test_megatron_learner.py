@@ -33,11 +33,11 @@ from headrace.buffer.types import (
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.errors import ModelInvalid
-from headrace.policies.learner_errors import (
+from headrace.policies.errors import (
     CheckpointUnreadable,
     LearnerAlreadyOpen,
     LearnerNotOpen,
+    ModelInvalid,
     NonFiniteRun,
     RowUnusable,
 )

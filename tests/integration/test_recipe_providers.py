@@ -1,23 +1,29 @@
-"""Providers that a recipe names beside headrace's local ones: E2B, and one of another package."""
+"""Parts that a recipe names: the E2B provider, and providers and objectives of other packages."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.evaluation.verdict import EvaluationRequest
 from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.actors.places.leases import SandboxConnections
 from headrace.actors.places.providers import check_provider
-from headrace.actors.places.sandbox_connections import SandboxConnections
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.launch import check_objective
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.policies.learners.config import LearnerConfig
+from headrace.policies.learners.objective_registry import OBJECTIVES
+from headrace.policies.learners.objectives import ClipConfig, MicroBatch
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.e2b.provider import E2bConfig
 from headrace.sandboxes.errors import SpecRefused
@@ -27,8 +33,8 @@ from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.namespaces
 CHECK = "import sys; sys.exit(open('/workspace/answer').read() != 'right')"
 TASK = Task(
@@ -137,3 +143,58 @@ async def test_a_ref_of_an_unknown_provider_is_refused() -> None:
 
 def test_headraces_own_providers_keep_their_kind() -> None:
     assert SandboxSection.model_validate({"provider": "e2b"}).provider is SandboxKind.E2B
+
+
+def example(folder: Path, name: str) -> None:
+    """Write a Python example of docs/extending.md as a module."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    [block] = [text.split("```")[0] for text in page.split("```python\n")[1:] if text.startswith(f"# {name}.py\n")]
+    (folder / f"{name}.py").write_text(block)
+
+
+async def test_the_provider_of_the_docs_boots_and_attaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example(tmp_path, "providers")
+    monkeypatch.delitem(sys.modules, "providers", raising=False)
+    log = tmp_path / "boots.log"
+    section = SandboxSection(provider="providers:Logged", settings={"log": str(log)})
+    async with opened(section, tmp_path) as (pool, evaluator):
+        assert await verdicts(pool, evaluator, "right") == [1.0]
+    assert [line.split()[1] for line in log.read_text().splitlines()] == ["host", "host"]
+
+
+def test_the_objective_of_the_docs_has_the_gradient_of_reinforce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example(tmp_path, "objectives")
+    monkeypatch.delitem(sys.modules, "objectives", raising=False)
+    objective = OBJECTIVES.find("objectives:importance_sampled")()
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    micro = MicroBatch(
+        tokens_BT=torch.zeros(1, 4, dtype=torch.int64),
+        trained_BT=torch.ones(1, 4, dtype=torch.bool),
+        behaviour_logprobs_N=torch.tensor([-1.0, -2.0, -9.0]),
+        advantages_N=torch.tensor([1.0, -1.0, 0.5]),
+        temperatures_N=torch.ones(3),
+        weights_N=torch.tensor([0.5, 0.5, 1.0]),
+    )
+    clip = ClipConfig(eps_low=0.2, eps_high=0.28, weight_cap=2.0)
+    loss, sums = objective(logprobs, micro, clip, torch.zeros(3))
+    loss.backward()
+    assert sums.tokens == 3
+    # On policy the weight is 1; the last token's ratio is e^6, capped at 2.
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-0.5, 0.5, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("ppo", "there is no objective 'ppo'; there are grpo"),
+        ("math:pi", "cannot be called"),
+        ("no_such_package:loss", "No module named 'no_such_package'"),
+    ],
+)
+def test_an_objective_that_does_not_exist_is_refused_at_the_start(tmp_path: Path, name: str, reason: str) -> None:
+    learner = LearnerConfig(model_dir=tmp_path, checkpoint_dir=tmp_path, snapshot_dir=tmp_path, objective=name)
+    with pytest.raises(ConfigError, match=reason):
+        check_objective(learner)

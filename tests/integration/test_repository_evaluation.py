@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.evaluation.preparation import prepare
+from headrace.actors.evaluation.history import prepare
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from support.repositories import COMMIT, IDS, RIGHT, SPEC, exit_code_of_tests, repository_task, verdict_on

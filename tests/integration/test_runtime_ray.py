@@ -15,7 +15,7 @@ import pytest
 
 from headrace.actors.errors import ActorLost, ConfigError, StartFailed
 from headrace.actors.runtime.call_guard import guard
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime, _unless_forgotten
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ async def test_a_call_that_its_actor_does_not_know_is_lost(monkeypatch: pytest.M
     counter, other = await runtime.spawn(Counter, 0, name="counter"), await runtime.spawn(Counter, 0, name="other")
     running = ray.get_actor("forgotten-counter").call.remote("the call", "wait_for_ever", (), {})
     await counter.is_waiting()
-    with pytest.raises(ActorLost, match="knows nothing"):
+    with pytest.raises(ActorLost, match="does not know a call"):
         async with asyncio.timeout(60):
             await _unless_forgotten("other", running, lambda: ray.get_actor("forgotten-other").knows.remote("the call"))
     for actor in (counter, other):

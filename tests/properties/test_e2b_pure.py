@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from headrace.sandboxes.base import Output, Stream
 from headrace.serve.e2b.connect_protocol import encode_frame, read_frames
-from headrace.serve.e2b.listing import Query, page, parse_query
-from headrace.serve.e2b_sandboxes.changes import Kind, changes
+from headrace.serve.e2b.control import Query, page, parse_query
 from headrace.serve.e2b_sandboxes.entries import Entry
 from headrace.serve.e2b_sandboxes.expiry import Deadlines
-from headrace.serve.e2b_sandboxes.output_log import OutputLog
+from headrace.serve.e2b_sandboxes.processes import OutputLog
 from headrace.serve.e2b_sandboxes.table import Row, State
+from headrace.serve.e2b_sandboxes.watchers import Kind, changes
 
 ROW = Row(
     id="",

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from headrace.actors.engine_group.errors import EngineAddressTaken, EngineUnknown
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address, new_breaker
+from headrace.actors.errors import EngineAddressTaken, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId

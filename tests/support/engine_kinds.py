@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
-from headrace.policies.sglang.dialects import DIALECTS, Dialect, dialect_of
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.sglang.installation import environment_python
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
-from headrace.policies.sglang.versions import DEFAULT_VERSION
+from headrace.policies.sglang.versions import DEFAULT_VERSION, DIALECTS, Dialect, dialect_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec

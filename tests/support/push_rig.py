@@ -12,7 +12,7 @@ import aiohttp
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, GenerateRequest, RequestId
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.execution import push
 from headrace.policies.push.sender import SenderConfig, Senders

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from benches.cheating import cheat_bench
 
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
-from headrace.actors.evaluation.preparation import prepare
+from headrace.actors.evaluation.history import prepare
 from headrace.buffer.repositories import RepositorySpec, TestIds
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import SandboxSpec

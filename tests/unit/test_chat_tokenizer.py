@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from headrace.buffer.datasets.terminal import Split, problems
+from headrace.policies.errors import TemplateRefused, TokenizerInvalid, TokenizerMismatch
 from headrace.policies.models.tiny import END, PIECES, ROLE_MARKERS, write_description
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.policies.tokens.tokenizer_errors import TemplateRefused, TokenizerInvalid, TokenizerMismatch
 from headrace.serve.rendering.template_renderer import load_renderer
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.buffer.types import BatchId, RolloutId
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learner_errors import CheckpointUnreadable
+from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learners import checkpoints
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from headrace.policies.cpu_engine.staging import Staging
+from headrace.policies.cpu_engine.update import Staging
 from headrace.policies.models.qwen3 import Qwen3Weights
 from headrace.policies.models.qwen3_config import Qwen3Config
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.evaluation.diff_filter import DropReason, FilterRules, filter_diff, reason_for_path, summary
+from headrace.actors.evaluation.diff_filter import (
+    DropReason,
+    FilterRules,
+    filter_diff,
+    reason_for_path,
+    summary,
+    with_base_sections,
+)
 from headrace.actors.evaluation.diff_text import apply_hunks, render_diff, replacement
-from headrace.actors.evaluation.settings_sections import with_base_sections
 from headrace.actors.evaluation.unified_diff import FileDiff, parse_diff
 
 LISTED = frozenset({"checks/word.py", "spec"})

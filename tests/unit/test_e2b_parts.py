@@ -29,11 +29,9 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
-from headrace.serve.e2b_sandboxes.accounts import Account
-from headrace.serve.e2b_sandboxes.boot_queue import BootQueue
-from headrace.serve.e2b_sandboxes.entries import parse_entries
+from headrace.serve.e2b_sandboxes.entries import Account, parse_entries
 from headrace.serve.e2b_sandboxes.errors import ApiError, RpcError, api_error
-from headrace.serve.e2b_sandboxes.images import load_images
+from headrace.serve.e2b_sandboxes.images import BootQueue, load_images
 from headrace.serve.e2b_sandboxes.keys import load_keys
 
 if TYPE_CHECKING:

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
 from headrace.actors.engine_group.journal import TAIL_BYTES, PushJournal
 from headrace.actors.engine_group.members_file import EngineStatus, Roster, read_roster
 from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, EngineState, Origin, new_breaker
 from headrace.actors.engine_group.requests import RequestBox, ask_group
+from headrace.actors.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, Step
+from headrace.policies.push.weights import group_name
 
 if TYPE_CHECKING:
     from pathlib import Path

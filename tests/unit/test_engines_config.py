@@ -13,15 +13,15 @@ from typer.testing import CliRunner
 from headrace.actors.cli.app import app
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.fleet import EngineContext, Fleet
+from headrace.actors.engine_group.host import ServerPlan, server_process
 from headrace.actors.engine_group.members_file import EngineStatus, Roster
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState, Origin
-from headrace.actors.engine_group.server_plan import ServerPlan, server_process
 from headrace.actors.errors import ConfigError, RunMissing
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.run_status import status_of
 from headrace.policies.engine import EngineId
-from headrace.policies.processes.engine_process import EngineProcess
+from headrace.policies.processes.server_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.sglang.server import SGLangProcess
 

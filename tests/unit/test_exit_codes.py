@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.cli.app import app
-from headrace.actors.engine_group.errors import EngineUnknown
 from headrace.actors.errors import (
     ActorGone,
     ConfigError,
     DiskFull,
+    EngineUnknown,
     RunExists,
     RunInterrupted,
     RunMissing,
@@ -30,8 +30,7 @@ from headrace.actors.run.exit_codes import (
     exit_code_of_run,
 )
 from headrace.buffer.errors import LedgerBroken, LedgerMismatch, LedgerRefused, TaskFileError
-from headrace.policies.errors import EngineUnavailable, ModelInvalid, SenderFailed
-from headrace.policies.learner_errors import NonFiniteRun
+from headrace.policies.errors import EngineUnavailable, ModelInvalid, NonFiniteRun, SenderFailed
 from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable
 
 DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"

@@ -10,7 +10,7 @@ from typing import Self
 import pytest
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import end_actor
 from headrace.actors.simulation.faulty_runtime import NO_FAULTS, CallFaults, FaultyRuntime
 from headrace.actors.simulation.virtual_time import run_virtual

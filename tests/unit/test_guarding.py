@@ -14,7 +14,7 @@ from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import ServiceParts, periodic_evaluations
 from headrace.actors.runtime.call_guard import AwakeClock, guard
-from headrace.actors.runtime.retry import ABSENCE
+from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.simulation.virtual_time import VirtualTimeLoop, run_virtual
 
 HANG_S = 60.0

@@ -21,8 +21,12 @@ from headrace.actors.evaluation.patch import file_diff
 from headrace.actors.evaluation.verdict import Verdict
 from headrace.actors.rollouts import evaluation_folders as folders_module
 from headrace.actors.rollouts.answers import Answer, AnswerLog, answer_id, plain_name, read_answers
-from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, conversation_lines
-from headrace.actors.rollouts.evaluation_log import Recording, evaluation_order
+from headrace.actors.rollouts.evaluation_folders import (
+    EvaluationFolders,
+    Recording,
+    conversation_lines,
+    evaluation_order,
+)
 from headrace.actors.rollouts.recorded_stations import RolloutReports
 from headrace.actors.rollouts.summary import About, pass_rates, summarize_answers, write_summary
 from headrace.actors.run.overlap import refuse_overlap

@@ -17,8 +17,7 @@ from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.rollouts.answers import answer_id, read_answers
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
-from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
-from headrace.actors.rollouts.evaluation_log import evaluation_order
+from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, evaluation_order
 from headrace.actors.rollouts.records import EvaluationRecords
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.rollouts.summary import About

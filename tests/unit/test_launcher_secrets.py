@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from headrace.sandboxes.launcher.command_requests import CommandCosts
-from headrace.sandboxes.launcher.launcher_secrets import Secrets
+from headrace.sandboxes.launcher.connections import Secrets
+from headrace.sandboxes.launcher.requests import CommandCosts
 
 
 def test_only_the_right_secret_fits() -> None:

@@ -56,6 +56,16 @@ async def test_tables_and_trajectories_of_a_running_run_are_exported(tmp_path: P
     assert len(list((tmp_path / "run" / "trajectories").glob("*.db"))) > 1
 
 
+async def test_a_run_is_exported_to_a_folder_below_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = await make_run(tmp_path / "run")
+    await store.aclose()
+    monkeypatch.chdir(tmp_path)
+    assert export(Path("run"), Path("out")).unreadable == 0
+    assert (tmp_path / "out" / "trajectories.parquet").is_file()
+
+
 async def test_unreadable_trajectories_are_counted(tmp_path: Path) -> None:
     store, _ = await make_run(tmp_path / "run")
     await store.aclose()

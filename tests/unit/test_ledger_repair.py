@@ -398,7 +398,7 @@ def no_tasks(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (no_run_id, r"run_id cannot be read .*copy all of it"),
+        (no_run_id, r"run_id cannot be read.*copy all of it"),
         (of_another_run, r"was made with run_id = run, this run has another: resume with the same run"),
         (of_a_newer_version, r"has schema 99, .*upgrade headrace"),
         (empty, r"is missing or empty, but there is .*put the ledger back"),

@@ -23,16 +23,17 @@ from headrace.buffer.types import (
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learner_errors import RowUnusable
+from headrace.policies.errors import RowUnusable
 from headrace.policies.learners.objectives import (
     ClipConfig,
     LossSums,
     MicroBatch,
+    WeightedRow,
     collate,
     policy_loss,
     trained_logprobs,
+    weighted_rows,
 )
-from headrace.policies.learners.train_rows import WeightedRow, weighted_rows
 
 BRAKES = ClipConfig(eps_low=0.2, eps_high=0.28, weight_cap=2.0)
 UNCLIPPED = ClipConfig(eps_low=1.0, eps_high=math.inf, weight_cap=2.0)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.serve.conversation import Reasoning, Text, ToolSpec
+from headrace.serve.errors import ParserMissing, ParserUnknown
 from headrace.serve.parsing.base import ParsedCall, ParsedOutput
-from headrace.serve.parsing.errors import ParserMissing, ParserUnknown
 from headrace.serve.parsing.hermes import HermesParser
 from headrace.serve.parsing.parser_choice import PlainParser, choose_parser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
@@ -269,7 +269,7 @@ import sys
 sys.modules["sglang"] = None
 from pathlib import Path
 from headrace.serve.parsing.parser_choice import choose_parser
-from headrace.serve.parsing.errors import ParserMissing
+from headrace.serve.errors import ParserMissing
 for line in sys.stdin.read().split("\\0"):
     try:
         choose_parser("auto", line)

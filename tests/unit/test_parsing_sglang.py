@@ -7,8 +7,8 @@ import json
 import pytest
 
 from headrace.serve.conversation import Reasoning, Text, ToolSpec
+from headrace.serve.errors import ParserMissing, ParserUnknown
 from headrace.serve.parsing.base import ParsedCall, ParsedOutput
-from headrace.serve.parsing.errors import ParserMissing, ParserUnknown
 from headrace.serve.parsing.parser_choice import choose_parser
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.policies.engine import EngineId
-from headrace.policies.push.agreement import Agreement
+from headrace.policies.push.compatibility import Agreement
 from headrace.policies.push.machine import Blame, Failure, Phase, PushMachine, PushOutcome, Step
 
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")

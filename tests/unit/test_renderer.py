@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.policies.errors import TemplateRefused
 from headrace.policies.tokens.pieces import PieceEncoder
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.policies.tokens.tokenizer_errors import TemplateRefused
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
 from support import chat_templates as templates

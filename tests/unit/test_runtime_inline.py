@@ -10,8 +10,7 @@ import pytest
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError
 from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.operations import OperationCalls, Operations, Results
-from headrace.actors.runtime.retry import ABSENCE, until_back
+from headrace.actors.runtime.operations import ABSENCE, OperationCalls, Operations, Results, until_back
 from headrace.actors.runtime.runtime import Host, InlineRuntime, require_async
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from headrace.sandboxes.errors import (
     SandboxError,
 )
 from headrace.sandboxes.pool import admission as admission_module
-from headrace.sandboxes.pool.admission import Admission, AdmissionConfig
+from headrace.sandboxes.pool.admission import Admission, AdmissionConfig, TokenBucket
 from headrace.sandboxes.pool.slots import Priority, Slots, Ticket
-from headrace.sandboxes.pool.token_bucket import TokenBucket
 from headrace.sandboxes.retry import FullJitter, RetryConfig, is_ambiguous, is_transient, retrying
 
 PRIORITIES = list(Priority)

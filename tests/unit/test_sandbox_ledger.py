@@ -22,10 +22,10 @@ from headrace.sandboxes.pool.ledger import (
     Entry,
     EntryState,
     HolderGone,
+    LedgerWriter,
     Renewed,
     SandboxLedger,
 )
-from headrace.sandboxes.pool.ledger_writer import LedgerWriter
 from headrace.sandboxes.pool.pool import Pool
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 

@@ -16,7 +16,7 @@ from headrace.actors.record.metrics import read_metrics
 from headrace.actors.run.launch import RunRequest, prepare, reopen
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import InlineRuntime
-from headrace.actors.training.parked_tasks import refuse_all_parked
+from headrace.actors.training.replay import refuse_all_parked
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import TaskId, load_tasks

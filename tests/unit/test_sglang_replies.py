@@ -13,9 +13,9 @@ from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies import errors
 from headrace.policies.engine import GenerateRequest, RequestId
-from headrace.policies.sglang.dialects import DIALECTS, dialect_of
-from headrace.policies.sglang.refusals import refusal
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion
+from headrace.policies.sglang.transport import refusal
+from headrace.policies.sglang.versions import DIALECTS, dialect_of
 
 if TYPE_CHECKING:
     from headrace.policies.engine import Completion

@@ -35,6 +35,10 @@ FAULTS = {
         {"serve/errors.py": f"class C:\n{METHODS}"},
         "serve/errors.py:1 C: 27 lines and 26 methods, at most 300 and 25",
     ),
+    "functions with one caller": (
+        {"serve/errors.py": "".join(f"def f{n}(): _g{n}()\ndef _g{n}(): pass\n" for n in range(50))},
+        "50.0% of the functions are private and have one caller, at most 8%; one is serve/errors.py _g49",
+    ),
     "a long class": ({"serve/errors.py": f"class C:\n{BODY * 300}"}, "C: 301 lines and 0 methods, at most 300 and 25"),
     "a folder of many modules": (
         {f"serve/capture/m{number}.py": "" for number in range(21)},

@@ -17,7 +17,7 @@ from headrace.actors.agents.simulated import SimulatedAgent, SimulatedAgentConfi
 from headrace.actors.evaluation.evaluator import simulated_verdict
 from headrace.actors.evaluation.verdict import EvaluationRequest
 from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.rollouts.simulated_sessions import SimulatedSession
+from headrace.actors.rollouts.sessions import SimulatedSession
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.simulated.durations import Durations, DurationsConfig
 from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
@@ -25,7 +25,7 @@ from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learner_errors import LearnerNotOpen
+from headrace.policies.errors import LearnerNotOpen
 from headrace.policies.learners.checkpoints import read_checkpoint, read_manifest
 from headrace.policies.learners.simulated import (
     PushMode,

@@ -21,7 +21,7 @@ from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.tuning.candidates import Candidate, Space, candidates, recorded_candidate
 from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
 from headrace.actors.tuning.duration_fit import fit
-from headrace.actors.tuning.page import page
+from headrace.actors.tuning.picture import page
 from headrace.actors.tuning.recorded_run import read_run
 from headrace.actors.tuning.records import read_traces
 from headrace.actors.tuning.search import survivors

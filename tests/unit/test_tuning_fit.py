@@ -11,10 +11,9 @@ import pytest
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.simulated.durations import Durations, DurationsConfig
-from headrace.actors.tuning.duration_fit import fit
+from headrace.actors.tuning.duration_fit import Lognormal, SurvivalCurve, fit
 from headrace.actors.tuning.mixed_model import fit_mixed
 from headrace.actors.tuning.records import LEAST_FINISHED, Observation, Recording
-from headrace.actors.tuning.survival import Lognormal, SurvivalCurve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benches.cheating.cheats import CHEATS, KNOWN_OPEN, MORE_CHEATS, Cheat
 from benches.cheating.repositories import PACKAGES, REPOSITORIES, CheatRepository
-from headrace.actors.evaluation.baselines import Baselines
+from headrace.actors.evaluation.comparison import Baselines
 from headrace.actors.evaluation.patch_collection import LeftDiff
 from headrace.actors.evaluation.repository import grade
 from headrace.sandboxes.errors import SandboxError

@@ -247,10 +247,7 @@ KNOWN_OPEN: Final = (
         name="a test rewritten in memory",
         why="tests are read-only on disk, but not in the process that imports the code under test",
         repository=_FUNCTIONS,
-        cheat=Cheat(
-            name="",
-            prefix=_REWRITTEN,
-        ),
+        cheat=Cheat(name="", prefix=_REWRITTEN),
     ),
     OpenCheat(
         name="a comparison replaced for one test",

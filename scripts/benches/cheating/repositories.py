@@ -6,17 +6,13 @@ nothing else, so that each cheat can be laid over each repository.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.evaluation.patch import file_diff
-from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds
+from headrace.buffer.repositories import Command, Grader, RepositorySpec, Script, Swepro, TestIds
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.buffer.repositories import Grader
 
 REPOSITORY: Final = "/workspace/calc"
 PACKAGES: Final = "/opt/packages"
@@ -378,9 +374,7 @@ REPOSITORIES: Final = (
         tests={"tests/test_calc.py": _PARAMETRISED},
     ),
     CheatRepository(
-        name="doctest",
-        grader=_ids("means.rst", path="tests/means.rst"),
-        tests={"tests/means.rst": _DOCTEST},
+        name="doctest", grader=_ids("means.rst", path="tests/means.rst"), tests={"tests/means.rst": _DOCTEST}
     ),
     CheatRepository(
         name="class_fixtures",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import orjson
 from aiohttp import web
@@ -20,7 +20,6 @@ from headrace.serve.dialects.dialect import WireRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Self
 
     from benches.gateway.workload import Answer
 

@@ -5,6 +5,8 @@ Invariants:
 - Sessions are opened before the measurement and finished after it: each must have trained all its sampled tokens, in
   one row.
 - The session log is on.
+- It echoes answers as Claude Code does: arguments parsed and written again, id and signature unchanged.
+- An answer that is not a complete turn with a call ends the measurement.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+import orjson
 
-from benches.gateway.agent import MeasuredAgent, MeasurementBroken
-from benches.gateway.process import ADMIN_TOKEN, gateway_process
+from benches.gateway.process import ADMIN_TOKEN, GatewayProcess, gateway_process
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
@@ -30,10 +32,8 @@ from headrace.serve.gateway.client import GatewayClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
-    from typing import Any
 
     from benches.gateway.engine import ScriptedEngine
-    from benches.gateway.process import GatewayProcess
 
 AT_ONCE: Final = 40
 BATCHES: Final = 5
@@ -47,6 +47,61 @@ TASK_CHARACTERS: Final = 500
 _OPEN_AT_ONCE: Final = 50
 _MANY_OUTPUTS: Final = (42_000, 42_000)
 """Characters of tool output that fill a session to 36,000 tokens after its first turn."""
+
+
+class MeasurementBroken(Exception):
+    """The gateway gave an invalid answer, so that the figures of this run are meaningless."""
+
+
+class MeasuredAgent:
+    """Conversation with the API at `url`. `prompt_tokens` and `sampled_tokens` are those of the last answer; `seed`
+    determines the texts of its tools."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, head: Mapping[str, Any], task: str, *, seed: int) -> None:
+        self.seed = seed
+        self._http = http
+        self._url = f"{url}/v1/messages"
+        self._head = orjson.dumps({**head, "messages": []}).removesuffix(b"]}")
+        self._messages = [orjson.dumps({"role": "user", "content": task})]
+        self.prompt_tokens = 0
+        self.sampled_tokens = 0
+
+    async def turn(self, output: str) -> float:
+        """Take a turn and append the `output` of its tool call; return the seconds from the request to the last byte of
+        the answer. Raises MeasurementBroken."""
+        data = b"%b%b]}" % (self._head, b",".join(self._messages))
+        headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
+        started = time.perf_counter()
+        async with self._http.post(self._url, data=data, headers=headers) as response:
+            body, status = await response.read(), response.status
+        latency_s = time.perf_counter() - started
+        if status != 200:
+            raise MeasurementBroken(f"the gateway answered {status}: {body[:500].decode(errors='replace')}")
+        blocks: list[dict[str, Any]] = []
+        for line in body.splitlines():
+            if not line.startswith(b"data: "):
+                continue
+            match orjson.loads(line[6:]):
+                case {"type": "content_block_start", "content_block": block}:
+                    blocks.append(block)
+                case {"delta": {"type": "text_delta", "text": text}}:
+                    blocks[-1]["text"] = text
+                case {"delta": {"type": "thinking_delta", "thinking": text}}:
+                    blocks[-1]["thinking"] = text
+                case {"delta": {"type": "signature_delta", "signature": text}}:
+                    blocks[-1]["signature"] = text
+                case {"delta": {"type": "input_json_delta", "partial_json": text}}:
+                    blocks[-1]["input"] = orjson.loads(text)
+                case {"type": "message_start", "message": {"usage": usage}}:
+                    self.prompt_tokens = usage["input_tokens"]
+                case {"type": "message_delta", "usage": usage}:
+                    self.sampled_tokens = usage["output_tokens"]
+        if b"event: message_stop" not in body or not blocks or blocks[-1]["type"] != "tool_use":
+            raise MeasurementBroken(f"not a complete turn with a call: {body[-500:].decode(errors='replace')}")
+        result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": output}
+        self._messages.append(orjson.dumps({"role": "assistant", "content": blocks}))
+        self._messages.append(orjson.dumps({"role": "user", "content": [result]}))
+        return latency_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

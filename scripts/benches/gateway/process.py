@@ -15,10 +15,11 @@ import gc
 import resource
 import sys
 import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 import psutil
@@ -26,12 +27,9 @@ import uvloop
 
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.garbage_collection import portioned_collections
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+from headrace.serve.gateway.standalone import portioned_collections
 
 ADMIN_TOKEN: Final = "the measured gateway's own"
 _START_S: Final = 60.0

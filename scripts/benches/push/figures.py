@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from benches.push.overlap import measure_overlap
 from benches.push.plain_broadcast import open_pair
-from benches.push.random_model import write_random_model
 from benches.push.stall import measure_stall
-from benches.push.testbed import open_testbed
-from headrace.policies.push.contract import PushConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from headrace.policies.push.contract import PushReport
+from benches.push.testbed import open_testbed, write_random_model
+from headrace.policies.push.contract import PushConfig, PushReport
 
 BYTES_BY_KEY: Mapping[str, int] = {"": 10**9, "_100mb": 10**8}
 ROUNDS = 7

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benches.push.testbed import open_testbed
-from headrace.policies.push.contract import PushConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
-    from benches.push.testbed import PushTestbed
-    from headrace.policies.push.contract import PushReport
+from benches.push.testbed import PushTestbed, open_testbed
+from headrace.policies.push.contract import PushConfig, PushReport
 
 MODEL = Path(__file__).resolve().parents[3] / "scripts" / "models" / "tiny"
 AGENTS = 64

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benches.push.random_model import write_random_model
-from benches.push.testbed import open_testbed
-from headrace.policies.push.contract import PushConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.policies.push.contract import PushReport
+from benches.push.testbed import open_testbed, write_random_model
+from headrace.policies.push.contract import PushConfig, PushReport
 
 TOTAL_BYTES = 10**9
 TURNS = 64
