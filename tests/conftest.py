@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis  # imported late, deep in pytest's stack, Python 3.11 cannot compile it for the first time
 import pytest
 
+from headrace.sandboxes.base import SandboxSpec
+from support.chat_templates import FAT, QWEN3
+from support.tiny_model import write_tiny_model
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import ModuleType
+
+    from headrace.sandboxes.base import Sandbox, SandboxProvider
 
 # A busy machine is no defect: neither an example nor its drawing has a clock.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
 
-# Processes that tests start, Ray's workers among them, import the package `benches` as scripts/bench does.
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH"))))
+# Processes that tests start, Ray's workers among them, import `support`, and `benches` as scripts/bench does.
+ROOT = Path(__file__).resolve().parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(ROOT / "scripts"), str(ROOT / "tests"), os.environ.get("PYTHONPATH")))
+)
 
 # A lost query to a name server costs torch's store one second, and not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 RAY_FIXTURES = {"ray_cluster", "finished_run"}
-
-
-def load_support(name: str) -> ModuleType:
-    """A support module of this folder (tests are no package: import-mode is importlib)."""
-    spec = importlib.util.spec_from_file_location(f"headrace_tests_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def pytest_collection_finish() -> None:
@@ -57,16 +52,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group("ray" if item.path in ray_files else item.path.stem))
 
 
-@pytest.fixture(scope="session", name="load_support")
-def load_support_fixture() -> Callable[[str], ModuleType]:
-    return load_support
+@functools.cache
+def missing_namespaces() -> str:
+    """Return what this machine lacks for local sandboxes, or "" if it has all of it."""
+    from headrace.sandboxes import doctor
+    from headrace.sandboxes.errors import NamespacesUnavailable
+
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        return str(error)
+    return ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test, which start sandboxes
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `namespaces` where the kernel cannot run local sandboxes."""
+    if item.get_closest_marker("namespaces") and (reason := missing_namespaces()):
+        pytest.skip(reason)
+
+
+@pytest.fixture
+async def sandbox(provider: SandboxProvider) -> Sandbox:
+    """Default sandbox of the module's own fixture `provider`, which ends it."""
+    return await provider.attach(await provider.create(SandboxSpec()))
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with a tokenizer and chat template of Qwen3 for the gateway: do not write into it."""
+    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def fat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with one token of 250 characters: do not write into it."""
+    return FAT.write(tmp_path_factory.mktemp("fat"))
 
 
 @pytest.fixture(scope="session")
 def write_model() -> Callable[..., Path]:
     """`write_model(directory, seed=0, tied=True)` writes a random tiny Qwen3 model directory."""
-    function: Callable[..., Path] = load_support("tiny_model").write_tiny_model
-    return function
+    return write_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +105,9 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, write_model: Callab
 @pytest.fixture(scope="session")
 def open_rig() -> Callable[..., Any]:
     """`async with open_rig(model_dir, work_dir) as rig`: two engines (or `names`), a sender and counting gates."""
-    function: Callable[..., Any] = load_support("push_rig").open_rig
-    return function
+    from support.push_rig import open_rig  # torch is imported for these tests alone
+
+    return open_rig
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +123,8 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The directory of one small real run by the command line, shared by all tests: only read it."""
-    rig = load_support("run_rig")
+    from support import run_rig
+
     folder = tmp_path_factory.mktemp("finished")
     # Every version's weights are kept as a checkpoint, so that any token can be scored again.
     settings = (
@@ -106,7 +135,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
     options = [argument for setting in settings for argument in ("--set", setting)]
     outputs = ("--runs-dir", str(folder), "--name", "run", "--quiet", "--json", str(folder / "out.json"))
-    driver = rig.start_driver("run", str(rig.RECIPE), *outputs, *rig.small_arguments(), *options)
+    driver = run_rig.start_driver("run", str(run_rig.RECIPE), *outputs, *run_rig.small_arguments(), *options)
     _, errors = driver.communicate(timeout=900)
     assert driver.returncode == 0, errors.decode()
-    return rig.RunDirectory(path=folder / "run")
+    return run_rig.RunDirectory(path=folder / "run")

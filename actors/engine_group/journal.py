@@ -24,8 +24,8 @@ from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import ORDER, Phase, Step
-from headrace.policies.push.weights import group_name
 from headrace.serve.observing.retention import RetentionConfig, RotatingFile
 
 if TYPE_CHECKING:

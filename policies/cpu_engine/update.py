@@ -43,7 +43,8 @@ from headrace.policies.push.process_group import (
     join_store,
     start_broadcast,
 )
-from headrace.policies.push.weights import DTYPES, Bucket, checksum, split, unflatten
+from headrace.policies.push.tensors import Bucket
+from headrace.policies.push.weights import DTYPES, checksum, split, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.push.weights import TensorSpec, read_specs
+from headrace.policies.push.tensors import TensorSpec, read_specs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.errors import GroupFailed, SenderFailed
-    from headrace.policies.push.weights import Bucket
+    from headrace.policies.push.tensors import Bucket
 
 
 DEADLINE_MARGIN_S = 1.0

@@ -26,9 +26,9 @@ from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, R
 from headrace.policies.push.compatibility import Agreement, check_fits
 from headrace.policies.push.contract import EngineControl, EnginePush, Gate, Journal, PushConfig, PushReport
 from headrace.policies.push.gates import HeldGates
+from headrace.policies.push.layout import group_name, lay_out
 from headrace.policies.push.machine import Phase, PushMachine, PushOutcome, Step
 from headrace.policies.push.transfer import Failures, Transfer, first_error
-from headrace.policies.push.weights import group_name, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from headrace.policies.push.process_group import WeightGroup
-    from headrace.policies.push.weights import Bucket, Snapshot
+    from headrace.policies.push.tensors import Bucket
+    from headrace.policies.push.weights import Snapshot
 
 Json = dict[str, Any]
 LINE_LIMIT_BYTES = 256 * 1024 * 1024

@@ -32,7 +32,7 @@ from headrace.policies.errors import (
     UnknownGroup,
 )
 from headrace.policies.push.machine import Blame, Failure
-from headrace.policies.push.weights import Bucket, GroupLayout, TensorSpec
+from headrace.policies.push.tensors import Bucket, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineId
     from headrace.policies.learner import WeightsShard, WeightsSnapshot
     from headrace.policies.push.contract import EngineControl, PushConfig
+    from headrace.policies.push.layout import GroupLayout
     from headrace.policies.push.sender import SenderProcess
 
 logger = logging.getLogger(__name__)

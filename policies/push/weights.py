@@ -7,14 +7,11 @@ Invariants:
   that memory, and of the engine's, and need not be copied. Other engines accept any order.
 - A checksum is the 128-bit XXH3 of a tensor's bytes in the dtype in which it was sent; it does not depend on the
   buckets. It detects accidents; the SHA-256 of the snapshot's file detects that the file was replaced.
-- Rank 0 is the sender; the engines follow in order, each with as many consecutive ranks as it has processes.
-- Every engine gets the same world size, computed from the numbers of processes that the engines report.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,100 +22,19 @@ import xxhash
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.models.qwen3_config import storage_place
+from headrace.policies.push.tensors import FILE_DTYPES, Bucket, TensorSpec, read_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
-    from headrace.policies.engine import EngineId
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 READ_BYTES = 16 * 1024 * 1024
 # Converted and summed in pieces that stay in the processor's cache.
 CHECKSUM_ELEMENTS = 256 * 1024
-
-
-ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes per element of the dtypes that can be pushed."""
-FILE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """Dtype and shape of a tensor. `dtype` is torch's name without the prefix; a dtype that cannot be pushed has the
-    file's name (`I8`)."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def pushable(self) -> bool:
-        return self.dtype in ITEM_BYTES
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Description of a bucket, which precedes its bytes. `dtypes` are torch's names without the prefix."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(
-            TensorSpec(dtype=dtype, shape=shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
-        )
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(spec.size_bytes for spec in self.specs)
-
-
-def read_specs(path: Path) -> dict[str, TensorSpec]:
-    """Return the tensors of a safetensors file, in the order of their bytes. Raises ModelInvalid naming the file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            return {
-                name: TensorSpec(
-                    dtype=FILE_DTYPES.get(tensor.get_dtype(), tensor.get_dtype()), shape=tuple(tensor.get_shape())
-                )
-                for name, tensor in slices.items()
-            }
-    except (OSError, SafetensorError) as error:
-        raise ModelInvalid(f"{path}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLayout:
-    """Ranks of a group; `offsets` is the first rank of each engine."""
-
-    world_size: int
-    offsets: Mapping[EngineId, int]
-
-
-def group_name(push_id: str, wave: int, attempt: int, shard: int) -> str:
-    """Return the name of the group for one shard and one attempt of one wave."""
-    return f"headrace-{push_id}-{wave}-{attempt}-{shard}"
-
-
-def lay_out(ranks: Iterable[tuple[EngineId, int]]) -> GroupLayout:
-    """Return the layout of a sender and these engines, given with their numbers of processes."""
-    offsets: dict[EngineId, int] = {}
-    following = 1
-    for engine_id, count in ranks:
-        offsets[engine_id] = following
-        following += count
-    return GroupLayout(world_size=following, offsets=offsets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

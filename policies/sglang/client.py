@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.push.weights import Bucket
+    from headrace.policies.push.tensors import Bucket
 
 # If SGLang does not report its context, it accepts prompts of at most context - 6 tokens (0.5.23).
 SGLANG_RESERVED_TOKENS = 6

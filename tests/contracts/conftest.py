@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from support import agent_rig as rigs
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
-    from types import ModuleType
 
 Reply = tuple[int, Any, Any]
 
@@ -107,12 +108,7 @@ async def wire() -> AsyncIterator[Callable[..., Wire]]:
         yield lambda url, key="any": Wire(url=url, http=http, key=key)
 
 
-@pytest.fixture(scope="module", name="rigs")
-def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("agent_rig")
-
-
 @pytest.fixture(scope="module")
-def tokenizer_dir(rigs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = rigs.write_tokenizer(tmp_path_factory.mktemp("model"))
     return folder

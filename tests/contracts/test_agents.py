@@ -15,6 +15,7 @@ from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSw
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
 from headrace.serve.capture.events import Exhausted
+from support import agent_rig as rigs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,11 +35,11 @@ class Model:
 
 
 @pytest.fixture(params=["QWEN3", "QWEN3_THINKING"])
-def model(rigs: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
     return Model(rigs.write_tokenizer(tmp_path / "model", request.param), thinks=request.param != "QWEN3")
 
 
-def check_whole(rigs: Any, ran: Any, engine: Any, *, rows: int) -> None:
+def check_whole(ran: Any, engine: Any, *, rows: int) -> None:
     """Nothing failed, nothing is masked, and there is a row for every true lineage."""
     assert ran.session.failures == (), ran.agent.log_tail[-2000:]
     rigs.scripted.check_exact(ran.session, [engine])
@@ -52,7 +53,7 @@ MAIN, SUB = "MAIN-TASK", "SUB-TASK"
 SUMMARY_REQUEST = "CRITICAL: Respond with TEXT ONLY"
 
 
-async def test_claude_code(rigs: Any, tokenizer_dir: Path) -> None:
+async def test_claude_code(tokenizer_dir: Path) -> None:
     """Its echoes are not what it was served: defaults added, keys and blocks moved, blanks and `cd` gone."""
     rigs.needs("claude-code")
     call = rigs.call
@@ -76,7 +77,7 @@ async def test_claude_code(rigs: Any, tokenizer_dir: Path) -> None:
         ran = await rig.run(ClaudeCode(ProgramConfig(), ClaudeCodeConfig()))
         await ran.check_fixed()
         assert await ran.out("cat notes.txt") == "done"
-        check_whole(rigs, ran, rig.engine, rows=3)
+        check_whole(ran, rig.engine, rows=3)
         assert script.played() == {MAIN: 6, f"{SUB} one": 2, f"{SUB} two": 1}
         assert ran.agent.result == "It is mended."
         assert ran.session.drift["arguments"] >= 3
@@ -84,7 +85,7 @@ async def test_claude_code(rigs: Any, tokenizer_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-async def test_claude_code_compacts(rigs: Any, tokenizer_dir: Path, *, refused: bool) -> None:
+async def test_claude_code_compacts(tokenizer_dir: Path, *, refused: bool) -> None:
     """By its own count when the window is nearly full, and by the gateway's refusal when a turn was too long for that;
     what it keeps of the history is not trained again."""
     rigs.needs("claude-code")
@@ -112,10 +113,10 @@ async def test_claude_code_compacts(rigs: Any, tokenizer_dir: Path, *, refused: 
         assert summaries >= 1
         assert (ran.session.exhausted is Exhausted.CONTEXT) == refused
         # The history, each summary beside it, and what follows each.
-        check_whole(rigs, ran, rig.engine, rows=1 + 2 * summaries)
+        check_whole(ran, rig.engine, rows=1 + 2 * summaries)
 
 
-async def test_claude_code_bare(rigs: Any, model: Model) -> None:
+async def test_claude_code_bare(model: Model) -> None:
     rigs.needs("claude-code")
     call = rigs.call
     script = rigs.scripted.Parts(
@@ -131,12 +132,12 @@ async def test_claude_code_bare(rigs: Any, model: Model) -> None:
     async with rigs.open_rig(model.folder, script) as rig:
         ran = await rig.run(ClaudeCode(ProgramConfig(user="root"), ClaudeCodeConfig(bare=True)))
         await ran.check_fixed()
-        check_whole(rigs, ran, rig.engine, rows=1)
+        check_whole(ran, rig.engine, rows=1)
         assert script.played() == {"": 4}
         await ran.check_quiet()
 
 
-async def test_codex(rigs: Any, model: Model) -> None:
+async def test_codex(model: Model) -> None:
     rigs.needs("codex")
     call = rigs.call
     patch = """apply_patch <<'EOF'
@@ -161,14 +162,14 @@ EOF"""
     async with rigs.open_rig(model.folder, script) as rig:
         ran = await rig.run(Codex(ProgramConfig(), CodexConfig()))
         await ran.check_fixed()
-        check_whole(rigs, ran, rig.engine, rows=1)
+        check_whole(ran, rig.engine, rows=1)
         assert script.played() == {"": 4}
         assert ran.agent.result == "It is mended."
         await ran.check_quiet()
 
 
 @pytest.mark.parametrize("mode", list(MiniMode))
-async def test_mini_swe_agent(rigs: Any, model: Model, mode: MiniMode) -> None:
+async def test_mini_swe_agent(model: Model, mode: MiniMode) -> None:
     rigs.needs("mini-swe-agent")
 
     def says(command: str) -> str:
@@ -188,14 +189,14 @@ async def test_mini_swe_agent(rigs: Any, model: Model, mode: MiniMode) -> None:
     async with rigs.open_rig(model.folder, script) as rig:
         ran = await rig.run(MiniSweAgent(ProgramConfig(), MiniSweAgentConfig(mode=mode)))
         await ran.check_fixed()
-        check_whole(rigs, ran, rig.engine, rows=1)
+        check_whole(ran, rig.engine, rows=1)
         assert script.played() == {"": 3}
         assert (ran.agent.result, ran.agent.turns) == ("Submitted", 3)
         await ran.check_quiet()
 
 
 @pytest.mark.slow
-async def test_qwen_code(rigs: Any, model: Model) -> None:
+async def test_qwen_code(model: Model) -> None:
     rigs.needs("qwen-code")
     call = rigs.call
     script = rigs.scripted.Parts(
@@ -211,14 +212,14 @@ async def test_qwen_code(rigs: Any, model: Model) -> None:
     async with rigs.open_rig(model.folder, script) as rig:
         ran = await rig.run(QwenCode(ProgramConfig()))
         await ran.check_fixed()
-        check_whole(rigs, ran, rig.engine, rows=1)
+        check_whole(ran, rig.engine, rows=1)
         assert script.played() == {"": 4}
         assert ran.agent.result == "It is mended."
         await ran.check_quiet()
 
 
 @pytest.mark.slow
-async def test_opencode(rigs: Any, model: Model) -> None:
+async def test_opencode(model: Model) -> None:
     """Its call for a title is a lineage of its own, and masked."""
     rigs.needs("opencode")
     call = rigs.call

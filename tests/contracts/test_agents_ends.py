@@ -13,6 +13,7 @@ from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.buffer.types import Cause
 from headrace.sandboxes.errors import SandboxGone
 from headrace.serve.capture.events import Exhausted
+from support import agent_rig as rigs
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -28,12 +29,12 @@ def kinds(*quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in START_S]
 
 
-def titled(rigs: Any, *lines: Any) -> Any:
+def titled(*lines: Any) -> Any:
     """A script; whoever asks for a title gets one."""
     return rigs.scripted.Parts({"title generator": ["A title"], "": lines})
 
 
-async def spend(rigs: Any, tokenizer_dir: Path, agent: str, script: Any, **budgets: Any) -> Any:
+async def spend(tokenizer_dir: Path, agent: str, script: Any, **budgets: Any) -> Any:
     """Run an agent until its budget is spent; it must have ended as if it were done."""
     rigs.needs(agent)
     async with rigs.open_rig(tokenizer_dir, script) as rig:
@@ -48,26 +49,26 @@ async def spend(rigs: Any, tokenizer_dir: Path, agent: str, script: Any, **budge
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code", "codex", "mini-swe-agent"))
-async def test_turns_that_are_used_up_end_an_agent_normally(rigs: Any, tokenizer_dir: Path, agent: str) -> None:
-    script = titled(rigs, *(rigs.command_of(agent, f"echo {turn} >> turns") for turn in range(9)))
-    ran = await spend(rigs, tokenizer_dir, agent, script, max_turns=3)
+async def test_turns_that_are_used_up_end_an_agent_normally(tokenizer_dir: Path, agent: str) -> None:
+    script = titled(*(rigs.command_of(agent, f"echo {turn} >> turns") for turn in range(9)))
+    ran = await spend(tokenizer_dir, agent, script, max_turns=3)
     assert ran.session.exhausted is Exhausted.TURNS
     assert sum(script.played().values()) == ran.session.turns == 3
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code", "codex"))
-async def test_tokens_that_are_used_up_end_an_agent_normally(rigs: Any, tokenizer_dir: Path, agent: str) -> None:
+async def test_tokens_that_are_used_up_end_an_agent_normally(tokenizer_dir: Path, agent: str) -> None:
     """In the middle of a turn, which is the last one."""
-    script = titled(rigs, *(rigs.command_of(agent, f"echo {turn} >> turns") for turn in range(9)))
-    ran = await spend(rigs, tokenizer_dir, agent, script, max_sampled_tokens=100)
+    script = titled(*(rigs.command_of(agent, f"echo {turn} >> turns") for turn in range(9)))
+    ran = await spend(tokenizer_dir, agent, script, max_sampled_tokens=100)
     assert ran.session.exhausted is Exhausted.TOKENS
     assert ran.session.sampled_tokens == 100
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code", "codex"))
-async def test_time_that_is_used_up_ends_an_agent_normally(rigs: Any, tokenizer_dir: Path, agent: str) -> None:
-    script = titled(rigs, rigs.command_of(agent, "ls"), rigs.scripted.Fault.HANG)
-    ran = await spend(rigs, tokenizer_dir, agent, script, wall_s=START_S[agent])
+async def test_time_that_is_used_up_ends_an_agent_normally(tokenizer_dir: Path, agent: str) -> None:
+    script = titled(rigs.command_of(agent, "ls"), rigs.scripted.Fault.HANG)
+    ran = await spend(tokenizer_dir, agent, script, wall_s=START_S[agent])
     assert ran.session.exhausted is Exhausted.WALL
     assert sum(ran.session.masked.values()) == ran.session.masked.get("aborted", 0) + ran.session.masked.get("side", 0)
 
@@ -75,8 +76,8 @@ async def test_time_that_is_used_up_ends_an_agent_normally(rigs: Any, tokenizer_
 class Hanging:
     """One command, then a turn that never ends; `hangs` once an engine is at it."""
 
-    def __init__(self, rigs: Any, agent: str) -> None:
-        self._play = titled(rigs, rigs.command_of(agent, "ls"), rigs.scripted.Fault.HANG)
+    def __init__(self, agent: str) -> None:
+        self._play = titled(rigs.command_of(agent, "ls"), rigs.scripted.Fault.HANG)
         self._hang = rigs.scripted.Fault.HANG
         self.hangs = asyncio.Event()
 
@@ -87,11 +88,11 @@ class Hanging:
         return said
 
 
-async def strike(rigs: Any, tokenizer_dir: Path, agent: str, blow: Callable[[Any, Any], Awaitable[None]]) -> Any:
+async def strike(tokenizer_dir: Path, agent: str, blow: Callable[[Any, Any], Awaitable[None]]) -> Any:
     """A rollout whose second turn runs for ever, until `blow` falls. The engine must be told then, and no other turn
     begins."""
     rigs.needs(agent)
-    script = Hanging(rigs, agent)
+    script = Hanging(agent)
     async with rigs.open_rig(tokenizer_dir, script) as rig:
         running = asyncio.ensure_future(rigs.rollout(rig, rigs.AGENTS[agent](ProgramConfig()), agent_timeout_s=60))
         async with asyncio.timeout(60):
@@ -119,26 +120,24 @@ COMM = {
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code", "codex"))
-async def test_an_agent_that_is_killed_during_a_turn_is_judged_by_what_it_left(
-    rigs: Any, tokenizer_dir: Path, agent: str
-) -> None:
+async def test_the_files_of_an_agent_killed_during_a_turn_are_evaluated(tokenizer_dir: Path, agent: str) -> None:
     async def kill(_: Any, sandbox: Any) -> None:
         # The rollout may be over, and its sandbox with it, before this command has ended.
         with suppress(SandboxGone):
             killed = await sandbox.exec(f"pkill -9 '^{COMM[agent]}'", timeout_s=10)
             assert killed.exit_code == 0, killed
 
-    result, stations = await strike(rigs, tokenizer_dir, agent, kill)
+    result, stations = await strike(tokenizer_dir, agent, kill)
     [report] = stations.reports
     assert (report.stop, report.exit_code) == (StopReason.ERROR, 137)
     assert (result.outcome.cause, result.outcome.reward) == (Cause.SOLVED, 1.0)
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code"))
-async def test_a_sandbox_that_dies_during_a_turn_is_infra(rigs: Any, tokenizer_dir: Path, agent: str) -> None:
+async def test_a_sandbox_that_dies_during_a_turn_is_infra(tokenizer_dir: Path, agent: str) -> None:
     async def destroy(rig: Any, sandbox: Any) -> None:
         await rig.provider.destroy(sandbox.id)
 
-    result, stations = await strike(rigs, tokenizer_dir, agent, destroy)
+    result, stations = await strike(tokenizer_dir, agent, destroy)
     assert stations.reports == []
     assert (result.outcome.cause, result.outcome.reward, result.outcome.trainable) == (Cause.INFRA, None, False)

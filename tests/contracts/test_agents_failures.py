@@ -9,6 +9,7 @@ import pytest
 from headrace.actors.agents.agent import StopReason
 from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.buffer.types import Cause
+from support import agent_rig as rigs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,7 @@ ONE_RETRY: dict[str, dict[str, Any]] = {
 class Failing:
     """Plays a command, then fails as told; `then` says whether it recovers."""
 
-    def __init__(self, rigs: Any, agent: str, faults: list[Any], *, recovers: bool) -> None:
+    def __init__(self, agent: str, faults: list[Any], *, recovers: bool) -> None:
         self._command = rigs.command_of(agent, "ls")
         self._ending = rigs.ending_of(agent)
         self._left = list(faults)
@@ -53,12 +54,12 @@ class Failing:
 
 @pytest.mark.parametrize("agent", KINDS)
 @pytest.mark.parametrize("trouble", ["error", "cut"])
-async def test_an_engine_that_fails_once_and_recovers(rigs: Any, tokenizer_dir: Path, agent: str, trouble: str) -> None:
+async def test_an_engine_that_fails_once_and_recovers(tokenizer_dir: Path, agent: str, trouble: str) -> None:
     """Before the first token, and after some: the gateway's own second try fails too."""
     rigs.needs(agent)
     fault = rigs.scripted.Fault
     faults = [fault.ERROR, fault.ERROR] if trouble == "error" else [fault.ABORT, fault.CUT, fault.CUT]
-    script = Failing(rigs, agent, faults, recovers=True)
+    script = Failing(agent, faults, recovers=True)
     async with rigs.open_rig(tokenizer_dir, script) as rig:
         result, stations = await rigs.rollout(rig, rigs.AGENTS[agent](ProgramConfig()), agent_timeout_s=45)
         assert script.failed == len(faults)
@@ -69,11 +70,9 @@ async def test_an_engine_that_fails_once_and_recovers(rigs: Any, tokenizer_dir: 
 
 
 @pytest.mark.parametrize("agent", ONE_RETRY)
-async def test_an_agent_that_gives_up_under_an_engine_that_fails_for_ever(
-    rigs: Any, tokenizer_dir: Path, agent: str
-) -> None:
+async def test_an_agent_that_gives_up_under_an_engine_that_fails_for_ever(tokenizer_dir: Path, agent: str) -> None:
     rigs.needs(agent)
-    script = Failing(rigs, agent, [rigs.scripted.Fault.ERROR], recovers=False)
+    script = Failing(agent, [rigs.scripted.Fault.ERROR], recovers=False)
     async with rigs.open_rig(tokenizer_dir, script) as rig:
         program = ProgramConfig.model_validate(ONE_RETRY[agent])
         result, stations = await rigs.rollout(rig, rigs.AGENTS[agent](program), agent_timeout_s=60)
@@ -85,9 +84,9 @@ async def test_an_agent_that_gives_up_under_an_engine_that_fails_for_ever(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("agent", PATIENCE_S)
-async def test_an_engine_that_fails_for_ever(rigs: Any, tokenizer_dir: Path, agent: str) -> None:
+async def test_an_engine_that_fails_for_ever(tokenizer_dir: Path, agent: str) -> None:
     rigs.needs(agent)
-    script = Failing(rigs, agent, [rigs.scripted.Fault.ERROR], recovers=False)
+    script = Failing(agent, [rigs.scripted.Fault.ERROR], recovers=False)
     async with rigs.open_rig(tokenizer_dir, script) as rig:
         result, stations = await rigs.rollout(
             rig, rigs.AGENTS[agent](ProgramConfig()), agent_timeout_s=PATIENCE_S[agent]

@@ -152,7 +152,7 @@ async def serving(service: Service) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def test_what_a_program_finds(world: World) -> None:
+async def test_programs_find_their_environment_in_the_sandbox(world: World) -> None:
     report = await world.run(LOOK, prompt="Please: {instruction}!", environment={"EXTRA": "recipe"})
     assert (report.stop, report.exit_code) == (StopReason.FINISHED, 0), report.log_tail
     assert json.loads(report.result) == {
@@ -181,7 +181,7 @@ async def test_a_prompt_of_any_length_is_its_standard_input(world: World) -> Non
     assert "--help" not in arguments
 
 
-async def test_the_way_to_the_gateway_is_closed_after_it(world: World) -> None:
+async def test_the_gateway_is_unreachable_after_the_context_ends(world: World) -> None:
     """Also to what it left running."""
     left = "import sys, time, urllib.request\nwhile time.sleep(.01) is None: urllib.request.urlopen(sys.argv[1])"
     await world.run(f'setsid python3 -c "{left}" "$1" > /dev/null 2> /tmp/left & until pgrep python3; do :; done')
@@ -215,13 +215,13 @@ async def test_a_repository_task_starts_in_its_repository(world: World) -> None:
     assert (await world.run("pwd", task, working_directory="/tmp")).log_tail.strip() == "/tmp"
 
 
-async def test_a_program_that_fails_is_told_not_judged(world: World) -> None:
+async def test_a_failing_program_is_reported_and_not_graded(world: World) -> None:
     report = await world.run("echo out; echo trouble >&2; exit 3")
     assert (report.stop, report.exit_code) == (StopReason.ERROR, 3)
     assert report.log_tail == "out\n\n--- standard error ---\ntrouble\n"
 
 
-async def test_a_flood_of_output_is_kept_to_its_end(world: World) -> None:
+async def test_a_flood_of_output_is_captured_to_its_end(world: World) -> None:
     report = await world.run("head -c 20000000 /dev/zero | tr '\\0' x; echo; echo '{\"last\": 1}'", max_log_bytes=4096)
     assert report.result == '{"last": 1}'
     assert len(report.log_tail) <= 4096

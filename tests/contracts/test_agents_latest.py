@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +12,7 @@ from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.actors.agents.installation import PINNED, InstallFailed, install
 from headrace.sandboxes import doctor
 from headrace.sandboxes.errors import NamespacesUnavailable
+from support import agent_rig as rigs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.agents_latest, pytest.mark.namespaces, pytest.mark.tim
 
 
 @pytest.mark.parametrize("agent", PINNED)
-async def test_the_newest_version_loses_no_token_either(rigs: Any, agent: str, tmp_path: Path) -> None:
+async def test_the_newest_version_loses_no_token_either(agent: str, tmp_path: Path) -> None:
     try:
         doctor.require_namespaces()
         folder = await asyncio.to_thread(install, agent, latest=True)

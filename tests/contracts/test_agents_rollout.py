@@ -34,11 +34,13 @@ from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.observing.telemetry import TelemetryConfig
+from support import agent_rig as rigs
+from support import repositories
+from support import run_rig as runs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
-    from types import ModuleType
 
     from headrace.actors.agents.agent import Agent
     from headrace.sandboxes.base import ImageRef
@@ -46,17 +48,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
 
 
-@pytest.fixture(scope="module", name="repositories")
-def load_repositories(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("repositories")
-
-
-@pytest.fixture(scope="module", name="runs")
-def load_runs(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("run_rig")
-
-
-async def image_with_pytest(pool: SandboxPool, repositories: Any) -> ImageRef:
+async def image_with_pytest(pool: SandboxPool) -> ImageRef:
     """The task's image, prepared once in a sandbox."""
     [ref] = await pool.lease([SandboxSpec()])
     async with SandboxConnections() as attachments:
@@ -66,16 +58,14 @@ async def image_with_pytest(pool: SandboxPool, repositories: Any) -> ImageRef:
 
 
 @asynccontextmanager
-async def running(
-    directory: RunDirectory, engine: Any, tokenizer_dir: Path, agent: Agent, repositories: Any
-) -> AsyncIterator[Replay]:
+async def running(directory: RunDirectory, engine: Any, tokenizer_dir: Path, agent: Agent) -> AsyncIterator[Replay]:
     """Every actor of a run but engines and learner, in this process, at work."""
     observing = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=directory.path)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         section = SandboxSection(pool=PoolConfig(max_live=8, evaluation_reserve=2))
         pool = await enter(SandboxPool(section, directory=directory))
-        task = replace(repositories.repository_task(), image=await image_with_pytest(pool, repositories))
+        task = replace(repositories.repository_task(), image=await image_with_pytest(pool))
         directory.train_tasks.parent.mkdir(parents=True, exist_ok=True)
         write_tasks(directory.train_tasks, [task])
         directory.identity.write_text("agents")
@@ -110,7 +100,7 @@ async def running(
 class OneOfTwo:
     """The first rollout mends the repository, every other one gives up."""
 
-    def __init__(self, rigs: Any, path: str) -> None:
+    def __init__(self, path: str) -> None:
         wrong, right = "    return sum(numbers) /", "    if not numbers:\n        return 0.0\n    return sum(numbers) /"
         self._mends = [
             rigs.call("Read", file_path=path),
@@ -128,19 +118,17 @@ class OneOfTwo:
         return str(self._mends[turn])
 
 
-async def test_claude_code_fixes_a_repository_and_is_trained_on_it(
-    rigs: Any, repositories: Any, tmp_path: Path
-) -> None:
+async def test_claude_code_fixes_a_repository_and_is_trained_on_it(tmp_path: Path) -> None:
     rigs.needs("claude-code")
     rigs.write_tokenizer(tmp_path / "model")
-    script = OneOfTwo(rigs, f"{repositories.REPO}/calc.py")
+    script = OneOfTwo(f"{repositories.REPO}/calc.py")
     agent = ClaudeCode(ProgramConfig(prompt="In this repository: {instruction}"), ClaudeCodeConfig(bare=True))
     directory = RunDirectory(path=tmp_path / "run")
     directory.path.mkdir()
     engine = rigs.scripted.ScriptedEngine.of(tmp_path / "model", rigs.STOP, script)
     async with (
         rigs.scripted.serving(engine),
-        running(directory, engine, tmp_path / "model", agent, repositories) as replay,
+        running(directory, engine, tmp_path / "model", agent) as replay,
     ):
         version = (await replay.status()).head
         assert version is not None
@@ -175,7 +163,7 @@ ONE_STEP = (
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("agent", ["claude-code", "mini-swe-agent"])
-def test_a_recipe_names_its_agent(rigs: Any, runs: Any, agent: str, tmp_path: Path) -> None:
+def test_a_recipe_names_its_agent(agent: str, tmp_path: Path) -> None:
     """`headrace run` with the recipe that comes with headrace, a policy that is far too small, and one step."""
     rigs.needs(agent)
     recipe = runs.RECIPE.with_name(f"{agent.replace('-', '_')}.toml")
@@ -194,7 +182,7 @@ def test_a_recipe_names_its_agent(rigs: Any, runs: Any, agent: str, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_rollout_of_codex_ends_on_the_embedded_engine(rigs: Any, runs: Any, tmp_path: Path) -> None:
+def test_a_rollout_of_codex_ends_on_the_embedded_engine(tmp_path: Path) -> None:
     """Its first prompt has some 37,000 tokens of the tiny tokenizer."""
     rigs.needs("codex")
     model = tmp_path / "model"

@@ -13,18 +13,17 @@ import aiohttp
 import pytest
 
 from headrace.actors.evaluation.patch import apply_patch
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
 from headrace.serve.exec.server import ExecPart
+from support.cutting_proxy import cutting_proxy
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = pytest.mark.namespaces
@@ -65,14 +64,6 @@ class Client:
         reply = await self.post("/exec", lease_id=lease, command=command, **{"cwd": "/testbed", **body})
         assert reply["returncode"] == 0, reply
         return str(reply["output"]).strip()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 LEASE_S = 5.0
@@ -194,9 +185,9 @@ async def test_output_is_capped_and_drained(client: Client) -> None:
 # Repeated requests
 
 
-async def test_a_request_with_a_lost_response_runs_once(client: Client, load_support: Callable[[str], Any]) -> None:
+async def test_a_request_with_a_lost_response_runs_once(client: Client) -> None:
     lease = await client.lease()
-    async with load_support("cutting_proxy").cutting_proxy(client.url) as proxy, aiohttp.ClientSession() as http:
+    async with cutting_proxy(client.url) as proxy, aiohttp.ClientSession() as http:
         through = Client(url=proxy.url, http=http)
         proxy.cut(0)
         named = {"exec_id": "e1", "command": "echo named >> log; date +%N"}

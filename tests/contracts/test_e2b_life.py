@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from headrace.sandboxes import doctor
-from headrace.sandboxes.errors import BootFailed, NamespacesUnavailable, SandboxError
+from headrace.sandboxes.errors import BootFailed, SandboxError
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.local.sandbox import LocalSandbox
 from headrace.serve.e2b.server import E2bServer, ServerSettings
@@ -33,14 +32,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.namespaces
 START = "process.Process/Start"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

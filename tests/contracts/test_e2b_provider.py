@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import Feature, FrozenMount, Network, SandboxId, SandboxSpec, Stream, TerminalSize
 from headrace.sandboxes.e2b.provider import E2bConfig, E2bProvider
 from headrace.sandboxes.errors import (
     ExecTimeout,
     FrozenPathRefused,
     ImageUnknown,
-    NamespacesUnavailable,
     ProviderUnreachable,
     RateLimited,
     SandboxFileError,
@@ -40,14 +38,6 @@ pytestmark = pytest.mark.namespaces
 KEY = "e2b_" + "1" * 40
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[E2bServer]:
     keys = tmp_path / "keys"
@@ -67,11 +57,6 @@ def config(server: E2bServer, tmp_path: Path) -> E2bConfig:
 async def provider(config: E2bConfig) -> AsyncIterator[E2bProvider]:
     async with E2bProvider(config) as provider:
         yield provider
-
-
-@pytest.fixture
-async def sandbox(provider: E2bProvider) -> Sandbox:
-    return await provider.attach(await provider.create(SandboxSpec()))
 
 
 async def test_commands_follow_the_contract_of_exec(sandbox: Sandbox) -> None:
@@ -227,7 +212,7 @@ async def test_a_cancelled_create_leaves_nothing(provider: E2bProvider) -> None:
     assert await provider.list() == []
 
 
-async def test_an_evaluation_gets_a_copy_of_what_the_agent_left(provider: E2bProvider) -> None:
+async def test_an_evaluation_gets_a_copy_of_the_files_of_the_agent(provider: E2bProvider) -> None:
     agent = await provider.attach(await provider.create(SandboxSpec()))
     await agent.exec(
         "mkdir -p data/sub; echo result > data/sub/file; chmod 4777 data/sub/file; mkfifo data/pipe; "
@@ -255,7 +240,7 @@ async def test_an_evaluation_gets_a_copy_of_what_the_agent_left(provider: E2bPro
         await provider.create(SandboxSpec(mounts=(replace(folder, source=checker.id),)))
 
 
-async def test_an_evaluation_copies_at_most_what_its_setting_allows(config: E2bConfig) -> None:
+async def test_an_evaluation_copies_at_most_the_configured_bytes(config: E2bConfig) -> None:
     async with E2bProvider(config.model_copy(update={"max_frozen_bytes": 100_000})) as provider:
         agent = await provider.attach(await provider.create(SandboxSpec()))
         await agent.exec("mkdir data; head -c 99000 /dev/urandom > data/one", timeout_s=20)

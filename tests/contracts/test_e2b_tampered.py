@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from headrace.sandboxes import doctor
-from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
+from support import image_kit as kit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -28,18 +27,10 @@ pytestmark = pytest.mark.namespaces
 FOR_EVER = "while printf '%65536s' 1; do :; done"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture
-def root(tmp_path: Path, load_support: Callable[[str], Any]) -> Path:
+def root(tmp_path: Path) -> Path:
     """A root file system with bash (also as `shell`), mv and a few tools."""
-    kit, root = load_support("image_kit"), tmp_path / "root"
+    root = tmp_path / "root"
     with tarfile.open(fileobj=io.BytesIO(kit.tar(kit.base_entries()))) as archive:
         archive.extractall(root, filter="fully_trusted")
     shutil.copy(root / "usr/bin/bash", root / "usr/bin/shell")

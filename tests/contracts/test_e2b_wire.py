@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes import doctor
-from headrace.sandboxes.errors import NamespacesUnavailable, SpecRefused
+from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
@@ -22,14 +21,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.namespaces
 ALICE, BOB, CAROL = "alice-secret", "bob-secret", "carol-secret"
 START = "process.Process/Start"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -29,11 +29,11 @@ from headrace.policies.processes.server_process import EngineProcess, EngineProc
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text
 from headrace.policies.sglang.versions import release
+from support import engine_kinds as kinds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
-    from types import ModuleType
 
     import torch
 
@@ -123,16 +123,11 @@ def parse(payload: bytes) -> Any:
         return payload.decode()
 
 
-@pytest.fixture(scope="module", name="kinds")
-def load_kinds(load_support: Callable[[str], ModuleType]) -> ModuleType:
-    return load_support("engine_kinds")
-
-
 @pytest_asyncio.fixture(
     scope="module", loop_scope="module", params=["cpu", pytest.param("sglang", marks=pytest.mark.sglang)]
 )
 async def wire(
-    request: pytest.FixtureRequest, kinds: Any, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Wire]:
     folder = tmp_path_factory.mktemp("engine")
     process = kinds.engine_process(request.param, tiny_model_dir, folder, max_running=MAX_RUNNING)
@@ -500,7 +495,7 @@ async def test_a_flush_is_refused_while_requests_run(wire: Wire) -> None:
     await task
 
 
-async def test_info_routes(wire: Wire, tiny_model_dir: Path) -> None:
+async def test_info_routes_describe_model_server_and_weights(wire: Wire, tiny_model_dir: Path) -> None:
     status, model = await wire.get("/model_info")
     assert status == 200
     assert (model["model_path"], model["weight_version"]) == (str(tiny_model_dir), "1.0")

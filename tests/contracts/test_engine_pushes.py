@@ -24,14 +24,15 @@ from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
 from headrace.policies.push.sender import SenderConfig, SenderProcess
-from headrace.policies.push.weights import Bucket
+from headrace.policies.push.tensors import Bucket
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.versions import release
+from support import push_rig
+from support.engine_kinds import engine_process, kind_dialect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
-    from types import ModuleType
 
     from headrace.policies.engine import Completion
     from headrace.policies.processes.server_process import ServerProcess
@@ -135,19 +136,17 @@ def softened(model: Path) -> Path:
 )
 async def rig(
     request: pytest.FixtureRequest,
-    load_support: Callable[[str], ModuleType],
     weights: list[Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Rig]:
-    kinds, folder = load_support("engine_kinds"), tmp_path_factory.mktemp("engine")
-    process = kinds.engine_process(request.param, weights[0], folder, dtype="bfloat16")
+    folder = tmp_path_factory.mktemp("engine")
+    process = engine_process(request.param, weights[0], folder, dtype="bfloat16")
     sender = SenderProcess(SenderConfig(log_path=folder / "sender.log"))
     async with process, sender, aiohttp.ClientSession() as session:
         config = SGLangConfig(vocab_size=VOCABULARY, in_place=True)
         engine = SGLangEngine(EngineId("e"), process.url, session, config)
-        dialect = kinds.kind_dialect(request.param)
-        support = load_support("push_rig")
-        yield Rig(process, engine, sender, weights, dialect, support, support.RecordingGate())
+        dialect = kind_dialect(request.param)
+        yield Rig(process, engine, sender, weights, dialect, push_rig, push_rig.RecordingGate())
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)

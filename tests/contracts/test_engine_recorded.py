@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
@@ -20,10 +20,8 @@ from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text, parse_completion
 from headrace.policies.sglang.transport import refusal
 from headrace.policies.sglang.versions import DEFAULT_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
+from support import engine_exchanges as exchanges
+from support import engine_kinds as kinds
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 GENERATED = {
@@ -40,22 +38,14 @@ def recorded() -> dict[str, Any]:
     return replies
 
 
-@pytest.fixture(scope="module", name="exchanges")
-def load_exchanges(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("engine_exchanges")
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("sglang", marks=pytest.mark.sglang)])
 async def test_an_engine_answers_as_recorded(
     kind: str,
     recorded: dict[str, Any],
-    exchanges: Any,
-    load_support: Callable[[str], ModuleType],
     tiny_model_dir: Path,
     tmp_path: Path,
 ) -> None:
-    kinds = load_support("engine_kinds")
     if kind == "sglang" and kinds.SGLANG_VERSION != DEFAULT_VERSION:
         pytest.skip(f"SGLang {kinds.SGLANG_VERSION} was not recorded")
     async with kinds.engine_process(kind, tiny_model_dir, tmp_path) as process, aiohttp.ClientSession() as session:

@@ -22,13 +22,11 @@ from headrace.actors.places.config import RemoteSection, SandboxKind, SandboxSec
 from headrace.actors.places.providers import refuse_absent_images
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import HostPort, ImageRef, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     CapacityExceeded,
     ExecResultLost,
     ImageUnknown,
-    NamespacesUnavailable,
     PermanentSandboxError,
     ProviderUnreachable,
     SandboxError,
@@ -42,6 +40,7 @@ from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
 from headrace.serve.exec.server import ExecPart
+from support.cutting_proxy import cutting_proxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -51,14 +50,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.namespaces
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
 ALICE, BOB = "alice-secret", "bob-secret"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @asynccontextmanager
@@ -82,8 +73,8 @@ async def server(local: LocalProvider) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def proxy(server: str, load_support: Callable[[str], Any]) -> AsyncIterator[Any]:
-    async with load_support("cutting_proxy").cutting_proxy(server) as proxy:
+async def proxy(server: str) -> AsyncIterator[Any]:
+    async with cutting_proxy(server) as proxy:
         yield proxy
 
 
@@ -576,7 +567,7 @@ def test_invalid_options_give_a_message_of_one_line(options: tuple[str, ...], ex
 
 
 @pytest.mark.parametrize("limit", [{"memory_bytes": 1 << 45}, {"pids": 10**9}])
-async def test_a_key_is_refused_for_good_what_is_above_the_ceiling(server: str, limit: dict[str, int]) -> None:
+async def test_a_request_above_the_limit_of_its_key_is_refused_permanently(server: str, limit: dict[str, int]) -> None:
     """A client that mistakes the refusal for a lack of room would retry for ever."""
     async with aiohttp.ClientSession() as session, session.post(f"{server}/v1/sandboxes", json=limit) as response:
         document = await response.json()

@@ -98,11 +98,6 @@ async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
             yield await stack.enter_async_context(OciProvider(config))
 
 
-@pytest.fixture
-async def sandbox(provider: SandboxProvider) -> Sandbox:
-    return await provider.attach(await provider.create(SandboxSpec()))
-
-
 async def run(sandbox: Sandbox, command: str, *, user: str = "root", timeout_s: float = 60.0) -> ExecResult:
     return await sandbox.exec(command, user=user, timeout_s=timeout_s)
 

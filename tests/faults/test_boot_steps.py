@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.errors import BootFailed, LauncherGone, NamespacesUnavailable, SandboxError
+from headrace.sandboxes.errors import BootFailed, LauncherGone, SandboxError
 from headrace.sandboxes.kernel import cgroups, stdlib_process
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local import launcher_process
@@ -64,14 +63,6 @@ for name in ("mount", "copy_mount", "attach_mount", "map_mount_ids", "detach", "
              "forbid_new_privileges", "filter_calls", "die_with_parent"):
     setattr(syscalls, name, failing(getattr(syscalls, name)))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 class FaultInjector:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -86,7 +87,7 @@ async def test_orders_awaited_by_a_dead_dispatcher_are_never_issued(actors: Acto
     assert await replay.reconcile([], "third") == 8, "also when the last order is long given out"
 
 
-async def test_what_a_worker_finishes_goes_to_the_dispatcher_it_serves(actors: Actors) -> None:
+async def test_results_of_a_worker_go_to_the_dispatcher_it_serves(actors: Actors) -> None:
     worker, replay = actors.worker, actors.replay
     dead = (await worker.reset()).assignment
     orders = list((await replay.issue(3, "next", timeout_s=1)).orders)
@@ -120,6 +121,14 @@ async def test_orders_for_an_outdated_assignment_do_not_start(actors: Actors) ->
     assert (await actors.worker.status()).running == 0
 
 
+async def until_finished(dispatcher: Dispatcher, count: int) -> None:
+    """Wait until so many rollouts have ended, at most half of the time of a test."""
+    deadline_s = time.monotonic() + WAIT_S / 2
+    while (status := await dispatcher.status()).finished < count and time.monotonic() < deadline_s:  # noqa: ASYNC110 - the dispatcher has no event for it
+        await asyncio.sleep(0.05)
+    assert status.finished >= count, status
+
+
 class Waits(RolloutWorker):
     """Its first orders never end by themselves."""
 
@@ -147,8 +156,8 @@ async def test_a_repeated_reset_leaks_no_slots(actors: Actors) -> None:
             while worker.begun < 2:  # noqa: ASYNC110 - as an operator asks
                 await asyncio.sleep(0.05)
             await worker.reset()
-            while (await dispatcher.status()).finished < 6:  # noqa: ASYNC110 - as an operator asks
-                await asyncio.sleep(0.05)
+            await until_finished(dispatcher, 6)
+            assert worker.begun >= 6, "others ran in the slots of the two that never ended"
             running.cancel()
     finally:
         await actors.runtime.stop(worker)
@@ -230,8 +239,7 @@ async def test_a_hung_worker_does_not_delay_orders_to_others(actors: Actors, cal
             asyncio.TaskGroup() as tasks,
         ):
             running = tasks.create_task(dispatcher.run())
-            while (await dispatcher.status()).finished < 6:  # noqa: ASYNC110 - as an operator asks
-                await asyncio.sleep(0.05)
+            await until_finished(dispatcher, 6)
             running.cancel()
     finally:
         await actors.runtime.stop(worker)

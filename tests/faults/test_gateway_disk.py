@@ -7,30 +7,23 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import WIRES, Wire, world
-from tests.scripted_engine import segments
 
 from headrace.sandboxes.kernel import syscalls
 from headrace.serve.errors import SERVER_FAILED, GatewayUnreachable
+from support.gateway_rig import WIRES, Wire, world
+from support.scripted_engine import segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.scripted_engine import Ask
-
     from headrace.serve.capture.rows import SessionReport
+    from support.scripted_engine import Ask
 
 pytestmark = pytest.mark.namespaces
 REFUSALS = 40
 """After so many there is not even room for the line that says so: it had the rest of a page."""
 LONG = "Many words, which a log of a few pages has no room for. " * 200
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture

@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 import pytest
-from tests.chat_templates import FAT, LONG, QWEN3
-from tests.gateway_program import GatewayProgram, gateway_program
-from tests.gateway_rig import (
+
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
+from headrace.serve.gateway.client import GatewayClient
+from support.chat_templates import FAT, LONG
+from support.gateway_program import GatewayProgram, gateway_program
+from support.gateway_rig import (
     ADMIN,
     CHAT,
     GUARD_S,
@@ -33,28 +37,20 @@ from tests.gateway_rig import (
     serving,
     soon,
 )
-from tests.scripted_engine import segments
-
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
+from support.scripted_engine import segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from aiohttp import web
-    from tests.scripted_engine import Ask
+
+    from support.scripted_engine import Ask
 
 AGENTS = 50
 TURNS = 6
 Turn = tuple[tuple[int, ...], tuple[int, ...]]
 """Ids of a prompt and of what was sampled from it."""
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 @dataclass(kw_only=True)

@@ -11,25 +11,19 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_program import GatewayProgram, gateway_program
-from tests.gateway_rig import ADMIN, GUARD_S, WIRES, Client, Engine, Lines, World, serving, soon, world
-from tests.scripted_engine import Fault
 
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
+from support.gateway_program import GatewayProgram, gateway_program
+from support.gateway_rig import ADMIN, GUARD_S, WIRES, Client, Engine, Lines, World, serving, soon, world
+from support.scripted_engine import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tests.scripted_engine import Ask
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
+    from support.scripted_engine import Ask
 
 
 # Whatever ends a session.

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,27 +18,23 @@ from headrace.actors.engine_group.registry import EngineState
 from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
 from headrace.policies.push.machine import Phase
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
+from support import group_rig as kit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-MANY = Path(__file__).resolve().parents[1] / "many_engines.py"
 
 
 @pytest.fixture(scope="module")
-def kit(load_support: Callable[[str], Any]) -> Any:
-    return load_support("group_rig")
-
-
-@pytest.fixture(scope="module")
-def models(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("models")
     return [kit.write_weights(folder / str(seed), seed) for seed in range(2)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rig(kit: Any, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+async def rig(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     """Two engines of ours behind a gateway; breakers that allow every try, for engines die here all the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
@@ -68,7 +63,7 @@ async def first_of(rig: Any) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-async def test_a_push_survives_the_death_of_an_engine(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
+async def test_a_push_survives_the_death_of_an_engine(rig: Any, models: list[Path], phase: Phase) -> None:
     name, process_id = await first_of(rig)
 
     async def kill() -> None:
@@ -86,7 +81,7 @@ async def test_a_push_survives_the_death_of_an_engine(kit: Any, rig: Any, models
 
 
 @pytest.mark.parametrize("phase", [Phase.BEGIN, Phase.BROADCAST, Phase.END, Phase.DISBAND])
-async def test_a_push_with_a_failing_journal_raises(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
+async def test_a_push_with_a_failing_journal_raises(rig: Any, models: list[Path], phase: Phase) -> None:
     """Whoever was sent something is out of routing with the failure; the supervision brings the others up to date."""
     name, _ = await first_of(rig)
 
@@ -127,7 +122,7 @@ async def test_a_sender_that_dies_repeatedly_loses_no_engine(rig: Any, models: l
 
 
 @pytest.mark.parametrize("phase", [Phase.PAUSE, pytest.param(Phase.END, marks=pytest.mark.slow)])
-async def test_an_engine_that_never_answers_is_replaced(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
+async def test_an_engine_that_never_answers_is_replaced(rig: Any, models: list[Path], phase: Phase) -> None:
     name, process_id = await first_of(rig)
 
     async def stop() -> None:
@@ -139,9 +134,7 @@ async def test_an_engine_that_never_answers_is_replaced(kit: Any, rig: Any, mode
     assert name not in await rig.until_serving(2, version)
 
 
-async def test_a_failure_counts_once_and_is_known_before_the_push_ends(
-    kit: Any, models: list[Path], tmp_path: Path
-) -> None:
+async def test_a_failure_counts_once_and_is_known_before_the_push_ends(models: list[Path], tmp_path: Path) -> None:
     async with kit.open_group(models[0], tmp_path, count=2) as rig:
         await rig.push(models[0], 0)
         name, engine = next(iter((await rig.until_serving(2, "1.0")).items()))
@@ -164,9 +157,7 @@ async def test_a_failure_counts_once_and_is_known_before_the_push_ends(
 
 
 @pytest.mark.slow
-async def test_engines_that_fail_push_after_push_do_not_end_the_run(
-    kit: Any, models: list[Path], tmp_path: Path
-) -> None:
+async def test_engines_that_fail_push_after_push_do_not_end_the_run(models: list[Path], tmp_path: Path) -> None:
     """Where no engine is left, a place whose breaker is open is tried at once."""
     async with kit.open_group(models[0], tmp_path, count=1) as rig:
         await rig.push(models[0], 0)
@@ -178,10 +169,11 @@ async def test_engines_that_fail_push_after_push_do_not_end_the_run(
 
             rig.before(0, Phase.BROADCAST, kill)
             await rig.push(models[step % 2], step)
-        await rig.until_serving(1, "1.4")
+        [replaced] = (await rig.until_serving(1, "1.4")).values()
+        assert replaced.process_id != engine.process_id
 
 
-async def test_tables_are_published_while_a_push_holds_the_lock(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_tables_are_published_while_a_push_holds_the_lock(models: list[Path], tmp_path: Path) -> None:
     async with kit.open_group(models[0], tmp_path, count=1) as rig, rig.group._lock:
         roster = tmp_path / "engines" / "members.json"
         for _ in range(2):
@@ -192,10 +184,11 @@ async def test_tables_are_published_while_a_push_holds_the_lock(kit: Any, models
                 return roster.stat().st_mtime_ns != before
 
             await kit.until(is_told)
+            assert roster.stat().st_mtime_ns != written
 
 
 async def test_health_checks_that_time_out_in_a_pause_kill_no_engine(
-    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
     options = {"count": 1, "health_timeout_s": 0.3}
@@ -217,7 +210,7 @@ async def test_health_checks_that_time_out_in_a_pause_kill_no_engine(
 
 
 async def test_an_engine_that_is_slow_for_a_while_is_not_killed(
-    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It misses health checks in a row, fewer than `health_misses`."""
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
@@ -235,7 +228,7 @@ async def test_an_engine_that_is_slow_for_a_while_is_not_killed(
 
 
 async def test_an_engine_that_stays_silent_is_replaced(
-    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
     options = {"count": 1, "health_timeout_s": 0.3, "health_misses": 3}
@@ -244,12 +237,11 @@ async def test_an_engine_that_stays_silent_is_replaced(
         [(name, engine)] = (await rig.until_serving(1, "1.0")).items()
         os.kill(engine.process_id, signal.SIGSTOP)
         await rig.until(lambda now: name not in now)
-        await rig.until_serving(1, "1.0")
+        [replaced] = (await rig.until_serving(1, "1.0")).values()
+        assert replaced.process_id != engine.process_id
 
 
-async def test_a_request_that_arrives_and_is_aborted_in_a_pause_ends(
-    kit: Any, models: list[Path], tmp_path: Path
-) -> None:
+async def test_a_request_that_arrives_and_is_aborted_in_a_pause_ends(models: list[Path], tmp_path: Path) -> None:
     # An agent that left is waited for, so that only the abort can end its turn.
     gateway = {"abort_grace_s": 50.0}
     async with kit.open_group(models[0], tmp_path, count=1, gateway=gateway) as rig:
@@ -288,13 +280,21 @@ async def test_a_request_that_arrives_and_is_aborted_in_a_pause_ends(
 
 @asynccontextmanager
 async def many_engines(
-    kit: Any, model: Path, folder: Path, *, processes: int, each: int, slow_s: float
+    model: Path, folder: Path, *, processes: int, each: int, slow_s: float
 ) -> AsyncIterator[list[str]]:
     """URLs of engines, neighbours in different processes; the first one is slow."""
     files = [folder / f"many-{index}.json" for index in range(processes)]
     async with AsyncExitStack() as stack:
         for index, file in enumerate(files):
-            command = [sys.executable, str(MANY), str(model), str(file), str(each), str(0 if index else slow_s)]
+            command = [
+                sys.executable,
+                "-m",
+                "support.many_engines",
+                str(model),
+                str(file),
+                str(each),
+                str(0 if index else slow_s),
+            ]
             process = await asyncio.create_subprocess_exec(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
             stack.push_async_callback(process.wait)
             stack.callback(process.kill)
@@ -308,12 +308,10 @@ async def many_engines(
 
 
 @pytest.mark.timeout(300)
-async def test_one_slow_engine_of_twenty_does_not_delay_the_others(
-    kit: Any, models: list[Path], tmp_path: Path
-) -> None:
+async def test_one_slow_engine_of_twenty_does_not_delay_the_others(models: list[Path], tmp_path: Path) -> None:
     push = {"wave_size": 4, "bucket_bytes": 1 << 25, "phase_timeout_s": 60.0, "transfer_timeout_s": 60.0}
     async with (
-        many_engines(kit, models[0], tmp_path, processes=4, each=5, slow_s=0.3) as urls,
+        many_engines(models[0], tmp_path, processes=4, each=5, slow_s=0.3) as urls,
         kit.open_group(models[0], tmp_path, push=push, count=0, attach=urls) as rig,
     ):
         await rig.push(models[0], 0)

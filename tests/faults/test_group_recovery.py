@@ -25,9 +25,10 @@ from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.machine import Phase, Step
 from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.gateway.config import GatewayConfig
+from support import group_rig as kit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("ray_cluster")]
@@ -110,19 +111,14 @@ class Scene:
         return [(engine.state, engine.version) for engine in await until_back(self.group.status)]
 
 
-@pytest.fixture(scope="module")
-def kit(load_support: Callable[[str], Any]) -> Any:
-    return load_support("group_rig")
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def scene(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
-    async with open_scene(kit, tmp_path_factory.mktemp("run"), *NAMES) as scene:
+async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+    async with open_scene(tmp_path_factory.mktemp("run"), *NAMES) as scene:
         yield scene
 
 
 @asynccontextmanager
-async def open_scene(kit: Any, folder: Path, *attached: str) -> AsyncIterator[Scene]:
+async def open_scene(folder: Path, *attached: str) -> AsyncIterator[Scene]:
     """With these engines of somebody else, or with two that the group starts."""
     models = [kit.write_weights(folder / f"model-{seed}", seed) for seed in range(2)]
     runtime = RayRuntime(f"recovery-{os.getpid()}-{len(attached)}-")
@@ -195,8 +191,8 @@ async def test_a_new_group_finishes_the_push_after_a_failed_recovery(scene: Scen
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_local_engines_die_with_their_group_and_new_ones_get_the_newest_weights(kit: Any, tmp_path: Path) -> None:
-    async with open_scene(kit, tmp_path) as scene:
+async def test_local_engines_die_with_their_group_and_new_ones_get_the_newest_weights(tmp_path: Path) -> None:
+    async with open_scene(tmp_path) as scene:
         for moments in ([(0, "gate")], [(1, "first bucket"), (0, "recovered")], [(0, "broadcast"), (1, "open")]):
             before = [psutil.Process(engine.process_id) for engine in await scene.group.status()]
             assert len(before) == 2

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
-from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError, SandboxGone, SpecRefused
-from headrace.sandboxes.leftovers import run_label, sandboxes_left
+from headrace.sandboxes.errors import SandboxError, SandboxGone, SpecRefused
+from headrace.sandboxes.leftovers import sandboxes_left
 from headrace.sandboxes.local import launcher_process
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = pytest.mark.namespaces
@@ -42,25 +40,6 @@ async def main():
     await asyncio.Event().wait()
 asyncio.run(main())
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture
-async def config(tmp_path: Path) -> AsyncIterator[LocalSandboxConfig]:
-    """Config of a launcher that is ended in any case."""
-    config = LocalSandboxConfig(stays_in=tmp_path / "stays", label=run_label(tmp_path), idle_exit_s=2.0)
-    yield config
-    with suppress(SandboxError):
-        async with LocalProvider(config):
-            pass
-    assert sandboxes_left(tmp_path) == 0
 
 
 async def killed_provider(config: LocalSandboxConfig, ttl_s: float = 60.0) -> tuple[int, SandboxRef]:
@@ -112,7 +91,7 @@ async def test_the_next_provider_adopts_the_launcher_and_its_sandboxes(config: L
         await adopted.exec("true", timeout_s=30)
 
 
-async def test_what_nobody_adopts_is_gone_within_one_lease_and_the_launcher_with_it(
+async def test_sandboxes_that_are_not_adopted_end_within_one_lease_with_their_launcher(
     config: LocalSandboxConfig, tmp_path: Path
 ) -> None:
     launcher, _ = await killed_provider(config, ttl_s=1.0)

@@ -8,23 +8,22 @@ import random
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from subprocess import PIPE, Popen
 from threading import Timer
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.faults.ledger_life import BROKE, Plan
-from tests.faults.striking import Moment
 
 from headrace.buffer.audit.evidence import has_begun, read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.sandboxes.kernel import syscalls
+from support.ledger_life import BROKE, Plan
+from support.striking import Moment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-PROGRAM = Path(__file__).with_name("ledger_life.py")
 HANG_S = 60.0
 KILLS = 4
 """Of one run, before a life that nobody strikes."""
@@ -81,7 +80,7 @@ def live(
 ) -> tuple[list[str], int]:
     """One life to its end; all lines that it said in full, and its exit code. `COUNT` is struck from outside when it
     has said `at` lines; it waits for that."""
-    command = [sys.executable, str(PROGRAM), str(run_dir), str(seed), str(life), moment.value, str(at)]
+    command = [sys.executable, "-m", "support.ledger_life", str(run_dir), str(seed), str(life), moment.value, str(at)]
     said = []
     with Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as process, not_for_ever(process):
         # To the end by one reader: another one would not see what this one has read ahead.

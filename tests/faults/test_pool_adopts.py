@@ -6,22 +6,17 @@ import asyncio
 import json
 import subprocess
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError
-from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = pytest.mark.namespaces
@@ -50,25 +45,6 @@ async def main():
         await asyncio.Event().wait()
 asyncio.run(main())
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture
-async def config(tmp_path: Path) -> AsyncIterator[LocalSandboxConfig]:
-    """The settings of a launcher that is ended in any case."""
-    config = LocalSandboxConfig(stays_in=tmp_path / "stays", label=run_label(tmp_path), idle_exit_s=2.0)
-    yield config
-    with suppress(SandboxError):
-        async with LocalProvider(config):
-            pass
-    assert sandboxes_left(tmp_path) == 0
 
 
 async def test_a_new_pool_takes_over_from_a_killed_one(config: LocalSandboxConfig, tmp_path: Path) -> None:

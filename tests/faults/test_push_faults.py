@@ -15,8 +15,9 @@ import pytest_asyncio
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, FinishReason
 from headrace.policies.errors import SenderFailed, SenderTimeout, UnknownGroup
+from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, PushOutcome
-from headrace.policies.push.weights import group_name, read_snapshot
+from headrace.policies.push.weights import read_snapshot
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.versions import PolicyVersion
 from headrace.sandboxes.leftovers import sandboxes_left
+from support import run_rig as rig
 
 if TYPE_CHECKING:
     import subprocess
@@ -38,30 +39,25 @@ DEADLINE_S = 600.0
 LEASE_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def rig(load_support: Callable[[str], Any]) -> Any:
-    return load_support("run_rig")
-
-
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_run_goes_on_when_worker_buffer_and_learner_are_killed(rig: Any, tmp_path: Path) -> None:
+async def test_a_run_continues_after_worker_buffer_and_learner_are_killed(tmp_path: Path) -> None:
     victims = ["worker-0", "replay", "learner"]
     random.Random(7).shuffle(victims)
-    directory = await run_and_kill(rig, tmp_path, dict(zip((1, 3, 5), victims, strict=True)))
+    directory = await run_and_kill(tmp_path, dict(zip((1, 3, 5), victims, strict=True)))
     epochs = {record["version"].split(".")[0] for record in read_metrics(directory.metrics) if record["kind"] == "push"}
     assert epochs == {"1", "2"}, "the killed learner came back in a new epoch"
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_run_goes_on_when_three_others_are_killed(rig: Any, tmp_path: Path) -> None:
+async def test_a_run_continues_after_three_other_processes_are_killed(tmp_path: Path) -> None:
     victims = random.Random(4).sample(["engines", "gateway", "service", "dispatcher", "evaluator", "sandbox-pool"], 3)
     # Last: a run goes on without its service, so what is to be killed after it might find the run finished.
     victims.sort(key=lambda victim: victim == "service")
-    await run_and_kill(rig, tmp_path, dict(zip((1, 3, 5), victims, strict=True)))
+    await run_and_kill(tmp_path, dict(zip((1, 3, 5), victims, strict=True)))
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_service_that_comes_back_when_all_steps_are_done_knows_them(rig: Any, tmp_path: Path) -> None:
+async def test_a_service_restarted_after_the_last_step_knows_that_all_are_done(tmp_path: Path) -> None:
     async with rig.open_service(tmp_path, "late", "training.steps=1") as (service, _), asyncio.timeout(DEADLINE_S):
         assert await run_guarded(RayRuntime(), service, rig.HANG_S)
         (await find_process(service, "service")).kill()
@@ -79,14 +75,14 @@ async def test_a_service_that_comes_back_when_all_steps_are_done_knows_them(rig:
         *("policies.cpu_engine", "push.sender", "headrace-launcher"),
     ],
 )
-async def test_every_process_may_be_killed(rig: Any, tmp_path: Path, victim: str) -> None:
+async def test_every_process_may_be_killed(tmp_path: Path, victim: str) -> None:
     step = random.Random(victim).randrange(7)
-    await run_and_kill(rig, tmp_path, {step: victim})
+    await run_and_kill(tmp_path, {step: victim})
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_run_goes_on_when_its_learner_is_killed_in_the_midst_of_a_push(rig: Any, tmp_path: Path) -> None:
+async def test_a_run_continues_after_its_learner_is_killed_during_a_push(tmp_path: Path) -> None:
     """An engine is held still, so that the push cannot end before the learner is killed."""
     async with (
         rig.open_service(tmp_path, "midst") as (service, directory),
@@ -115,7 +111,7 @@ def is_pushing(directory: RunDirectory) -> bool:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_an_interrupt_while_the_service_is_dead_drains(rig: Any, tmp_path: Path) -> None:
+async def test_an_interrupt_while_the_service_is_dead_drains(tmp_path: Path) -> None:
     options = ("training.steps=200",)
     async with (
         rig.open_service(tmp_path, "dead", *options) as (service, directory),
@@ -138,20 +134,20 @@ async def test_an_interrupt_while_the_service_is_dead_drains(rig: Any, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-async def test_one_of_two_workers_may_be_killed(rig: Any, tmp_path: Path) -> None:
-    directory = await run_and_kill(rig, tmp_path, {3: "worker-1"}, "service.workers=2")
+async def test_one_of_two_workers_may_be_killed(tmp_path: Path) -> None:
+    directory = await run_and_kill(tmp_path, {3: "worker-1"}, "service.workers=2")
     assert len({path.name for path in (directory.path / "spans").glob("worker-*.jsonl")}) >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("victim", ["service", "worker-0", "learner", "gateway", "policies.cpu_engine"])
-async def test_every_process_may_hang(rig: Any, tmp_path: Path, victim: str) -> None:
-    await run_and_kill(rig, tmp_path, {3: victim}, "engines.health_timeout_s=5", with_signal=signal.SIGSTOP)
+async def test_every_process_may_hang(tmp_path: Path, victim: str) -> None:
+    await run_and_kill(tmp_path, {3: victim}, "engines.health_timeout_s=5", with_signal=signal.SIGSTOP)
 
 
 async def run_and_kill(
-    rig: Any, folder: Path, victims: dict[int, str], *overrides: str, with_signal: int = signal.SIGKILL
+    folder: Path, victims: dict[int, str], *overrides: str, with_signal: int = signal.SIGKILL
 ) -> RunDirectory:
     """A small run whose processes are killed after the given steps. It ends by itself, has lost, repeated and poisoned
     nothing, and leaves no process."""
@@ -217,9 +213,9 @@ def assert_whole(directory: RunDirectory) -> None:
     assert sandboxes_left(directory.path) == 0
 
 
-def test_a_killed_driver_leaves_nothing_and_the_run_resumes(rig: Any, tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path) -> None:
     # Three more steps fit before the next checkpoint, for a learner that outlives its driver by a moment.
-    driver, directory = start_run(rig, tmp_path, "driver", "--set", "training.save_every=4")
+    driver, directory = start_run(tmp_path, "driver", "--set", "training.save_every=4")
     family = killed_after(5, driver, directory)
     assert len(family) > 10
     ours = [process for process in family if not is_ray_agent(process)]
@@ -271,8 +267,8 @@ def outcome(commit: CommitRecord) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_killed_driver_leaves_nothing_of_ray_either(rig: Any, tmp_path: Path) -> None:
-    driver, directory = start_run(rig, tmp_path, "driver")
+def test_a_killed_driver_leaves_nothing_of_ray_either(tmp_path: Path) -> None:
+    driver, directory = start_run(tmp_path, "driver")
     family = killed_after(1, driver, directory)
     # Ray's own agents try for 60 s to tell a dead head that the raylet died; then they end too.
     _, alive = psutil.wait_procs(family, timeout=90)
@@ -280,10 +276,10 @@ def test_a_killed_driver_leaves_nothing_of_ray_either(rig: Any, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_restarts_take_a_run_to_its_end(rig: Any, tmp_path: Path) -> None:
+def test_restarts_take_a_run_to_its_end(tmp_path: Path) -> None:
     """Though its driver is killed, and then its disk is full for a while."""
     with rig.small_disk(tmp_path / "disk", 512) as disk:
-        loop, directory = start_run(rig, disk, "again", "--restarts", "5")
+        loop, directory = start_run(disk, "again", "--restarts", "5")
         wait_for(lambda: steps_of(directory) >= 2, loop)
         the_try(loop).kill()
         wait_for(lambda: epoch_of(directory) == 2 and steps_of(directory) >= 4, loop)
@@ -309,9 +305,9 @@ def epoch_of(directory: RunDirectory) -> int:
     return int(max(commit.version for commit in read_evidence(directory.path).commits).epoch)
 
 
-def test_an_interrupted_run_drains_and_can_be_resumed(rig: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_drains_and_can_be_resumed(tmp_path: Path) -> None:
     # More steps than it can take: it must not be over before it is interrupted.
-    driver, directory = start_run(rig, tmp_path, "drained", "--set", "training.steps=200")
+    driver, directory = start_run(tmp_path, "drained", "--set", "training.steps=200")
     wait_for(lambda: steps_of(directory) >= 1, driver)
     driver.send_signal(signal.SIGINT)
     _, errors = driver.communicate(timeout=DEADLINE_S)
@@ -331,9 +327,9 @@ def test_an_interrupted_run_drains_and_can_be_resumed(rig: Any, tmp_path: Path) 
         pytest.param("engines", marks=pytest.mark.slow),
     ],
 )
-def test_sigterm_while_a_run_starts_stops_it_in_order(rig: Any, tmp_path: Path, moment: str) -> None:
+def test_sigterm_while_a_run_starts_stops_it_in_order(tmp_path: Path, moment: str) -> None:
     """Before Ray is up, while the first actors start, and while engines do."""
-    driver, directory = start_run(rig, tmp_path, "early")
+    driver, directory = start_run(tmp_path, "early")
     wait_for((directory.path / moment).exists, driver)
     family = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGTERM)
@@ -346,7 +342,7 @@ def test_sigterm_while_a_run_starts_stops_it_in_order(rig: Any, tmp_path: Path, 
     assert not directory.is_driven()
 
 
-def start_run(rig: Any, folder: Path, name: str, *options: str) -> tuple[subprocess.Popen[bytes], RunDirectory]:
+def start_run(folder: Path, name: str, *options: str) -> tuple[subprocess.Popen[bytes], RunDirectory]:
     """A small run as the command line's own process."""
     where = ("--runs-dir", str(folder), "--name", name)
     driver = rig.start_driver("run", str(rig.RECIPE), *where, "--quiet", *rig.small_arguments(), *options)
@@ -385,7 +381,7 @@ def wait_for(condition: Callable[[], bool], driver: subprocess.Popen[bytes]) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_synchronous_run_trains_nothing_stale(rig: Any, tmp_path: Path) -> None:
+async def test_a_synchronous_run_trains_nothing_stale(tmp_path: Path) -> None:
     options = ("buffer.mode=sync", "buffer.max_staleness=0", "training.steps=4")
     async with rig.open_service(tmp_path, "sync", *options) as (service, directory), asyncio.timeout(DEADLINE_S):
         assert await service.run()

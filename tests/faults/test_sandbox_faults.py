@@ -5,37 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SandboxGone
+from headrace.sandboxes.errors import LauncherGone, SandboxError, SandboxGone
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
+from support import process_handles as processes
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
-processes = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "process_handles.py")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 def configured(run: Path) -> LocalSandboxConfig:

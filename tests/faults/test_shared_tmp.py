@@ -18,9 +18,7 @@ from headrace.actors.places.config import SandboxSection
 from headrace.actors.places.providers import start_provider
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.images.folders import Owner, is_alive, new_owner
 from headrace.sandboxes.kernel import cgroups
 from headrace.sandboxes.kernel.id_blocks import BLOCKS, FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
@@ -34,14 +32,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.namespaces
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace of its own needs root")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

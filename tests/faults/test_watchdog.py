@@ -15,9 +15,10 @@ from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
+from support import run_rig as rig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from headrace.actors.record.run_directory import RunDirectory
@@ -49,13 +50,8 @@ QUICK = (
 )
 
 
-@pytest.fixture(scope="module")
-def rig(load_support: Callable[[str], Any]) -> Any:
-    return load_support("run_rig")
-
-
 @pytest.fixture
-def open_run(rig: Any, tmp_path: Path) -> Any:
+def open_run(tmp_path: Path) -> Any:
     recipe = rig.RECIPE.with_name("simulated.toml")
 
     @asynccontextmanager
@@ -78,7 +74,7 @@ def open_run(rig: Any, tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def disk(rig: Any, tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A small one: room for the run, and for what a service wants to see free."""
     with rig.small_disk(tmp_path / "disk", 96) as folder:
         yield folder
@@ -88,7 +84,7 @@ def epochs_of(directory: RunDirectory) -> set[str]:
     return {record["version"].split(".")[0] for record in read_metrics(directory.metrics) if record["kind"] == "push"}
 
 
-async def test_a_learner_whose_step_never_ends_is_killed_and_the_run_goes_on(open_run: Any) -> None:
+async def test_a_learner_whose_step_never_ends_is_killed_and_the_run_continues(open_run: Any) -> None:
     async with open_run("hung", "learner.simulated.hang_at_step=4", "training.stage_timeout_s=10") as (
         service,
         directory,
@@ -151,9 +147,7 @@ async def test_engines_that_fail_every_turn_end_the_run(open_run: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.namespaces
 @pytest.mark.timeout(900)
-async def test_a_run_whose_disk_is_full_ends_and_goes_on_when_there_is_room(
-    rig: Any, open_run: Any, disk: Path
-) -> None:
+async def test_a_run_ends_on_a_full_disk_and_resumes_when_there_is_room(open_run: Any, disk: Path) -> None:
     """Not one page is left, from one moment to the next: every part of the run fails to write at once."""
     async with open_run("full", "training.steps=40", folder=disk) as (service, directory), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(raises_disk_full(service))

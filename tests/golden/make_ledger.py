@@ -1,4 +1,4 @@
-"""Makes a golden run directory: `python tests/golden/make_ledger.py tests/golden/ledger_v3`.
+"""Makes a golden run directory: `PYTHONPATH=tests python tests/golden/make_ledger.py tests/golden/ledger_v3`.
 
 Run it once for each schema version, never again for an old one: its files must go on loading. `ledger_v1` and
 `ledger_v2` were made by earlier versions of this script.
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import Cause, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, write_manifest
-
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+from support import replay_cases as cases
 
 
 async def step(store, version):

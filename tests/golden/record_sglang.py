@@ -19,8 +19,8 @@ sys.path.insert(0, str(TESTS))
 
 
 async def main(version: str) -> None:
-    from engine_exchanges import exchange
-    from tiny_model import write_tiny_model
+    from support.engine_exchanges import exchange
+    from support.tiny_model import write_tiny_model
 
     target = TESTS / "golden" / f"sglang-{version}" / "replies.json"
     with tempfile.TemporaryDirectory() as folder:

@@ -24,6 +24,7 @@ from headrace.actors.errors import (
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.push.machine import Phase
+from support import group_rig as kit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,12 +40,7 @@ exec sleep 1000
 
 
 @pytest.fixture(scope="module")
-def kit(load_support: Callable[[str], Any]) -> Any:
-    return load_support("group_rig")
-
-
-@pytest.fixture(scope="module")
-def models(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("models")
     return [kit.write_weights(folder / str(seed), seed) for seed in range(3)]
 
@@ -54,9 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
 
 
-async def test_attached_engines_get_pushes_and_are_not_stopped_at_the_end(
-    kit: Any, models: list[Path], tmp_path: Path
-) -> None:
+async def test_attached_engines_get_pushes_and_are_not_stopped_at_the_end(models: list[Path], tmp_path: Path) -> None:
     async with kit.servers(models[0], tmp_path, "a", "b") as servers:
         urls = [process.url for process in servers.values()]
         async with kit.open_group(models[0], tmp_path, count=0, attach=urls) as rig:
@@ -72,7 +66,7 @@ async def test_attached_engines_get_pushes_and_are_not_stopped_at_the_end(
             assert kit.versions_of(await rig.turn()) == {"1.1"}
 
 
-async def test_in_place_pushes_mark_no_clean_token_as_stale(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_in_place_pushes_mark_no_clean_token_as_stale(models: list[Path], tmp_path: Path) -> None:
     """Requests carry the version of their engine: after its first push, after a flush, added later and taken over."""
     requests = tmp_path / "engines" / "requests"
     options = {"push": {"pause_mode": "in_place"}, "gateway": {"in_place_pushes": True}, "count": 0}
@@ -90,9 +84,7 @@ async def test_in_place_pushes_mark_no_clean_token_as_stale(kit: Any, models: li
             assert kit.flags_of(await rig.turn()) == [("1.1", False)]
 
 
-async def test_an_attached_engine_that_hung_rejoins_with_the_newest_weights(
-    kit: Any, models: list[Path], tmp_path: Path
-) -> None:
+async def test_an_attached_engine_that_hung_rejoins_with_the_newest_weights(models: list[Path], tmp_path: Path) -> None:
     async with kit.servers(models[0], tmp_path, "a") as servers:
         [hanging] = servers.values()
         options = {"count": 1, "attach": [hanging.url], "health_timeout_s": 1.0}
@@ -112,9 +104,7 @@ async def test_an_attached_engine_that_hung_rejoins_with_the_newest_weights(
 
 
 @pytest.mark.slow
-async def test_a_first_prompt_of_37000_tokens_kills_no_engine(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_first_prompt_of_37000_tokens_kills_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as Codex's is to a tokenizer of bytes. While it is computed the engine passes its health checks."""
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.5)
     model = kit.write_weights(tmp_path / "model", seed=3)
@@ -133,7 +123,7 @@ async def test_a_first_prompt_of_37000_tokens_kills_no_engine(
         assert (after.engine_id, after.process_id) == (name, engine.process_id)
 
 
-async def test_engines_are_added_and_removed_while_turns_run(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_engines_are_added_and_removed_while_turns_run(models: list[Path], tmp_path: Path) -> None:
     async with (
         kit.servers(models[0], tmp_path, "a", "b") as servers,
         kit.open_group(models[0], tmp_path, count=0, attach=[servers["a"].url], drain_timeout_s=0.5) as rig,
@@ -161,7 +151,7 @@ async def test_engines_are_added_and_removed_while_turns_run(kit: Any, models: l
             await rig.group.add("127.0.0.1")
 
 
-async def test_a_push_does_not_wait_for_an_engine_that_drains(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_a_push_does_not_wait_for_an_engine_that_drains(models: list[Path], tmp_path: Path) -> None:
     async with (
         kit.servers(models[0], tmp_path, "a", "b") as servers,
         kit.open_group(models[0], tmp_path, count=0, attach=[servers["a"].url], drain_timeout_s=100.0) as rig,
@@ -185,7 +175,7 @@ async def test_a_push_does_not_wait_for_an_engine_that_drains(kit: Any, models: 
         assert set(await rig.until_serving(1, "1.2")) == {second}
 
 
-async def test_a_push_does_not_wait_for_an_engine_that_starts(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_a_push_does_not_wait_for_an_engine_that_starts(models: list[Path], tmp_path: Path) -> None:
     # A server that dies at its first start, and hangs at the next ones.
     python = tmp_path / "python"
     python.write_text(HANGING_SERVER)
@@ -208,7 +198,7 @@ async def test_a_push_does_not_wait_for_an_engine_that_starts(kit: Any, models: 
         await rig.until_serving(1, "1.1")
 
 
-async def test_an_in_place_push_works_through_group_and_gateway(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_an_in_place_push_works_through_group_and_gateway(models: list[Path], tmp_path: Path) -> None:
     options = {"count": 1, "push": {"pause_mode": "in_place"}, "gateway": {"in_place_pushes": True}}
     async with kit.open_group(models[0], tmp_path, **options) as rig:
         await rig.push(models[1], 1)
@@ -238,7 +228,7 @@ async def test_an_in_place_push_works_through_group_and_gateway(kit: Any, models
 
 
 async def test_removing_an_engine_that_a_push_left_paused_resumes_it(
-    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 1000.0)
     async with kit.servers(models[0], tmp_path, "a") as servers:
@@ -255,7 +245,7 @@ async def test_removing_an_engine_that_a_push_left_paused_resumes_it(
 
 
 async def test_adding_an_engine_that_cannot_take_the_weights_fails(
-    kit: Any, models: list[Path], tmp_path: Path, write_model: Callable[..., Path]
+    models: list[Path], tmp_path: Path, write_model: Callable[..., Path]
 ) -> None:
     odd = write_model(tmp_path / "odd")
     async with (
@@ -268,7 +258,7 @@ async def test_adding_an_engine_that_cannot_take_the_weights_fails(
         assert (await rig.engines())[attached_id(servers["odd"].url)].state is EngineState.QUARANTINED
 
 
-async def test_removed_engines_do_not_return_in_the_next_group(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_removed_engines_do_not_return_in_the_next_group(models: list[Path], tmp_path: Path) -> None:
     async with kit.servers(models[0], tmp_path, "a", "b") as servers:
         urls = [process.url for process in servers.values()]
         async with kit.open_group(models[0], tmp_path, count=0, attach=urls[:1]) as rig:
@@ -279,7 +269,7 @@ async def test_removed_engines_do_not_return_in_the_next_group(kit: Any, models:
 
 
 async def test_a_group_is_routed_to_after_the_clock_was_set_back(
-    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
         kit.servers(models[0], tmp_path, "a", "b") as servers,
@@ -299,9 +289,7 @@ async def test_a_group_is_routed_to_after_the_clock_was_set_back(
         assert route.url == servers["b"].url
 
 
-async def test_operators_add_and_remove_engines_through_the_run_directory(
-    kit: Any, models: list[Path], tmp_path: Path
-) -> None:
+async def test_operators_add_and_remove_engines_through_the_run_directory(models: list[Path], tmp_path: Path) -> None:
     requests = tmp_path / "engines" / "requests"
     async with (
         kit.servers(models[0], tmp_path, "a", "b") as servers,
@@ -318,7 +306,7 @@ async def test_operators_add_and_remove_engines_through_the_run_directory(
         assert told[added].state is EngineState.GONE
 
 
-async def test_two_engines_at_one_address_are_refused(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_two_engines_at_one_address_are_refused(models: list[Path], tmp_path: Path) -> None:
     async with kit.open_group(models[0], tmp_path, count=1) as rig:
         [(name, engine)] = (await rig.engines()).items()
         with pytest.raises(EngineAddressTaken, match=f"and {name} have one address"):
@@ -326,7 +314,7 @@ async def test_two_engines_at_one_address_are_refused(kit: Any, models: list[Pat
 
 
 async def test_an_engine_at_an_address_that_is_taken_is_replaced(
-    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, started = Fleet._start_local, []
 
@@ -349,7 +337,7 @@ async def test_an_engine_at_an_address_that_is_taken_is_replaced(
         assert not await started[0].handle.is_alive()
 
 
-async def test_a_group_starts_with_a_corrupt_newest_snapshot(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_a_group_starts_with_a_corrupt_newest_snapshot(models: list[Path], tmp_path: Path) -> None:
     spoilt = kit.write_weights(tmp_path / "spoilt", 7)
     async with kit.open_group(models[0], tmp_path, count=1) as rig:
         await rig.push(spoilt, 1)
@@ -361,7 +349,7 @@ async def test_a_group_starts_with_a_corrupt_newest_snapshot(kit: Any, models: l
 
 
 async def test_a_health_check_ignores_an_engine_that_leaves_meanwhile(
-    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 1000.0)
     async with kit.servers(models[0], tmp_path, "a", "b") as servers:
@@ -382,7 +370,7 @@ async def test_a_health_check_ignores_an_engine_that_leaves_meanwhile(
             assert looking.result() == {}
 
 
-async def test_a_group_without_any_engine_does_not_start(kit: Any, models: list[Path], tmp_path: Path) -> None:
+async def test_a_group_without_any_engine_does_not_start(models: list[Path], tmp_path: Path) -> None:
     with pytest.raises(EngineStartFailed, match="nothing listens"):
         async with kit.open_group(models[0], tmp_path, count=0, attach=["http://127.0.0.1:9"]):
             raise AssertionError

@@ -6,7 +6,7 @@ import os
 import signal
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -18,9 +18,10 @@ from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.policies.push.contract import PushConfig
+from support import group_rig as kit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Iterable
     from pathlib import Path
 
     from headrace.actors.engine_group.members_file import EngineStatus
@@ -29,15 +30,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-@pytest.fixture(scope="module")
-def kit(load_support: Callable[[str], Any]) -> Any:
-    return load_support("group_rig")
-
-
 @asynccontextmanager
-async def placed(
-    kit: Any, model: Path, folder: Path, gateway: GatewayActor, runtime: RayRuntime
-) -> AsyncIterator[EngineGroup]:
+async def placed(model: Path, folder: Path, gateway: GatewayActor, runtime: RayRuntime) -> AsyncIterator[EngineGroup]:
     """A group in this process whose engines Ray places."""
     config = EnginesConfig(count=2, placement="ray", cpus=0.5, max_context_tokens=1024)
     group = EngineGroup(
@@ -54,14 +48,14 @@ async def placed(
 
 
 async def test_an_actor_and_its_engine_die_together_and_are_replaced(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
     runtime = RayRuntime(f"placed-{os.getpid()}-")
     model = kit.write_weights(tmp_path / "model", 1)
     async with (
         kit.gateway_of(model, tmp_path) as gateway,
-        placed(kit, model, tmp_path, gateway, runtime) as group,
+        placed(model, tmp_path, gateway, runtime) as group,
     ):
         rig = kit.Rig(group=group, client=None, http=None)
         await rig.push(model, 1)
@@ -96,17 +90,17 @@ def lasting(engines: Iterable[EngineStatus]) -> dict[str, EngineStatus]:
     return {engine.engine_id: replace(engine, running=None, waiting=None) for engine in engines}
 
 
-async def test_a_new_group_takes_over_engines_that_ray_placed(kit: Any, tmp_path: Path) -> None:
+async def test_a_new_group_takes_over_engines_that_ray_placed(tmp_path: Path) -> None:
     runtime = RayRuntime(f"outlives-{os.getpid()}-")
     model = kit.write_weights(tmp_path / "model", 1)
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(kit.gateway_of(model, tmp_path))
-        async with placed(kit, model, tmp_path, gateway, runtime) as first:
+        async with placed(model, tmp_path, gateway, runtime) as first:
             await first.push(kit.snapshot(model, 1), rollouts_in_flight=0)
             before = lasting(await first.status())
             # As if it had been killed: it closes nothing.
             first._fleet.members.clear()
-        second = await stack.enter_async_context(placed(kit, model, tmp_path, gateway, runtime))
+        second = await stack.enter_async_context(placed(model, tmp_path, gateway, runtime))
         after = lasting(await second.status())
         assert after == before
         assert {engine.state for engine in after.values()} == {EngineState.SERVING}

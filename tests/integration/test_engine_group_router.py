@@ -6,26 +6,22 @@ import asyncio
 import importlib.util
 import sys
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.policies.sglang.server import free_port
+from support import group_rig as kit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed (of the dev extra)"
 )
-
-
-@pytest.fixture(scope="module")
-def kit(load_support: Callable[[str], Any]) -> Any:
-    return load_support("group_rig")
 
 
 @asynccontextmanager
@@ -58,7 +54,7 @@ async def known(http: aiohttp.ClientSession, url: str) -> set[str]:
 
 
 async def test_workers_are_added_and_removed_as_the_router_lists_them(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
     model, other = (kit.write_weights(tmp_path / f"model-{seed}", seed) for seed in range(2))

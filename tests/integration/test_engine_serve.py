@@ -135,7 +135,7 @@ async def test_a_wrong_option_is_one_line(tiny_model_dir: Path) -> None:
     assert "--dtype" in said
 
 
-async def test_what_only_sglang_knows_is_refused_for_the_embedded_engine(tiny_model_dir: Path) -> None:
+async def test_settings_of_sglang_are_refused_for_the_embedded_engine(tiny_model_dir: Path) -> None:
     options = ("--device", "cuda", "--tensor-parallel", 2, "--dtype", "bfloat16", "--python", sys.executable)
     code, said = await ended("--model", tiny_model_dir, *options, "--", "--enable-metrics")
     assert (code, said.count("\n")) == (2, 1)
@@ -143,7 +143,7 @@ async def test_what_only_sglang_knows_is_refused_for_the_embedded_engine(tiny_mo
         assert name in said
 
 
-async def test_an_engine_that_ends_by_itself_is_told(tiny_model_dir: Path) -> None:
+async def test_an_engine_that_exits_is_reported(tiny_model_dir: Path) -> None:
     async with started("--model", tiny_model_dir) as process:
         assert process.stdout is not None
         await process.stdout.readline()

@@ -7,9 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Wire, world
-from tests.wires import read_refusal
+
+from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Wire, world
+from support.wires import read_refusal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
 PNG = "iVBORw0KGgo="
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 def user(content: Any) -> list[Any]:

@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.chat_templates import DEEPSEEK3_LEAKY, FAT, LONG, QWEN3
-from tests.gateway_rig import (
+
+from headrace.serve.capture.session import MAX_REPLAYS, Budgets
+from support.chat_templates import DEEPSEEK3_LEAKY, LONG
+from support.gateway_rig import (
     ANTHROPIC,
     CHAT,
     GUARD_S,
@@ -27,10 +29,8 @@ from tests.gateway_rig import (
     soon,
     world,
 )
-from tests.scripted_engine import Fault, check_exact
-from tests.session_rig import ByteChat
-
-from headrace.serve.capture.session import MAX_REPLAYS, Budgets
+from support.scripted_engine import Fault, check_exact
+from support.session_rig import ByteChat
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -41,11 +41,6 @@ PATIENT = {"ping_s": 60.0}
 HASTY = {"ping_s": 0.05}
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 @asynccontextmanager
@@ -305,11 +300,6 @@ async def test_a_client_that_retries_while_its_turn_is_being_aborted_gets_an_ans
         report = await w.finish()
         check_exact(report, w.engines)
         assert (report.turns, report.masked) == (1, {"aborted": 1})
-
-
-@pytest.fixture(scope="module")
-def fat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return FAT.write(tmp_path_factory.mktemp("fat"))
 
 
 @EITHER

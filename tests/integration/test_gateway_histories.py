@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
-from tests.scripted_engine import Ask, Fault, Parts, check_exact
+
+from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
+from support.scripted_engine import Ask, Fault, Parts, check_exact
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 TOOLS = ("bash", "edit", "agent")
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 async def finished(w: World, *, masked: set[str] = frozenset(), lineages: int = 1) -> SessionReport:  # type: ignore[assignment]

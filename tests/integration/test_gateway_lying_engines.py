@@ -9,24 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import GUARD_S, Engine, Lines, World, world
-from tests.scripted_engine import check_exact
 
 from headrace.policies.engine import EngineId
 from headrace.serve.capture.session import Budgets
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from support.gateway_rig import GUARD_S, Engine, Lines, World, world
+from support.scripted_engine import check_exact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
 SAID = "words of some length"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 @dataclass(kw_only=True)

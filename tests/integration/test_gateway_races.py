@@ -9,13 +9,12 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wire, World, renderer_of, soon, world
-from tests.scripted_engine import Fault, check_exact
 
 from headrace.serve.capture.session import Budgets
 from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.turns import MAX_FAILURES
+from support.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wire, World, renderer_of, soon, world
+from support.scripted_engine import Fault, check_exact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
 
 SIDE = {"model_policy": (("*haiku*", ModelUse.SERVE),)}
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 async def delete(w: World, session_id: str) -> int:

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import (
+
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Budgets, Sampling, SessionId
+from headrace.serve.errors import SessionUnknown
+from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
+from support.gateway_rig import (
     ADMIN,
     ANTHROPIC,
     CHAT,
@@ -25,25 +31,13 @@ from tests.gateway_rig import (
     table_of,
     world,
 )
-from tests.scripted_engine import Fault, check_exact
-
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, Sampling, SessionId
-from headrace.serve.errors import SessionUnknown
-from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.gateway import Gateway
+from support.scripted_engine import Fault, check_exact
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 @asynccontextmanager

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 from benches.gateway.process import raise_open_files
-from tests.chat_templates import FAT, LONG, QWEN3
-from tests.gateway_program import gateway_program
-from tests.gateway_rig import (
+
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
+from headrace.serve.gateway.client import GatewayClient
+from support.chat_templates import LONG
+from support.gateway_program import gateway_program
+from support.gateway_rig import (
     ADMIN,
     GUARD_S,
     WIRES,
@@ -26,30 +30,16 @@ from tests.gateway_rig import (
     serving,
     world,
 )
-from tests.scripted_engine import check_exact
-
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
+from support.scripted_engine import check_exact
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.scripted_engine import Ask
+    from support.scripted_engine import Ask
 
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 PLENTY = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2 * 10**6)
 MANY = 40
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def fat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return FAT.write(tmp_path_factory.mktemp("fat"))
 
 
 def much_or_little(ask: Ask) -> str:

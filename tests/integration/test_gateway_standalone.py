@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import GUARD_S, Engine, Lines, serving
 
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_TRANSIENT
+from support.gateway_rig import GUARD_S, Engine, Lines, serving
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -25,11 +23,6 @@ if TYPE_CHECKING:
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
 START_S = 60.0
 ASKED = {"model": "any", "max_tokens": 100, "messages": [{"role": "user", "content": "go"}]}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 async def start(*options: str) -> Process:

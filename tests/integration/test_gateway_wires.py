@@ -9,14 +9,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Wire, World, call_text, soon, world
-from tests.scripted_engine import Fault, check_exact
-from tests.wires import read_events
 
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.config import ModelUse
 from headrace.serve.parsing.parser_choice import BATCH_TURNS
+from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Wire, World, call_text, soon, world
+from support.scripted_engine import Fault, check_exact
+from support.wires import read_events
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,11 +28,6 @@ TURNS = (
     "Half of it is\n\ndone.  ",
     "All of it.",
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
 
 
 async def play(client: Client) -> None:
@@ -500,7 +494,7 @@ async def test_turns_with_inexact_sampling_are_masked(model_dir: Path, wire: Wir
 
 
 async def test_reasoning_opened_by_the_prompt_is_sent_as_reasoning(tmp_path: Path) -> None:
-    from tests.chat_templates import QWEN3_THINKING
+    from support.chat_templates import QWEN3_THINKING
 
     folder = QWEN3_THINKING.write(tmp_path)
     for wire in WIRES:

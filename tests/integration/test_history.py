@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from headrace.actors.evaluation.history import hide_history, leaks, prepare
 from headrace.buffer.repositories import Command, RepositorySpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from headrace.sandboxes.base import Sandbox
+    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 REPO = "/workspace/repo"
@@ -61,12 +58,6 @@ LOOK = {
     "heads": "ls .git | grep -E '(ORIG|FETCH|MERGE)_HEAD'",
     "nested": "cd nested && git cat-file --batch-all-objects --batch | grep -a '{solution}'",
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 async def made(provider: LocalProvider) -> Sandbox:
@@ -128,7 +119,7 @@ async def test_an_agent_can_go_on_working_in_it(provider: LocalProvider) -> None
         f"cd nested; echo '{SOLUTION}' | git hash-object -w --stdin",
     ],
 )
-async def test_the_proof_sees_what_is_left(provider: LocalProvider, leak: str) -> None:
+async def test_the_check_finds_every_leak(provider: LocalProvider, leak: str) -> None:
     sandbox = await made(provider)
     await hide_history(sandbox, REPO)
     await output(sandbox, leak)

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import runpy
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.local.provider import LocalProvider
+from support.clean_sandboxes import CleanSandboxes
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
+    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
-Rooms = runpy.run_path(str(Path(__file__).parents[1] / "evaluation_rooms.py"))["Rooms"]
 PROBLEMS = {problem.kind: problem for problem in problems(1, len(Kind), Split.HELD_OUT)}
 MODULES = "os sys json stat site sitecustomize usercustomize encodings"
 PLANT = f"for name in {MODULES}; do echo 'import posix; posix._exit(0)' > $name.py; done"
 DEEP = "python3 -c \"import os\nfor _ in range({count}): os.mkdir('{name}'); os.chdir('{name}')\nopen('x' * 200, 'w')\""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 async def verdict_on(provider: LocalProvider, task: Task, command: str) -> Verdict:
@@ -43,7 +32,7 @@ async def verdict_on(provider: LocalProvider, task: Task, command: str) -> Verdi
     try:
         await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
         await sandbox.exec(command, cwd="/workspace", timeout_s=20)
-        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), Rooms(provider, sandbox))
+        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), CleanSandboxes(provider, sandbox))
     finally:
         await sandbox.kill()
 
@@ -88,7 +77,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("source", LIES.values(), ids=LIES)
-async def test_code_that_lies_about_itself_earns_nothing(provider: LocalProvider, source: str) -> None:
+async def test_code_that_fakes_its_results_gets_no_reward(provider: LocalProvider, source: str) -> None:
     task = REPAIR.task()
     spec = replace(task.evaluator, timeout_s=6.0)
     command = f"printf '%s' {shlex.quote(source.replace('VALUE', REPAIR.finding))} > calc.py"
@@ -96,7 +85,7 @@ async def test_code_that_lies_about_itself_earns_nothing(provider: LocalProvider
     assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
 
 
-async def test_a_repair_counts_and_what_is_left_beside_it_is_recorded(provider: LocalProvider) -> None:
+async def test_a_repair_is_rewarded_and_leftover_files_are_recorded(provider: LocalProvider) -> None:
     litter = "echo 'import os' > sitecustomize.py; echo 'assert False' > test.py; rm -rf x"
     verdict = await verdict_on(provider, REPAIR.task(), f"{REPAIR.act(REPAIR.finding).removesuffix('exit')} {litter}")
     assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED)
@@ -156,7 +145,7 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES.values(), ids=OBSTACLES)
-async def test_nothing_of_the_agents_stands_in_the_way_of_hidden_files(provider: LocalProvider, obstacle: str) -> None:
+async def test_files_of_the_agent_do_not_block_hidden_files(provider: LocalProvider, obstacle: str) -> None:
     task = task_with(EvaluatorKind.PATCH, f"{FIRST_HIDDEN}\n{IMPORTING}", hidden_files=HIDDEN)
     assert (await verdict_on(provider, task, obstacle)).cause is Cause.FAILED
     assert (await verdict_on(provider, task, f"sed -i s/1/2/ answer.py; {obstacle}")).reward == 1.0

@@ -24,23 +24,18 @@ from headrace.sandboxes.images.folders import StoreFolder, new_owner
 from headrace.sandboxes.images.merged_tree import find
 from headrace.sandboxes.images.store import ImageStore
 from headrace.sandboxes.kernel import syscalls
+from support import image_kit as kit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away and makes whiteouts")
 
 GIB = 1 << 30
 
 
-@pytest.fixture(scope="module", name="kit")
-def load_kit(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("image_kit")
-
-
 @pytest.fixture(scope="module", name="base")
-def base_layer(kit: Any) -> bytes:
+def base_layer() -> bytes:
     layer: bytes = kit.tar(kit.base_entries())
     return layer
 
@@ -82,7 +77,7 @@ async def test_a_root_file_system_folder_is_used_in_place(store: ImageStore, tmp
 
 @pytest.mark.parametrize("compression", ["", "gzip", "xz", "zstd"])
 async def test_the_tar_of_a_root_file_system_becomes_one_layer(
-    compression: str, store: ImageStore, tmp_path: Path, base: bytes, kit: Any
+    compression: str, store: ImageStore, tmp_path: Path, base: bytes
 ) -> None:
     (tmp_path / "image").write_bytes(kit.compress(compression, base))
     image = await store.resolve(str(tmp_path / "image"))
@@ -95,7 +90,7 @@ async def test_the_tar_of_a_root_file_system_becomes_one_layer(
 @pytest.mark.parametrize("form", ["layout", "archive", "archive.gz"])
 @pytest.mark.parametrize("compression", ["gzip", "zstd", ""])
 async def test_oci_layouts_and_archives_become_their_layers(
-    form: str, compression: str, store: ImageStore, tmp_path: Path, base: bytes, kit: Any
+    form: str, compression: str, store: ImageStore, tmp_path: Path, base: bytes
 ) -> None:
     top = kit.tar([kit.file("etc/.wh.release"), kit.file("etc/added", b"top\n")])
     settings = {"Env": ["A=1", "B=x=y"], "WorkingDir": "/workspace", "User": "agent"}
@@ -114,7 +109,7 @@ async def test_oci_layouts_and_archives_become_their_layers(
     assert (await store.resolve(str(target))).digest == image.digest
 
 
-async def test_overlayfs_can_mount_the_layers(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_overlayfs_can_mount_the_layers(store: ImageStore, tmp_path: Path, base: bytes) -> None:
     """The kernel sees the same merged tree as `find`."""
     old = [kit.folder("opt/d"), kit.file("opt/d/old"), kit.file("opt/keep", b"1"), kit.link("abs", "/opt/d")]
     middle = kit.tar(old)
@@ -131,7 +126,7 @@ async def test_overlayfs_can_mount_the_layers(store: ImageStore, tmp_path: Path,
     assert [read(image, path) for path in paths] == ["2", None, "1", None]
 
 
-async def test_docker_archives_become_their_layers(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_docker_archives_become_their_layers(store: ImageStore, tmp_path: Path, base: bytes) -> None:
     one, two = (kit.tar([kit.file("etc/which", name)]) for name in (b"one", b"two"))
     archive = kit.write_docker_archive(tmp_path / "saved.tar", {"repo/x:one": [base, one], "repo/x:two": [base, two]})
     first = await store.resolve(f"{archive}:one")
@@ -145,9 +140,7 @@ async def test_docker_archives_become_their_layers(store: ImageStore, tmp_path: 
         await store.resolve(f"{archive}:three")
 
 
-async def test_layers_are_shared_between_image_formats(
-    store: ImageStore, tmp_path: Path, base: bytes, kit: Any
-) -> None:
+async def test_layers_are_shared_between_image_formats(store: ImageStore, tmp_path: Path, base: bytes) -> None:
     kit.write_docker_archive(tmp_path / "saved.tar", {"x:1": [base]})
     kit.Layout().image([base], compression="zstd").write(tmp_path / "layout")
     images = [await store.resolve(str(tmp_path / name)) for name in ("saved.tar", "layout")]
@@ -155,9 +148,7 @@ async def test_layers_are_shared_between_image_formats(
     assert len(layers_of(tmp_path)) == 1
 
 
-async def test_this_machines_image_is_chosen_from_an_index(
-    store: ImageStore, tmp_path: Path, base: bytes, kit: Any
-) -> None:
+async def test_this_machines_image_is_chosen_from_an_index(store: ImageStore, tmp_path: Path, base: bytes) -> None:
     layout = kit.Layout().image([base])
     own = {**layout.manifests.pop(), "platform": {"architecture": kit.ARCHITECTURE, "os": "linux"}}
     foreign = {"digest": "sha256:" + "0" * 64, "platform": {"architecture": "s390x", "os": "linux"}}
@@ -210,7 +201,7 @@ async def test_the_host_root_is_refused_as_image(store: ImageStore) -> None:
         await store.resolve("/")
 
 
-async def test_a_root_file_system_without_bash_is_refused(store: ImageStore, tmp_path: Path, kit: Any) -> None:
+async def test_a_root_file_system_without_bash_is_refused(store: ImageStore, tmp_path: Path) -> None:
     entries = [kit.file("usr/bin/sh", b"x"), kit.link("bin", "usr/bin"), kit.link("usr/bin/bash", "/bin/nowhere")]
     (tmp_path / "image.tar").write_bytes(kit.tar(entries))
     with pytest.raises(ImageRefused, match="no bash"):
@@ -218,24 +209,20 @@ async def test_a_root_file_system_without_bash_is_refused(store: ImageStore, tmp
     assert layers_of(tmp_path) == set()
 
 
-async def test_an_image_whose_bash_is_whited_out_is_refused(
-    store: ImageStore, tmp_path: Path, base: bytes, kit: Any
-) -> None:
+async def test_an_image_whose_bash_is_whited_out_is_refused(store: ImageStore, tmp_path: Path, base: bytes) -> None:
     layout = kit.Layout().image([base, kit.tar([kit.file("usr/bin/.wh.bash")])])
     with pytest.raises(ImageRefused, match="no bash"):
         await store.resolve(str(layout.write(tmp_path / "layout")))
 
 
-async def test_bash_for_another_machine_is_refused(store: ImageStore, tmp_path: Path, kit: Any) -> None:
+async def test_bash_for_another_machine_is_refused(store: ImageStore, tmp_path: Path) -> None:
     header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + b"\x02\x00" + (22).to_bytes(2, "little")
     (tmp_path / "image.tar").write_bytes(kit.tar([kit.file("bin/bash", header, mode=0o755)]))
     with pytest.raises(ImageRefused, match="another kind of machine"):
         await store.resolve(str(tmp_path / "image.tar"))
 
 
-async def test_an_image_for_another_machine_is_refused(
-    store: ImageStore, tmp_path: Path, base: bytes, kit: Any
-) -> None:
+async def test_an_image_for_another_machine_is_refused(store: ImageStore, tmp_path: Path, base: bytes) -> None:
     layout = kit.Layout().image([base], architecture="riscv64")
     with pytest.raises(ImageRefused, match="riscv64"):
         await store.resolve(str(layout.write(tmp_path / "layout")))
@@ -247,7 +234,7 @@ def flip(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("compression", ["", "gzip"])
 async def test_a_layer_that_does_not_match_its_digest_is_refused(
-    compression: str, store: ImageStore, tmp_path: Path, base: bytes, kit: Any
+    compression: str, store: ImageStore, tmp_path: Path, base: bytes
 ) -> None:
     layout = kit.Layout().image([base], compression=compression)
     name = max(layout.files, key=lambda name: len(layout.files[name]))
@@ -258,7 +245,7 @@ async def test_a_layer_that_does_not_match_its_digest_is_refused(
     assert list((tmp_path / "store/unpacking").iterdir()) == []
 
 
-async def test_damaged_manifests_are_refused(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_damaged_manifests_are_refused(store: ImageStore, tmp_path: Path, base: bytes) -> None:
     layout = kit.Layout().image([base])
     manifest = f"blobs/{layout.manifests[0]['digest'].replace(':', '/')}"
     damages: list[dict[str, bytes]] = [
@@ -279,7 +266,7 @@ async def test_damaged_manifests_are_refused(store: ImageStore, tmp_path: Path, 
             await store.resolve(str(folder))
 
 
-async def test_a_decompression_bomb_leaves_nothing(tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_a_decompression_bomb_leaves_nothing(tmp_path: Path, base: bytes) -> None:
     store = ImageStore(tmp_path / "store", 16 << 20)
     bomb = kit.tar([kit.file("zeros", bytes(32 << 20))])
     layout = kit.Layout().image([base, bomb])
@@ -295,7 +282,7 @@ async def test_a_decompression_bomb_leaves_nothing(tmp_path: Path, base: bytes, 
 # Crashes, races, eviction
 
 
-async def test_concurrent_requests_unpack_an_image_once(tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_concurrent_requests_unpack_an_image_once(tmp_path: Path, base: bytes) -> None:
     """Two stores on one folder represent two processes; each sends several requests."""
     stores = [ImageStore(tmp_path / "store", GIB) for _ in range(2)]
     reference = str(kit.Layout().image([base]).write(tmp_path / "layout"))
@@ -417,7 +404,7 @@ async def test_a_full_disk_raises_out_of_disk_and_leaves_no_partial_layer(tmp_pa
         syscalls.detach(str(small))
 
 
-def archives(tmp_path: Path, base: bytes, kit: Any, count: int) -> list[str]:
+def archives(tmp_path: Path, base: bytes, count: int) -> list[str]:
     """Make images of about the same size without common layers."""
     paths = []
     for number in range(count):
@@ -426,10 +413,10 @@ def archives(tmp_path: Path, base: bytes, kit: Any, count: int) -> list[str]:
     return paths
 
 
-async def test_the_least_recently_used_image_is_evicted_first(tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_the_least_recently_used_image_is_evicted_first(tmp_path: Path, base: bytes) -> None:
     size = len(base) + (1 << 20)
     store = ImageStore(tmp_path / "store", 2 * size + size // 2)
-    one, two, three = archives(tmp_path, base, kit, 3)
+    one, two, three = archives(tmp_path, base, 3)
     first, second = await store.resolve(one), await store.resolve(two)
     async with store.use(one):
         pass
@@ -439,9 +426,9 @@ async def test_the_least_recently_used_image_is_evicted_first(tmp_path: Path, ba
     assert len(layers_of(tmp_path)) == 2
 
 
-async def test_leased_images_are_never_evicted(tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_leased_images_are_never_evicted(tmp_path: Path, base: bytes) -> None:
     store, other = (ImageStore(tmp_path / "store", len(base) + (2 << 20)) for _ in range(2))
-    one, two, three = archives(tmp_path, base, kit, 3)
+    one, two, three = archives(tmp_path, base, 3)
     async with store.use(one) as image:
         lease = await store.lease(one)
         await other.resolve(two)
@@ -454,9 +441,9 @@ async def test_leased_images_are_never_evicted(tmp_path: Path, base: bytes, kit:
     assert not image.layers[0].exists()
 
 
-async def test_a_lease_of_a_dead_process_is_ignored(tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_a_lease_of_a_dead_process_is_ignored(tmp_path: Path, base: bytes) -> None:
     store = ImageStore(tmp_path / "store", len(base) + (2 << 20))
-    one, two = archives(tmp_path, base, kit, 2)
+    one, two = archives(tmp_path, base, 2)
     with subprocess.Popen(("sleep", "1000")) as holder:
         lease = await store.lease(one, holder_pid=holder.pid)
         await store.resolve(two)

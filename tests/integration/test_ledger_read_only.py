@@ -50,5 +50,5 @@ def test_driving_it_is_refused(read_only: Path) -> None:
         pytest.fail("it is driven")
 
 
-def test_verify_reads_it(read_only: Path, tmp_path: Path) -> None:
+def test_verify_accepts_a_read_only_ledger(read_only: Path, tmp_path: Path) -> None:
     assert verify(read_only / "run").steps == verify(shutil.copytree(GOLDEN, tmp_path / "copy")).steps

@@ -15,9 +15,10 @@ import grpc
 import psutil
 import pytest
 
+from support import run_rig as rig
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType
+    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,9 +50,8 @@ class Listener(NamedTuple):
 
 
 @pytest.fixture
-def driver(load_support: Callable[[str], ModuleType], tmp_path: Path) -> Iterator[psutil.Process]:
+def driver(tmp_path: Path) -> Iterator[psutil.Process]:
     """The process that drives a small quickstart."""
-    rig: Any = load_support("run_rig")
     options = ("--runs-dir", str(tmp_path), "--name", "run", "--quiet", "--set", "training.steps=500")
     process = rig.start_driver("run", str(rig.RECIPE), *rig.small_arguments(), *options)
     try:

@@ -28,10 +28,10 @@ from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, lo
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
+from support.clean_sandboxes import CleanSandboxes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
+    from collections.abc import Sequence
 
     from headrace.actors.agents.chat import ChatMessage
 
@@ -61,32 +61,32 @@ class Greeter:
         return AgentReport(stop=StopReason.FINISHED, turns=0)
 
 
-async def by_length(request, rooms):
+async def by_length(request, sandboxes):
     """The longer the greeting, the better."""
     mount = FrozenMount(source=request.sandbox.id, path="/workspace", target="/workspace")
-    async with rooms.clean(SandboxSpec(image=request.task.image, mounts=(mount,))) as room:
-        greeting = await room.read("/workspace/greeting", max_bytes=1000)
+    async with sandboxes.clean(SandboxSpec(image=request.task.image, mounts=(mount,))) as sandbox:
+        greeting = await sandbox.read("/workspace/greeting", max_bytes=1000)
     return rewarded(len(greeting) / 10, solved=None)
 
 
-async def raises(request, rooms):
+async def raises(request, sandboxes):
     raise KeyError("reward")
 
 
-async def never(request, rooms):
+async def never(request, sandboxes):
     await asyncio.Event().wait()
 
 
-async def expects_a_file(request, rooms):
-    async with rooms.clean(SandboxSpec(image=request.task.image)) as room:
-        await room.read("/workspace/absent", max_bytes=10)
+async def expects_a_file(request, sandboxes):
+    async with sandboxes.clean(SandboxSpec(image=request.task.image)) as sandbox:
+        await sandbox.read("/workspace/absent", max_bytes=10)
 
 
-async def number(request, rooms):
+async def number(request, sandboxes):
     return 1.0
 
 
-async def infinite(request, rooms):
+async def infinite(request, sandboxes):
     from headrace.actors.evaluation.verdict import Verdict
     from headrace.buffer.types import Cause
     return Verdict(reward=float("inf"), cause=Cause.SOLVED, solved=True)
@@ -124,9 +124,7 @@ class Says:
         return ChatReply(text=self._text, finish_reason="stop")
 
 
-async def test_the_examples_of_the_docs(
-    load_support: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_examples_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in examples().items():
         (tmp_path / name).write_text(text)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
@@ -140,8 +138,8 @@ async def test_the_examples_of_the_docs(
         sandbox = await provider.attach(ref)
         session = Says("printf '%0120d' 0 > text")
         report = await agent.run(session=session, sandbox=sandbox, task=long)  # type: ignore[arg-type]
-        rooms = load_support("evaluation_rooms").Rooms(provider, sandbox)
-        found = await evaluate(EvaluationRequest(key="1", task=long, sandbox=ref), rooms)
+        sandboxes = CleanSandboxes(provider, sandbox)
+        found = await evaluate(EvaluationRequest(key="1", task=long, sandbox=ref), sandboxes)
     assert (report.turns, found.reward, found.solved) == (1, pytest.approx(1.2), True)
     (tmp_path / "rows").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "why?"}\n')
     done = convert(tmp_path / "rows", tmp_path / "out", form="forms:questions", settings={"family": "sums"})
@@ -159,19 +157,18 @@ def task(plugin: str, **evaluator: Any) -> Task:
     return Task(id=TaskId("greet"), family="greet", instruction="greet somebody", evaluator=spec)
 
 
-async def verdict(load_support: Callable[[str], ModuleType], plugin: str, **evaluator: Any) -> Any:
-    rooms = load_support("evaluation_rooms").Rooms
+async def verdict(plugin: str, **evaluator: Any) -> Any:
     agent = make_agent(AgentSection(kind="their_things:Greeter", settings={"name": "you"}))
     async with LocalProvider() as provider:
         ref = await provider.create(SandboxSpec())
         sandbox = await provider.attach(ref)
         greet = task(plugin, **evaluator)
         await agent.run(session=None, sandbox=sandbox, task=greet)  # type: ignore[arg-type]
-        return await evaluate(EvaluationRequest(key="1", task=greet, sandbox=ref), rooms(provider, sandbox))
+        return await evaluate(EvaluationRequest(key="1", task=greet, sandbox=ref), CleanSandboxes(provider, sandbox))
 
 
-async def test_an_agent_and_an_evaluator_of_another_package(load_support: Callable[[str], ModuleType]) -> None:
-    found = await verdict(load_support, "their_things:by_length")
+async def test_an_agent_and_an_evaluator_of_another_package() -> None:
+    found = await verdict("their_things:by_length")
     assert (found.reward, found.cause) == (pytest.approx(1.0), Cause.SOLVED)
 
 
@@ -186,11 +183,9 @@ async def test_an_agent_and_an_evaluator_of_another_package(load_support: Callab
         ("absent", "has no attribute 'absent'"),
     ],
 )
-async def test_what_an_evaluator_of_another_package_does_wrong_is_its_fault(
-    load_support: Callable[[str], ModuleType], plugin: str, said: str
-) -> None:
+async def test_errors_of_an_evaluator_plugin_are_evaluator_errors(plugin: str, said: str) -> None:
     timeout = {"timeout_s": 0.2} if plugin == "never" else {}
-    found = await verdict(load_support, f"their_things:{plugin}", **timeout)
+    found = await verdict(f"their_things:{plugin}", **timeout)
     assert (found.reward, found.cause) == (None, Cause.EVALUATOR)
     assert said in found.detail
 
@@ -295,7 +290,7 @@ def test_a_data_file_that_is_none(tmp_path: Path) -> None:
         assert said in str(told.exception)
 
 
-async def test_a_cancelled_evaluation_is_no_verdict(load_support: Callable[[str], ModuleType]) -> None:
+async def test_a_cancelled_evaluation_is_no_verdict() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(2.0):
-            await verdict(load_support, "their_things:never", timeout_s=60.0)
+            await verdict("their_things:never", timeout_s=60.0)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from benches.push.plain_broadcast import open_pair
 
-from headrace.policies.push.weights import read_snapshot, read_specs
+from headrace.policies.push.tensors import read_specs
+from headrace.policies.push.weights import read_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,9 +23,10 @@ from headrace.policies.push.weights import read_snapshot
 from headrace.serve.capture.session import SessionId
 from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
+from support.push_rig import snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from headrace.policies.engine import EngineId
@@ -43,12 +44,6 @@ def models(tmp_path_factory: pytest.TempPathFactory, write_model) -> list[Path]:
     for model in models:
         (model / "generation_config.json").write_text('{"eos_token_id": []}')
     return models
-
-
-@pytest.fixture(scope="module")
-def snapshot(load_support) -> Callable[[Path, int], WeightsSnapshot]:
-    function: Callable[[Path, int], WeightsSnapshot] = load_support("push_rig").snapshot
-    return function
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -193,7 +188,7 @@ async def test_each_trainer_rank_sends_its_own_shard(rig, models: list[Path], tm
         assert (await engine.info()).version == PolicyVersion(1, 8)
 
 
-async def test_shards_that_overlap_are_refused(rig, models: list[Path], snapshot) -> None:
+async def test_shards_that_overlap_are_refused(rig, models: list[Path]) -> None:
     shards = snapshot(models[1], 8).shards * 2
     with pytest.raises(PushError, match="in 2 shards"):
         await rig.push_snapshot(WeightsSnapshot(version=PolicyVersion(1, 8), shards=shards))
@@ -234,7 +229,7 @@ async def test_a_report_contains_the_costs_of_the_push(rig, models: list[Path]) 
     assert sum(report.seconds.values()) <= report.total_s
 
 
-async def test_aborted_turns_continue_on_another_engine_or_later(rig, models: list[Path], snapshot) -> None:
+async def test_aborted_turns_continue_on_another_engine_or_later(rig, models: list[Path]) -> None:
     """Their partial answers are kept: every token is under the version that sampled it, and none is missing."""
     async with pool_over(list(rig.engines.values())) as pool, asyncio.TaskGroup() as tasks:
         turns = [tasks.create_task(sample(pool, f"turn-{index}", 500)) for index in range(12)]
@@ -346,7 +341,7 @@ class StuckGate:
         return await self.gate.open(engine_id, cache_namespace=cache_namespace)
 
 
-async def test_a_push_that_is_cancelled_twice_still_opens_its_gates(rig, models: list[Path], snapshot) -> None:
+async def test_a_push_that_is_cancelled_twice_still_opens_its_gates(rig, models: list[Path]) -> None:
     reached, never, gate = asyncio.Event(), asyncio.Event(), StuckGate(rig.gate)
 
     async def before(wave: int, phase: Phase) -> None:
@@ -398,5 +393,7 @@ async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
     async with asyncio.TaskGroup() as tasks:
         hosting = tasks.create_task(asyncio.to_thread(host))
         tasks.create_task(engine.join_group("plain", host="127.0.0.1", port=port, rank=1, world_size=2, backend="gloo"))
+    group = hosting.result()
     await engine.leave_group("plain")
-    destroy_group(hosting.result())
+    assert group.group.size() == 2, "trainer and engine"
+    destroy_group(group)

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from headrace.actors.evaluation.history import prepare
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.local.provider import LocalProvider
+from support.repositories import COMMIT, IDS, RIGHT, SPEC, exit_code_of_tests, repository_task, verdict_on
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
-shared = runpy.run_path(str(Path(__file__).parents[1] / "repositories.py"))
-verdict_on, repository_task = shared["verdict_on"], shared["repository_task"]
-exit_code_of_tests = shared["exit_code_of_tests"]
-RIGHT, SPEC, IDS = shared["RIGHT"], shared["SPEC"], shared["IDS"]
 SOLVE = f"printf '%s' {shlex.quote(RIGHT)} > calc.py"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 CHECK = {"check": "from calc import mean; result = [mean([]), mean([1, 3])]", "expected": "[0.0, 2.0]"}
@@ -212,7 +199,7 @@ RECORDED = (
 )  # fmt: skip
 
 
-async def test_a_right_patch_counts_whatever_lies_beside_it_and_that_is_recorded(provider: LocalProvider) -> None:
+async def test_a_right_patch_is_rewarded_and_leftover_files_are_recorded(provider: LocalProvider) -> None:
     verdict = await verdict_on(provider, repository_task(), f"{SOLVE}\n{HOSTILE_GIT}")
     assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED), verdict
     assert not [record for record in RECORDED if record not in verdict.detail], verdict
@@ -289,7 +276,7 @@ result = [[open(name, "rb").read().hex() for name in names], bool(os.stat("calc.
 
 
 async def test_a_repository_below_the_top_of_its_git_tree_is_patched_too(provider: LocalProvider) -> None:
-    spec = replace(SPEC, prepare=(f"cd ..; {shared['COMMIT']}",))
+    spec = replace(SPEC, prepare=(f"cd ..; {COMMIT}",))
     assert (await verdict_on(provider, repository_task(spec), SOLVE)).reward == 1.0
 
 
@@ -304,8 +291,8 @@ async def test_an_agent_that_commits_and_rewrites_history_is_scored_by_its_tree(
     assert (await verdict_on(provider, repository_task(), command, user="agent")).reward == 1.0
 
 
-async def test_a_link_of_the_base_that_leads_out_of_the_tree_is_no_way_out(provider: LocalProvider) -> None:
-    spec = replace(SPEC, prepare=(f"ln -s /opt out; {shared['COMMIT']}",))
+async def test_a_link_in_the_base_that_points_out_of_the_tree_gives_no_access(provider: LocalProvider) -> None:
+    spec = replace(SPEC, prepare=(f"ln -s /opt out; {COMMIT}",))
     check = "import os; result = [os.readlink('out'), os.path.exists('out/planted')]"
     task = repository_task(spec, check=check, expected='["/opt", false]')
     through = await verdict_on(provider, task, f"{SOLVE}; echo x > out/planted")

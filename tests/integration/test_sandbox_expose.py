@@ -227,13 +227,17 @@ time.sleep(1000)
 
 
 @pytest.mark.namespaces
-async def test_requests_under_way_do_not_hold_up_its_end(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
+async def test_open_requests_do_not_delay_the_end_of_the_context(
+    sandbox: Sandbox, service: tuple[Service, HostPort]
+) -> None:
     seen, target = service
     async with asyncio.timeout(30):
         async with sandbox.expose(PORT, target, PREFIX):
             asking = await sandbox.spawn(["python3", "-c", PIPELINE], user="agent")
-            await anext(asking.output())
+            assert await anext(asking.output())
+            assert not seen.gone.is_set()
         await seen.gone.wait()
+    assert seen.gone.is_set()
 
 
 @pytest.mark.namespaces

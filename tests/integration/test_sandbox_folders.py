@@ -9,29 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import Feature, FrozenMount, HostFolder, SandboxSpec
-from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError, SpecRefused, Unsupported
+from headrace.sandboxes.errors import SandboxError, SpecRefused, Unsupported
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
+from support import image_kit as kit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from types import ModuleType
+    from collections.abc import AsyncIterator
 
     from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
 TARGET = "/opt/tools/one"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture
@@ -170,13 +161,8 @@ async def test_a_provider_without_folders_raises_unsupported(kind: Any, tools: H
     await provider.aclose()
 
 
-@pytest.fixture(scope="module", name="kit")
-def load_kit(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("image_kit")
-
-
 async def test_a_symbolic_link_in_the_image_cannot_redirect_a_folder(
-    provider: LocalProvider, tools: HostFolder, kit: Any, tmp_path: Path
+    provider: LocalProvider, tools: HostFolder, tmp_path: Path
 ) -> None:
     layer = kit.tar((*kit.base_entries(), kit.link("opt", "/etc")))
     image = kit.Layout().image([layer]).write(tmp_path / "layout")

@@ -10,44 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import FrozenMount, ImageRef, SandboxSpec
 from headrace.sandboxes.errors import (
     ImagePending,
     ImageRefused,
     ImageUnknown,
-    NamespacesUnavailable,
     SandboxGone,
     SpecRefused,
 )
 from headrace.sandboxes.kernel import rootfs
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from support import image_kit as kit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
-    from types import ModuleType
 
     from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module", name="kit")
-def load_kit(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("image_kit")
-
-
 @pytest.fixture(scope="module")
-def archive(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Image of two layers, of which the upper one hides a file and a folder of the lower one."""
     folder = tmp_path_factory.mktemp("image")
     lower = kit.tar(
@@ -231,7 +216,7 @@ async def test_an_image_is_unpacked_once_and_its_layers_are_not_modified(
     assert len(await provider.images()) == 1
 
 
-async def test_a_root_file_system_folder_boots_in_place(provider: LocalProvider, kit: Any, tmp_path: Path) -> None:
+async def test_a_root_file_system_folder_boots_in_place(provider: LocalProvider, tmp_path: Path) -> None:
     root = tmp_path / "root"
     await asyncio.to_thread(_unpack, kit, root)
     sandbox = await boot(provider, str(root))
@@ -247,7 +232,7 @@ async def test_a_snapshot_of_an_imported_image_boots(provider: LocalProvider, ar
     assert await output(clone, "ls /data; pwd; echo $GREETING") == "mine\nowned\n/data\nhello"
 
 
-async def test_unbootable_images_are_refused(provider: LocalProvider, kit: Any, tmp_path: Path) -> None:
+async def test_unbootable_images_are_refused(provider: LocalProvider, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for reference in ("ubuntu", str(tmp_path / "absent"), "snapshot:absent", "../x", "", "debootstrap:no/suite"):
         with pytest.raises(ImageUnknown):
@@ -263,7 +248,7 @@ async def test_unbootable_images_are_refused(provider: LocalProvider, kit: Any, 
     assert await provider.list() == []
 
 
-async def test_at_most_max_images_are_held_ready(kit: Any, tmp_path: Path) -> None:
+async def test_at_most_max_images_are_held_ready(tmp_path: Path) -> None:
     config = LocalSandboxConfig(image_folder=tmp_path / "images", max_images=1)
     async with LocalProvider(config) as provider:
         for name in ("a", "b", "c"):
@@ -277,7 +262,7 @@ async def test_at_most_max_images_are_held_ready(kit: Any, tmp_path: Path) -> No
         assert len(await provider.images()) == 1
 
 
-async def test_a_dropped_image_is_provided_again(kit: Any, tmp_path: Path) -> None:
+async def test_a_dropped_image_is_provided_again(tmp_path: Path) -> None:
     """The image was dropped by this provider, or by another one of the same launcher."""
     await asyncio.to_thread(_unpack, kit, tmp_path / "a")
     reference = str(tmp_path / "a")
@@ -291,7 +276,7 @@ async def test_a_dropped_image_is_provided_again(kit: Any, tmp_path: Path) -> No
         assert await output(await boot(provider, reference), "echo fine") == "fine"
 
 
-async def test_concurrent_boots_of_a_new_image_lease_it_once(kit: Any, tmp_path: Path) -> None:
+async def test_concurrent_boots_of_a_new_image_lease_it_once(tmp_path: Path) -> None:
     archive = await asyncio.to_thread(kit.Layout().image([kit.tar(kit.base_entries())]).write, tmp_path / "layout")
     config = LocalSandboxConfig(image_folder=tmp_path / "images")
     async with LocalProvider(config) as provider:
@@ -299,14 +284,14 @@ async def test_concurrent_boots_of_a_new_image_lease_it_once(kit: Any, tmp_path:
         assert len(list((tmp_path / "images" / "leases").iterdir())) == 1
 
 
-async def test_an_image_of_a_hundred_layers_boots(kit: Any, tmp_path: Path) -> None:
+async def test_an_image_of_a_hundred_layers_boots(tmp_path: Path) -> None:
     layers = [kit.tar(kit.base_entries()), *(kit.tar((kit.file(f"etc/{n}", b"x"),)) for n in range(99))]
     archive = await asyncio.to_thread(kit.Layout().image(layers).write, tmp_path / "layout")
     async with LocalProvider(LocalSandboxConfig(image_folder=tmp_path / "images")) as provider:
         assert await output(await boot(provider, str(archive)), "cat /etc/98 /etc/0") == "xx"
 
 
-def _unpack(kit: Any, target: Path) -> None:
+def _unpack(target: Path) -> None:
     target.mkdir()
     archive = target.with_suffix(".tar")
     archive.write_bytes(kit.tar(kit.base_entries()))

@@ -50,11 +50,6 @@ async def ample() -> AsyncIterator[LocalProvider]:
         yield provider
 
 
-@pytest.fixture
-async def sandbox(provider: LocalProvider) -> Sandbox:
-    return await provider.attach(await provider.create(SandboxSpec()))
-
-
 def group_folders(launcher_pid: int, pattern: str = "headrace-*-{}-*/*/") -> list[Path]:
     mounts = cgroups.find_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     return [folder for mount in mounts for folder in Path(mount.folder).glob(pattern.format(launcher_pid))]
@@ -128,7 +123,7 @@ print(sum(int(row.split()[4].partition(":")[2], 16) for row in rows))
 """
 
 
-async def test_what_lies_in_sockets_is_limited(ample: LocalProvider) -> None:
+async def test_memory_of_socket_buffers_is_limited(ample: LocalProvider) -> None:
     """The memory for sockets is shared by the whole host."""
     sandbox = await ample.attach(await ample.create(SandboxSpec(memory_bytes=64 << 20)))
     result = await sandbox.exec("python3 -", stdin=QUEUE.encode(), user="agent", timeout_s=60)

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import resource
-import runpy
 import signal
 import socket
 import subprocess
@@ -15,7 +14,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,13 +26,13 @@ from headrace.sandboxes.errors import (
     ExecTimeout,
     FrozenPathRefused,
     ImageUnknown,
-    NamespacesUnavailable,
     SandboxFileError,
     SandboxGone,
     SecretRefused,
     SpecRefused,
 )
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from support import process_handles as processes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -42,26 +40,12 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import ExecResult, Sandbox, SandboxId, SandboxRef
 
 pytestmark = pytest.mark.namespaces
-processes = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "process_handles.py")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture
 async def provider() -> AsyncIterator[LocalProvider]:
     async with LocalProvider() as provider:
         yield provider
-
-
-@pytest.fixture
-async def sandbox(provider: LocalProvider) -> Sandbox:
-    return await provider.attach(await provider.create(SandboxSpec()))
 
 
 async def run(sandbox: Sandbox, command: str, *, user: str = "root", timeout_s: float = 30.0) -> ExecResult:

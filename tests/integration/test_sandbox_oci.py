@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from benches import sandbox_peers as peers
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, CapacityExceeded, ImageRefused, NamespacesUnavailable, SpecRefused
 from headrace.sandboxes.oci import runtime as oci_runtime
 from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
+from support import image_kit as kit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-    from types import ModuleType
+    from collections.abc import AsyncIterator, Iterator
 
     from headrace.sandboxes.base import Sandbox
 
@@ -33,19 +32,6 @@ pytestmark = [
     pytest.mark.namespaces,
     pytest.mark.skipif(shutil.which("runc", path=oci_runtime._SEARCH_PATH) is None, reason="runc is not installed"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module", name="kit")
-def load_kit(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("image_kit")
 
 
 @pytest.fixture
@@ -72,7 +58,7 @@ async def output(sandbox: Sandbox, command: str, *, user: str = "root") -> str:
 # Images
 
 
-async def test_an_oci_image_boots(provider: OciProvider, tmp_path: Path, kit: Any) -> None:
+async def test_an_oci_image_boots(provider: OciProvider, tmp_path: Path) -> None:
     top = kit.tar([kit.file("etc/.wh.release"), kit.file("etc/added", b"top\n", uid=1000)])
     settings = {"Env": ["KIND=oci", "PATH=/usr/bin:/bin"]}
     layout = kit.Layout().image([kit.tar(kit.base_entries()), top], "v1", settings=settings).write(tmp_path / "layout")
@@ -91,7 +77,7 @@ async def test_an_oci_image_boots(provider: OciProvider, tmp_path: Path, kit: An
     assert await first.read("/workspace/file", max_bytes=1) == b"x"
 
 
-async def test_frozen_data_of_an_image_with_other_ids(provider: OciProvider, tmp_path: Path, kit: Any) -> None:
+async def test_frozen_data_of_an_image_with_other_ids(provider: OciProvider, tmp_path: Path) -> None:
     (tmp_path / "base.tar").write_bytes(kit.tar(kit.base_entries()))
     agent = await boot(provider, image=str(tmp_path / "base.tar"))
     await output(agent, "echo x > /home/agent/private; exit 0", user="agent")

@@ -12,22 +12,16 @@ import pytest_asyncio
 from headrace.sandboxes.base import ExecResult, ProgramRunner, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxFileError
 from headrace.sandboxes.launcher.commands import PRELOADED
-from headrace.sandboxes.local.provider import LocalProvider
+from support import image_kit as kit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
-    from types import ModuleType
 
+    from headrace.sandboxes.local.provider import LocalProvider
     from headrace.sandboxes.local.sandbox import LocalSandbox
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -101,10 +95,7 @@ async def test_a_timeout_kills_a_program_and_its_children(sandbox: LocalSandbox)
     assert len(left.stdout.split()) <= 3
 
 
-async def test_programs_run_in_an_image_without_python(
-    provider: LocalProvider, tmp_path: Path, load_support: Callable[[str], ModuleType]
-) -> None:
-    kit = load_support("image_kit")
+async def test_programs_run_in_an_image_without_python(provider: LocalProvider, tmp_path: Path) -> None:
     image = kit.Layout().image([kit.tar(kit.base_entries())]).write(tmp_path / "layout")
     sandbox = await provider.attach(await provider.create(SandboxSpec(image=str(image))))
     assert (await sandbox.exec("command -v python3", timeout_s=20)).exit_code == 1

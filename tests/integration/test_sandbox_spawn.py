@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec, Stream, TerminalSize
 from headrace.sandboxes.errors import (
     ExecResultLost,
     ExecTimeout,
-    NamespacesUnavailable,
     SandboxFileError,
     SandboxGone,
     SpecRefused,
@@ -31,14 +29,6 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Process, Sandbox
 
 pytestmark = pytest.mark.namespaces
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

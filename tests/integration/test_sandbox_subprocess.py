@@ -37,11 +37,6 @@ async def provider(tmp_path: Path) -> AsyncIterator[SubprocessProvider]:
         yield provider
 
 
-@pytest.fixture
-async def sandbox(provider: SubprocessProvider) -> Sandbox:
-    return await provider.attach(await provider.create(SandboxSpec()))
-
-
 async def test_commands_see_short_paths(sandbox: Sandbox) -> None:
     result = await sandbox.exec(
         "pwd; echo a > /workspace/f; cat /workspace/f $WORKSPACE/f; cat; echo e >&2; exit 5",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.actors.record.metrics import read_metrics
 from headrace.buffer.audit.verify import verify
+from support.run_rig import run_simulated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 QUICK = (
@@ -29,12 +29,10 @@ QUICK = (
 
 
 @pytest.mark.parametrize("push", [pytest.param("pause", marks=pytest.mark.slow), "drain"])
-async def test_a_run_of_simulated_parts(
-    ray_cluster: None, tmp_path: Path, load_support: Callable[[str], Any], push: str
-) -> None:
+async def test_a_run_of_simulated_parts(ray_cluster: None, tmp_path: Path, push: str) -> None:
     """Two workers in processes of their own hear of every version, and of every drain."""
     overrides = (*QUICK, f"engines.simulated.push={push}", "engines.simulated.push_s=0.1")
-    directory = await load_support("run_rig").run_simulated(tmp_path, f"simulated-{push}", *overrides)
+    directory = await run_simulated(tmp_path, f"simulated-{push}", *overrides)
     report = verify(directory.path)
     assert (report.steps, report.checkpoints > 0, report.infra) == (4, True, 0)
     records = read_metrics(directory.metrics)

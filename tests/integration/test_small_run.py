@@ -21,9 +21,9 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.sandboxes.leftovers import sandboxes_left
 from headrace.serve.observing.tracing import trace_id_for
+from support import run_rig as rig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
@@ -76,7 +76,7 @@ def test_the_trace_of_an_attempt_is_the_tree_of_the_design(finished_run: RunDire
     assert finish["attributes"]["headrace.session.rows"] == 1
 
 
-def test_the_summary_tells_what_the_ledger_tells(finished_run: RunDirectory) -> None:
+def test_the_summary_agrees_with_the_ledger(finished_run: RunDirectory) -> None:
     summary = json.loads(finished_run.summary.read_text())
     report = verify(finished_run.path)
     assert json.loads((finished_run.path.parent / "out.json").read_text()) == summary
@@ -106,7 +106,7 @@ def temperatures(spans: list[dict[str, Any]]) -> set[float]:
     return {span["attributes"]["gen_ai.request.temperature"] for span in spans if span["name"] == "turn"}
 
 
-def test_training_and_evaluations_are_sampled_each_in_its_own_way(finished_run: RunDirectory) -> None:
+def test_training_and_evaluations_have_sampling_settings_of_their_own(finished_run: RunDirectory) -> None:
     traces = spans_of(finished_run)
     attempts = [attempt for attempt in read_evidence(finished_run.path).attempts if attempt.turns and attempt.trained]
     assert {temperature for attempt in attempts for temperature in temperatures(traces[attempt.trace_id])} == {1.0}
@@ -120,7 +120,7 @@ def test_training_and_evaluations_are_sampled_each_in_its_own_way(finished_run: 
     assert (document["sampling"]["temperature"], document["sampling"]["top_p"]) == (0.0, 1.0)
 
 
-def test_every_answer_of_the_evaluations_is_kept(finished_run: RunDirectory) -> None:
+def test_every_answer_of_an_evaluation_is_stored(finished_run: RunDirectory) -> None:
     summaries = {
         record["tag"]: record for record in read_metrics(finished_run.metrics) if record["kind"] == "evaluation"
     }
@@ -154,10 +154,10 @@ def test_every_answer_of_the_evaluations_is_kept(finished_run: RunDirectory) -> 
     assert not {group.group_id for group in ledger.groups} & {"base", "final"}
 
 
-def test_a_killed_evaluation_of_a_checkpoint_goes_on_and_touches_no_ledger(
-    finished_run: RunDirectory, load_support: Callable[[str], Any], tmp_path: Path
+def test_a_killed_evaluation_of_a_checkpoint_resumes_and_changes_no_ledger(
+    finished_run: RunDirectory, tmp_path: Path
 ) -> None:
-    rig, out = load_support("run_rig"), tmp_path / "out"
+    out = tmp_path / "out"
     before = read_evidence(finished_run.path)
     wanted = ("eval", str(finished_run.path), "--checkpoint", "1.3", "--samples", "4", "--limit", "12", "--quiet")
     sampling = ("--set", "evaluation.sampling.temperature=0.7", "--set", "evaluation.sampling.top_k=40")

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import runpy
 import shlex
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate, imports_only
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.launcher.commands import PRELOADED
-from headrace.sandboxes.local.provider import LocalProvider
+from support.clean_sandboxes import CleanSandboxes
+from support.repositories import PYTEST, install_pytest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from headrace.sandboxes.base import Sandbox
+    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
-TESTS = Path(__file__).parents[1]
-Rooms = runpy.run_path(str(TESTS / "evaluation_rooms.py"))["Rooms"]
-repositories = runpy.run_path(str(TESTS / "repositories.py"))
 VENV = "/opt/venv"
 PACKAGES = (
     f"""$(/usr/bin/python3 -c 'import sys; print("{VENV}/lib/python%d.%d/site-packages" % sys.version_info[:2])')"""
@@ -37,30 +33,24 @@ mkdir -p {VENV}/bin && ln -s /usr/bin/python3 {VENV}/bin/python && echo 'home = 
 MAKE_VENV = f"""{MAKE_BARE}
 folder={PACKAGES}
 mkdir -p "$folder"
-mv {repositories["PYTEST"]}/* "$folder"
+mv {PYTEST}/* "$folder"
 """
 
 
-class ImageWithPytest(Rooms):  # type: ignore[misc, valid-type]
-    """Clean rooms of an image with pytest in a virtual environment."""
+class ImageWithPytest(CleanSandboxes):
+    """Clean sandboxes of an image with pytest in a virtual environment."""
 
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        async with super().clean(spec) as room:
-            await repositories["install_pytest"](room)
-            made = await room.exec(MAKE_VENV, cwd="/", timeout_s=20)
+        async with super().clean(spec) as sandbox:
+            await install_pytest(sandbox)
+            made = await sandbox.exec(MAKE_VENV, cwd="/", timeout_s=20)
             assert made.exit_code == 0, made
-            yield room
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
+            yield sandbox
 
 
 async def verdict_on(
-    provider: LocalProvider, check: str, command: str = "true", rooms: type = Rooms, **evaluator: object
+    provider: LocalProvider, check: str, command: str = "true", sandboxes: type = CleanSandboxes, **evaluator: object
 ) -> Verdict:
     """The verdict of a state check after an agent has run `command` in /workspace."""
     fields: dict[str, object] = {"kind": EvaluatorKind.STATE, "check": check, "timeout_s": 20.0}
@@ -72,7 +62,7 @@ async def verdict_on(
     try:
         await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
         await sandbox.exec(command, cwd="/workspace", timeout_s=20)
-        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), rooms(provider, sandbox))
+        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), sandboxes(provider, sandbox))
     finally:
         await sandbox.kill()
 
@@ -95,9 +85,7 @@ BOUND = {
 
 @pytest.mark.parametrize("python", ["/usr/bin/python3", "/bin/python3"])
 @pytest.mark.parametrize("check", BOUND)
-async def test_a_check_binds_its_reward_and_says_what_is_solved(
-    provider: LocalProvider, check: str, python: str
-) -> None:
+async def test_a_check_sets_reward_and_solved(provider: LocalProvider, check: str, python: str) -> None:
     """Without an interpreter of its own, and in one that the task names."""
     verdict = await verdict_on(provider, check, python=python)
     assert (verdict.reward, verdict.solved) == BOUND[check], verdict
@@ -147,30 +135,30 @@ INTERPRETERS = {
 }
 
 
-class ImageWithAnotherPython(Rooms):  # type: ignore[misc, valid-type]
-    """Clean rooms of an image whose /opt/python3 is `text`."""
+class ImageWithAnotherPython(CleanSandboxes):
+    """Clean sandboxes of an image whose /opt/python3 is `text`."""
 
     text: str | None
 
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        async with super().clean(spec) as room:
+        async with super().clean(spec) as sandbox:
             if self.text is not None:
-                await room.write("/opt/python3", self.text.encode())
-                await room.exec("chmod 755 /opt/python3", timeout_s=20)
-            yield room
+                await sandbox.write("/opt/python3", self.text.encode())
+                await sandbox.exec("chmod 755 /opt/python3", timeout_s=20)
+            yield sandbox
 
 
 @pytest.mark.parametrize("name", INTERPRETERS)
 @pytest.mark.parametrize("kind", [EvaluatorKind.STATE, EvaluatorKind.COMPARE])
-async def test_an_interpreter_that_cannot_run_the_check_fails_nobody(
+async def test_an_interpreter_that_cannot_run_the_check_is_an_evaluator_error(
     provider: LocalProvider, kind: EvaluatorKind, name: str
 ) -> None:
     """Python ends with 1 where it cannot start, and so does a failed check."""
     text, said = INTERPRETERS[name]
-    rooms = type("Rooms", (ImageWithAnotherPython,), {"text": text})
+    sandboxes = type("CleanSandboxes", (ImageWithAnotherPython,), {"text": text})
     evaluator = {"kind": kind, "expected": "1", "python": "/opt/python3"}
-    verdict = await verdict_on(provider, "result = 1", "echo 2 > answer", rooms, **evaluator)
+    verdict = await verdict_on(provider, "result = 1", "echo 2 > answer", sandboxes, **evaluator)
     assert (verdict.reward, verdict.cause) == (None, Cause.EVALUATOR), verdict
     assert said in verdict.detail
 
@@ -215,15 +203,15 @@ async def test_nothing_that_the_agent_left_takes_pytest_over(provider: LocalProv
     assert (verdict.reward, verdict.cause, "1 failed" in verdict.detail) == (0.0, Cause.FAILED, True), verdict
 
 
-class ImageWithBareVenv(Rooms):  # type: ignore[misc, valid-type]
-    """Clean rooms of an image whose virtual environment keeps its packages where the agent may install others."""
+class ImageWithBareVenv(CleanSandboxes):
+    """Clean sandboxes of an image whose virtual environment keeps its packages where the agent may install others."""
 
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        async with super().clean(spec) as room:
-            made = await room.exec(MAKE_BARE, cwd="/", timeout_s=20)
+        async with super().clean(spec) as sandbox:
+            made = await sandbox.exec(MAKE_BARE, cwd="/", timeout_s=20)
             assert made.exit_code == 0, made
-            yield room
+            yield sandbox
 
 
 async def test_packages_below_a_data_path_are_not_imported(provider: LocalProvider) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,9 +11,9 @@ from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.tasks import write_tasks
+from support import run_rig as rig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from headrace.buffer.tasks import Task
@@ -29,8 +29,7 @@ def slowed(task: Task) -> Task:
     return replace(task, evaluator=replace(task.evaluator, check=check))
 
 
-async def test_the_learner_steps_while_a_straggler_is_out(load_support: Callable[[str], Any], tmp_path: Path) -> None:
-    rig = load_support("run_rig")
+async def test_the_learner_steps_while_a_straggler_is_out(tmp_path: Path) -> None:
     straggler, *others = generate(seed=3, count=12, split=Split.TRAIN)
     write_tasks(tmp_path / "train.jsonl", [slowed(straggler), *others])
     write_tasks(tmp_path / "heldout.jsonl", generate(seed=3, count=4, split=Split.HELD_OUT))

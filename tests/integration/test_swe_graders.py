@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import runpy
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from headrace.buffer.repositories import Command, Script, Swepro
 from headrace.buffer.types import Cause
-from headrace.sandboxes.local.provider import LocalProvider
+from support.repositories import COMMIT, HIDDEN_TESTS, RIGHT, SPEC, repository_task, verdict_on
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
-shared = runpy.run_path(str(Path(__file__).parents[1] / "repositories.py"))
-verdict_on, repository_task, SPEC = shared["verdict_on"], shared["repository_task"], shared["SPEC"]
-HIDDEN_TESTS, COMMIT = shared["HIDDEN_TESTS"], shared["COMMIT"]
-SOLVE = f"printf '%s' {shlex.quote(shared['RIGHT'])} > calc.py"
+SOLVE = f"printf '%s' {shlex.quote(RIGHT)} > calc.py"
 
 MAIN = "\nif __name__ == '__main__':\n    import sys, pytest\n    sys.exit(pytest.main(['-q', '-x', __file__]))\n"
 F2P = HIDDEN_TESTS + MAIN
@@ -70,12 +64,6 @@ CHEATS = {
     "patches": "printf 'from _pytest.python import Function\\nFunction.runtest = lambda self: None\\n' >> calc.py",
     "collects only": "printf '[pytest]\\naddopts = --co\\n' > pytest.ini",
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[LocalProvider]:
-    async with LocalProvider() as provider:
-        yield provider
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +14,7 @@ from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
+from support.clean_sandboxes import CleanSandboxes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from headrace.buffer.datasets.terminal import Problem
 
 pytestmark = pytest.mark.namespaces
-Rooms = runpy.run_path(str(Path(__file__).parents[1] / "evaluation_rooms.py"))["Rooms"]
 PROBLEMS = problems(1, len(Kind), Split.HELD_OUT)
 
 
@@ -45,7 +43,7 @@ async def work(problem: Problem, *commands: str) -> tuple[list[str], Verdict]:
         session = AgentSession(base_url="", chat=chat)
         report = await ShellAgent(ShellAgentConfig()).run(session=session, sandbox=sandbox, task=task)
         assert report.stop is StopReason.FINISHED
-        verdict = await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), Rooms(provider, sandbox))
+        verdict = await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), CleanSandboxes(provider, sandbox))
         await sandbox.kill()
     return seen, verdict
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,9 +14,9 @@ from headrace.actors.tuning.candidates import Space
 from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
 from headrace.actors.tuning.recorded_run import read_run
 from headrace.buffer.audit.evidence import read_evidence
+from support import run_rig as rig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from headrace.actors.tuning.result import TuningResult
@@ -60,13 +60,8 @@ LONG = (
 LONG_SPACE = Space(slots=(96,), bounds=(2, 4), rules=("all", "fraction(0.75)", "fraction(0.5)"))
 
 
-@pytest.fixture(scope="module")
-def rig(load_support: Callable[[str], Any]) -> Any:
-    return load_support("run_rig")
-
-
 @pytest.mark.timeout(400)
-async def test_a_recorded_run_is_tuned_and_its_rule_runs(ray_cluster: None, tmp_path: Path, rig: Any) -> None:
+async def test_a_recorded_run_is_tuned_and_its_rule_runs(ray_cluster: None, tmp_path: Path) -> None:
     """The short form: no figure is compared, for CI's machines have other work."""
     recorded = (await rig.run_simulated(tmp_path, "recorded", *SHORT)).path
     space = Space(slots=(12,), bounds=(4,), rules=("fraction(0.5)",))
@@ -85,7 +80,7 @@ async def test_a_recorded_run_is_tuned_and_its_rule_runs(ray_cluster: None, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-async def test_the_predicted_step_time_is_met(ray_cluster: None, tmp_path: Path, rig: Any) -> None:
+async def test_the_predicted_step_time_is_met(ray_cluster: None, tmp_path: Path) -> None:
     """Within 5 %: the figure is of the measured steps, half of them warm up, on a machine that keeps up with real
     time."""
     recorded = (await rig.run_simulated(tmp_path, "recorded", *LONG)).path

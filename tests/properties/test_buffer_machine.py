@@ -9,7 +9,6 @@ on.
 from __future__ import annotations
 
 import random
-import runpy
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from headrace.buffer.errors import DataExhausted
 from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
 from headrace.buffer.types import Cause, CheckpointRef, ReceiptStatus, StepReport, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 SIZES = {"batch_size": 3, "group_size": 3, "max_staleness": 2, "max_attempts": 2, "batch_tries": 1000}
 RULES = {
     "all": lambda seen: False,

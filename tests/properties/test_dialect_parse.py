@@ -8,7 +8,6 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.spoiled_bodies import WIRES, mutants
 
 from headrace.serve.conversation import (
     Message,
@@ -21,11 +20,10 @@ from headrace.serve.conversation import (
     TurnEnd,
 )
 from headrace.serve.errors import BadRequest
+from support import wires
+from support.spoiled_bodies import WIRES, mutants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
     from headrace.serve.dialects.dialect import Dialect, WireRequest
 
 BODIES = st.sampled_from(WIRES).flatmap(
@@ -38,7 +36,7 @@ HEADERS = st.dictionaries(
 )
 
 
-def _check(wires: ModuleType, dialect: Dialect, body: bytes, headers: dict[str, str]) -> None:
+def _check(dialect: Dialect, body: bytes, headers: dict[str, str]) -> None:
     try:
         request = dialect.parse(body, headers)
     except BadRequest as error:
@@ -67,27 +65,18 @@ def _check_request(request: WireRequest) -> None:
     assert turn.max_tokens is None or turn.max_tokens >= 1
 
 
-@pytest.fixture(name="wires", scope="module")
-def wires_fixture(load_support: Callable[[str], ModuleType]) -> ModuleType:
-    return load_support("wires")
-
-
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=BODIES, headers=HEADERS)
-def test_any_bytes_are_parsed_or_refused(
-    wires: ModuleType, case: tuple[Dialect, bytes], headers: dict[str, str]
-) -> None:
-    _check(wires, *case, headers)
+def test_any_bytes_are_parsed_or_refused(case: tuple[Dialect, bytes], headers: dict[str, str]) -> None:
+    _check(*case, headers)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=BODIES, headers=HEADERS)
-def test_ten_thousand_bodies_are_parsed_or_refused(
-    wires: ModuleType, case: tuple[Dialect, bytes], headers: dict[str, str]
-) -> None:
-    _check(wires, *case, headers)
+def test_ten_thousand_bodies_are_parsed_or_refused(case: tuple[Dialect, bytes], headers: dict[str, str]) -> None:
+    _check(*case, headers)
 
 
 @pytest.mark.parametrize(("dialect", "body"), WIRES)
@@ -115,11 +104,11 @@ SPOKEN = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(blocks=SPOKEN)
-def test_an_echoed_turn_is_parsed_as_it_was_sampled(wires: ModuleType, blocks: tuple[Any, ...]) -> None:
+def test_an_echoed_turn_is_parsed_as_it_was_sampled(blocks: tuple[Any, ...]) -> None:
     turn = TurnAnswer(turn_id="t-9", blocks=blocks, end=TurnEnd.CALLS)
     for (dialect, body), echo in zip(WIRES, (_echo_anthropic, _echo_chat, _echo_responses), strict=True):
         request = dialect.parse(orjson.dumps(body), {})
-        document = echo(wires, body, dialect.stream(request, turn, created_s=0))
+        document = echo(body, dialect.stream(request, turn, created_s=0))
         said = [
             message
             for message in dialect.parse(orjson.dumps(document), {}).turn.messages
@@ -137,18 +126,18 @@ def _without_signatures(message: Message) -> list[object]:
     ]
 
 
-def _echo_anthropic(wires: ModuleType, body: dict[str, Any], stream: bytes) -> dict[str, Any]:
+def _echo_anthropic(body: dict[str, Any], stream: bytes) -> dict[str, Any]:
     said = {"role": "assistant", "content": wires.fold_anthropic(stream)["content"]}
     return body | {"messages": [*body["messages"], said, {"role": "user", "content": "on"}]}
 
 
-def _echo_chat(wires: ModuleType, body: dict[str, Any], stream: bytes) -> dict[str, Any]:
+def _echo_chat(body: dict[str, Any], stream: bytes) -> dict[str, Any]:
     return body | {
         "messages": [*body["messages"], wires.fold_chat(stream)["message"], {"role": "user", "content": "on"}]
     }
 
 
-def _echo_responses(wires: ModuleType, body: dict[str, Any], stream: bytes) -> dict[str, Any]:
+def _echo_responses(body: dict[str, Any], stream: bytes) -> dict[str, Any]:
     return body | {
         "input": [*body["input"], *wires.fold_responses(stream)["output"], {"role": "user", "content": "on"}]
     }

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.chat_templates import QWEN3
-from tests.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, RESPONSES, Client, World, address_of, call_text, world
-from tests.scripted_engine import segments
-from tests.spoiled_bodies import NASTY, WIRES, mutants
-from tests.wires import read_refusal
 
 from headrace.serve.capture.session import Budgets, SessionId
+from support.chat_templates import QWEN3
+from support.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, RESPONSES, Client, World, address_of, call_text, world
+from support.scripted_engine import segments
+from support.spoiled_bodies import NASTY, WIRES, mutants
+from support.wires import read_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
-    from tests.gateway_rig import Engine, Wire
-    from tests.scripted_engine import Ask, Sampled
+    from support.gateway_rig import Engine, Wire
+    from support.scripted_engine import Ask, Sampled
 
 T = TypeVar("T")
 CHECK_EVERY = 25
@@ -366,7 +366,7 @@ def try_turn(aviary: Aviary, sent: Sent, *, count: bool) -> None:
 
 @FEW
 @given(sent=SENT, count=st.booleans())
-def test_any_body_is_answered_or_refused(aviary: Aviary, sent: Sent, count: bool) -> None:
+def test_any_request_body_is_answered_or_refused(aviary: Aviary, sent: Sent, count: bool) -> None:
     try_turn(aviary, sent, count=count)
 
 

@@ -4,10 +4,7 @@ only the result that holds it becomes a failure; what is written is what is read
 from __future__ import annotations
 
 import asyncio
-import runpy
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import HealthCheck, example, given, settings
@@ -27,8 +24,8 @@ from headrace.buffer.types import (
     Trajectory,
 )
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 CONFIG = cases.SMALL.model_copy(update={"max_attempts": 50, "park_after": 50})
 FIRST = PolicyVersion(1, 0)
 
@@ -125,7 +122,7 @@ fuzzed = settings(max_examples=60, deadline=None, suppress_health_check=list(Hea
 
 @fuzzed
 @given(data=st.data())
-def test_results_are_kept_or_refused_one_by_one(data):
+def test_each_result_is_accepted_or_refused_on_its_own(data):
     async def life():
         async with await ReplayStore.open(
             None, CONFIG, cases.tasks(), run_id="run", seed=3, clock=lambda: 1.0

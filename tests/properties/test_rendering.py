@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN25, Family, as_dicts
 
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.rendering.template_renderer import load_renderer
+from support.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN25, Family, as_dicts
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN3_THINKING, QWEN25
-from tests.session_rig import END, ByteChat, Rig, asks, results, user
 
 from headrace.policies.engine import FinishReason
 from headrace.policies.tokens.tokenizer import ChatTokenizer
@@ -22,6 +20,8 @@ from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
 from headrace.serve.gateway import codec
 from headrace.serve.rendering.template_renderer import load_renderer
+from support.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN3_THINKING, QWEN25
+from support.session_rig import END, ByteChat, Rig, asks, results, user
 
 if TYPE_CHECKING:
     from pathlib import Path

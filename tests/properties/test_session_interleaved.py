@@ -10,7 +10,6 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
-from tests.session_rig import ByteChat, Rig, asks, call, results, user
 
 from headrace.policies.engine import FinishReason
 from headrace.serve.capture.events import Delivered, Status
@@ -18,6 +17,7 @@ from headrace.serve.capture.rows import Masked, report_of, verdicts_of
 from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Purpose, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
 from headrace.serve.gateway import codec
+from support.session_rig import ByteChat, Rig, asks, call, results, user
 
 if TYPE_CHECKING:
     from headrace.serve.capture.session import TurnPlan

@@ -17,11 +17,9 @@ from headrace.policies.tokens.added_tokens import pattern_of
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.rendering.template_renderer import load_renderer
+from support import chat_templates as templates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
     from headrace.policies.tokens.pieces import PieceEncoder
     from headrace.serve.rendering.render import Renderer
 
@@ -134,18 +132,13 @@ def heads(draw: st.DrawFn) -> list[Message]:
 
 
 @pytest.fixture(scope="module")
-def templates(load_support: Callable[[str], ModuleType]) -> ModuleType:
-    return load_support("chat_templates")
-
-
-@pytest.fixture(scope="module")
-def renderers(templates: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Renderer]:
+def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Renderer]:
     return {
         family.name: load_renderer(family.write(tmp_path_factory.mktemp(family.name))) for family in templates.BRIDGING
     }
 
 
-def family_of(templates: ModuleType, name: str) -> Any:
+def family_of(name: str) -> Any:
     return next(family for family in templates.FAMILIES if family.name == name)
 
 
@@ -156,9 +149,9 @@ modest = settings(max_examples=60, deadline=None, suppress_health_check=[HealthC
 @modest
 @given(data=st.data())
 def test_prompt_output_and_bridge_are_the_whole_conversation(
-    templates: ModuleType, renderers: dict[str, Renderer], name: str, data: st.DataObject
+    renderers: dict[str, Renderer], name: str, data: st.DataObject
 ) -> None:
-    renderer, family = renderers[name], family_of(templates, name)
+    renderer, family = renderers[name], family_of(name)
     head, tools = data.draw(heads()), data.draw(st.lists(tool_specs, max_size=2))
     spelled = {renderer.decode([stop]): stop for stop in renderer.stop_ids}
     talk, prompt = list(head), renderer.render(head, tools)
@@ -195,10 +188,10 @@ def test_a_bridge_is_the_end_of_the_whole_conversation(
 @modest
 @given(data=st.data())
 def test_a_prompt_has_the_control_tokens_of_its_shape_alone(
-    templates: ModuleType, renderers: dict[str, Renderer], name: str, data: st.DataObject
+    renderers: dict[str, Renderer], name: str, data: st.DataObject
 ) -> None:
     """Whatever the contents spell, the control tokens are those of the same conversation about nothing."""
-    renderer, family = renderers[name], family_of(templates, name)
+    renderer, family = renderers[name], family_of(name)
     controls = {text for text in (*family.special, *family.plain) if text in family.special or text[1] == "｜"}  # noqa: RUF001
     talk = [*data.draw(heads()), *(message for part in data.draw(rounds()) for message in part)]
 

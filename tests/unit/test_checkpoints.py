@@ -63,7 +63,7 @@ def test_stage_removes_directories_of_interrupted_saves(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [staged.name]
 
 
-def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_retained(tmp_path: Path) -> None:
     for step in (2, 4, 10, 12):
         publish(tmp_path, PolicyVersion(1, step))
     checkpoints.keep_newest(tmp_path, 2)

@@ -32,11 +32,9 @@ from headrace.serve.errors import (
     SessionUnknown,
     WireError,
 )
+from support import wires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
     from headrace.serve.dialects.dialect import WireRequest
 
 DIALECT = AnthropicMessages()
@@ -48,11 +46,6 @@ ALL_BLOCKS = (
     ToolCall("toolu_1", "Bash", '{"command": "ls"}'),
     ToolCall("toolu_2", "Bash", '{"command": "ec'),
 )
-
-
-@pytest.fixture(name="wires", scope="module")
-def wires_fixture(load_support: Callable[[str], ModuleType]) -> ModuleType:
-    return load_support("wires")
 
 
 def parse(headers: dict[str, str] | None = None, **body: object) -> WireRequest:
@@ -291,25 +284,25 @@ def test_the_answer_has_the_form_of_a_message() -> None:
         (TurnEnd.LENGTH, "", "max_tokens"),
     ],
 )
-def test_the_stream_equals_the_answer(wires: ModuleType, end: TurnEnd, stop_string: str, reason: str) -> None:
+def test_the_stream_equals_the_answer(end: TurnEnd, stop_string: str, reason: str) -> None:
     request, turn = parse(), answered(end=end, stop_string=stop_string)
     folded = wires.fold_anthropic(DIALECT.stream(request, turn, created_s=0))
     assert folded == DIALECT.answer(request, turn, created_s=0)
     assert (folded["stop_reason"], folded["stop_sequence"]) == (reason, stop_string or None)
 
 
-def test_the_stream_begins_with_the_actual_prompt_length(wires: ModuleType) -> None:
+def test_the_stream_begins_with_the_actual_prompt_length() -> None:
     name, data = wires.read_events(DIALECT.ping + DIALECT.stream(parse(), answered(), created_s=0))[1]
     assert (name, data["message"]["usage"]["input_tokens"], data["message"]["content"]) == ("message_start", 70, [])
 
 
-def test_an_answer_without_a_block_is_a_message_without_content(wires: ModuleType) -> None:
+def test_an_answer_without_a_block_is_a_message_without_content() -> None:
     turn = answered(blocks=(), end=TurnEnd.STOP)
     assert wires.fold_anthropic(DIALECT.stream(parse(), turn, created_s=0))["content"] == []
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_echo_equals_the_sampled_turn(wires: ModuleType, streamed: bool) -> None:
+def test_a_client_echo_equals_the_sampled_turn(streamed: bool) -> None:
     request, turn = parse(), answered()
     if streamed:
         served = wires.fold_anthropic(DIALECT.stream(request, turn, created_s=0))
@@ -343,7 +336,7 @@ SENTENCES = {"no": "no", "gone": "gone", "big": "big"} | dict.fromkeys(("engine"
         (GatewayBroken("bug"), 500, "api_error"),
     ],
 )
-def test_errors_have_the_form_of_this_api(wires: ModuleType, failure: WireError, status: int, kind: str) -> None:
+def test_errors_have_the_form_of_this_api(failure: WireError, status: int, kind: str) -> None:
     body = {"type": "error", "error": {"type": kind, "message": SENTENCES[str(failure)]}}
     assert (DIALECT.status(failure), DIALECT.error(failure)) == (status, body)
     assert not DIALECT.refuses_in_stream(failure)

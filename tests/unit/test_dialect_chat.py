@@ -32,11 +32,9 @@ from headrace.serve.errors import (
     SessionUnknown,
     WireError,
 )
+from support import wires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
     from headrace.serve.dialects.dialect import WireRequest
 
 DIALECT = ChatCompletions()
@@ -45,11 +43,6 @@ PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "
 BASH = {"type": "function", "function": {"name": "bash", "description": "Runs", "parameters": PARAMETERS}}
 CALL = ToolCall("call_1", "bash", '{"command": "ls"}')
 WIRE_CALL = {"id": "call_1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
-
-
-@pytest.fixture(name="wires", scope="module")
-def wires_fixture(load_support: Callable[[str], ModuleType]) -> ModuleType:
-    return load_support("wires")
 
 
 def parse(**body: object) -> WireRequest:
@@ -264,7 +257,7 @@ def test_the_answer_has_the_form_of_a_chat_completion() -> None:
         (),
     ],
 )
-def test_the_stream_equals_the_answer(wires: ModuleType, blocks: tuple[Any, ...], end: TurnEnd, reason: str) -> None:
+def test_the_stream_equals_the_answer(blocks: tuple[Any, ...], end: TurnEnd, reason: str) -> None:
     request, turn = parse(stream=True, stream_options={"include_usage": True}), answered(*blocks, end=end)
     folded = wires.fold_chat(DIALECT.ping + DIALECT.stream(request, turn, created_s=7))
     whole: Any = DIALECT.answer(request, turn, created_s=7)
@@ -285,7 +278,7 @@ def test_content_is_null_or_empty_for_answers_without_text() -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False, None])
-def test_a_stream_ends_with_usage_only_if_requested(wires: ModuleType, asked: bool | None) -> None:
+def test_a_stream_ends_with_usage_only_if_requested(asked: bool | None) -> None:
     request = parse(stream=True, stream_options={"include_usage": asked})
     events = wires.read_events(DIALECT.stream(request, answered(Text("a")), created_s=7))
     chunks = [data for _, data in events[:-1]]
@@ -293,7 +286,7 @@ def test_a_stream_ends_with_usage_only_if_requested(wires: ModuleType, asked: bo
     assert all(("usage" in chunk) is bool(asked) for chunk in chunks)
 
 
-def test_a_client_echo_equals_the_sampled_turn(wires: ModuleType) -> None:
+def test_a_client_echo_equals_the_sampled_turn() -> None:
     blocks = (Reasoning("hm"), Text("I look.\n"), CALL, ToolCall("call_2", "bash", '{"a'))
     request, turn = parse(stream=True), answered(*blocks)
     echo = wires.fold_chat(DIALECT.stream(request, turn, created_s=7))["message"]
@@ -315,7 +308,7 @@ SENTENCES = {"no": "no", "gone": "gone", "big": "big"} | dict.fromkeys(("engine"
         (GatewayBroken("bug"), 500, "server_error"),
     ],
 )
-def test_errors_have_the_form_of_this_api(wires: ModuleType, failure: WireError, status: int, kind: str) -> None:
+def test_errors_have_the_form_of_this_api(failure: WireError, status: int, kind: str) -> None:
     error = {"message": SENTENCES[str(failure)], "type": kind, "param": failure.field, "code": failure.code}
     assert (DIALECT.status(failure), DIALECT.error(failure)) == (status, {"error": error})
     assert not DIALECT.refuses_in_stream(failure)

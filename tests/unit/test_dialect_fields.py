@@ -15,11 +15,9 @@ from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import BadRequest, ContextExceeded, NoEngineOpen, WireError
+from support import wires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
     from headrace.serve.dialects.dialect import Dialect
 
 WIRES: list[Dialect] = [AnthropicMessages(), ChatCompletions(), Responses()]
@@ -108,8 +106,7 @@ def test_unknown_fields_are_ignored(dialect: Dialect, name: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", WIRES)
-def test_pings_are_not_part_of_the_turn(dialect: Dialect, load_support: Callable[[str], ModuleType]) -> None:
-    wires = load_support("wires")
+def test_pings_are_not_part_of_the_turn(dialect: Dialect) -> None:
     for _, data in wires.read_events(dialect.ping + dialect.ping):
         assert data["type"] in ("ping", "keepalive")
 

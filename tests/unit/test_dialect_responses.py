@@ -31,11 +31,9 @@ from headrace.serve.errors import (
     SessionUnknown,
     WireError,
 )
+from support import wires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
     from headrace.serve.dialects.dialect import WireRequest
 
 DIALECT = Responses()
@@ -62,11 +60,6 @@ ALL_BLOCKS = (
     ToolCall("call_3", "apply_patch", '{"input":"*** Begin\\n"}'),
     ToolCall("call_4", "exec_command", '{"cmd": "ec'),
 )
-
-
-@pytest.fixture(name="wires", scope="module")
-def wires_fixture(load_support: Callable[[str], ModuleType]) -> ModuleType:
-    return load_support("wires")
 
 
 def item(role: str, *texts: str, **extra: object) -> dict[str, object]:
@@ -335,13 +328,13 @@ def test_the_answer_has_the_form_of_a_response() -> None:
 
 @pytest.mark.parametrize("end", list(TurnEnd))
 @pytest.mark.parametrize("blocks", [ALL_BLOCKS, (Text("a\u2028"),), (Reasoning("", TURN_ID), Text("a")), ()])
-def test_the_stream_equals_the_answer(wires: ModuleType, blocks: tuple[Any, ...], end: TurnEnd) -> None:
+def test_the_stream_equals_the_answer(blocks: tuple[Any, ...], end: TurnEnd) -> None:
     request, turn = parse(tools=[EXEC, AGENTS, PATCH], stream=True), answered(*blocks, end=end)
     folded = wires.fold_responses(DIALECT.stream(request, turn, created_s=7))
     assert folded == DIALECT.answer(request, turn, created_s=7)
 
 
-def test_a_truncated_turn_is_incomplete(wires: ModuleType) -> None:
+def test_a_truncated_turn_is_incomplete() -> None:
     turn = answered(Text("a"), Text("b"), end=TurnEnd.LENGTH)
     (*_, (name, last)) = wires.read_events(DIALECT.stream(parse(), turn, created_s=7))
     response = last["response"]
@@ -350,7 +343,7 @@ def test_a_truncated_turn_is_incomplete(wires: ModuleType) -> None:
     assert [part["status"] for part in response["output"]] == ["completed", "incomplete"]
 
 
-def test_an_item_is_empty_in_its_added_event(wires: ModuleType) -> None:
+def test_an_item_is_empty_in_its_added_event() -> None:
     stream = DIALECT.stream(parse(tools=[PATCH]), answered(*ALL_BLOCKS), created_s=7)
     added = [data["item"] for name, data in wires.read_events(stream) if name == "response.output_item.added"]
     grown = {name: value for part in added for name, value in part.items() if name in ("arguments", "content", "input")}
@@ -359,7 +352,7 @@ def test_an_item_is_empty_in_its_added_event(wires: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_codex_echo_equals_the_sampled_turn(wires: ModuleType, streamed: bool) -> None:
+def test_a_codex_echo_equals_the_sampled_turn(streamed: bool) -> None:
     request, turn = parse(tools=[EXEC, AGENTS, PATCH]), answered(*ALL_BLOCKS)
     if streamed:
         served = wires.fold_responses(DIALECT.stream(request, turn, created_s=7))
@@ -390,9 +383,7 @@ def test_a_free_form_call_with_other_arguments_is_sent_unchanged(arguments: str)
         (ContextExceeded("full"), 400, "invalid_request_error", "context_length_exceeded"),
     ],
 )
-def test_errors_have_the_form_of_this_api(
-    wires: ModuleType, failure: WireError, status: int, kind: str, code: str
-) -> None:
+def test_errors_have_the_form_of_this_api(failure: WireError, status: int, kind: str, code: str) -> None:
     error: Any = DIALECT.error(failure)["error"]
     assert (DIALECT.status(failure), error["type"], error["code"]) == (status, kind, failure.code)
     assert DIALECT.refuses_in_stream(failure) is isinstance(failure, ContextExceeded)

@@ -15,8 +15,8 @@ from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, Step
-from headrace.policies.push.weights import group_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -59,7 +59,8 @@ def test_invalid_engine_configs_are_rejected(given: dict[str, Any], reason: str)
     ],
 )
 def test_valid_engine_configs_are_accepted(given: dict[str, Any]) -> None:
-    EnginesConfig.model_validate(given)
+    config = EnginesConfig.model_validate(given).model_dump(mode="json")
+    assert {key: config[key] for key in given} == given
 
 
 @pytest.mark.parametrize(

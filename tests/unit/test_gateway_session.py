@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
-from tests.session_rig import END, ByteChat, Rig, asks, call, echo, results, statuses, user
 
 from headrace.policies.engine import FinishReason
 from headrace.serve.capture.events import Delivered, Exhausted, Status
@@ -29,6 +28,7 @@ from headrace.serve.conversation import (
 )
 from headrace.serve.errors import BadRequest, ContextExceeded
 from headrace.serve.gateway import codec
+from support.session_rig import END, ByteChat, Rig, asks, call, echo, results, statuses, user
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

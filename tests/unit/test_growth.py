@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import runpy
 import shutil
 import sqlite3
 import threading
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,8 +27,8 @@ from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import CheckpointRef, GroupId, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import usable_checkpoint
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 HOURS = 1 / 24
 
 

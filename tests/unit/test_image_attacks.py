@@ -7,7 +7,7 @@ import io
 import os
 import stat
 import tarfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,18 +17,13 @@ from headrace.sandboxes.errors import ImageRefused
 from headrace.sandboxes.images.folders import remove
 from headrace.sandboxes.images.layers import UnpackLimits, unpack
 from headrace.sandboxes.images.streams import FileRange, TarStream
+from support import image_kit as kit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
-    from types import ModuleType
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away and makes whiteouts")
-
-
-@pytest.fixture(scope="module", name="kit")
-def load_kit(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("image_kit")
 
 
 def unpack_bytes(
@@ -58,11 +53,11 @@ def refused(data: bytes, target: Path, match: str, **limits: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["../witness/planted", "a/../../witness/planted", "/tmp/planted", "..", "a/.."])
-def test_names_that_leave_the_layer_are_refused(name: str, tmp_path: Path, kit: Any) -> None:
+def test_names_that_leave_the_layer_are_refused(name: str, tmp_path: Path) -> None:
     refused(kit.tar([kit.file(name, b"x")]), tmp_path, "unsafe archive")
 
 
-def test_the_attacks_change_the_witness_with_a_naive_unpacker(tmp_path: Path, kit: Any) -> None:
+def test_the_attacks_change_the_witness_with_a_naive_unpacker(tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "witness").mkdir()
     entries = [kit.link("out", "../witness"), kit.file("out/planted", b"x"), kit.file("../witness/dots", b"x")]
@@ -71,51 +66,51 @@ def test_the_attacks_change_the_witness_with_a_naive_unpacker(tmp_path: Path, ki
     assert sorted(path.name for path in (tmp_path / "witness").iterdir()) == ["dots", "planted"]
 
 
-def test_a_folder_entry_with_dots_is_refused(tmp_path: Path, kit: Any) -> None:
+def test_a_folder_entry_with_dots_is_refused(tmp_path: Path) -> None:
     refused(kit.tar([kit.folder("../witness/planted")]), tmp_path, "unsafe archive")
 
 
 @pytest.mark.parametrize("target", ["../witness", "/witness", "../../../../../../witness"])
-def test_a_write_through_a_link_stays_inside(target: str, tmp_path: Path, kit: Any) -> None:
+def test_a_write_through_a_link_stays_inside(target: str, tmp_path: Path) -> None:
     """The link leads to /witness of the layer, which does not exist."""
     entries = [kit.link("out", target), kit.file("out/planted", b"x")]
     refused(kit.tar(entries), tmp_path, "damaged archive")
 
 
-def test_a_write_through_an_absolute_link_to_the_host_lands_in_the_layer(tmp_path: Path, kit: Any) -> None:
+def test_a_write_through_an_absolute_link_to_the_host_lands_in_the_layer(tmp_path: Path) -> None:
     entries = [kit.folder(f"{tmp_path}/witness".lstrip("/")), kit.link("out", f"{tmp_path}/witness")]
     tree = unpack_bytes(kit.tar([*entries, kit.file("out/planted", b"x")]), tmp_path)
     assert (tree / str(tmp_path).lstrip("/") / "witness/planted").read_bytes() == b"x"
 
 
-def test_a_file_replaces_a_link_of_the_same_name(tmp_path: Path, kit: Any) -> None:
+def test_a_file_replaces_a_link_of_the_same_name(tmp_path: Path) -> None:
     entries = [kit.link("file", f"{tmp_path}/witness/file"), kit.file("file", b"x")]
     tree = unpack_bytes(kit.tar(entries), tmp_path)
     assert (tree / "file").read_bytes() == b"x"
     assert not (tree / "file").is_symlink()
 
 
-def test_a_link_loop_is_refused(tmp_path: Path, kit: Any) -> None:
+def test_a_link_loop_is_refused(tmp_path: Path) -> None:
     entries = [kit.link("a", "b"), kit.link("b", "a"), kit.file("a/x", b"x")]
     refused(kit.tar(entries), tmp_path, "unsafe archive")
 
 
-def test_links_into_proc_are_not_followed(tmp_path: Path, kit: Any) -> None:
+def test_links_into_proc_are_not_followed(tmp_path: Path) -> None:
     entries = [kit.link("out", "/proc/self/root"), kit.file(f"out{tmp_path}/witness/planted", b"x")]
     refused(kit.tar(entries), tmp_path, "damaged archive")
 
 
 @pytest.mark.parametrize("target", ["../witness/file", "/etc/passwd", "missing", ""])
-def test_hard_links_cannot_leave_the_layer(target: str, tmp_path: Path, kit: Any) -> None:
+def test_hard_links_cannot_leave_the_layer(target: str, tmp_path: Path) -> None:
     refused(kit.tar([kit.hard_link("planted", target)]), tmp_path, "archive")
 
 
-def test_a_hard_link_through_a_link_stays_inside(tmp_path: Path, kit: Any) -> None:
+def test_a_hard_link_through_a_link_stays_inside(tmp_path: Path) -> None:
     entries = [kit.link("out", "../witness"), kit.hard_link("planted", "out/file")]
     refused(kit.tar(entries), tmp_path, "damaged archive")
 
 
-def test_a_hard_link_to_a_link_does_not_follow_it(tmp_path: Path, kit: Any) -> None:
+def test_a_hard_link_to_a_link_does_not_follow_it(tmp_path: Path) -> None:
     entries = [kit.link("out", f"{tmp_path}/witness/file"), kit.hard_link("planted", "out")]
     tree = unpack_bytes(kit.tar([*entries, kit.file("planted", b"x")]), tmp_path)
     assert (tree / "out").is_symlink()
@@ -123,16 +118,16 @@ def test_a_hard_link_to_a_link_does_not_follow_it(tmp_path: Path, kit: Any) -> N
 
 
 @pytest.mark.parametrize("name", [".wh...", ".wh..", ".wh."])
-def test_a_whiteout_with_an_invalid_name_is_refused(name: str, tmp_path: Path, kit: Any) -> None:
+def test_a_whiteout_with_an_invalid_name_is_refused(name: str, tmp_path: Path) -> None:
     refused(kit.tar([kit.file(f"a/{name}")]), tmp_path, "unsafe archive")
 
 
-def test_a_whiteout_below_a_link_stays_inside(tmp_path: Path, kit: Any) -> None:
+def test_a_whiteout_below_a_link_stays_inside(tmp_path: Path) -> None:
     refused(kit.tar([kit.link("out", "../witness"), kit.file("out/.wh.file")]), tmp_path, "damaged archive")
     remove(tmp_path / "tree")
 
 
-def test_devices_and_fifos_are_dropped(tmp_path: Path, kit: Any) -> None:
+def test_devices_and_fifos_are_dropped(tmp_path: Path) -> None:
     kinds = {"disk": tarfile.BLKTYPE, "memory": tarfile.CHRTYPE, "pipe": tarfile.FIFOTYPE}
     entries = [kit.entry(name, type=kind, devmajor=1, devminor=1) for name, kind in kinds.items()]
     # A 0/0 device would be an undeclared whiteout.
@@ -141,7 +136,7 @@ def test_devices_and_fifos_are_dropped(tmp_path: Path, kit: Any) -> None:
     assert [path.name for path in tree.iterdir()] == ["last"]
 
 
-def test_attributes_with_meaning_to_the_kernel_or_overlayfs_are_dropped(tmp_path: Path, kit: Any) -> None:
+def test_attributes_with_meaning_to_the_kernel_or_overlayfs_are_dropped(tmp_path: Path) -> None:
     names = ["security.capability", "trusted.overlay.redirect", "user.overlay.redirect", "user.kept"]
     headers = {f"SCHILY.xattr.{name}": "value" for name in names}
     tree = unpack_bytes(kit.tar([kit.file("f", b"x", pax_headers=headers)]), tmp_path)
@@ -149,14 +144,14 @@ def test_attributes_with_meaning_to_the_kernel_or_overlayfs_are_dropped(tmp_path
     assert os.getxattr(tree / "f", "user.kept") == b"value"
 
 
-def test_a_bomb_of_zeros_is_refused_before_it_is_written(tmp_path: Path, kit: Any) -> None:
+def test_a_bomb_of_zeros_is_refused_before_it_is_written(tmp_path: Path) -> None:
     bomb = gzip.compress(kit.tar([kit.file("zeros", bytes(8 << 20))]))
     assert len(bomb) < 16_000
     refused(bomb, tmp_path, "max_bytes", max_bytes=1 << 20)
     assert not (tmp_path / "tree/zeros").exists()
 
 
-def test_a_falsely_declared_size_is_refused(tmp_path: Path, kit: Any) -> None:
+def test_a_falsely_declared_size_is_refused(tmp_path: Path) -> None:
     info, _ = kit.file("huge", b"x")
     info.size = 1 << 50
     refused(info.tobuf(tarfile.GNU_FORMAT) + bytes(2048), tmp_path, "max_bytes")
@@ -171,13 +166,13 @@ def test_a_negative_size_is_refused(tmp_path: Path) -> None:
     refused(bytes(header) + bytes(2048), tmp_path, r"archive|max_bytes")
 
 
-def test_a_sparse_bomb_is_refused(tmp_path: Path, kit: Any) -> None:
+def test_a_sparse_bomb_is_refused(tmp_path: Path) -> None:
     headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(1 << 45)}
     data = b"1\n0\n0\n".ljust(512, b"\0")
     refused(kit.tar([kit.file("sparse", data, pax_headers=headers)]), tmp_path, "max_bytes")
 
 
-def test_too_many_entries_are_refused(tmp_path: Path, kit: Any) -> None:
+def test_too_many_entries_are_refused(tmp_path: Path) -> None:
     refused(kit.tar([kit.file(f"f{number}") for number in range(50)]), tmp_path, "50|entries", entries=49)
 
 
@@ -187,7 +182,7 @@ def test_a_header_of_many_megabytes_is_refused(tmp_path: Path) -> None:
     refused(info.tobuf() + bytes(4096), tmp_path, "header")
 
 
-def test_nested_headers_are_refused(tmp_path: Path, kit: Any) -> None:
+def test_nested_headers_are_refused(tmp_path: Path) -> None:
     """Each extended header reads the next one by recursion."""
     info = tarfile.TarInfo("headers")
     info.type, info.size = tarfile.XHDTYPE, 512
@@ -196,19 +191,19 @@ def test_nested_headers_are_refused(tmp_path: Path, kit: Any) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 700, 1024, 1500, 2048])
-def test_a_truncated_archive_is_refused(cut: int, tmp_path: Path, kit: Any) -> None:
+def test_a_truncated_archive_is_refused(cut: int, tmp_path: Path) -> None:
     whole = kit.tar([kit.file("one", b"1" * 600), kit.file("two", b"2")])[:4096]
     refused(whole[:cut], tmp_path, "archive")
 
 
 @pytest.mark.parametrize("kind", ["gzip", "xz", "zstd"])
-def test_damaged_compression_is_refused(kind: str, tmp_path: Path, kit: Any) -> None:
+def test_damaged_compression_is_refused(kind: str, tmp_path: Path) -> None:
     data = bytearray(kit.compress(kind, kit.tar([kit.file("f", os.urandom(20_000))])))
     del data[len(data) // 2 : len(data) // 2 + 4000]
     refused(bytes(data), tmp_path, "archive")
 
 
-def test_names_longer_than_the_kernel_allows_are_refused(tmp_path: Path, kit: Any) -> None:
+def test_names_longer_than_the_kernel_allows_are_refused(tmp_path: Path) -> None:
     refused(kit.tar([kit.file("n" * 300, b"x")]), tmp_path, "archive")
     remove(tmp_path / "tree")
     remove(tmp_path / "witness")
@@ -216,7 +211,7 @@ def test_names_longer_than_the_kernel_allows_are_refused(tmp_path: Path, kit: An
     refused(kit.tar([kit.file("/".join(["d"] * 3000), b"x")]), tmp_path, "archive")
 
 
-def test_a_tree_deeper_than_any_path_can_be_removed(tmp_path: Path, kit: Any) -> None:
+def test_a_tree_deeper_than_any_path_can_be_removed(tmp_path: Path) -> None:
     # Few links, because the kernel counts those of a restarted look-up twice and allows 40.
     piece = "/".join(["d"] * 100)
     entries = []
@@ -231,7 +226,7 @@ def test_a_tree_deeper_than_any_path_can_be_removed(tmp_path: Path, kit: Any) ->
     assert not (tmp_path / "tree").exists()
 
 
-def test_layers_preserve_owners_modes_times_and_attributes(tmp_path: Path, kit: Any) -> None:
+def test_layers_preserve_owners_modes_times_and_attributes(tmp_path: Path) -> None:
     entries = [
         kit.folder("d", mode=0o1770, uid=5, gid=6, mtime=1000),
         kit.file("d/setid", b"x" * 5000, mode=0o6755, uid=7, gid=8, mtime=2000),
@@ -259,7 +254,7 @@ def is_opaque(path: Path) -> bool:
     return "trusted.overlay.opaque" in os.listxattr(path)
 
 
-def test_whiteouts_are_converted_to_those_of_overlayfs(tmp_path: Path, kit: Any) -> None:
+def test_whiteouts_are_converted_to_those_of_overlayfs(tmp_path: Path) -> None:
     entries = [
         kit.file("a/.wh.gone"),
         kit.file("b/.wh..wh..opq"),
@@ -284,7 +279,7 @@ def test_whiteouts_are_converted_to_those_of_overlayfs(tmp_path: Path, kit: Any)
     assert not any(path.name.startswith(".wh.") for path in tree.rglob("*"))
 
 
-def test_whiteout_names_are_plain_names_in_a_root_file_system_tar(tmp_path: Path, kit: Any) -> None:
+def test_whiteout_names_are_plain_names_in_a_root_file_system_tar(tmp_path: Path) -> None:
     tree = unpack_bytes(kit.tar([kit.file("a/.wh.name", b"x")]), tmp_path, whiteouts=False)
     assert (tree / "a/.wh.name").read_bytes() == b"x"
 
@@ -297,7 +292,7 @@ KINDS = st.sampled_from([tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarf
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.lists(st.tuples(NAMES, KINDS, TARGETS), max_size=8))
 def test_no_sequence_of_entries_leads_out(
-    plan: Iterable[tuple[list[str], bytes, str]], tmp_path_factory: pytest.TempPathFactory, kit: Any
+    plan: Iterable[tuple[list[str], bytes, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target = tmp_path_factory.mktemp("plan")
     entries = [kit.entry("/".join(name), type=kind, linkname=link, mode=0o777) for name, kind, link in plan]
@@ -310,13 +305,13 @@ def test_no_sequence_of_entries_leads_out(
     remove(target)
 
 
-def test_an_xz_file_of_several_streams_is_read_completely(tmp_path: Path, kit: Any) -> None:
+def test_an_xz_file_of_several_streams_is_read_completely(tmp_path: Path) -> None:
     data = kit.tar([kit.file("f", b"x" * 100_000)])
     pieces = kit.compress("xz", data[:50_000]) + bytes(8) + kit.compress("xz", data[50_000:])
     assert (unpack_bytes(pieces, tmp_path) / "f").stat().st_size == 100_000
 
 
-def test_both_digests_cover_every_byte(tmp_path: Path, kit: Any) -> None:
+def test_both_digests_cover_every_byte(tmp_path: Path) -> None:
     plain = kit.tar([kit.file("f", b"x")]) + b"\0" * 5000
     packed = gzip.compress(plain) + gzip.compress(b"\0" * 600)
     (tmp_path / "archive").write_bytes(b"before" + packed + b"after")

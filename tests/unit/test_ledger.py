@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import runpy
 import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,8 +21,8 @@ from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, ref
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import Cause, RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 IDENTITY = {"run_id": "run", "tasks_sha256": "00"}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,8 +20,8 @@ from headrace.policies.learners.checkpoints import (
     stage,
     write_manifest,
 )
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import runpy
 import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from pyarrow import parquet
@@ -17,8 +15,8 @@ from headrace.buffer.errors import ExportRefused, LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import StepReport
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 GOLDEN = Path(__file__).parents[1] / "golden" / "ledger_v1"
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import runpy
 import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,9 +18,9 @@ from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import StepReport
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
 TESTS = Path(__file__).parents[1]
-cases = SimpleNamespace(**runpy.run_path(str(TESTS / "replay_cases.py")))
 
 
 EARLY = cases.SMALL.model_copy(

@@ -7,14 +7,12 @@ import asyncio
 import json
 import os
 import re
-import runpy
 import shutil
 import sqlite3
 import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -39,9 +37,9 @@ from headrace.policies.learners.checkpoints import (
     usable_checkpoint,
     write_manifest,
 )
+from support import replay_cases as cases
 
 TESTS = Path(__file__).parents[1]
-cases = SimpleNamespace(**runpy.run_path(str(TESTS / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 RECIPE = TESTS.parent / "scripts" / "recipes" / "simulated.toml"
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import runpy
 import shutil
 import sqlite3
 from contextlib import closing
-from pathlib import Path
-from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -30,8 +28,11 @@ from headrace.policies.learners.checkpoints import (
     stage,
     write_manifest,
 )
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+if TYPE_CHECKING:
+    from pathlib import Path
+
 FIRST = PolicyVersion(1, 0)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import runpy
 import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -27,8 +25,7 @@ from headrace.policies.learners.checkpoints import (
     stage,
     write_manifest,
 )
-
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+from support import replay_cases as cases
 
 
 async def open_store(run_dir, config=cases.SMALL):

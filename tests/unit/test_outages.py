@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 
 from headrace.buffer.core.config import BufferConfig
@@ -17,8 +13,8 @@ from headrace.buffer.errors import TaskNotParked
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 
 

@@ -15,11 +15,9 @@ from headrace.serve.parsing.base import ParsedCall, ParsedOutput
 from headrace.serve.parsing.hermes import HermesParser
 from headrace.serve.parsing.parser_choice import PlainParser, choose_parser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
+from support import chat_templates as templates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
     from headrace.serve.parsing.base import ParsedBlock
 
 TOOLS = (
@@ -254,12 +252,7 @@ def test_coder_escapes_lone_surrogates() -> None:
     assert parsed.blocks == (ParsedCall("edit", '{"edits": ["\\ud800\\u00e9"]}'),)
 
 
-@pytest.fixture(scope="module")
-def templates(load_support: Callable[[str], ModuleType]) -> ModuleType:
-    return load_support("chat_templates")
-
-
-def test_the_parser_is_chosen_by_the_template(templates: ModuleType) -> None:
+def test_the_parser_is_chosen_by_the_template() -> None:
     assert isinstance(choose_parser("auto", templates.QWEN3.template), HermesParser)
     assert isinstance(choose_parser("auto", templates.QWEN25.template), HermesParser)
     assert isinstance(choose_parser("auto", templates.STRICT.template), HermesParser)
@@ -285,7 +278,7 @@ for line in sys.stdin.read().split("\\0"):
 """
 
 
-def test_sglang_parsers_require_sglang(templates: ModuleType) -> None:
+def test_sglang_parsers_require_sglang() -> None:
     """Runs in a separate process in which SGLang cannot be imported."""
     glm47 = templates.GLM4.template.replace("{{- '\\n<tool_call>' ~", "{{- '<tool_call>' ~")
     asked = [

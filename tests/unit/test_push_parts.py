@@ -17,8 +17,9 @@ from torch.distributed import is_nccl_available
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import GroupFailed, ModelInvalid
 from headrace.policies.push.compatibility import check_fits, read_model_specs
+from headrace.policies.push.layout import lay_out
 from headrace.policies.push.process_group import choose_interface, destroy_group, form_group, host_store
-from headrace.policies.push.weights import TensorSpec, lay_out
+from headrace.policies.push.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,6 +88,7 @@ def test_dtypes_may_differ_among_floating_point_ones(tmp_path: Path, write_model
         write_model(tmp_path / "served", seed=1),
         lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}),
     )
+    assert {spec.dtype for spec in specs_of(served).values()} == {"bfloat16"}
     check_fits(specs, served)
 
 

@@ -58,7 +58,7 @@ def test_own_parts_and_those_named_by_their_module(site: Path, name: str, six: i
     assert REGISTRY.find(name)(3) == six
 
 
-def test_an_entry_point(site: Path) -> None:
+def test_an_entry_point_is_found_by_name(site: Path) -> None:
     install(site, "theirs", double="their_parts:double")
     assert REGISTRY.find("double")(3) == 6
     assert REGISTRY.names() == ("same", "double")

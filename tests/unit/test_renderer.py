@@ -13,11 +13,10 @@ from headrace.policies.tokens.pieces import PieceEncoder
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
+from support import chat_templates as templates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-    from types import ModuleType
 
     from headrace.serve.rendering.render import Renderer
 
@@ -32,12 +31,7 @@ ASKED, DONE = say(Role.USER, "Repair calc.py."), Message(Role.TOOL, (OUT,))
 
 
 @pytest.fixture(scope="module")
-def templates(load_support: Callable[[str], ModuleType]) -> ModuleType:
-    return load_support("chat_templates")
-
-
-@pytest.fixture(scope="module")
-def folders(templates: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family.name: family.write(tmp_path_factory.mktemp(family.name)) for family in templates.FAMILIES}
 
 
@@ -51,7 +45,7 @@ def bridged(renderer: Renderer, last: str, calls: list[ToolCall], *messages: Mes
     return renderer.decode(renderer.bridge(ids.get(last, 0), calls, messages))
 
 
-def conversation(templates: ModuleType, name: str) -> list[Message]:
+def conversation(name: str) -> list[Message]:
     """Return a conversation with everything that the family's template supports."""
     if name == "strict":
         return [ASKED, templates.said("I look."), say(Role.USER, "  Well?\n")]
@@ -72,7 +66,7 @@ def conversation(templates: ModuleType, name: str) -> list[Message]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_ids_equal_those_of_transformers(
-    templates: ModuleType, folders: dict[str, Path], renderers: dict[str, Renderer], name: str, with_tools: bool
+    folders: dict[str, Path], renderers: dict[str, Renderer], name: str, with_tools: bool
 ) -> None:
     if with_tools and name not in WITH_TOOLS:
         return
@@ -84,7 +78,7 @@ def test_ids_equal_those_of_transformers(
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
         for t in tools
     ]
-    messages = conversation(templates, name)
+    messages = conversation(name)
     for length in range(1, len(messages) + 1):
         if messages[length - 1].role is Role.SYSTEM:
             continue
@@ -250,7 +244,7 @@ def test_arguments_that_are_not_an_object_are_rendered_unchanged(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_content_becomes_a_control_token(renderers: dict[str, Renderer], templates: ModuleType, name: str) -> None:
+def test_no_content_becomes_a_control_token(renderers: dict[str, Renderer], name: str) -> None:
     family = next(family for family in templates.FAMILIES if family.name == name)
     spellings = [text for text in (*family.special, *family.plain) if text in family.special or "｜" in text]  # noqa: RUF001
     renderer = renderers[name]
@@ -305,7 +299,7 @@ TEXT_ARGUMENTS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls
 
 
 def test_call_ids_and_arguments_have_the_form_that_the_template_requires(
-    templates: ModuleType, folders: dict[str, Path], tmp_path: Path
+    folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = templates.STRICT.write(tmp_path)
     messages = [ASKED, Message(Role.ASSISTANT, (LS, ToolCall("call_2", "bash", "{"))), DONE]
@@ -377,7 +371,7 @@ def test_threads_share_a_renderer(folders: dict[str, Path]) -> None:
         (r"\s*\S+\s*", False),
     ],
 )
-def test_text_is_split_at_lines_only_at_word_ends(templates: ModuleType, words: str, cuts_lines: bool) -> None:
+def test_text_is_split_at_lines_only_at_word_ends(words: str, cuts_lines: bool) -> None:
     tokenizer = templates.byte_level(words)
     tokenizer.add_special_tokens(["<|end|>"])
     encoder = PieceEncoder(tokenizer)
@@ -385,7 +379,7 @@ def test_text_is_split_at_lines_only_at_word_ends(templates: ModuleType, words: 
     assert encoder.cuts_lines is cuts_lines
 
 
-def test_tokens_that_absorb_their_neighbours_do_not_split_text(templates: ModuleType) -> None:
+def test_tokens_that_absorb_their_neighbours_do_not_split_text() -> None:
     from tokenizers import AddedToken
 
     for flags in ({"rstrip": True}, {"lstrip": True}, {"single_word": True}):

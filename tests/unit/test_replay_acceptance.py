@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import runpy
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -16,8 +13,8 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.records import GroupState, RolloutState, Snapshot
 from headrace.buffer.types import Cause, ReceiptStatus
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 VIEW = GroupView(size=8, finished=6, running=2, opened_at_s=100.0, last_finished_at_s=160.0)
 

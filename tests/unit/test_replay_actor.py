@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
 
 from headrace.actors.training.replay import Replay
 from headrace.buffer.types import Cause, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 GUARD_S = 20.0
 

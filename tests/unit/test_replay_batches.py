@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import runpy
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +19,8 @@ from headrace.buffer.errors import (
 )
 from headrace.buffer.types import BatchId, BatchLease, Cause, StepReport, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 
 
@@ -418,7 +416,7 @@ def test_a_batch_that_ends_the_learner_twice_is_not_issued_any_more(stocked):
     assert stocked.take(version, 3, 6.0).batch_id != batch.batch_id
 
 
-def test_the_reason_of_a_failed_step_is_kept_and_a_try_in_place_counts(stocked):
+def test_the_reason_of_a_failed_step_is_recorded_and_an_in_place_retry_counts(stocked):
     lease = cases.lease_of(stocked.take(FIRST, 1, 2.0))
     assert stocked.batches.step_failed(lease, "RowUnusable: row 3 of g000001-0\ud800", again=True) == ""
     verdict = stocked.batches.step_failed(lease, "RowUnusable: row 3 of g000001-0", again=True)

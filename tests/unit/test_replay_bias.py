@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import runpy
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 TRAJECTORY = cases.trajectory(FIRST)
 MEMBERS, P = 8, 0.4

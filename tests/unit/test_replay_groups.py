@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import runpy
 from dataclasses import replace
 from decimal import Decimal
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +15,8 @@ from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import EvaluationRecord, FilterReason, GroupState, RolloutState
 from headrace.buffer.types import MAX_REWARD, Cause, ReceiptStatus, RolloutId
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 TRIO = BufferConfig(batch_size=6, group_size=3, max_staleness=1)
 
@@ -59,7 +56,7 @@ def test_stream_is_a_permutation_per_pass_and_repeatable():
         TaskStream([], seed=0)
 
 
-def test_inventory_bounds_what_starts(opened):
+def test_the_inventory_limits_new_rollouts(opened):
     assert opened.admit() == 12
     orders = opened.issue(1000, FIRST, 0.0)
     assert len(orders) == 12
@@ -80,7 +77,7 @@ def test_a_group_may_start_in_parts(opened):
     assert opened.state.next_ordinal == 1
 
 
-def test_max_in_flight_caps_what_starts():
+def test_max_in_flight_limits_new_rollouts():
     buffer = cases.core(cases.SMALL.model_copy(update={"max_in_flight": 3}))
     buffer.open_epoch(None, 0.0)
     orders = buffer.issue(1000, FIRST, 0.0)
@@ -90,7 +87,7 @@ def test_max_in_flight_caps_what_starts():
     assert buffer.admit(in_flight=2) == 0, "its own three count"
 
 
-def test_sync_starts_only_what_the_batch_needs():
+def test_sync_mode_starts_only_rollouts_that_the_batch_needs():
     config = BufferConfig(batch_size=4, group_size=2, max_staleness=0, mode="sync")
     buffer = cases.core(config)
     buffer.open_epoch(None, 0.0)
@@ -273,7 +270,7 @@ def test_a_contradictory_result_is_an_infra_failure(opened):
     assert opened.state.attempts[order.rollout_id].cause is Cause.INFRA
 
 
-def test_an_evaluation_counts_what_was_sampled_though_none_of_it_is_trained(opened):
+def test_an_evaluation_counts_its_sampled_tokens_although_none_is_trained(opened):
     (order,) = opened.issue(1, FIRST, 0.0)
     done = cases.result(order, FIRST)
     row = done.trajectory.rows[0]

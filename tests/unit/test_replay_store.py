@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import runpy
 import sqlite3
 import threading
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +22,8 @@ from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.sanitizer import MAX_TEXT
 from headrace.buffer.types import Cause, CheckpointRef, Outcome, ReceiptStatus, RolloutId, StepReport
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 GUARD_S = 20.0
 
@@ -52,7 +49,7 @@ async def step(store, version):
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-async def test_a_batch_carries_what_was_offered(tmp_path, in_memory):
+async def test_a_batch_contains_the_offered_trajectories(tmp_path, in_memory):
     async with await open_store(None if in_memory else tmp_path) as store:
         assert await store.open_epoch(None) == FIRST
         assert {receipt.status for receipt in await fill(store, FIRST)} == {ReceiptStatus.ACCEPTED}
@@ -219,7 +216,7 @@ async def _exhausted(store):
     return str(caught.value)
 
 
-async def test_orders_nobody_received_become_new_attempts(tmp_path):
+async def test_orders_that_no_worker_received_become_new_attempts(tmp_path):
     async with await open_store(tmp_path) as store:
         await store.open_epoch(None)
         issuing = asyncio.ensure_future(store.issue(2, FIRST))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-import runpy
 import zlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +21,8 @@ from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
+from support import replay_cases as cases
 
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)
 
 
@@ -63,7 +61,7 @@ def test_a_task_counts_solved_rollouts_not_rewarded_ones():
     assert (second.task_id, buffer.state.task(first.task_id).solved) == (first.task_id, 1)
 
 
-def test_the_history_of_a_task_is_kept():
+def test_the_history_of_a_task_is_preserved():
     buffer = buffer_of()
     first, second, third, fourth = buffer.issue(4, FIRST, 10.0)
     buffer.offer(cases.result(first, FIRST, reward=1.0), 15.0)

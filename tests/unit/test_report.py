@@ -32,7 +32,7 @@ RUN = (
 SESSION = Session(must_pass=GOOD, must_fail=BAD, ended=True, records=(*RUN, *CANARIES))
 
 
-def test_what_passed_failed_and_was_skipped() -> None:
+def test_passed_failed_and_skipped_tests_are_read_from_a_report() -> None:
     report = read_report([SESSION])
     assert report.not_passed(["t.py::one", "t.py::two", "t.py::three[a c]", "t.py::four", "t.py::five"]) == (
         "t.py::two",
@@ -128,7 +128,7 @@ def test_invalid_reports_are_refused(sessions: list[Session], said: str) -> None
 
 @pytest.mark.parametrize("name", ["apply", "canary_plugin", "collect", "compute", "monitor"])
 def test_sandbox_programs_are_valid_for_old_interpreters(name: str) -> None:
-    ast.parse(source(name), feature_version=(3, 7))
+    assert ast.parse(source(name), feature_version=(3, 7)).body
 
 
 def test_the_first_few_are_named() -> None:

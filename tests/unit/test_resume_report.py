@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
 import sqlite3
 from contextlib import closing
@@ -32,9 +31,9 @@ from headrace.policies.learners.checkpoints import (
     usable_checkpoint,
     write_manifest,
 )
+from support import replay_cases as cases
 
 TESTS = Path(__file__).parents[1]
-cases = SimpleNamespace(**runpy.run_path(str(TESTS / "replay_cases.py")))
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_metrics_start_a_new_file_at_a_size_and_are_read_across_files(tmp_path: 
     assert last_metric(path, "push") is None
 
 
-def test_the_oldest_files_are_removed_and_the_newest_is_kept(tmp_path: Path) -> None:
+def test_the_oldest_files_are_removed_and_the_newest_is_retained(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, SMALL)
     for number in range(2000):

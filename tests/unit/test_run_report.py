@@ -43,7 +43,7 @@ def stations(seconds: float, sandboxes: float) -> dict:
     return {"kind": "stations", "time_s": 0.0, "seconds": seconds, "held_up_by": None, "stations": loads}
 
 
-def test_what_the_ledger_holds(tmp_path: Path) -> None:
+def test_the_report_agrees_with_the_ledger(tmp_path: Path) -> None:
     report, evidence = told_of(tmp_path / "run"), read_evidence(tmp_path / "run")
     checked = verify(tmp_path / "run")
     assert report.steps == checked.steps
@@ -102,7 +102,7 @@ def test_a_service_without_a_size_that_holds_nearly_all_is_named(tmp_path: Path)
     assert told_of(tmp_path / "old", metrics=old).held_up_by is None
 
 
-def test_what_slowed_the_run_down_is_named(tmp_path: Path) -> None:
+def test_the_report_names_what_slowed_the_run_down(tmp_path: Path) -> None:
     limits = ((32, ""), (22, "engines are full"), (15, "boot takes 9 s"), (19, "boot takes 9 s"))
     slow = [stations(10.0, 4.0) | {"rollout_limit": limit, "slowed_by": reason} for limit, reason in limits]
     report = told_of(tmp_path / "run", metrics=(stations(10.0, 4.0), *slow))

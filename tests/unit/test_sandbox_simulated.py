@@ -417,7 +417,7 @@ def test_a_warm_sandbox_that_fails_its_check_is_not_handed_out() -> None:
     run_virtual(main())
 
 
-def test_warm_sandboxes_give_way() -> None:
+def test_boots_evict_warm_sandboxes() -> None:
     async def main() -> None:
         async with pool_of(host(), max_live=4, evaluation_reserve=1, warm={"host": 2}) as pool:
             await asyncio.sleep(10)
@@ -430,7 +430,7 @@ def test_warm_sandboxes_give_way() -> None:
 # Several hosts
 
 
-def test_a_new_warm_sandbox_gives_way_to_a_waiting_boot() -> None:
+def test_a_waiting_boot_evicts_a_new_warm_sandbox() -> None:
     async def main() -> None:
         async with pool_of(host(boot_s=2, boot_sigma=0), max_live=4, warm={"host": 1}) as pool:
             await pool.lease([SandboxSpec(cpu=1.0)])
@@ -572,7 +572,7 @@ async def storm(creates: int) -> None:
         assert {info.id for info in provider.living} == refs
 
 
-def test_a_boot_storm() -> None:
+def test_a_boot_storm_stays_within_its_limits() -> None:
     run_virtual(storm(500))
 
 

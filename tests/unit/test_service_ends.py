@@ -21,9 +21,10 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import TaskId, load_tasks
 from headrace.buffer.types import Outcome, RolloutResult
+from support.run_rig import RECIPE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from headrace.actors.record.run_directory import RunDirectory
@@ -47,8 +48,8 @@ QUICK = (
 
 
 @pytest.fixture
-def open_run(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
-    recipe = load_support("run_rig").RECIPE.with_name("simulated.toml")
+def open_run(tmp_path: Path) -> Any:
+    recipe = RECIPE.with_name("simulated.toml")
 
     @asynccontextmanager
     async def open_run(*overrides: str) -> AsyncIterator[tuple[Service, RunDirectory]]:

@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.session_rig import ByteChat, Rig, asks, call, echo, results, user
 
 from headrace.policies.engine import FinishReason
 from headrace.serve.capture.events import Status
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
+from support.session_rig import ByteChat, Rig, asks, call, echo, results, user
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_the_same_requests_in_sequence_are_one_prompt() -> None:
 
 
 @pytest.mark.parametrize(("untrained", "trained"), [((True, False), ["yy"]), ((False, True), ["x"])])
-def test_the_model_of_each_turn_decides_whether_it_is_trained(untrained: tuple[bool, bool], trained: list[str]) -> None:
+def test_a_turn_is_trained_only_if_its_model_is(untrained: tuple[bool, bool], trained: list[str]) -> None:
     played = rig()
     for text, flag in zip(("x", "yy"), untrained, strict=True):
         played.turn(asks(user("go")), text, untrained=flag)

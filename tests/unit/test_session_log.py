@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tests.session_rig import Rig, asks, call, echo, results, user
 
 from headrace.serve.capture.events import Exhausted, Failed, Spent
 from headrace.serve.capture.rows import SessionReport, report_of, tree_of
@@ -16,6 +15,7 @@ from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.conversation import ToolSpec
 from headrace.serve.errors import LogBroken
 from headrace.serve.gateway import codec
+from support.session_rig import Rig, asks, call, echo, results, user
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -292,6 +292,7 @@ def test_rewards_follow_the_difficulty_of_the_task_and_repeat() -> None:
 
 
 def test_no_held_out_task_is_a_training_task() -> None:
-    refuse_overlap(
-        simulated_tasks(0, 2048, evaluate_s=0.0), simulated_tasks(0, 2048, evaluate_s=0.0, family="heldout"), "tasks"
-    )
+    training = simulated_tasks(0, 2048, evaluate_s=0.0)
+    held_out = simulated_tasks(0, 2048, evaluate_s=0.0, family="heldout")
+    refuse_overlap(training, held_out, "tasks")
+    assert {task.id for task in training}.isdisjoint(task.id for task in held_out)

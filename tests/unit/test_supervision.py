@@ -16,6 +16,7 @@ from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
+from support.run_rig import RECIPE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +29,9 @@ PLAN = SimulationPlan(slots=8, batch_size=8, group_size=4, durations=SHORT, eval
 
 
 @pytest.fixture
-def watched(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
+def watched(tmp_path: Path) -> Any:
     """`watched(beginnings)`: the stations records of ten minutes beside these calls of a service."""
-    recipe = load_support("run_rig").RECIPE.with_name("simulated.toml")
+    recipe = RECIPE.with_name("simulated.toml")
     path = tmp_path / "metrics.jsonl"
 
     async def watch(begin: Callable[[Service], list[Any]]) -> None:

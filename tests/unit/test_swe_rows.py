@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_flat_row(folder: Path) -> None:
+def test_a_flat_row_becomes_a_task(folder: Path) -> None:
     task = task_of(FLAT, ENVIRONMENT, folder)
     repository = task.evaluator.repository
     assert repository is not None
@@ -80,7 +80,7 @@ def test_eval_cmd_and_pre_commands(folder: Path) -> None:
     assert (repository.workdir, repository.prepare) == ("/workspace/calc", ("git checkout x -f\npip list",))
 
 
-def test_f2p_script(folder: Path) -> None:
+def test_a_fail_to_pass_script_becomes_a_grader(folder: Path) -> None:
     row = wrapped(remote_env_info={"f2p_script": "import pytest", "pre_commands": ["true", "false"]})
     repository = task_of(row, ENVIRONMENT, folder).evaluator.repository
     assert repository is not None
@@ -120,7 +120,7 @@ def test_swepro_goes_before_the_others_and_reads_its_scripts(folder: Path) -> No
         (wrapped(eval_cmd="pytest", workdir="calc"), "workdir: 'calc' must be an absolute path"),
     ],
 )
-def test_refusals(folder: Path, row: object, said: str) -> None:
+def test_invalid_rows_are_refused(folder: Path, row: object, said: str) -> None:
     with pytest.raises(RowRefused) as caught:
         task_of(row, ENVIRONMENT, folder)
     assert said in str(caught.value)

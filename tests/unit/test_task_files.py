@@ -149,7 +149,7 @@ def test_a_wrong_line_is_refused_with_its_number_and_key(tmp_path: Path, change:
         (("", " "), "has no tasks"),
     ],
 )
-def test_other_refusals(tmp_path: Path, lines: tuple[object, ...], said: str) -> None:
+def test_invalid_task_lines_are_refused(tmp_path: Path, lines: tuple[object, ...], said: str) -> None:
     with pytest.raises(TaskFileError, match=".*".join(said.split())) as caught:
         load_tasks(write_lines(tmp_path, *lines))
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args

@@ -101,7 +101,7 @@ def test_the_instruction_does_not_hold_the_finding(kind: Kind) -> None:
 
 @pytest.mark.parametrize("problem", ONE_OF_EACH, ids=lambda problem: problem.kind)
 class TestCheck:
-    def test_looking_shows_what_it_says(self, problem: Problem, tmp_path: Path) -> None:
+    def test_the_look_command_prints_the_text_of_the_problem(self, problem: Problem, tmp_path: Path) -> None:
         place(problem, tmp_path / "w")
         assert run(problem.look, tmp_path / "w").removesuffix("\n") == problem.shown
 
@@ -156,7 +156,7 @@ def test_a_faked_repair_gets_no_reward(tmp_path: Path, lie: str) -> None:
     assert check(problem, tmp_path / "w") == 1
 
 
-def test_the_repair_is_compared_with_what_the_agent_never_saw() -> None:
+def test_a_repair_is_compared_with_values_hidden_from_the_agent() -> None:
     problem = next(problem for problem in ONE_OF_EACH if problem.kind is Kind.REPAIR)
     task = problem.task()
     assert task.evaluator.kind is EvaluatorKind.COMPARE

@@ -35,7 +35,7 @@ def test_transformers_takes_the_folder_unchanged() -> None:
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_it_acts_on_what_it_saw(kind: Kind) -> None:
+def test_the_policy_acts_on_what_it_read(kind: Kind) -> None:
     """Copying is there from the start: shown a held-out finding, the likeliest answer is the right command."""
     import torch
     from transformers import Qwen3ForCausalLM

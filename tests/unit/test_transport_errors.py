@@ -27,7 +27,7 @@ def closed_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
-async def test_an_engine_that_is_not_there_is_said_in_words(closed_url: str) -> None:
+async def test_a_missing_engine_is_a_readable_error(closed_url: str) -> None:
     async with aiohttp.ClientSession() as http:
         transport = Transport(EngineId("engine-0"), closed_url, http, timeout_s=5.0)
         with pytest.raises(EngineDown) as error:
@@ -35,7 +35,7 @@ async def test_an_engine_that_is_not_there_is_said_in_words(closed_url: str) -> 
     assert str(error.value) == f"engine-0: nothing listens at {closed_url}: Connection refused"
 
 
-async def test_a_gateway_that_is_not_there_is_said_in_words(closed_url: str) -> None:
+async def test_a_missing_gateway_is_a_readable_error(closed_url: str) -> None:
     async with GatewayClient(closed_url, "token") as client:
         with pytest.raises(GatewayUnreachable) as error:
             await client.open([])

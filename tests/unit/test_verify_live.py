@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import runpy
 import sys
 import threading
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from golden import make_ledger as making
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.archive import ARCHIVE
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.database import connect
 from headrace.buffer.types import CheckpointRef
 from headrace.policies.learners.checkpoints import Manifest, write_manifest
+from support import replay_cases as cases
 
 TESTS = Path(__file__).parents[1]
-cases = SimpleNamespace(**runpy.run_path(str(TESTS / "replay_cases.py")))
-making = SimpleNamespace(**runpy.run_path(str(TESTS / "golden" / "make_ledger.py"), run_name="making"))
 
 
 async def save_a_step(store, run_dir, version):

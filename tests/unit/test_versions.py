@@ -47,7 +47,7 @@ def test_two_roots_share_no_ancestor() -> None:
         versions.staleness(PolicyVersion(9, 1), PolicyVersion(1, 1))
 
 
-def test_text_and_back() -> None:
+def test_a_version_survives_a_round_trip_as_text() -> None:
     assert PolicyVersion.parse(str(PolicyVersion(3, 14))) == PolicyVersion(3, 14)
     with pytest.raises(ValueError, match="invalid literal"):
         PolicyVersion.parse("3")

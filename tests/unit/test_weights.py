@@ -27,7 +27,7 @@ KINDS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_siz
 
 @settings(max_examples=60, deadline=None)
 @given(KINDS, st.integers(1, 400))
-def test_round_trip(
+def test_weights_survive_a_round_trip(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[tuple[int, ...], torch.dtype]], bucket_bytes: int
 ) -> None:
     """Through a file, cut into buckets: every tensor comes out once, unchanged, with the sender's checksum."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.policies.push.weights import Bucket
+    from headrace.policies.push.tensors import Bucket
 
 ROUND_TIMEOUT_S = 120.0
 
@@ -100,7 +100,8 @@ def run(snapshot: Path, meeting: Path, rank: int, bucket_bytes: int) -> None:
     from torch import distributed
 
     from headrace.policies.models.qwen3_config import storage_place
-    from headrace.policies.push.weights import plan_buckets, read_snapshot, read_specs
+    from headrace.policies.push.tensors import read_specs
+    from headrace.policies.push.weights import plan_buckets, read_snapshot
 
     torch.set_num_threads(1)
     held = read_specs(snapshot)

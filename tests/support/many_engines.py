@@ -1,4 +1,4 @@
-"""Several embedded engines in one process: `python tests/many_engines.py MODEL ANNOUNCE COUNT [DELAY_S]`.
+"""Several embedded engines in one process: `python -m support.many_engines MODEL ANNOUNCE COUNT [DELAY_S]`.
 
 The first of them answers each call `DELAY_S` late. The process ends with its parent.
 """
@@ -20,8 +20,10 @@ from headrace.policies.processes.parent_death import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from aiohttp.typedefs import Middleware
 
-def late(delay_s: float):
+
+def late(delay_s: float) -> Middleware:
     @web.middleware
     async def middleware(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -12,11 +12,12 @@ from headrace.actors.evaluation.history import prepare
 from headrace.buffer.repositories import RepositorySpec, TestIds
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import SandboxSpec
+from support.clean_sandboxes import CleanSandboxes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from headrace.sandboxes.base import Sandbox, SandboxId
+    from headrace.sandboxes.base import Sandbox
     from headrace.sandboxes.local.provider import LocalProvider
 
 REPO = "/workspace/calc"
@@ -69,28 +70,15 @@ async def install_pytest(sandbox: Sandbox) -> None:
     await cheat_bench.install_pytest(sandbox, PYTEST)
 
 
-class Rooms:
-    """Clean sandboxes straight from the provider; those that run tests have pytest in them."""
-
-    def __init__(self, provider: LocalProvider, agent_sandbox: Sandbox) -> None:
-        self._provider = provider
-        self._agent_sandbox = agent_sandbox
-        self.lent = 0
-
-    async def freeze(self, sandbox: SandboxId) -> None:
-        assert sandbox == self._agent_sandbox.id
-        await self._agent_sandbox.freeze()
+class PytestSandboxes(CleanSandboxes):
+    """Clean sandboxes with pytest. Those with mounts only collect or apply a patch, and need none."""
 
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        sandbox = await self._provider.attach(await self._provider.create(spec))
-        self.lent += 1
-        try:
+        async with super().clean(spec) as sandbox:
             if not spec.mounts:
                 await install_pytest(sandbox)
             yield sandbox
-        finally:
-            await sandbox.kill()
 
 
 async def exit_code_of_tests(provider: LocalProvider, task: Task, command: str) -> int:
@@ -114,6 +102,6 @@ async def verdict_on(provider: LocalProvider, task: Task, command: str, *, user:
     try:
         await prepare(task, sandbox)
         await sandbox.exec(command, cwd=REPO, user=user, timeout_s=30)
-        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), Rooms(provider, sandbox))
+        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), PytestSandboxes(provider, sandbox))
     finally:
         await sandbox.kill()

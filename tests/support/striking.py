@@ -83,18 +83,19 @@ _TRACE_STATEMENTS = 1
 def _trace_statements(library: ctypes.CDLL, moment: Moment, number: int) -> None:
     """In every connection that is opened from here on."""
 
-    @_TRACED
-    def traced(*_: Any) -> int:
+    def count(*_: Any) -> int:
         SEEN.statements += 1
         if moment is Moment.STATEMENT and SEEN.statements == number:
             _die()
         return 0
 
-    @_OPENED
-    def opened(database: int, *_: Any) -> int:
+    traced = _TRACED(count)
+
+    def open_traced(database: int, *_: Any) -> int:
         library.sqlite3_trace_v2(ctypes.c_void_p(database), _TRACE_STATEMENTS, traced, None)
         return 0
 
+    opened = _OPENED(open_traced)
     _KEPT.extend((traced, opened))
     library.sqlite3_auto_extension(opened)
 
@@ -135,7 +136,6 @@ def _replace_writes(library: ctypes.CDLL, moment: Moment, number: int) -> None:
 
 
 def _counting_write(moment: Moment, number: int, original: Any) -> Any:
-    @_WRITE_AT
     def write(descriptor: int, data: int, size: int, offset: int) -> int:
         SEEN.writes += 1
         if moment is Moment.TORN_WRITE and SEEN.writes == number:
@@ -147,4 +147,4 @@ def _counting_write(moment: Moment, number: int, original: Any) -> Any:
         written: int = original(descriptor, data, size, offset)
         return written
 
-    return write
+    return _WRITE_AT(write)

@@ -154,7 +154,9 @@ class Layout:
 
 def write_docker_archive(target: Path, images: Mapping[str, Sequence[bytes]]) -> Path:
     """Write the older format of `docker save`, in which a repeated layer is a link."""
-    rows, entries, names = [], [], {}
+    rows: list[dict[str, Any]] = []
+    entries: list[Any] = []
+    names: dict[bytes, str] = {}
     for tag, layers in images.items():
         config = {
             "architecture": ARCHITECTURE,

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,10 +34,12 @@ from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from support import chat_templates
+from support import scripted_engine as scripted
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
-    from types import ModuleType
+    from pathlib import Path
 
     from headrace.actors.agents.agent import AgentReport
     from headrace.actors.agents.chat import ChatMessage, ChatReply
@@ -57,21 +56,6 @@ BROKEN = "def add(a, b):\n    return a - b\n"
 TEST = "import unittest\nfrom calc import add\n\n\nclass T(unittest.TestCase):\n    def test_add(self):\n"
 FILES = {"/workspace/calc.py": BROKEN, "/workspace/test_calc.py": f"{TEST}        self.assertEqual(add(2, 3), 5)\n"}
 INSTRUCTION = "MAIN-TASK: add() of calc.py is wrong, mend it"
-
-
-def support(name: str) -> ModuleType:
-    """Another module of this folder."""
-    known = f"headrace_tests_{name}"
-    if known not in sys.modules:
-        spec = importlib.util.spec_from_file_location(known, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[known] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[known])
-    return sys.modules[known]
-
-
-scripted = support("scripted_engine")
 
 
 def task(instruction: str = INSTRUCTION) -> Task:
@@ -113,7 +97,7 @@ def ending_of(agent: str) -> str:
 
 def write_tokenizer(folder: Path, family: str = "QWEN3") -> Path:
     """A model's tokenizer and chat template, of the Qwen3 shape or another of `chat_templates` with its end token."""
-    written: Path = getattr(support("chat_templates"), family).write(folder)
+    written: Path = getattr(chat_templates, family).write(folder)
     return written
 
 
@@ -126,7 +110,7 @@ def needs(agent: str) -> None:
         pytest.skip(str(error))
 
 
-async def no_chat(_: Sequence[ChatMessage]) -> ChatReply:
+async def no_chat(messages: Sequence[ChatMessage]) -> ChatReply:
     raise ChatFailed("programs do not use it")
 
 
@@ -218,8 +202,8 @@ class Stations:
         self.reports.append(await self.agent.run(session=given, sandbox=sandbox, task=task))
         return self.reports[-1]
 
-    async def finish_session(self, session: OpenedSession) -> SessionReport:
-        [record] = await self.rig.client.finish([session.session_id])
+    async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
+        [record] = await self.rig.client.finish([session.session_id], conversation=conversation)
         assert isinstance(record, SessionReport)
         self.records.append(record)
         return record

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headrace.policies.push.machine import Phase, Step
     from headrace.policies.sglang.client import SGLangEngine
 
-TINY = Path(__file__).resolve().parents[1] / "scripts" / "models" / "tiny"
+TINY = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 GUARD_S = 60.0
 """How long a test waits for what must come, before it says that it hangs."""
 SESSIONS = itertools.count()

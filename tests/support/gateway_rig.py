@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
-from tests.scripted_engine import Ask, Fault, ScriptedEngine
-from tests.wires import fold_anthropic, fold_chat, fold_responses
 
 from headrace.policies.engine import EngineId
 from headrace.serve.capture.rows import SessionReport
@@ -27,6 +25,8 @@ from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.rendering.template_renderer import load_renderer
+from support.scripted_engine import Ask, Fault, ScriptedEngine
+from support.wires import fold_anthropic, fold_chat, fold_responses
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -432,7 +432,8 @@ async def world(
     **config: Any,
 ) -> AsyncIterator[World]:
     """Start a gateway and an engine for each script (by default one that samples `ls` for ever)."""
-    settings = GatewayConfig(**{"tokenizer_dir": model_dir, "abort_grace_s": 10.0} | config)
+    given: dict[str, Any] = {"tokenizer_dir": model_dir, "abort_grace_s": 10.0, **config}
+    settings = GatewayConfig(**given)
     engines = [engine_type.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
     gateway = Gateway(settings, ADMIN, renderer=renderer or renderer_of(model_dir), tracer=tracer)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=GUARD_S)) as http, _all_serving(engines):

@@ -1,4 +1,4 @@
-"""The evaluator's clean sandboxes without a pool: for tests that score one agent's sandbox."""
+"""Clean sandboxes for the evaluator without a pool, for tests that score the sandbox of one agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.local.provider import LocalProvider
 
 
-class Rooms:
+class CleanSandboxes:
     """Clean sandboxes straight from the provider."""
 
     def __init__(self, provider: LocalProvider, agent_sandbox: Sandbox) -> None:

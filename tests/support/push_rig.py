@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
+    from headrace.policies.engine import Completion
     from headrace.policies.push.contract import Gate, PushReport
     from headrace.policies.push.machine import Phase, Step
     from headrace.policies.push.sender import SenderProcess
@@ -84,7 +85,7 @@ class Rig:
         step: int,
         *,
         before: Callable[[int, Phase], Awaitable[None]] | None = None,
-        **config: object,
+        **config: Any,
     ) -> PushReport:
         """Push a model directory; `before` is awaited before each phase of a wave."""
         return await self.push_snapshot(snapshot(directory, step), before=before, **config)
@@ -106,7 +107,7 @@ class Rig:
         senders = self.senders.take(len(weights.shards))
         return await push(weights, list(self.engines.values()), senders, gate or self.gate, journal, given)
 
-    async def generate(self, name: str, request_id: str, tokens: int, namespace: str | None = None):
+    async def generate(self, name: str, request_id: str, tokens: int, namespace: str | None = None) -> Completion:
         request = GenerateRequest(
             request_id=RequestId(request_id),
             input_ids=(5, 6, 7),

@@ -12,7 +12,7 @@ from collections import defaultdict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from aiohttp import web
 from tokenizers import Tokenizer
@@ -80,7 +80,7 @@ class ScriptedEngine:
     asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    def of(cls, tokenizer_dir: Path, stop: str, script: Callable[[Ask], str | Fault]) -> ScriptedEngine:
+    def of(cls, tokenizer_dir: Path, stop: str, script: Callable[[Ask], str | Fault]) -> Self:
         """With the tokenizer of a model directory and the spelling of its end token."""
         tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
         stop_id = tokenizer.token_to_id(stop)

@@ -123,7 +123,7 @@ def _nested(levels: int) -> object:
     return value
 
 
-SMALL = st.sampled_from(
+SMALL: st.SearchStrategy[Any] = st.sampled_from(
     [
         None,
         True,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 
-RECIPE = Path(__file__).resolve().parents[1] / "scripts" / "recipes" / "quickstart.toml"
+RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
 HANG_S = 15
 SMALL = (
     "training.steps=8",

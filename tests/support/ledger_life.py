@@ -1,4 +1,4 @@
-"""One life of a run: `python ledger_life.py RUN_DIR SEED LIFE MOMENT NUMBER`.
+"""One life of a run: `python -m support.ledger_life RUN_DIR SEED LIFE MOMENT NUMBER`.
 
 It opens the newest checkpoint as a new learner, then issues, offers, trains and saves until the run's steps are done,
 or until it is struck (see `striking`). Each line on standard output tells what has been acknowledged to it, after the
@@ -13,11 +13,6 @@ import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests import replay_cases as cases
-from tests.faults import striking
 
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.errors import LedgerBroken, LedgerRefused
@@ -34,6 +29,8 @@ from headrace.policies.learners.checkpoints import (
     usable_checkpoint,
     write_manifest,
 )
+from support import replay_cases as cases
+from support import striking
 
 BROKE = 3
 RULES = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from headrace.serve.conversation import Message, Role, Text, ToolCall
+from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -460,7 +460,9 @@ def as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for message in messages:
         if message.role is Role.TOOL:
             shown.extend(
-                {"role": "tool", "content": block.text, "tool_call_id": block.call_id} for block in message.blocks
+                {"role": "tool", "content": block.text, "tool_call_id": block.call_id}
+                for block in message.blocks
+                if isinstance(block, ToolResult)
             )
             continue
         entry: dict[str, Any] = {"role": str(message.role), "content": _text(message)}
@@ -473,7 +475,7 @@ def as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 }
                 for call in message.calls
             ]
-        reasoning = "".join(block.text for block in message.blocks if hasattr(block, "signature"))
+        reasoning = "".join(block.text for block in message.blocks if isinstance(block, Reasoning))
         shown.append(entry | ({"reasoning_content": reasoning} if reasoning else {}))
     return shown
 

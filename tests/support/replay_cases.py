@@ -1,6 +1,8 @@
-"""Builders for tests of the buffer: tasks, trajectories, results. Loaded by path (tests are no package)."""
+"""Builders for tests of the buffer: tasks, trajectories, results."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,19 +23,25 @@ from headrace.buffer.types import (
 )
 from headrace.buffer.versions import PolicyVersion
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.buffer.core.records import BatchRecord, Snapshot
+    from headrace.buffer.types import RolloutOrder
+
 SMALL = BufferConfig(batch_size=4, group_size=2, max_staleness=2)
 
 
-def tasks(count=8):
+def tasks(count: int = 8) -> list[Task]:
     spec = EvaluatorSpec(kind=EvaluatorKind.NONE)
     return [Task(id=TaskId(f"task-{i}"), family="words", instruction="do it", evaluator=spec) for i in range(count)]
 
 
-def core(config=SMALL, snapshot=None):
+def core(config: BufferConfig = SMALL, snapshot: Snapshot | None = None) -> ReplayBuffer:
     return ReplayBuffer(config, TaskStream(tasks(), seed=3), snapshot)
 
 
-def trajectory(*versions, tokens=6, seed=0):
+def trajectory(*versions: PolicyVersion, tokens: int = 6, seed: int = 0) -> Trajectory:
     """One row: a prompt of two tokens, then `tokens` sampled ones for each version."""
     generator = np.random.default_rng(seed)
     length = 2 + tokens * len(versions)
@@ -51,8 +59,16 @@ def trajectory(*versions, tokens=6, seed=0):
     return Trajectory(rows=(row,), temperature=1.0)
 
 
-def result(order, *versions, reward=1.0, solved=None, trainable=True, tokens=6, host=""):
-    """A finished attempt, sampled by `versions`; solved with a reward above 0 where not told otherwise."""
+def result(
+    order: RolloutOrder,
+    *versions: PolicyVersion,
+    reward: float = 1.0,
+    solved: bool | None = None,
+    trainable: bool = True,
+    tokens: int = 6,
+    host: str = "",
+) -> RolloutResult:
+    """Return a finished attempt, sampled by `versions`; solved if the reward is above 0, unless `solved` is given."""
     solved = reward > 0 if solved is None else solved
     cause = Cause.SOLVED if solved else Cause.FAILED
     outcome = Outcome(reward=reward, solved=solved, trainable=trainable, cause=cause)
@@ -68,13 +84,20 @@ def result(order, *versions, reward=1.0, solved=None, trainable=True, tokens=6, 
     )
 
 
-def ended(order, cause, **more):
-    """An attempt that says nothing about the policy."""
+def ended(order: RolloutOrder, cause: Cause, **more: Any) -> RolloutResult:
+    """Return the result of an attempt that failed without a trajectory."""
     outcome = Outcome(reward=None, trainable=False, cause=cause, detail="it broke")
     return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=outcome, trajectory=None, **more)
 
 
-def fill(buffer, version, *, rewards=(1.0, 0.0), limit=1000, sampled=None):
+def fill(
+    buffer: ReplayBuffer,
+    version: PolicyVersion,
+    *,
+    rewards: Sequence[float] = (1.0, 0.0),
+    limit: int = 1000,
+    sampled: PolicyVersion | None = None,
+) -> tuple[RolloutOrder, ...]:
     """Issue and finish all that may start; rewards alternate. Sampled by the version issued at, or by `sampled`.
     Returns the orders."""
     orders = buffer.issue(limit, version, 0.0)
@@ -83,11 +106,13 @@ def fill(buffer, version, *, rewards=(1.0, 0.0), limit=1000, sampled=None):
     return orders
 
 
-def lease_of(record):
+def lease_of(record: BatchRecord) -> BatchLease:
     return BatchLease(batch_id=record.batch_id, epoch=record.epoch)
 
 
-def step(buffer, version, epoch=1, *, skipped=False):
+def step(
+    buffer: ReplayBuffer, version: PolicyVersion, epoch: int = 1, *, skipped: bool = False
+) -> tuple[BatchRecord, PolicyVersion]:
     """Take and commit one batch; returns (batch record, version after)."""
     record = buffer.take(version, epoch, 2.0)
     assert record is not None
@@ -97,14 +122,14 @@ def step(buffer, version, epoch=1, *, skipped=False):
     return record, after
 
 
-def checkpoint(buffer, version, path="checkpoints/x"):
-    """What a learner that saved now would hand over."""
+def checkpoint(buffer: ReplayBuffer, version: PolicyVersion, path: str = "checkpoints/x") -> CheckpointRef:
+    """Return the checkpoint that a learner would report if it saved now."""
     commits = tuple(commit.batch_id for commit in buffer.state.path.commits.values())
     return CheckpointRef(path=path, version=version, batch_ids=commits, chain=buffer.state.path.chain)
 
 
-def tables(buffer):
-    """All that a core knows, comparable."""
+def tables(buffer: ReplayBuffer) -> dict[str, Any]:
+    """Return the whole state of a core in a form that can be compared."""
     state = buffer.state
     fields = vars(state) | vars(state.path)
     known = {name: value for name, value in fields.items() if not name.startswith("_") and name != "path"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gateway_rig import ADMIN
+from support.gateway_rig import ADMIN
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -1,0 +1,38 @@
+"""Layout of the ranks of a weight group. Pure.
+
+Invariants:
+- Rank 0 is the sender; the engines follow in order, each with as many consecutive ranks as it has processes.
+- Every engine gets the same world size, computed from the numbers of processes that the engines report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from headrace.policies.engine import EngineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLayout:
+    """Ranks of a group; `offsets` is the first rank of each engine."""
+
+    world_size: int
+    offsets: Mapping[EngineId, int]
+
+
+def group_name(push_id: str, wave: int, attempt: int, shard: int) -> str:
+    """Return the name of the group for one shard and one attempt of one wave."""
+    return f"headrace-{push_id}-{wave}-{attempt}-{shard}"
+
+
+def lay_out(ranks: Iterable[tuple[EngineId, int]]) -> GroupLayout:
+    """Return the layout of a sender and these engines, given with their numbers of processes."""
+    offsets: dict[EngineId, int] = {}
+    following = 1
+    for engine_id, count in ranks:
+        offsets[engine_id] = following
+        following += count
+    return GroupLayout(world_size=following, offsets=offsets)

@@ -1,0 +1,27 @@
+"""Fixtures shared by the fault tests."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.sandboxes.errors import SandboxError
+from headrace.sandboxes.leftovers import run_label, sandboxes_left
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+@pytest.fixture
+async def config(tmp_path: Path) -> AsyncIterator[LocalSandboxConfig]:
+    """Config of a launcher that is ended after the test, also when the test fails."""
+    config = LocalSandboxConfig(stays_in=tmp_path / "stays", label=run_label(tmp_path), idle_exit_s=2.0)
+    yield config
+    with suppress(SandboxError):
+        async with LocalProvider(config):
+            pass
+    assert sandboxes_left(tmp_path) == 0

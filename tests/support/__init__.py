@@ -1,0 +1,1 @@
+"""Helpers shared by the tests: builders, scripted engines and agents, small models, and rigs of real parts."""
