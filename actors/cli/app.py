@@ -117,7 +117,7 @@ def resume(
     from_start: Annotated[
         bool,
         typer.Option(
-            "--from-start", help="Discard all steps and train again from the start policy; ignores checkpoints."
+            "--from-start", help="Discard all steps and checkpoints, and train again from the initial policy."
         ),
     ] = False,
 ) -> None:

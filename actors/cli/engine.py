@@ -56,7 +56,9 @@ def serve(
         int, typer.Option(min=1, help="For sglang: number of processes that share the model.")
     ] = 1,
     dtype: Annotated[str, typer.Option(help="For sglang: data type; auto, bfloat16, float16 or float32.")] = "auto",
-    python: Annotated[Path | None, typer.Option(help="For sglang: Python interpreter of another environment.")] = None,
+    python: Annotated[
+        Path | None, typer.Option(help="Python interpreter of another environment to run SGLang in.")
+    ] = None,
     directory: Annotated[Path | None, typer.Option(help="Folder for the log; by default a temporary one.")] = None,
     announce: Annotated[
         Path | None, typer.Option(help='File to write {"url", "pid"} to once the server answers.')

@@ -84,7 +84,7 @@ def check_provider(section: SandboxSection) -> None:
             _outside(section)
         elif section.settings:
             raise ConfigError(
-                f"sandbox.settings are those of a provider of another package; use sandbox.{section.provider}"
+                f"sandbox.settings is for providers of other packages only; use sandbox.{section.provider}"
             )
     except (PartRefused, PermanentSandboxError) as error:
         raise ConfigError(f"sandbox.provider: {error}") from error

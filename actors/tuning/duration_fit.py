@@ -77,7 +77,7 @@ class SurvivalCurve:
         """Estimate the curve. Raises ValueError without a finished duration."""
         times, ended = np.asarray(seconds, dtype=np.float64), np.asarray(finished, dtype=np.bool_)
         if not ended.any():
-            raise ValueError("no duration is finished; the curve needs at least one")
+            raise ValueError("no attempt has finished; fitting the curve needs at least one")
         distinct, deaths = np.unique(times[ended], return_counts=True)
         # Durations censored at the time of an end were still at risk.
         at_risk = len(times) - np.searchsorted(np.sort(times), distinct, side="left")

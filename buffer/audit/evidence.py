@@ -429,7 +429,7 @@ def _checkpoints(root: Path) -> list[Path]:
 def _witness(path: Path) -> Witness:
     document = json.loads((path / "headrace.json").read_text(encoding="utf-8"))
     if document["format"] != 1:
-        raise ValueError(f"format {document['format']}, this headrace reads 1")
+        raise ValueError(f"has format {document['format']}, this version of headrace reads format 1")
     batches = (
         (BatchId(batch["batch_id"]), tuple((RolloutId(rollout), int(attempt)) for rollout, attempt in batch["members"]))
         for batch in document["batches"]

@@ -271,7 +271,7 @@ def problems(seed: int, count: int, split: Split) -> tuple[Problem, ...]:
         wanted = len(range(index, count, len(kinds)))
         pool = [problem for problem in combinations(kind) if problem.split is split]
         if wanted > len(pool):
-            raise ValueError(f"count {count} needs {wanted} {split} combinations of {kind}, there are {len(pool)}")
+            raise ValueError(f"count {count} needs {wanted} {split} combinations of {kind}, but only {len(pool)} exist")
         drawn.append(chance.sample(pool, wanted))
     return tuple(drawn[position % len(kinds)][position // len(kinds)] for position in range(count))
 

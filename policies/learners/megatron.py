@@ -79,7 +79,7 @@ class MegatronLearner:
 
     def _opened(self) -> MegatronTrainer:
         if self._trainer is None:
-            raise LearnerNotOpen("call open first; after close the learner has no model")
+            raise LearnerNotOpen("the learner is not open: call open() first (close() unloads the model)")
         return self._trainer
 
     def _close(self) -> None:

@@ -279,5 +279,5 @@ class SimulatedLearner:
 
     def _opened(self) -> PolicyVersion:
         if self._version is None:
-            raise LearnerNotOpen("call open first; after close the learner has no model")
+            raise LearnerNotOpen("the learner is not open: call open() first (close() unloads the model)")
         return self._version

@@ -48,7 +48,8 @@ def check_fits(snapshot: Mapping[str, TensorSpec], model_dir: Path) -> None:
     for name, spec in snapshot.items():
         if spec.shape != served[name].shape:
             raise ModelInvalid(
-                f"{name}: the snapshot has shape {spec.shape}, the engine's model {model_dir} {served[name].shape}"
+                f"{name}: the snapshot has shape {spec.shape}, but the engine's model {model_dir} has "
+                f"{served[name].shape}"
             )
         if not served[name].pushable:
             raise ModelInvalid(

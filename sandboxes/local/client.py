@@ -61,7 +61,7 @@ class LauncherClient:
             await asyncio.get_running_loop().sock_connect(stream, endpoint)
         except OSError as error:
             stream.close()
-            raise LauncherGone(f"no launcher listens at {endpoint}: {error}") from error
+            raise LauncherGone(f"no launcher is listening at {endpoint}: {error}") from error
         return cls(endpoint, Channel(stream))
 
     async def request(

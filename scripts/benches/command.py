@@ -93,7 +93,7 @@ def push(
 @app.command()
 def replay(
     json: Json = True,
-    slots: Annotated[int, typer.Option(min=1, help="Limit of rollouts in flight.")] = 64,
+    slots: Annotated[int, typer.Option(min=1, help="Maximum number of rollouts in flight.")] = 64,
     max_staleness: Annotated[int, typer.Option(min=0, help="Staleness bound, in optimizer updates.")] = 4,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer updates; the first half is a warm-up.")] = 24,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the plan.")] = 0,

@@ -128,7 +128,7 @@ def calls_allowed(choice: object, none: object, auto: object) -> bool:
     if choice == none:
         return False
     raise BadRequest(
-        "tool_choice cannot be honoured: the policy decides itself whether it calls a tool; send auto or none.",
+        "tool_choice cannot be honoured: the policy itself decides whether to call a tool; send auto or none.",
         "tool_choice",
     )
 

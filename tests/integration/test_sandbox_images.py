@@ -218,7 +218,7 @@ async def test_an_image_is_unpacked_once_and_its_layers_are_not_modified(
 
 async def test_a_root_file_system_folder_boots_in_place(provider: LocalProvider, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    await asyncio.to_thread(_unpack, kit, root)
+    await asyncio.to_thread(_unpack, root)
     sandbox = await boot(provider, str(root))
     assert await output(sandbox, "pwd; id -u; touch /etc/new; ls /etc/new") == "/\n0\n/etc/new"
     assert not (root / "etc/new").exists()
@@ -240,7 +240,7 @@ async def test_unbootable_images_are_refused(provider: LocalProvider, tmp_path: 
     with pytest.raises(ImageRefused):
         await boot(provider, str(tmp_path / "empty"))
     hostile = tmp_path / "hostile"
-    await asyncio.to_thread(_unpack, kit, hostile)
+    await asyncio.to_thread(_unpack, hostile)
     (hostile / "proc").rmdir()
     (hostile / "proc").symlink_to(tmp_path)
     with pytest.raises(ImageRefused):
@@ -252,7 +252,7 @@ async def test_at_most_max_images_are_held_ready(tmp_path: Path) -> None:
     config = LocalSandboxConfig(image_folder=tmp_path / "images", max_images=1)
     async with LocalProvider(config) as provider:
         for name in ("a", "b", "c"):
-            await asyncio.to_thread(_unpack, kit, tmp_path / name)
+            await asyncio.to_thread(_unpack, tmp_path / name)
         used = await boot(provider, str(tmp_path / "a"))
         other = await boot(provider, str(tmp_path / "b"))
         assert len(await provider.images()) == 2
@@ -264,7 +264,7 @@ async def test_at_most_max_images_are_held_ready(tmp_path: Path) -> None:
 
 async def test_a_dropped_image_is_provided_again(tmp_path: Path) -> None:
     """The image was dropped by this provider, or by another one of the same launcher."""
-    await asyncio.to_thread(_unpack, kit, tmp_path / "a")
+    await asyncio.to_thread(_unpack, tmp_path / "a")
     reference = str(tmp_path / "a")
     config = LocalSandboxConfig(image_folder=tmp_path / "images", stays_in=tmp_path / "stays")
     async with LocalProvider(config) as provider, LocalProvider(config) as other:

@@ -97,7 +97,9 @@ class MeasuredAgent:
                 case {"type": "message_delta", "usage": usage}:
                     self.sampled_tokens = usage["output_tokens"]
         if b"event: message_stop" not in body or not blocks or blocks[-1]["type"] != "tool_use":
-            raise MeasurementBroken(f"not a complete turn with a call: {body[-500:].decode(errors='replace')}")
+            raise MeasurementBroken(
+                f"expected a complete turn with a tool call, got: {body[-500:].decode(errors='replace')}"
+            )
         result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": output}
         self._messages.append(orjson.dumps({"role": "assistant", "content": blocks}))
         self._messages.append(orjson.dumps({"role": "user", "content": [result]}))
