@@ -1,12 +1,12 @@
-"""The internal model of conversations, to and from which the dialects translate.
+"""The internal conversation model, to and from which the dialects translate.
 
 Invariants:
 - Volatile parts of a wire format (cache_control, changing item ids, billing lines, provider fields, null versus "") are
   removed: two messages with the same meaning compare equal.
-- A message is one turn of one side: the consecutive wire items of one sampled turn (reasoning, text, calls) are one
-  assistant message again.
-- Tool results are in messages of the role TOOL, in the order in which the agent sent them; user text from the same wire
-  message follows in a message of the role USER.
+- A message is one side's turn: the consecutive wire items of one sampled turn (reasoning, text, calls) are merged back
+  into one assistant message.
+- Tool results are in messages with the role TOOL, in the order in which the agent sent them; user text from the same
+  wire message follows in a message with the role USER.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Role(StrEnum):
     SYSTEM = "system"
     """Instructions; also the role `developer` of OpenAI's APIs."""
     USER = "user"
-    """The task, and other messages that the agent sends as the user."""
+    """The task and other messages that the agent sends as the user."""
     ASSISTANT = "assistant"
     """The policy."""
     TOOL = "tool"
@@ -38,7 +38,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Reasoning of the policy. `signature` is the id of its turn (`TurnAnswer.turn_id`), which the agent echoes as
+    """The policy's reasoning. `signature` is the id of its turn (`TurnAnswer.turn_id`), which the agent echoes as
     Anthropic's `signature` or the Responses API's `encrypted_content`; "" if the API has neither."""
 
     text: str
@@ -47,7 +47,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Call of a tool. `arguments` is the JSON text of an object as on the wire or as sampled; it may be invalid."""
+    """Tool call. `arguments` is the JSON text of an object, as received or as sampled; it may be invalid."""
 
     id: str
     name: str
@@ -79,8 +79,8 @@ class Message:
 
     @property
     def rendered_texts(self) -> Iterator[str]:
-        """The texts that every template renders, including arguments of calls. Many templates drop earlier
-        reasoning."""
+        """The strings that every template renders, including call arguments. Reasoning is excluded, because many
+        templates drop earlier reasoning."""
         for block in self.blocks:
             if isinstance(block, Text | ToolResult):
                 yield block.text
@@ -90,20 +90,20 @@ class Message:
 
     @property
     def characters(self) -> int:
-        """Length of `rendered_texts`."""
+        """Total length of `rendered_texts`."""
         return sum(map(len, self.rendered_texts))
 
 
 def say(role: Role, text: str) -> Message:
-    """Return a message of one text."""
+    """Return a message that consists of one text block."""
     return Message(role, (Text(text),))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """Tool that the agent offers. `parameters` is a JSON schema. `digest` does not depend on the order of keys; `size`
-    is its length as JSON, in bytes. Raises TypeError for a schema that cannot be written as JSON, or that has more than
-    250 levels."""
+    is the length of the description as JSON, in bytes. Raises TypeError for a schema that cannot be written as JSON or
+    that has more than 250 levels of nesting."""
 
     name: str
     description: str = ""
@@ -124,14 +124,14 @@ class Purpose(StrEnum):
     TURN = "turn"
     """Turn of an agent."""
     COMPACTION = "compaction"
-    """Summary of the agent's own history: trained and tagged."""
+    """Summary of the agent's own history, which is trained and tagged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """Request of an agent. `max_tokens` can only be lowered by budgets; `stop` are stop strings; `agent` distinguishes
+    """Request of an agent. Budgets can only lower `max_tokens`; `stop` contains the stop strings; `agent` distinguishes
     the agents of one session if the API does ("" for the main one). With `calls_allowed` false, calls in the answer
-    remain text. The agent's sampling parameters are omitted on purpose: the session's apply."""
+    remain text. The agent's sampling parameters are omitted on purpose: the session's own parameters apply."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -144,27 +144,27 @@ class TurnRequest:
 
     @property
     def characters(self) -> int:
-        """Length of all rendered texts: messages, calls with their arguments, results and tools."""
+        """Total length of everything that is rendered: messages, calls with their arguments, results and tools."""
         return sum(message.characters for message in self.messages) + sum(tool.size for tool in self.tools)
 
 
 class TurnEnd(StrEnum):
-    """Reason why an answer ended, for the agent."""
+    """Reason why an answer ended, as reported to the agent."""
 
     STOP = "stop"
     """The policy ended its turn."""
     STOP_STRING = "stop_string"
-    """A stop string of the request matched, which is `TurnAnswer.stop_string`."""
+    """One of the request's stop strings matched; it is in `TurnAnswer.stop_string`."""
     CALLS = "calls"
     """The policy ended its turn with tool calls."""
     LENGTH = "length"
-    """Tokens, context or another budget ran out."""
+    """The token, context or another budget ran out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAnswer:
     """Answer for the agent. `blocks` are Reasoning, Text and ToolCall in the order sampled. The dialects derive their
-    ids and signatures from `turn_id` (letters, digits, `_`, `-`). Token counts are those of the ids that the engine
+    ids and signatures from `turn_id` (letters, digits, `_`, `-`). Token counts are the numbers of ids that the engine
     received and sampled."""
 
     turn_id: str

@@ -1,4 +1,4 @@
-"""Errors of the folder `serve`.
+"""Exceptions raised by the package `serve`.
 
     ServeError
     ├── WireError                error response to an agent or operator: status, code, message
@@ -30,8 +30,8 @@ class ServeError(Exception):
 
 
 class WireError(ServeError):
-    """Error that a dialect can report to its client. `code` is a stable word for programs, the message a sentence for
-    people."""
+    """Error that a dialect can report to its client. `code` is a stable word for programs, and the message is a
+    sentence for people."""
 
     status: ClassVar[int] = 400
     code: ClassVar[str] = "invalid_request"
@@ -42,7 +42,7 @@ class WireError(ServeError):
 
     @property
     def public_message(self) -> str:
-        """The message that an agent gets."""
+        """The message that is sent to an agent."""
         return str(self)
 
 
@@ -51,8 +51,9 @@ class BadRequest(WireError):
 
 
 class ContextExceeded(WireError):
-    """The rendered prompt leaves no room for a token. `tokens` is its length (None: it was too long to count), `limit`
-    the context length; every dialect words it so that its agents compact. Knob: budgets.max_context_tokens."""
+    """The rendered prompt leaves no room for a token. `tokens` is its length (None: too long to count), and `limit` is
+    the context length. Every dialect words this error so that its agents compact their history. Knob:
+    budgets.max_context_tokens."""
 
     code = "context_length_exceeded"
 
@@ -63,7 +64,8 @@ class ContextExceeded(WireError):
 
 
 class SessionUnknown(WireError):
-    """No open session has this token or id (closed, or lost in a restart). 400, so that agents stop at once."""
+    """No open session has this token or id (it was closed, or lost in a restart). The status is 400, so that agents
+    stop immediately."""
 
     code = "unknown_session"
 
@@ -90,8 +92,9 @@ class SessionExists(WireError):
 
 
 class InfraError(WireError):
-    """Engine, gateway or network failed. If it reaches the agent, the outcome is infra whatever the score. The message
-    is for the session's record only, since it names hosts and paths that an agent must not see."""
+    """An engine, the gateway or the network failed. If the failure reaches the agent, the outcome is infra, whatever
+    the score. The message is for the session's record only, since it names hosts and paths that an agent must not
+    see."""
 
     status = 502
     code = "engine_failed"
@@ -102,7 +105,7 @@ class InfraError(WireError):
 
 
 class NoEngineOpen(InfraError):
-    """No engine was available in time. Knobs: gateway.gate_wait_s, and the length of the gate lease of a push."""
+    """No engine was available in time. Knobs: gateway.gate_wait_s, and the length of a push's gate lease."""
 
     status = 503
     code = "no_engine_open"
@@ -117,14 +120,14 @@ class LogBroken(InfraError):
 
 
 class GatewayBroken(InfraError):
-    """Bug in the gateway; the traceback is in the log."""
+    """A bug in the gateway; the traceback is in the log."""
 
     status = 500
     code = "gateway_error"
 
 
 class OptionRefused(ServeError):
-    """An option of the command line is invalid; the message names the option and the fix."""
+    """A command-line option is invalid; the message names the option and the fix."""
 
 
 class GatewayUnreachable(ServeError):

@@ -1,6 +1,6 @@
-"""The events of a session, as values that can be stored and applied again.
+"""The events of a session, as values that can be stored and replayed.
 
-Invariant: applying the same events in the same order gives the same session.
+Invariant: applying the same events in the same order produces the same session.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ class Status(StrEnum):
     """Delivery status of a sampled turn."""
 
     FINISHED = "finished"
-    """Sampled to its end; its last byte is not sent yet."""
+    """Sampled to the end; its last byte has not been sent yet."""
     DELIVERED = "delivered"
-    """Its last byte was handed to the connection."""
+    """Its last byte has been passed to the connection."""
     ACCEPTED = "accepted"
-    """The agent sent it back in a request."""
+    """The agent has sent it back in a request."""
     ABORTED = "aborted"
-    """Cut: agent gone, wall time over, engine failed after partial output."""
+    """Cut off: the agent disconnected, its wall time ran out, or the engine failed after partial output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Origin of a lineage, by which lineages are told apart; `untrained`: the model name is served, not trained."""
+    """Origin of a lineage, by which lineages are distinguished. `untrained` means that the model name is served but not
+    trained."""
 
     agent: str = ""
     purpose: Purpose = Purpose.TURN
@@ -45,16 +46,16 @@ class Origin:
 
     @property
     def is_ours(self) -> bool:
-        """True for a conversation of the session's agents, false for a side call. In sessions with tools: conversations
-        that have tools, summarise one, or quote one."""
+        """True for a conversation of the session's agents, false for a side call. In sessions with tools, the agents'
+        conversations are those that have tools, and those that summarise or quote such a conversation."""
         return self.has_tools or self.knows_us or self.purpose is Purpose.COMPACTION
 
 
 class Exhausted(StrEnum):
-    """Budget that ended the agent first."""
+    """Budget whose exhaustion ended the agent."""
 
     NONE = ""
-    """The agent ended by itself."""
+    """The agent ended on its own."""
     TURNS = "turns"
     """budgets.max_turns"""
     TOKENS = "tokens"
@@ -67,8 +68,8 @@ class Exhausted(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
-    """Event: a turn was sampled, whole or (status ABORTED) in part. `parent` is the id of the turn that it continues;
-    `delta` are the ids of its prompt below the parent, `options` is the `options_digest` of its request."""
+    """Event: a turn was sampled, completely or (status ABORTED) in part. `parent` is the id of the turn that it
+    continues; `delta` are the ids of its prompt below the parent, `options` is the `options_digest` of its request."""
 
     parent: str
     parts: tuple[bytes, ...]
@@ -86,7 +87,8 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """Event: the agent echoed a turn, so it has that turn and all before it; `drift` is the echo's difference."""
+    """Event: the agent echoed a turn, so it has received that turn and all turns before it; `drift` is how the echo
+    differs."""
 
     turn_id: str
     drift: Drift
@@ -94,7 +96,8 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """Event: the last byte of an answer was handed to the connection, at `at` (monotonic seconds of this host)."""
+    """Event: the last byte of an answer was passed to the connection at the time `at` (this host's monotonic clock, in
+    seconds)."""
 
     turn_id: str
     at: float
@@ -102,7 +105,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """Event: a failure that the agent did not cause reached it."""
+    """Event: a failure that the agent did not cause has reached it."""
 
     failure: str
 

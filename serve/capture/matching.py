@@ -1,10 +1,10 @@
 """The matching of requests to recorded turns: digests of messages, and the echo of a sampled turn.
 
 Invariants:
-- Digests are stable across processes, so that a session is found again after a restart of the gateway.
-- Reasoning is never compared: agents drop, shorten or summarise it, and the sampled one remains in the tokens.
-- One of our ids (tool call, signature) identifies its turn whatever the words around it; without one the words are
-  compared, first exactly, then without whitespace, order of keys, defaults and types.
+- Digests are stable across processes, so that a session can still be matched after the gateway is restarted.
+- Reasoning is never compared: agents drop, shorten or summarise it, and the sampled reasoning remains in the tokens.
+- One of our ids (tool call, signature) identifies its turn, whatever the words around it. Without such an id, the words
+  are compared, first exactly, then ignoring whitespace, key order, defaults and types.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from headrace.serve.conversation import (
 )
 
 _CHANGE_OF_FOLDER: Final = re.compile(r"^\s*cd \S+ *&& *")
-"""Prefix of a command that some agents drop when the command starts in that folder anyway."""
+"""Command prefix that some agents drop if the command starts in that folder anyway."""
 
 
 MAX_LEVELS: Final = 64
-"""Limit of nested arguments, which an agent may make arbitrarily deep."""
+"""Nesting limit for arguments, which an agent may nest arbitrarily deep."""
 
 
 class Drift(StrEnum):
@@ -54,7 +54,7 @@ class Drift(StrEnum):
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """Return a digest of 16 bytes; the parts are delimited by their lengths."""
+    """Return a 16-byte digest; each part is delimited by its length."""
     hasher = blake2b(digest_size=16)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -63,12 +63,13 @@ def digest(*parts: str | bytes) -> bytes:
 
 
 def head_digest(tools: Sequence[ToolSpec], agent: str) -> bytes:
-    """Return the digest of the part of a conversation before its messages."""
+    """Return the digest of the part of a conversation that precedes its messages."""
     return digest("head", agent, *(tool.digest for tool in tools))
 
 
 def options_digest(request: TurnRequest) -> str:
-    """Return the digest of a request's other parameters: agents that ran out of tokens repeat a request for more."""
+    """Return the digest of a request's other parameters, since agents that have run out of tokens repeat a request with
+    a higher limit."""
     return digest(str(request.max_tokens), str(request.calls_allowed), *request.stop).hex()
 
 
@@ -88,7 +89,7 @@ def result_digest(result: ToolResult) -> bytes:
 
 
 RESULT: Final = b"r"
-"""First byte of the part of a tool result, which has 17 bytes; other parts have 16."""
+"""First byte of a tool result's part, which has 17 bytes; other parts have 16."""
 
 
 def is_result(part: bytes) -> bool:
@@ -96,8 +97,8 @@ def is_result(part: bytes) -> bool:
 
 
 class Frame:
-    """Running digest of parts without tool results, which may be missing: sequences that `covers` accepts have the same
-    frame."""
+    """Running digest of the parts other than tool results, which may be missing: sequences that `covers` treats as
+    equal have the same frame."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         self._hasher = blake2b(digest_size=16)
@@ -113,7 +114,8 @@ class Frame:
 
 
 def covers(known: Sequence[bytes], given: Sequence[bytes]) -> bool:
-    """Return whether `given` was rendered as `known`: the same parts in order, except that results may be missing."""
+    """Return whether `given` repeats `known`: the same parts in the same order, except that tool results may be missing
+    from `given`."""
     if len(known) == len(given):
         return tuple(known) == tuple(given)
     missing = iter(known)
@@ -129,8 +131,8 @@ def covers(known: Sequence[bytes], given: Sequence[bytes]) -> bool:
 
 
 def in_order_of(calls: Sequence[ToolCall], messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages after a sampled turn in canonical form: among the leading ones its results first, in the
-    order of its calls, and without duplicates (if they have ids)."""
+    """Return the messages after a sampled turn in canonical form: among the leading messages, the turn's results come
+    first, in the order of its calls and without duplicates (if they have ids)."""
     leading = 0
     while leading < len(messages) and messages[leading].role is Role.TOOL:
         leading += 1
@@ -145,7 +147,7 @@ def in_order_of(calls: Sequence[ToolCall], messages: Sequence[Message]) -> tuple
 
 def without_echoes_of(call_ids: Collection[str], messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return the messages without further echoes of a turn: some agents repeat its parallel calls as several messages,
-    each with its result after it. `call_ids` are those that its first message did not have."""
+    each followed by its result. `call_ids` are the ids of the calls that the first message did not contain."""
     others: list[Message] = []
     for index, message in enumerate(messages):
         if message.role is not Role.ASSISTANT:
@@ -157,7 +159,7 @@ def without_echoes_of(call_ids: Collection[str], messages: Sequence[Message]) ->
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Fingerprint of an answer by which its echo is found: digests and call ids, no words."""
+    """Fingerprint of an answer, used to find its echo. It contains digests and call ids, but no text."""
 
     exact: bytes
     text: bytes
@@ -187,7 +189,7 @@ class Served:
         )
 
     def drift_to(self, echo: Served) -> Drift:
-        """Return the first difference of an echo of this answer."""
+        """Return the first difference between this answer and its echo."""
         if echo.exact == self.exact:
             return Drift.NONE
         if echo.call_ids != self.call_ids or echo.names != self.names:
@@ -198,7 +200,7 @@ class Served:
 
 
 def plain_digest(blocks: Iterable[Block]) -> bytes:
-    """Return the digest of an answer's words, without whitespace, ids, reasoning, and the order of text and calls."""
+    """Return a digest of an answer's words that ignores whitespace, ids, reasoning, and the order of text and calls."""
     answer = list(blocks)
     text = plain_text("".join(block.text for block in answer if isinstance(block, Text)))
     calls = (block for block in answer if isinstance(block, ToolCall))
@@ -206,17 +208,17 @@ def plain_digest(blocks: Iterable[Block]) -> bytes:
 
 
 def plain_text(text: str) -> str:
-    """Return the text without whitespace, which agents trim and re-flow."""
+    """Return the text without whitespace, which agents trim and rewrap."""
     return "".join(text.split())
 
 
 class _TooDeep(ValueError):
-    """More than `MAX_LEVELS` of nesting."""
+    """The value has more than `MAX_LEVELS` levels of nesting."""
 
 
 def plain_arguments(call: ToolCall) -> bytes:
-    """Return the arguments without whitespace, order of keys, defaults (false, null, empty) and types; their text when
-    it is not valid JSON, or too deep."""
+    """Return the arguments normalised so that whitespace, key order, defaults (false, null, empty) and types make no
+    difference; return their text if it is not valid JSON or is nested too deeply."""
     try:
         plain = _plain(orjson.loads(call.arguments), MAX_LEVELS)
     except (orjson.JSONDecodeError, _TooDeep):

@@ -1,9 +1,10 @@
-"""The training rows of a session: the trained and the masked tokens of its trie, and the lineages.
+"""The training rows of a session: the trained and masked tokens of its trie, and its lineages.
 
 Invariants:
-- A row is the path to a turn that no trainable turn continues; rows are true lineages, not copies of one another.
-- Each trained token is trained in one row, that of the longest lineage through it. In the others it is context.
-- The version spans of a row cover exactly the sampled positions that it owns: staleness counts trained tokens only.
+- A row is the path to a turn that no trainable turn continues; no row is a prefix of another.
+- Each trained token is trained in one row, that of the longest lineage through it. In other rows it is context.
+- A row's version spans cover exactly the sampled positions that it owns, so that staleness is computed from trained
+  tokens only.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ class Masked(StrEnum):
     """Reason why sampled tokens are not trained."""
 
     ABORTED = "aborted"
-    """The turn was cut: agent gone, wall time over, engine failed after partial output."""
+    """The turn was cut off: the agent disconnected, its wall time ran out, or the engine failed after partial
+    output."""
     ABANDONED = "abandoned"
-    """The agent continued without the turn: dropped as malformed, sampled again, or never delivered."""
+    """The agent continued without the turn, which was dropped as malformed, sampled again, or never delivered."""
     SIDE = "side"
-    """A side call (a title, a summary for people), or a model name that is served and not trained."""
+    """A side call (for a title or a summary for people), or a call to a model name that is served but not trained."""
     SAMPLING = "sampling"
-    """Sampled with temperature 0, top_p or top_k: the engine's log-probabilities are not those of the behaviour
+    """Sampled with temperature 0, top_p or top_k, so that the engine's log-probabilities are not those of the behaviour
     policy."""
     TRUNCATED = "truncated"
-    """Cut by the end of the context, in a session that does not train such turns."""
+    """Cut off by the context limit, in a session that does not train such turns."""
 
 
 _IN_ROWS = (None, Masked.SAMPLING, Masked.TRUNCATED)
@@ -49,8 +51,9 @@ _IN_ROWS = (None, Masked.SAMPLING, Masked.TRUNCATED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptTurn:
     """Sampled turn as text: `prompt` is the text that was new to the engine since the turn `parent` ("" opens a row),
-    `answer` the sampled text; both with spelled-out special tokens. `status`, `masked` (the reason why it is not
-    trained) and `lineage` are those of the trie; `versions` are the weights that sampled it."""
+    and `answer` is the sampled text; both contain spelled-out special tokens. `status`, `masked` (the reason why the
+    turn is not trained) and `lineage` come from the trie; `versions` are the versions of the weights that sampled
+    it."""
 
     turn_id: str
     parent: str
@@ -68,7 +71,8 @@ class TranscriptTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """Description of a row: its `name` within the session; `truncated`: the end of the context cut its last turn."""
+    """Description of a row. `name` is unique within the session; `truncated` is true if the context limit cut off its
+    last turn."""
 
     name: str
     truncated: bool
@@ -78,9 +82,9 @@ class Lineage:
 class SessionReport:
     """Report of a closed session. `trajectory` is None when no row has a sampled turn; `lineages` has one entry per
     row. `failures` are engine, gateway and network failures that reached the agent: any of them makes the outcome
-    infra, whatever the score. `drift` counts turns by the difference of their echo, `lost_calls` call markup that could
-    not be parsed. `rerendered` counts the conversations that began with a full render, after the first. `conversation`
-    holds every sampled turn as text, if requested."""
+    infra, whatever the score. `drift` counts turns by how their echoes differed, and `lost_calls` counts pieces of call
+    markup that could not be parsed. `rerendered` counts the conversations after the first that began with a full
+    render. `conversation` holds every sampled turn as text, if requested."""
 
     session_id: SessionId
     trajectory: Trajectory | None
@@ -132,7 +136,7 @@ def report_of(session: Session) -> SessionReport:
 
 
 def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
-    """Return the reason of masking for every sampled turn, in the order sampled; None for a trained one."""
+    """Return for every sampled turn, in the order sampled, the reason why it is masked, or None if it is trained."""
     side: set[SampledNode] = set()
     roots = session.trie.roots
     if any(root.origin.has_tools for root in roots):
@@ -154,7 +158,7 @@ def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
 
 
 def is_abandoned(node: SampledNode, trie: Trie) -> bool:
-    """Return whether the agent continued from before this turn, without it."""
+    """Return whether the agent continued from the point before this turn, without it."""
     if node.status is Status.FINISHED:
         return True
     prompt = node.parent
@@ -173,14 +177,14 @@ def is_abandoned(node: SampledNode, trie: Trie) -> bool:
 
 
 def _is_echoed(prompt: PromptNode) -> bool:
-    """Return whether the agent would continue from the answer: it does not from a summary of its history, which is
-    requested on the side, or from an untrained turn."""
+    """Return whether the agent would continue from the answer. It does not continue from a summary of its history,
+    which it requests separately, or from an untrained turn."""
     return prompt.origin.purpose is not Purpose.COMPACTION and not prompt.origin.untrained
 
 
 def _row(leaf: SampledNode, mine: set[SampledNode], trained: set[SampledNode]) -> Row:
-    """Return the path to `leaf`, with log-probabilities and spans of the turns it owns, and the mask of those
-    trained."""
+    """Return the path to `leaf`, with log-probabilities and spans of the turns it owns, and the mask of the trained
+    ones."""
     ids = array("i")
     mask, logprobs = np.zeros(leaf.length, dtype=np.bool_), np.zeros(leaf.length, dtype=np.float32)
     spans: list[VersionSpan] = []
@@ -223,7 +227,7 @@ def tree_of(session: Session) -> list[dict[str, object]]:
 
 
 def conversation_of(session: Session, decode: Callable[[Sequence[int]], str]) -> tuple[TranscriptTurn, ...]:
-    """Return every sampled turn as text, in the order sampled, including those that were cut or dropped."""
+    """Return every sampled turn as text, in the order sampled, including turns that were cut off or dropped."""
     return tuple(
         TranscriptTurn(
             turn_id=node.turn_id,

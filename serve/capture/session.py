@@ -1,13 +1,13 @@
-"""The pure core of a session: the tokens of one agent's conversations, and which of them are trained.
+"""The pure core of a session: one agent's conversations as tokens, and the choice of the tokens to train on.
 
 Invariants:
 - The prompt of a turn that continues another is that turn's prompt and output plus a bridge, token for token. Sampled
   ids are stored raw and are never rendered again.
-- A request whose history is unknown opens a row of its own by a full render; older rows do not change.
+- A request whose history is unknown starts a new row with a full render; existing rows do not change.
 - `sampled_tokens == trained_tokens + sum(masked)`: each sampled token is trained in exactly one row, or masked for one
-  of the reasons of `Masked`. Drift never masks.
-- No clock and no I/O: `now` is an argument, ids come from a Renderer, completions from the caller. Every change of the
-  session is an event (events.py) that can be stored and applied again.
+  of the reasons in `Masked`. Drift never causes masking.
+- This module uses no clock and does no I/O: `now` is an argument, ids come from a Renderer, and completions come from
+  the caller. Every change to the session is an event (events.py) that can be stored and replayed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ SessionId = NewType("SessionId", str)
 
 FINAL_TEXT = "The budget of this session is used up, so I stop here."
 RENDERED_TOKENS_FACTOR = 8
-"""Messages with this many times the tokens that fit are refused without rendering. The factor is above 1 because
-templates write the arguments of calls as their own JSON, which can be several times shorter than the agent's (blanks,
-`\\u` escapes)."""
+"""Messages that have this many times more tokens than fit are refused without being rendered. The factor is above 1
+because templates write call arguments as JSON of their own, which can be several times shorter than the agent's (which
+may contain blanks and `\\u` escapes)."""
 MAX_REPLAYS = 3
 REPLAY_S = 120.0
-"""A delivered answer that is requested again within this time did not reach the agent; later, the agent wants a new
-one."""
+"""If a delivered answer is requested again within this time, it is assumed not to have reached the agent. After that,
+the agent is assumed to want a new one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of the recipe, which apply to every turn whatever the agent sends."""
+    """The recipe's sampling parameters, which apply to every turn whatever the agent sends."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -59,9 +59,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Limits of one agent. `max_context_tokens` counts prompt plus output; `max_sampled_tokens` all turns together
-    (None: no limit); `wall_s` counts from the opening of the session. `final_text` is the normal answer that ends an
-    agent whose budget is spent; with "", the agent gets an empty truncated answer instead."""
+    """Limits of one agent. `max_context_tokens` covers prompt plus output; `max_sampled_tokens` covers all turns
+    together (None: no limit); `wall_s` starts when the session is opened. `final_text` is the normal answer that ends
+    an agent whose budget is spent; if it is "", the agent gets an empty, truncated answer instead."""
 
     max_turns: int = 64
     max_tokens_per_turn: int = 4096
@@ -73,8 +73,9 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """Session to open. `session_id` is chosen by the caller and open at most once; `traceparent` is the agent span of
-    the rollout. `train_truncated`: whether turns that were cut by the end of the context are trained."""
+    """Specification of a session to open. `session_id` is chosen by the caller and can be open only once at a time;
+    `traceparent` is the rollout's agent span. `train_truncated` says whether turns that were cut off by the context
+    limit are trained."""
 
     session_id: SessionId
     sampling: Sampling = field(default_factory=Sampling)
@@ -85,8 +86,8 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnPlan:
-    """Prompt and limit of an engine request. `truncates`: `max_new_tokens` is set by the end of the context, not by the
-    request or a budget; `spends`: it is set by the rest of `max_sampled_tokens`."""
+    """Prompt and limit of an engine request. `truncates` is true if `max_new_tokens` is set by the context limit rather
+    than by the request or a budget; `spends` is true if it is set by what is left of `max_sampled_tokens`."""
 
     match: Match
     request: TurnRequest
@@ -98,8 +99,9 @@ class TurnPlan:
 
 
 class Session:
-    """Conversations of one agent. A turn calls `match`, `accepted`, `replay`, `delta` and `plan`, an engine, then
-    `recorded` or `aborted`, whose event is applied with `apply`, and applies `Delivered` once the answer was sent."""
+    """One agent's conversations. A turn calls `match`, `accepted`, `replay`, `delta` and `plan`, then an engine, and
+    then `recorded` or `aborted`. It passes the resulting event to `apply`, and applies `Delivered` once the answer has
+    been sent."""
 
     def __init__(self, spec: SessionSpec, opened_at: float) -> None:
         self.spec = spec
@@ -118,7 +120,8 @@ class Session:
         return self.opened_at + self.spec.budgets.wall_s - now
 
     def spent(self, now: float, *, running: int = 0) -> Exhausted:
-        """Return the budget that forbids another turn beside `running` ones; NONE when it may begin."""
+        """Return the budget that does not allow another turn while `running` turns are in progress; NONE if the turn
+        may begin."""
         budgets = self.spec.budgets
         if self.turns + running >= budgets.max_turns:
             return Exhausted.TURNS
@@ -129,17 +132,17 @@ class Session:
         return Exhausted.NONE
 
     def final_answer(self) -> TurnAnswer:
-        """Return the normal answer that ends an agent whose budget is spent; none of it was sampled."""
+        """Return the normal answer that ends an agent whose budget is spent; none of it is sampled."""
         text = self.spec.budgets.final_text
         blocks = (Text(text),) if text else ()
         end = TurnEnd.STOP if text else TurnEnd.LENGTH
         return TurnAnswer(turn_id=f"t{self._salt}end", blocks=blocks, end=end)
 
     def match(self, request: TurnRequest, *, untrained: bool = False) -> Match:
-        """Find the known part of the request. Changes nothing.
+        """Find the known part of the request. Does not change the session.
 
         Raises:
-            ContextExceeded: the messages cannot fit, whatever they are rendered to.
+            ContextExceeded: the messages cannot fit, however they are rendered.
         """
         # Rendering takes seconds for megabytes that cannot fit anyway, in which no other session would be served.
         limit, characters = self.spec.budgets.max_context_tokens, request.characters
@@ -153,7 +156,8 @@ class Session:
         return match
 
     def accepted(self, match: Match) -> list[Accepted]:
-        """Return the events for turns that the request echoes for the first time: these reached the agent."""
+        """Return the events for turns that the request echoes for the first time, which shows that they reached the
+        agent."""
         first = {echo.node: echo for echo in reversed((*match.echoes, *match.elsewhere))}
         return [
             Accepted(turn_id=node.turn_id, drift=echo.drift)
@@ -162,7 +166,7 @@ class Session:
         ]
 
     def replay(self, match: Match, request: TurnRequest, now: float) -> SampledNode | None:
-        """Return a finished turn that answers exactly this request and is not known to have reached the agent."""
+        """Return a finished turn that answers this exact request and is not known to have reached the agent."""
         options = options_digest(request)
         for node in reversed(match.prompt.children if match.prompt else []):
             if node.answer is None or node.options != options or node.replays >= MAX_REPLAYS:
@@ -174,7 +178,8 @@ class Session:
         return None
 
     def delta(self, match: Match, request: TurnRequest, renderer: Renderer) -> TokenIds:
-        """Return the new ids, for `plan`. A pure function of its arguments; it may take long for a first turn.
+        """Return the new ids, for `plan`. This is a pure function of its arguments; it may take a long time for a first
+        turn.
 
         Raises:
             TemplateRefused: the template cannot render these messages.
@@ -194,7 +199,7 @@ class Session:
         return renderer.bridge(match.parent.last_id, match.parent.calls, match.rest)
 
     def plan(self, match: Match, request: TurnRequest, delta: TokenIds) -> TurnPlan:
-        """Return the prompt of the turn and how much it may sample.
+        """Return the turn's prompt and the number of tokens that it may sample.
 
         Raises:
             ContextExceeded: the prompt leaves no room for one token.
@@ -233,7 +238,7 @@ class Session:
     def recorded(
         self, turn_id: str, plan: TurnPlan, completion: Completion, renderer: Renderer, parser: OutputParser
     ) -> Recorded:
-        """Return the event of a finished turn, with the answer for the agent."""
+        """Return the event for a finished turn, with the answer for the agent."""
         request = plan.request
         text, stop_string = visible_output(completion, request.stop, renderer)
         tools = request.tools if request.calls_allowed else ()
@@ -265,7 +270,7 @@ class Session:
         return self._event(plan, completion, answer, truncated=truncated, lost_calls=parsed.lost_calls)
 
     def aborted(self, turn_id: str, plan: TurnPlan, completion: Completion) -> Recorded:
-        """Return the event of a turn that was cut after some tokens, which are recorded but not trained."""
+        """Return the event for a turn that was cut off after some tokens, which are recorded but not trained."""
         answer = TurnAnswer(turn_id=turn_id, blocks=(), end=TurnEnd.LENGTH)
         return self._event(plan, completion, answer, status=Status.ABORTED)
 
@@ -296,7 +301,7 @@ class Session:
         )
 
     def apply(self, event: Event) -> None:
-        """Apply an event, a new one or one from the log."""
+        """Apply an event, either a new one or one from the log."""
         match event:
             case Recorded():
                 self.trie.add(event)
@@ -329,7 +334,7 @@ def _too_long(request: TurnRequest, characters: int, most: int) -> ContextExceed
 
 
 def visible_output(completion: Completion, stop: Sequence[str], renderer: Renderer) -> tuple[str, str]:
-    """Return the sampled text without its end marker, and the stop string that ended it ("" for none)."""
+    """Return the sampled text without its end marker, and the stop string that ended it ("" if there was none)."""
     ids = completion.output_ids
     if ids and ids[-1] in renderer.stop_ids:
         return renderer.decode(ids[:-1]), ""

@@ -1,14 +1,14 @@
-"""The token trie of a session: prompts and sampled turns, as the engines saw them.
+"""The token trie of a session: prompts and sampled turns exactly as the engines saw them.
 
 Invariants:
-- A path from a root alternates prompt and sampled nodes; its concatenated ids are exactly those that an engine was sent
-  and those that it returned. The ids of a node never change.
-- Below a sampled node, a prompt node holds the ids that closed that turn, the new messages and the opening of the next
-  turn. A root holds a whole rendered conversation.
-- Nodes are numbered in the order in which turns were recorded, and are never removed.
-- No text is stored: messages are identified by their digests (matching.py).
-- Parents own their children, which refer to them weakly, so that an unused forest is freed at once, without garbage
-  collection. The holder of a node must hold its Trie.
+- A path from a root alternates prompt and sampled nodes; its concatenated ids are exactly the ids that were sent to an
+  engine and the ids that it returned. The ids of a node never change.
+- Below a sampled node, a prompt node holds the ids that closed that turn, those of the new messages and those that open
+  the next turn. A root holds a whole rendered conversation.
+- Nodes are numbered in the order in which their turns were recorded, and are never removed.
+- Text is not stored: messages are identified by their digests (matching.py).
+- Parents own their children, which hold weak references to them, so that an unused forest is freed immediately, without
+  garbage collection. Code that holds a node must also hold its Trie.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PromptNode:
-    """Rendered ids. `parts` are the digests of the messages, `frame` is equal for all parts that `covers` accepts for
-    them; `length` counts the ids from the root to the node's end."""
+    """Rendered ids. `parts` are the digests of the messages; `frame` is the same for all parts that `covers` treats as
+    equal to them; `length` counts the ids from the root to the end of the node."""
 
     above: weakref.ref[SampledNode] | None
     parts: tuple[bytes, ...]
@@ -95,13 +95,13 @@ class SampledNode:
 
     @property
     def last_id(self) -> int:
-        """The id at the end of the path, which is the prompt's if nothing was sampled."""
+        """The last id of the path, which belongs to the prompt if nothing was sampled."""
         return self.ids[-1] if self.ids else self.parent.ids[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Echo:
-    """Assistant message of a request that repeats a turn of this session."""
+    """A request's assistant message that repeats a turn of this session."""
 
     node: SampledNode
     drift: Drift
@@ -109,10 +109,10 @@ class Echo:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """Longest known prefix of a request. `parent` is the deepest sampled node that it continues (None: a new root),
-    `rest` are the messages after it in canonical form, with their `parts`. `prompt` is the node of an identical earlier
-    request. `echoes` are the turns on the path; `elsewhere` are turns that the rest quotes in another place, or that
-    are in their place with words too different to recognise."""
+    """Longest known prefix of a request. `parent` is the deepest sampled node that the request continues (None: a new
+    root); `rest` is the list of messages after it in canonical form, and `parts` are their digests. `prompt` is the
+    node of an identical earlier request. `echoes` are the turns on the path; `elsewhere` are turns that the rest quotes
+    at another position, or that it has at the right position but in words too different to recognise."""
 
     parent: SampledNode | None
     rest: tuple[Message, ...]
@@ -135,7 +135,7 @@ class Trie:
         self._by_words: dict[bytes, SampledNode] = {}
 
     def match(self, request: TurnRequest, *, untrained: bool) -> Match:
-        """Follow the request down the forest as deep as it goes. Changes nothing."""
+        """Follow the request down the forest as deep as it matches. Does not change the forest."""
         head = head_digest(request.tools, request.agent)
         walk = _Walk(self, head)
         walk.run(request.messages)
@@ -166,7 +166,7 @@ class Trie:
         )
 
     def as_root(self, match: Match, request: TurnRequest) -> Match:
-        """Return the match of the same request as a root of its own, for a history that must be rendered again."""
+        """Return a match of the same request as a new root, for a history that must be rendered again."""
         parts = _parts_of(request.messages, (head_digest(request.tools, request.agent),))
         return Match(
             parent=None,
@@ -179,13 +179,13 @@ class Trie:
         )
 
     def accept(self, node: SampledNode) -> None:
-        """Mark this turn and all before it as accepted by the agent, and drop their answers."""
+        """Mark this turn and all turns before it as accepted by the agent, and drop their answers."""
         for _, sampled in path(node):
             if sampled.status is not Status.ABORTED:
                 sampled.status, sampled.answer = Status.ACCEPTED, None
 
     def node_of(self, message: Message) -> SampledNode | None:
-        """Return the turn that an assistant message names by one of our ids, whatever its words."""
+        """Return the turn that an assistant message identifies by one of our ids, whatever its wording."""
         for block in message.blocks:
             turn = self._by_call.get(getattr(block, "id", "")) or self._by_turn.get(getattr(block, "signature", ""))
             if turn is not None:
@@ -196,7 +196,7 @@ class Trie:
         return self._by_turn.get(turn_id)
 
     def prompt_ids(self, match: Match, delta: TokenIds) -> TokenIds:
-        """Return all ids to send: the path to the parent, and the new ones."""
+        """Return all ids to send: those on the path to the parent, followed by the new ones."""
         ids = self.path_ids(match.parent) if match.parent else array("i")
         ids.extend(delta)
         return ids
@@ -211,7 +211,7 @@ class Trie:
         return ids
 
     def add(self, event: Recorded) -> SampledNode:
-        """Add a sampled turn, below its prompt, which is added when it is new."""
+        """Add a sampled turn below its prompt; the prompt is added too if it is new."""
         parent, answer = self._by_turn[event.parent] if event.parent else None, event.answer
         siblings = parent.children if parent else self.roots
         # Concurrent requests with equal parts may have been rendered to different ids.
@@ -258,7 +258,8 @@ class Trie:
 
 
 def _known_prompt(prompts: Sequence[PromptNode], parts: tuple[bytes, ...], *, untrained: bool) -> PromptNode | None:
-    """Return the prompt with these parts, if any. Untrained prompts are separate from trained ones of equal words."""
+    """Return the prompt with these parts, if any. Untrained prompts are kept separate from trained ones with the same
+    words."""
     return next((one for one in prompts if one.parts == parts and one.origin.untrained is untrained), None)
 
 
@@ -288,8 +289,8 @@ def below(prompt: PromptNode) -> Iterator[SampledNode]:
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk from the roots down. `rest` begins after the last known message. `rewritten` are the turns in whose
-    place the rest has a different assistant message: the agent continued with words of its own."""
+    """One walk down from the roots. `rest` begins after the last known message. `rewritten` holds the turns that are
+    replaced in the rest by a different assistant message: the agent continued with words of its own."""
 
     trie: Trie
     head: bytes
@@ -326,8 +327,8 @@ class _Walk:
             self.rest = in_order_of(found.node.calls, after)
 
     def _echo_at(self, index: int, candidates: Sequence[SampledNode]) -> tuple[int, Echo | None]:
-        """Return the echo that begins at a message, and its last index: some agents split a turn into several
-        messages."""
+        """Return the index of the last message of the echo that begins at `index`, and the echo, if there is one. (Some
+        agents split a turn into several messages.)"""
         message = self.rest[index]
         run = list(takewhile(lambda one: one.role is Role.ASSISTANT, islice(self.rest, index, None)))
         if len(run) > 1:
@@ -353,8 +354,8 @@ def _by_words(message: Message, candidates: Sequence[SampledNode]) -> Echo | Non
 
 
 class _Segment:
-    """Messages since the last known turn, added one by one, and the prompts that equal them. The cost of a message does
-    not grow with the number of prompts, since agents that edit their history have hundreds."""
+    """Messages since the last known turn, added one by one, and the prompts that match them. The cost per message does
+    not grow with the number of prompts, since agents that edit their history have hundreds of them."""
 
     def __init__(self, prefix: tuple[bytes, ...], prompts: Sequence[PromptNode]) -> None:
         self._parts = list(prefix)
@@ -377,7 +378,7 @@ class _Segment:
         self._frame.add(parts)
 
     def answers(self) -> list[SampledNode]:
-        """Return the turns that answered these messages, the latest of each prompt first."""
+        """Return the turns that answered these messages, with each prompt's latest turn first."""
         return [
             node
             for prompt in self._prompts.get(self._frame.digest(), ())

@@ -1,8 +1,9 @@
 """The interface of a dialect: the translation between a model API and the conversation model.
 
 Invariants:
-- Dialects know nothing of sessions, tokens or engines. Unknown fields, betas, tool types and model names never break a
-  run; a request that cannot be honoured is a BadRequest with a plain sentence, in the API's own error body.
+- Dialects know nothing about sessions, tokens or engines. Unknown fields, betas, tool types and model names never break
+  a run; a request that cannot be honoured raises a BadRequest, whose plain sentence is sent in the API's own error
+  body.
 - A stream ends with the API's terminator or with its error event, never otherwise.
 """
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShape:
-    """Form of the calls of a tool that is not a plain function on the wire. `freeform`: the call carries one text
-    instead of a JSON object (for us the argument `input`)."""
+    """Wire format of calls to a tool that is not a plain function. `freeform`: the call carries a single string instead
+    of a JSON object (for us, the argument `input`)."""
 
     name: str
     namespace: str = ""
@@ -30,8 +31,9 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireRequest:
-    """Parsed request body. `model` is the name that is echoed; `include_usage`: the stream ends with a usage chunk, if
-    that is optional; `call_shapes`: shapes of the tools in `turn.tools` that are not plain functions, by name."""
+    """Parsed request body. `model` is the name that the response repeats; `include_usage` requests a usage chunk at the
+    end of the stream, in APIs where that is optional; `call_shapes` maps the names of the tools in `turn.tools` that
+    are not plain functions to their shapes."""
 
     turn: TurnRequest
     stream: bool
@@ -45,15 +47,16 @@ class Dialect(Protocol):
 
     @property
     def ping(self) -> bytes:
-        """Bytes to write while a stream waits for its turn; agents ignore them, and take them as a sign of life."""
+        """Bytes to write while a stream is waiting for its turn; agents ignore their content and take them as a sign of
+        life."""
         ...
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
-        """Parse a request. Raises BadRequest, whose `field` names the JSON path at fault."""
+        """Parse a request. Raises BadRequest, whose `field` is the JSON path of the invalid part."""
         ...
 
     def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
-        """Return the body of an answer that is not streamed."""
+        """Return the body of a response that is not streamed."""
         ...
 
     def stream(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> bytes:
@@ -61,7 +64,8 @@ class Dialect(Protocol):
         ...
 
     def status(self, failure: WireError) -> int:
-        """Return the HTTP status at which this API's clients stop for failures of the agent, and retry for ours."""
+        """Return the HTTP status for a failure, chosen so that this API's clients stop after failures of the agent and
+        retry after ours."""
         ...
 
     def error(self, failure: WireError) -> dict[str, object]:
@@ -69,15 +73,16 @@ class Dialect(Protocol):
         ...
 
     def refuses_in_stream(self, failure: WireError) -> bool:
-        """Return whether a streaming request gets this failure as status 200 and `stream_error`, even if nothing was
-        sent yet."""
+        """Return whether this failure of a streaming request is sent as status 200 and `stream_error`, even if nothing
+        has been sent yet."""
         ...
 
     def stream_error(self, request: WireRequest, failure: WireError) -> bytes:
         """Return the error as an event, for a stream that has sent only pings. It is the last event, and the body ends
-        cleanly: Codex takes a cut after it for a network failure, and retries what was refused for good."""
+        cleanly: if the connection were cut after it, Codex would assume a network failure and retry a request that was
+        permanently refused."""
         ...
 
     def models(self, created_s: int) -> dict[str, object]:
-        """Return the answer of `GET /v1/models`: a single model, although every name is accepted."""
+        """Return the response to `GET /v1/models`: a single model, although every name is accepted."""
         ...

@@ -1,9 +1,9 @@
-"""The readers of fields that the dialects have in common: JSON, headers, content parts, limits.
+"""Readers for the fields that the dialects have in common: JSON, headers, content parts and limits.
 
 Invariants:
-- The only exception raised is BadRequest; its `field` is the path at fault, as in `messages[3].content`.
+- The only exception raised is BadRequest; its `field` is the path of the invalid field, as in `messages[3].content`.
 - null, "" and a missing field mean the same. Unknown fields, part types and tool types are ignored.
-- Every string returned can be encoded as UTF-8, every value written as JSON again.
+- Every returned string can be encoded as UTF-8, and every returned value can be written as JSON again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ MAX_STOP_CHARACTERS = 256
 MAX_AGENT_CHARACTERS = 256
 DEFAULT_MODEL = "policy"
 SPARE_LEVELS = 32
-"""Levels of nesting reserved for the document that a value of a body becomes part of; orjson writes at most 254."""
+"""Levels of nesting reserved for the document that a value from a body becomes part of; orjson writes at most 254
+levels."""
 _KNOWN_TOOLS_BYTES = 32 * 2**20
 _PARSED_SIZE = 8
-"""Upper bound of the bytes that a byte of JSON takes as Python objects."""
+"""Upper bound for the number of bytes that one byte of JSON occupies as Python objects."""
 
 MEDIA_LEFT_OUT = "[not shown: this model reads text only]"
 NO_MEDIA = "This model reads text only: no images, audio, video or files."
@@ -51,8 +52,8 @@ _TEXT = frozenset(("text", "input_text", "output_text", "summary_text", "reasoni
 
 
 def read_body(body: bytes) -> JsonObject:
-    """Return the body as a JSON object. Raises BadRequest also for NaN, lone surrogates and more than 1024 levels,
-    which orjson refuses."""
+    """Return the body as a JSON object. Raises BadRequest for an invalid body, which includes NaN, lone surrogates and
+    more than 1024 levels, all of which orjson refuses."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -69,7 +70,7 @@ def as_object(value: object, where: str) -> JsonObject:
 
 
 def as_list(value: object, where: str) -> list[Any]:
-    """Return the list; an empty one for null."""
+    """Return the value if it is a list, and an empty list for null."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -78,7 +79,7 @@ def as_list(value: object, where: str) -> list[Any]:
 
 
 def string(document: JsonObject, name: str, where: str = "") -> str:
-    """Return a string field of the object at the path `where`; "" when it is missing."""
+    """Return a string field of the object at the path `where`; "" if it is missing."""
     value = document.get(name)
     if value is None:
         return ""
@@ -98,7 +99,7 @@ def boolean(document: JsonObject, name: str) -> bool:
 
 
 def max_tokens(document: JsonObject, *names: str) -> int | None:
-    """Return the first of these fields that is present."""
+    """Return the value of the first of these fields that is present."""
     for name in names:
         value = document.get(name)
         if value is None:
@@ -142,7 +143,7 @@ def json_text(value: object, where: str) -> str:
 
 
 def check_depth(value: object, where: str) -> None:
-    """Raise BadRequest for a value that is nested too deeply to become part of another document."""
+    """Raise BadRequest if a value is nested too deeply to become part of another document."""
     for _ in range(SPARE_LEVELS):
         value = [value]
     json_text(value, where)
@@ -177,7 +178,7 @@ def tool_name(tool: JsonObject, where: str) -> str:
 
 
 def tool_parameters(value: object, where: str) -> JsonObject:
-    """Return the JSON schema of a tool; one without a schema has no arguments."""
+    """Return a tool's JSON schema; a tool without a schema has no arguments."""
     if value is None:
         return {"type": "object", "properties": {}}
     schema = as_object(value, where)
@@ -199,7 +200,7 @@ def part_text(part: JsonObject, where: str) -> str:
 
 
 def texts(content: object, where: str) -> tuple[Text, ...]:
-    """Return the non-empty texts of a content that is a string or a list of parts."""
+    """Return the non-empty text blocks of a content that is a string or a list of parts."""
     if content is None or content == "":
         return ()
     if isinstance(content, str):
@@ -215,7 +216,7 @@ def texts(content: object, where: str) -> tuple[Text, ...]:
 
 
 def result_text(content: object, where: str) -> str:
-    """Return the result of a tool as one string."""
+    """Return a tool's result as one string."""
     if not isinstance(content, list):
         return joined(content, where)
     shown = []
@@ -228,13 +229,13 @@ def result_text(content: object, where: str) -> str:
 
 
 def joined(content: object, where: str, separator: str = "\n") -> str:
-    """Return the `texts` of a content as one string."""
+    """Return the `texts` of a content, joined into one string."""
     return separator.join(block.text for block in texts(content, where))
 
 
 def checked(messages: Iterable[Message], where: str, *, prefill: bool = False) -> tuple[Message, ...]:
-    """Return the whole conversation, with consecutive tool results in one message. Raises BadRequest when it is empty
-    or, unless `prefill`, when it ends with a message of the assistant."""
+    """Return the whole conversation, with consecutive tool results in one message. Raises BadRequest if it is empty or,
+    unless `prefill` is true, if it ends with an assistant message."""
     whole: list[Message] = []
     for message in messages:
         if message.role is Role.TOOL and whole and whole[-1].role is Role.TOOL:
@@ -249,7 +250,7 @@ def checked(messages: Iterable[Message], where: str, *, prefill: bool = False) -
 
 
 def header(headers: Mapping[str, str], name: str) -> str:
-    """Return a header by its lower-case name, in a mapping of any case; "" when it is missing."""
+    """Return a header by its lower-case name from a mapping whose keys may have any case; "" if it is missing."""
     value = headers.get(name)
     if value is None:
         value = next((other for key, other in headers.items() if key.lower() == name), "")

@@ -1,10 +1,10 @@
-"""The dialect of OpenAI's Responses API: `POST /v1/responses`, streamed and not.
+"""The dialect of OpenAI's Responses API: `POST /v1/responses`, with and without streaming.
 
 Invariants:
-- Consecutive items of the assistant are one message, or two if their ids distinguish two sampled turns.
-- The turn's id is echoed as `encrypted_content` of a reasoning item, or in the ids of our items
-  (`msg_<turn id>.<number>`), which agents echo as well; other ids are ignored.
-- The policy calls a tool inside a `namespace` `<namespace>__<name>`; Codex gets name and namespace separately. A
+- Consecutive assistant items are one message, or two if their ids show that they come from two sampled turns.
+- The turn's id is echoed as the `encrypted_content` of a reasoning item, or in the ids of our items (`msg_<turn
+  id>.<number>`), which agents echo as well; other ids are ignored.
+- The policy sees a tool in a `namespace` as `<namespace>__<name>`; Codex gets the name and the namespace separately. A
   `custom` tool has the single argument `input`.
 - No response is stored: a request that refers to an earlier response is refused.
 """
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 METADATA = "x-codex-turn-metadata"
 SUBAGENT = "x-openai-subagent"
 COMPACTING_SUBAGENT = "compact"
-"""Subagent label of a compaction in older versions of Codex; newer ones send `request_kind`."""
+"""Subagent label with which older versions of Codex mark a compaction; newer ones send `request_kind`."""
 
 _ROLES = {"assistant": Role.ASSISTANT, "developer": Role.SYSTEM, "system": Role.SYSTEM, "user": Role.USER}
 # Neither our turn ids nor the ids of other providers contain a dot.
@@ -135,7 +135,7 @@ class Responses:
 
 
 def _codex(document: JsonObject, headers: Mapping[str, str]) -> tuple[str, Purpose]:
-    """Return the Codex thread that sent the request ("" for the main one), and its purpose."""
+    """Return the Codex thread that sent the request ("" for the main one), and the purpose of the request."""
     client = _object_in(document.get("client_metadata"))
     metadata = _object_in(fields.header(headers, METADATA) or client.get(METADATA))
     label = fields.header(headers, SUBAGENT) or _word(client, SUBAGENT)
@@ -148,7 +148,7 @@ def _codex(document: JsonObject, headers: Mapping[str, str]) -> tuple[str, Purpo
 
 
 def _object_in(value: object) -> JsonObject:
-    """Return an object that is given as such or as JSON text; an empty one for anything else."""
+    """Return an object that is given directly or as JSON text; an empty object for anything else."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)
@@ -196,7 +196,7 @@ _KNOWN_TOOLS = fields.KnownTools(_tools)
 
 
 def _flat_tools(value: object) -> Iterator[tuple[str, JsonObject, str]]:
-    """Yield namespace, tool and path of every tool."""
+    """Yield the namespace, description and JSON path of every tool."""
     for index, entry in enumerate(fields.as_list(value, "tools")):
         where = f"tools[{index}]"
         tool = fields.as_object(entry, where)
@@ -210,7 +210,7 @@ def _flat_tools(value: object) -> Iterator[tuple[str, JsonObject, str]]:
 
 
 def _conversation(document: JsonObject) -> Iterator[Message]:
-    """Yield the messages; the system messages before the first other one are joined to `instructions`."""
+    """Yield the messages; system messages that precede all other messages are appended to `instructions`."""
     value = document.get("input")
     messages: Iterable[Message] = (say(Role.USER, value),) if value and isinstance(value, str) else _messages(value)
     head = [fields.string(document, "instructions")]
@@ -234,7 +234,7 @@ def _system(texts: list[str]) -> Iterator[Message]:
 
 @dataclass(slots=True)
 class _AssistantItems:
-    """Items of the assistant since the last other one; `turn_id` is the turn that their ids name, if any."""
+    """Assistant items since the last item of another role; `turn_id` is the turn that their ids name, if any."""
 
     turn_id: str = ""
     begun: bool = False
@@ -288,7 +288,7 @@ def _messages(value: object) -> Iterator[Message]:
 
 
 def _turn_id_of(item: JsonObject) -> str:
-    """Return the turn id of an assistant item, or "" when it has none."""
+    """Return the turn id of an assistant item, or "" if it has none."""
     if item.get("type") == "reasoning" and (sealed := _word(item, "encrypted_content")):
         return sealed
     ours = _OUR_ID.fullmatch(_word(item, "id"))
@@ -337,8 +337,8 @@ _ASSISTANT_ITEMS: dict[str, Callable[[JsonObject, str], tuple[Block, ...]]] = {
 
 
 def _response(request: WireRequest, response_id: str, created_s: int) -> dict[str, object]:
-    """Return the response before anything was sampled. Parameters that the session decides (sampling, tools) are not
-    echoed."""
+    """Return the response as it is before anything has been sampled. Parameters that the session decides (sampling,
+    tools) are not echoed."""
     return {
         "id": response_id,
         "object": "response",
@@ -408,7 +408,7 @@ def _item(request: WireRequest, turn: TurnAnswer, index: int) -> dict[str, Any]:
 
 
 def _free_input(arguments: str) -> str:
-    """Return the single argument of a free-form tool; arguments of another form are returned unchanged."""
+    """Return the single argument of a free-form tool; arguments in any other form are returned unchanged."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -419,7 +419,7 @@ def _free_input(arguments: str) -> str:
 
 @dataclass(slots=True)
 class _EventWriter:
-    """Events of one stream, numbered."""
+    """Writer of one stream's numbered events."""
 
     parts: list[bytes] = field(default_factory=list)
 

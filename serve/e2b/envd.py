@@ -1,12 +1,12 @@
-"""Common part of envd's handlers: the sandbox of a request, its access token and its user.
+"""Common parts of envd's handlers: finding a request's sandbox, its access token and its user.
 
 Invariants:
-- The sandbox is named by `E2b-Sandbox-Id` or by the host name `<port>-<id>.<domain>`. A dead or paused one gives 502
-  and `was not found`, which the SDKs recognise.
+- The sandbox is named by `E2b-Sandbox-Id` or by the host name `<port>-<id>.<domain>`. For a dead or paused one the
+  response is 502 with `was not found`, which the SDKs recognise.
 - Every route except `/health` requires the sandbox's access token, compared in constant time; `/files` accepts a
   signature made with it instead.
 - A call ends within its `Connect-Timeout-Ms`; an error after the start of a stream is sent in its end frame.
-- The key is checked first; a sandbox of another key gives 404, like one that does not exist; every error is a JSON
+- The key is checked first. A sandbox of another key results in 404, like one that does not exist. Every error is a JSON
   object with `code` and `message`.
 """
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     SandboxHandler = Callable[[web.Request, LiveSandbox], Awaitable[web.StreamResponse]]
 
 _KEEPALIVE_S: Final = 90.0
-"""Interval of keep-alive messages on an idle stream, unless the client sends `Keepalive-Ping-Interval`."""
+"""Interval between keep-alive messages on an idle stream, unless the client sends `Keepalive-Ping-Interval`."""
 _UNARY_TIMEOUT_S: Final = 300.0
 
 
 class Access:
-    """Converts our handlers to those of aiohttp."""
+    """Converts our handlers to aiohttp handlers."""
 
     def __init__(self, sandboxes: Sandboxes, keys: ApiKeys) -> None:
         self._sandboxes = sandboxes
@@ -67,7 +67,7 @@ class Access:
         return wrapped
 
     def on_sandbox(self, handler: SandboxHandler) -> Handler:
-        """Wrap the handler of a route of one sandbox, which the key must own."""
+        """Wrap the handler of a route for one sandbox, which must belong to the owner of the key."""
 
         async def wrapped(request: web.Request, owner: Owner) -> web.StreamResponse:
             live = self._sandboxes.get(owner, request.match_info["id"])
@@ -82,7 +82,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request of envd's Connect services."""
+    """One request to envd's Connect services."""
 
     request: web.Request
     live: LiveSandbox
@@ -91,7 +91,7 @@ class Call:
     keepalive_s: float
 
     async def account(self) -> Account:
-        """Return the account of the call's user. Raises RpcError (unknown user), SandboxError."""
+        """Return the account of the call's user. Raises RpcError (the user is unknown), SandboxError."""
         return await self.live.accounts.find(self.user)
 
 
@@ -102,7 +102,7 @@ class Envd:
         self._sandboxes = sandboxes
 
     def find(self, request: web.Request) -> LiveSandbox:
-        """Find the sandbox of a request. Raises ApiError 400 (none is named), 502 (it is dead)."""
+        """Find a request's sandbox. Raises ApiError 400 (the request names none) or 502 (the sandbox is dead)."""
         name = request.headers.get("E2b-Sandbox-Id", "")
         if not name:
             _, dash, rest = request.host.partition("-")
@@ -112,7 +112,7 @@ class Envd:
         return self._sandboxes.running_one(name)
 
     def open(self, request: web.Request) -> LiveSandbox:
-        """Find the sandbox of a request and check its token. Raises ApiError 401 and those of `find`."""
+        """Find a request's sandbox and check its token. Raises ApiError 401 and the errors of `find`."""
         live = self.find(request)
         token = request.headers.get("X-Access-Token", "")
         if not compare_digest(token.encode(errors="surrogateescape"), live.row.access_token.encode()):
@@ -144,7 +144,7 @@ class Envd:
         )
 
     def unary(self, method: Unary) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return the handler of a unary method."""
+        """Return the handler for a unary method."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             try:
@@ -160,7 +160,7 @@ class Envd:
         return handler
 
     def streaming(self, method: Streaming) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return the handler of a method with a stream on either side; `method` opens the response stream."""
+        """Return the handler for a method with a stream on either side; `method` opens the response stream."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             try:

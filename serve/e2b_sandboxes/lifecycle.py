@@ -1,12 +1,12 @@
-"""Life of a server's sandboxes: creation, expiry, pause, resume and end.
+"""Life cycle of a server's sandboxes: creation, expiry, pause, resume and termination.
 
 Invariants:
 - Every sandbox belongs to one owner and is invisible to all others.
 - A sandbox has a row in the table from before its boot until after its death. The provider's lease ends shortly after
-  the sandbox's own timeout, so a server that is never restarted leaves no sandbox for long.
-- Equal Idempotency-Keys of an owner make one sandbox, also for concurrent requests and after a restart. A create
-  without a key leaves nothing when its client disconnects.
-- A change of a sandbox's state holds its lock and is completed even if the client disconnects.
+  the sandbox's own timeout, so even if the server crashes and is never restarted, no sandbox remains for long.
+- Requests of one owner with the same Idempotency-Key create only one sandbox, even if they are concurrent or arrive
+  after a restart. A create without a key leaves nothing behind if its client disconnects.
+- A state change of a sandbox holds its lock and is completed even if the client disconnects.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ID_LABEL: Final = "e2b_sandbox"
 OWNER_LABEL: Final = "e2b_owner"
 LEASE_MARGIN_S: Final = 60.0
-"""Time by which the provider's lease exceeds the sandbox's timeout, at which normally the server ends it."""
+"""Time by which the provider's lease exceeds the sandbox's timeout, at which the server normally ends the sandbox."""
 PAUSED_LEASE_S: Final = 7 * 24 * 3600.0
 """Lease of a paused sandbox, which is not renewed."""
 _QUOTA_RETRY_S: Final = 1.0
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """Interface of a provider, or of a pool, for the server."""
+    """The interface that the server requires of a provider or pool."""
 
     @property
     def features(self) -> frozenset[Feature]: ...
@@ -73,7 +73,7 @@ class Sandboxes:
         self._clock = ExpiryClock(self._on_due)
 
     async def run(self) -> None:
-        """End expired sandboxes for as long as the server runs."""
+        """End expired sandboxes for as long as the server is running."""
         await self._clock.run()
 
     # Look-up
@@ -82,7 +82,7 @@ class Sandboxes:
         return [live.row for live in self._live.values() if live.row.owner == owner.name and not live.ending]
 
     async def forget_lost(self) -> None:
-        """Forget the sandboxes that have died by themselves, unless the provider is unreachable."""
+        """Forget the sandboxes that have died on their own, unless the provider is unreachable."""
         before = {live.row.ref: live for live in self._live.values()}
         try:
             alive = {info.id for info in await self.backend.list()}
@@ -94,7 +94,7 @@ class Sandboxes:
                 self.forget(live)
 
     def get(self, owner: Owner, sandbox_id: str) -> LiveSandbox:
-        """Return a sandbox of an owner. Raises ApiError 404."""
+        """Return one of an owner's sandboxes. Raises ApiError 404."""
         live = self._live.get(sandbox_id)
         if live is None or live.ending or live.row.owner != owner.name:
             raise not_found(sandbox_id)
@@ -116,7 +116,7 @@ class Sandboxes:
     # Creation
 
     async def create(self, owner: Owner, order: NewSandbox, client_key: str, timeout_s: int) -> Row:
-        """Boot a sandbox, or return the one of the same key. Raises ApiError, SandboxError."""
+        """Boot a sandbox, or return the one with the same key. Raises ApiError, SandboxError."""
         if self._is_full(owner):
             await self.forget_lost()
         request_digest = digest(order)
@@ -162,7 +162,7 @@ class Sandboxes:
         return row
 
     async def adopt(self, row: Row, ref: SandboxRef) -> LiveSandbox:
-        """Start serving a sandbox that exists."""
+        """Start serving a sandbox that already exists."""
         live = self._live[row.id] = LiveSandbox(row, await self.backend.attach(ref))
         self.update(live, row)
         live.note(f"sandbox started from template {row.template}")
@@ -219,7 +219,7 @@ class Sandboxes:
             self.forget(live)
 
     async def pause(self, live: LiveSandbox, *, only_if_due: bool = False) -> None:
-        """Stop the processes of a sandbox, and the clock of its timeout. Raises ApiError 409, SandboxError."""
+        """Stop a sandbox's processes and the clock of its timeout. Raises ApiError 409, SandboxError."""
         async with live.changing:
             if only_if_due and live.row.end_at > time.time():
                 return
@@ -238,7 +238,7 @@ class Sandboxes:
             live.note("sandbox paused")
 
     async def resume(self, live: LiveSandbox, timeout_s: float) -> bool:
-        """Continue a sandbox for `timeout_s`. Returns False if it is running already. Raises SandboxError."""
+        """Resume a sandbox for `timeout_s` seconds. Returns False if it is running already. Raises SandboxError."""
         async with live.changing:
             if live.row.state is State.RUNNING:
                 return False
@@ -251,7 +251,7 @@ class Sandboxes:
             return True
 
     async def set_timeout(self, live: LiveSandbox, timeout_s: float, *, only_longer: bool = False) -> None:
-        """Make a sandbox end `timeout_s` from now. Raises SandboxError."""
+        """Make a sandbox end `timeout_s` seconds from now. Raises SandboxError."""
         async with live.changing:
             end_at = time.time() + timeout_s
             if live.row.state is not State.RUNNING or (only_longer and end_at <= live.row.end_at):
@@ -262,7 +262,7 @@ class Sandboxes:
 
 @dataclass(slots=True)
 class _Boot:
-    """A running create, with its `result` if other requests can wait for it."""
+    """A create in progress, with its `result` if other requests can wait for it."""
 
     row: Row
     result: asyncio.Future[Row] | None = None
@@ -291,7 +291,7 @@ def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client
 
 
 def spec_of(row: Row) -> SandboxSpec:
-    """Return the specification for the provider."""
+    """Return the sandbox specification for the provider."""
     return SandboxSpec(
         image=row.image,
         ttl_s=row.timeout_s + LEASE_MARGIN_S,

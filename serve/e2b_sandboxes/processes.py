@@ -1,11 +1,11 @@
-"""Commands of one sandbox, which any client can follow and which survive the disconnection of clients.
+"""A sandbox's commands, which any client can follow and which keep running when clients disconnect.
 
 Invariants:
-- One task of the server reads the output of a command from its start to its end, independently of clients.
-- Results are stored for the last `MAX_ENDED` commands of a sandbox.
-- A pid is that inside the sandbox; pids of the host are neither shown nor accepted.
-- At most `limit_bytes` and one piece are buffered. While there are readers, a full log blocks the command; a reader
-  gets every piece from its position on, in order.
+- One task of the server reads a command's output from beginning to end, independently of clients.
+- The results of a sandbox's last `MAX_ENDED` commands are stored.
+- Pids are those inside the sandbox; host pids are neither shown nor accepted.
+- At most `limit_bytes` plus one piece are buffered. While there are readers, a full log blocks the command; a reader
+  gets every piece after its position, in order.
 - Without readers the command is not blocked: the last `limit_bytes` are retained for the next reader, and the dropped
   ones are counted in `dropped_bytes`.
 """
@@ -42,7 +42,7 @@ class OutputLog:
         self.dropped_bytes = 0
 
     async def append(self, piece: Output) -> None:
-        """Append a piece; waits while a reader is `limit_bytes` behind."""
+        """Append a piece; wait while a reader is `limit_bytes` behind."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._readers or self._held_bytes < self._limit_bytes)
             self._pieces.append(piece)
@@ -58,7 +58,7 @@ class OutputLog:
         return size
 
     async def close(self) -> None:
-        """End the log. Readers get the remaining pieces and then None."""
+        """Close the log. Readers get the remaining pieces and then None."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -87,7 +87,8 @@ class OutputLog:
 
 
 class OutputReader:
-    """One reader of a log; an async context manager. Pieces that it has not read are retained for the next reader."""
+    """A reader of a log, used as an async context manager. Pieces that it has not read are retained for the next
+    reader."""
 
     def __init__(self, log: OutputLog) -> None:
         self._log = log
@@ -125,7 +126,7 @@ class Command:
 
 
 class RunningCommand:
-    """A started command. `failure` is the reason for a missing exit code: a timeout, or a dead sandbox."""
+    """A started command. `failure` says why there is no exit code: a timeout or a dead sandbox."""
 
     def __init__(self, command: Command, process: Process, sandbox_id: str) -> None:
         self.command = command
@@ -162,8 +163,8 @@ class RunningCommand:
         await self.process.signal(number)
 
     def end_event(self) -> dict[str, Any]:
-        """Return envd's end event. If a client's signal ended the command it has, as Go's os.ProcessState, -1 and the
-        signal's name."""
+        """Return envd's end event. If a client's signal ended the command, the event contains -1 and the signal's name,
+        like Go's os.ProcessState."""
         code = self.exit_code
         if code is not None and self._signal is not None and code == 128 + self._signal:
             status = f"signal: {signal.strsignal(self._signal) or self._signal}".lower()
@@ -175,7 +176,7 @@ class RunningCommand:
 
 
 class ProcessTable:
-    """Commands by pid and by tag."""
+    """Table of commands by pid and by tag."""
 
     def __init__(self) -> None:
         self._commands: dict[int, RunningCommand] = {}
@@ -191,7 +192,8 @@ class ProcessTable:
         return [command for command in self._commands.values() if not command.ended]
 
     def find(self, selector: object, *, ended: bool = False) -> RunningCommand:
-        """Find a command by {"pid": n} or {"tag": text}; with `ended`, also one that has ended. Raises RpcError."""
+        """Find a command by {"pid": n} or {"tag": text}; with `ended`, commands that have ended are included. Raises
+        RpcError."""
         pid, tag = (selector.get("pid"), selector.get("tag")) if isinstance(selector, dict) else (None, None)
         by_pid = isinstance(pid, int) and not isinstance(pid, bool)
         if not by_pid and not isinstance(tag, str):

@@ -1,13 +1,13 @@
 """Durable table of a server's sandboxes and snapshots.
 
 Invariants:
-- A row is written before its sandbox boots and removed once it is dead, so a restarted server knows all sandboxes that
-  may be alive.
-- The file is a `ServerDatabase`: private, for one server at a time, and in memory without a folder.
+- A row is written before its sandbox boots and removed once the sandbox is dead, so a restarted server knows all
+  sandboxes that may be alive.
+- The file is a `ServerDatabase`: private, used by one server at a time, and in memory if there is no folder.
 - The file has mode 0600 in a folder of mode 0700, and a lock allows one server at a time.
-- A crash of the server loses nothing. Rows are not fsynced one by one, because a crash of the machine ends the
+- Nothing is lost if the server crashes. Rows are not fsynced one by one, because a crash of the machine ends the
   sandboxes as well. A call takes well under a millisecond.
-- Without a folder the database ends with the server. A file of another schema is refused.
+- Without a folder, the database is lost when the server ends. A file with another schema is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class State(StrEnum):
     """State of a sandbox. A dead one has no row."""
 
     BOOTING = "booting"
-    """It was requested and may exist; clients do not see it."""
+    """It has been requested and may exist; clients do not see it."""
     RUNNING = "running"
     PAUSED = "paused"
 
@@ -81,7 +81,7 @@ class Snapshot:
 
 
 class SandboxTable:
-    """Rows on disk, or in memory; `close` it."""
+    """Table of rows on disk or in memory; the caller must `close` it."""
 
     def __init__(self, folder: Path | None) -> None:
         """Open the table. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
@@ -90,7 +90,7 @@ class SandboxTable:
         self._database = self._file.connection
 
     def put(self, row: Row) -> None:
-        """Write or replace a row."""
+        """Insert or replace a row."""
         self._database.execute("INSERT OR REPLACE INTO sandboxes VALUES (?, ?)", (row.id, orjson.dumps(asdict(row))))
 
     def drop(self, sandbox_id: str) -> None:
@@ -107,7 +107,7 @@ class SandboxTable:
         self._database.execute("DELETE FROM snapshots WHERE id = ?", (snapshot_id,))
 
     def snapshots(self, owner: str) -> list[Snapshot]:
-        """Return the snapshots of an owner, oldest first."""
+        """Return an owner's snapshots, oldest first."""
         blobs: Iterable[tuple[bytes]] = self._database.execute("SELECT row FROM snapshots ORDER BY id")
         found = [Snapshot(**orjson.loads(blob)) for (blob,) in blobs]
         return sorted((one for one in found if one.owner == owner), key=lambda one: (one.created_at, one.id))
@@ -125,7 +125,7 @@ def _row(document: dict[str, Any]) -> Row:
 
 
 class ServerDatabase:
-    """An open database, whose `connection` commits every statement; `close` it."""
+    """An open database, whose `connection` commits every statement; the caller must `close` it."""
 
     def __init__(
         self, folder: Path | None, *, file_name: str, lock_name: str, schema_version: int, schema: Sequence[str]

@@ -1,11 +1,12 @@
-"""Spawned commands of clients that may lose their connection at any moment.
+"""Spawned commands of clients that may lose their connection at any time.
 
 Invariants:
 - Pieces of output are numbered. A piece is buffered until the client requests the one after it, so a lost response
-  loses nothing. At most `WINDOW_BYTES` and one piece are buffered; then the command blocks at its pipe.
-- Standard input is written once: each piece has an offset, the number of bytes before it.
-- Equal spawn_ids of a sandbox start one process. Exit codes are stored for the last `MAX_ENDED` processes of a sandbox.
-- Processes end with the server, which holds their pipes; later requests about them raise ExecResultLost.
+  loses nothing. At most `WINDOW_BYTES` plus one piece are buffered; after that, the command blocks on its pipe.
+- Each byte of standard input is written only once: each piece has an offset, which is the number of bytes before it.
+- Requests with the same spawn_id in a sandbox start only one process. The exit codes of a sandbox's last `MAX_ENDED`
+  processes are stored.
+- Processes end when the server ends, since it holds their pipes; later requests about them raise ExecResultLost.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LONGEST_POLL_S: Final = 20.0
 
 
 class OutputWindow:
-    """Buffer between one writer and one reader, who acknowledges pieces. Numbers begin with 1."""
+    """Buffer between one writer and one reader, which acknowledges pieces. Numbers begin with 1."""
 
     def __init__(self) -> None:
         self._pieces: deque[Output] = deque()
@@ -38,7 +39,7 @@ class OutputWindow:
         self._changed = asyncio.Condition()
 
     async def append(self, piece: Output) -> None:
-        """Append a piece; waits while `WINDOW_BYTES` are buffered."""
+        """Append a piece; wait while `WINDOW_BYTES` are buffered."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._held_bytes < WINDOW_BYTES)
             self._pieces.append(piece)
@@ -51,8 +52,8 @@ class OutputWindow:
             self._changed.notify_all()
 
     async def after(self, number: int, wait_s: float) -> tuple[list[Output], bool]:
-        """Return the pieces after this number as soon as there are some, and whether they are the last. Drops pieces up
-        to the number. Raises SpecRefused for a number that was never returned."""
+        """Return the pieces after this number as soon as there are any, and whether they are the last ones. Drops the
+        pieces up to this number. Raises SpecRefused for a number that has never been returned."""
         async with self._changed:
             if not self._taken <= number <= self._taken + len(self._pieces):
                 last = self._taken + len(self._pieces)
@@ -70,7 +71,7 @@ class OutputWindow:
 
 
 class BufferedProcess:
-    """A process with its output window; `start` begins to read its output."""
+    """A process with its output window; `start` starts reading its output."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -121,7 +122,7 @@ class ProcessTable:
         self._sandboxes: dict[str, dict[str, asyncio.Future[BufferedProcess]]] = {}
 
     async def spawn(self, sandbox: str, spawn_id: str, start: Callable[[], Awaitable[Process]]) -> BufferedProcess:
-        """Start a process, or return the one of this id. Raises SandboxError."""
+        """Start a process, or return the one with this id. Raises SandboxError."""
 
         async def begin() -> BufferedProcess:
             buffered = BufferedProcess(await start())
@@ -150,7 +151,7 @@ class ProcessTable:
         return await asyncio.shield(future)
 
     def forget(self, sandbox: str) -> None:
-        """Drop the processes of a dead sandbox."""
+        """Drop a dead sandbox's processes."""
         self._sandboxes.pop(sandbox, None)
 
     def keep_only(self, alive: set[str]) -> None:

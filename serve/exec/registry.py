@@ -1,14 +1,14 @@
 """Registry of the sandboxes that a server leases to its clients.
 
 Invariants:
-- The provider's list is authoritative; labels on its sandboxes name their owners, so a list needs no table.
-- Equal keys of one owner make one sandbox, also for concurrent or repeated requests and after a restart. A create
-  without a key is cancelled with its request.
-- An owner can use only images of the map, its own snapshots, and mounts of its own sandboxes.
+- The provider's list is authoritative; labels on its sandboxes name their owners, so listing them needs no table.
+- Requests of one owner with the same key create only one sandbox, even if they are concurrent or repeated or arrive
+  after a restart. A create without a key is cancelled with its request.
+- An owner can use only images in the map, its own snapshots, and mounts of its own sandboxes.
 - Boots wait in a bounded queue; kills, renewals and lists never wait for a boot.
 - A row is written before a client gets its sandbox, so a restarted server knows all leased sandboxes. A sandbox that
-  has no row after a crash ends with its lease, or is found by its key.
-- The file is a `ServerDatabase`: private, for one server at a time, and in memory without a folder.
+  has no row after a crash ends when its lease expires, or is found by its key.
+- The file is a `ServerDatabase`: private, used by one server at a time, and in memory if there is no folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SCHEMA: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """Additional properties of a sandbox in the drop-in contract; `created_at` is in Unix seconds."""
+    """Additional properties that the drop-in contract gives a sandbox; `created_at` is in Unix seconds."""
 
     name: str
     cwd: str
@@ -63,7 +63,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedSandbox:
-    """One leased sandbox. `secret` opens it through this server; `ref` is the provider's."""
+    """One leased sandbox. `secret` grants access to it through this server; `ref` is the provider's reference."""
 
     id: SandboxId
     owner: str
@@ -74,7 +74,7 @@ class LeasedSandbox:
 
 
 class LeasedSandboxTable:
-    """Rows in memory and on disk; `close` it."""
+    """Table of leased sandboxes in memory and on disk; the caller must `close` it."""
 
     def __init__(self, folder: Path | None) -> None:
         """Open the table. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
@@ -103,7 +103,7 @@ class LeasedSandboxTable:
         self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (image, owner, source))
 
     def snapshots(self, owner: str) -> dict[str, str]:
-        """Return the snapshots of an owner, by the sandbox of which they were made."""
+        """Return an owner's snapshots, keyed by the sandbox from which they were made."""
         query = "SELECT source, image FROM snapshots WHERE owner = ? ORDER BY rowid"
         return dict(self._database.execute(query, (owner,)))
 
@@ -122,7 +122,8 @@ def _row(document: dict[str, Any]) -> LeasedSandbox:
 
 
 class Registry:
-    """The sandboxes of one API of a server, which their label `api` names. Registries share provider and table."""
+    """The sandboxes of one of a server's APIs, which is named in their label `api`. Registries share the provider and
+    the table."""
 
     def __init__(
         self, provider: SandboxProvider, table: LeasedSandboxTable, images: ImageMap, tasks: ServerTasks, *, api: str
@@ -138,7 +139,7 @@ class Registry:
     # Look-up
 
     def find(self, sandbox: str) -> LeasedSandbox:
-        """Return the row of a sandbox. Raises SandboxGone."""
+        """Return a sandbox's row. Raises SandboxGone."""
         row = self.table.get(sandbox)
         if row is None:
             raise SandboxGone(f"sandbox {sandbox[:80]} does not exist: killed, expired, or never created")
@@ -148,7 +149,7 @@ class Registry:
         return await self.provider.attach(row.ref)
 
     async def list(self, owner: Owner) -> builtins.list[SandboxInfo]:
-        """Return the sandboxes of an owner, and drop the rows of dead sandboxes. Raises SandboxError."""
+        """Return an owner's sandboxes, and drop the rows of dead ones. Raises SandboxError."""
         known = set(self.table.rows())
         infos = await self.provider.list()
         alive = {info.id for info in infos}
@@ -166,7 +167,7 @@ class Registry:
     # Creation
 
     async def create(self, owner: Owner, spec: SandboxSpec, container: Container | None = None) -> LeasedSandbox:
-        """Create a sandbox, or return that of the same key. Raises SandboxError."""
+        """Create a sandbox, or return the one with the same key. Raises SandboxError."""
         snapshots = {image: image for image in self.table.snapshots(owner.name).values()}
         image = HOST_IMAGE if spec.image == HOST_IMAGE else self.images.resolve(spec.image, {}, snapshots)
         key = spec.idempotency_key
@@ -215,7 +216,7 @@ class Registry:
     # End
 
     async def kill(self, row: LeasedSandbox) -> None:
-        """Kill a sandbox, even if the client disconnects meanwhile. Idempotent. Raises SandboxError."""
+        """Kill a sandbox, even if the client disconnects in the meantime. Idempotent. Raises SandboxError."""
         await asyncio.shield(self.tasks.share(self._kill(row)))
 
     async def _kill(self, row: LeasedSandbox) -> None:
@@ -223,7 +224,7 @@ class Registry:
         self.table.drop(row.id)
 
     async def destroy(self, owner: Owner, sandbox: str) -> None:
-        """Kill a sandbox of this owner by id alone. Idempotent. Raises SandboxError."""
+        """Kill one of this owner's sandboxes by its id alone. Idempotent. Raises SandboxError."""
         row = self.table.get(sandbox)
         if row is not None:
             if row.owner == owner.name:
@@ -233,7 +234,7 @@ class Registry:
             await self.provider.destroy(SandboxId(sandbox))
 
     async def discard(self, owner: Owner, key: str) -> None:
-        """Cancel the boot of a key, or kill its sandbox. Idempotent. Raises SandboxError."""
+        """Cancel the boot with this key, or kill its sandbox. Idempotent. Raises SandboxError."""
         boot = self._booting.get((owner.name, key))
         if boot is not None and boot.task is not None:
             boot.task.cancel()
@@ -243,7 +244,8 @@ class Registry:
                 await self.destroy(owner, info.id)
 
     async def snapshot(self, row: LeasedSandbox) -> ImageRef:
-        """Make an image of a sandbox, which ends; a repeated call returns the same image. Raises SandboxError."""
+        """Make an image of a sandbox and end the sandbox; a repeated call returns the same image. Raises
+        SandboxError."""
         done = self.table.snapshots(row.owner).get(row.id)
         if done is not None:
             return ImageRef(done)
@@ -252,7 +254,7 @@ class Registry:
         return image
 
     async def end_all(self) -> None:
-        """Kill all sandboxes. Those that cannot be killed now end with their lease."""
+        """Kill all sandboxes. Those that cannot be killed now end when their lease expires."""
 
         async def end(row: LeasedSandbox) -> None:
             with suppress(SandboxError):

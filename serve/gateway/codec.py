@@ -1,14 +1,14 @@
-"""The JSON forms of the admin routes, shared by gateway and client.
+"""The JSON formats of the admin routes, shared by gateway and client.
 
 Invariants:
 - Arrays are encoded as base64 of their little-endian bytes: int32 ids, float32 log-probabilities, packed mask bits
   (numpy `packbits`).
 - Input is validated: unknown keys or wrong types raise a BadRequest that names the key.
-- Calls run one at a time, in the order of submission.
-- A call whose waiter is cancelled before it begins does not run; one that has begun cannot be stopped, and its result
-  is discarded.
-- The thread is a daemon: an executor joins its threads when the interpreter exits, so that a call that never ends would
-  keep the process alive after SIGTERM.
+- Calls run one at a time, in the order in which they were submitted.
+- A call whose waiter is cancelled before the call begins does not run; a call that has begun cannot be stopped, and its
+  result is discarded.
+- The thread is a daemon thread. An executor would join its threads when the interpreter exits, so that a call that
+  never ends would keep the process alive after SIGTERM.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9
 FormT = TypeVar("FormT", bound=BaseModel)
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 _MOST: Final = 2**31 - 1
-"""Positions and ids are int32."""
+"""Largest position or id, since both are int32."""
 _MOST_OF_A_KEY: Final = 200
-"""Number of characters of an unknown key that an error repeats."""
+"""Number of characters of an unknown key that an error message repeats."""
 
 
 T = TypeVar("T")
 
 
 class DaemonThread:
-    """`await thread.run(function)` from an event loop, then `stop`."""
+    """Thread that runs functions for an event loop: `await thread.run(function)`, and finally `stop`."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -54,13 +54,13 @@ class DaemonThread:
         self._thread.start()
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Return the result of the function, or raise its exception."""
+        """Run the function in the thread; return its result or raise its exception."""
         future: Future[T] = Future()
         self._calls.put((future, function))
         return await asyncio.wrap_future(future)
 
     def stop(self) -> None:
-        """End the thread after the current call, without waiting for it; calls that have not begun are cancelled."""
+        """Stop the thread after the current call, without waiting for it; calls that have not begun are cancelled."""
         # Not with `empty()`: the thread may take the last call in between, and `get` would block for ever.
         with suppress(queue.Empty):
             while True:
@@ -80,7 +80,7 @@ class DaemonThread:
 
 
 class SamplingForm(BaseModel):
-    """Form of `Sampling`."""
+    """JSON form of `Sampling`."""
 
     model_config = _STRICT
     temperature: float = Field(default=1.0, ge=0, le=10)
@@ -89,7 +89,7 @@ class SamplingForm(BaseModel):
 
 
 class BudgetsForm(BaseModel):
-    """Form of `Budgets`."""
+    """JSON form of `Budgets`."""
 
     model_config = _STRICT
     max_turns: int = Field(default=64, ge=1, le=_MOST)
@@ -100,8 +100,8 @@ class BudgetsForm(BaseModel):
     final_text: str = Field(default=FINAL_TEXT, max_length=4096)
 
     def to_budgets(self, most_context: int | None, context: int | None = None) -> Budgets:
-        """Return the budgets. When neither `context` nor the form sets the context length of the session, it is
-        `most_context` (None: our default)."""
+        """Return the budgets. If neither `context` nor the form sets the session's context length, it is `most_context`
+        (None: our default)."""
         fields = self.model_dump()
         given = fields["max_context_tokens"] if "max_context_tokens" in self.model_fields_set else None
         default = most_context or fields["max_context_tokens"]
@@ -109,7 +109,7 @@ class BudgetsForm(BaseModel):
 
 
 class SpecForm(BaseModel):
-    """Form of `SessionSpec`."""
+    """JSON form of `SessionSpec`."""
 
     model_config = _STRICT
     session_id: _Name
@@ -130,7 +130,7 @@ class SpecForm(BaseModel):
 
 
 class OpenOneForm(BaseModel):
-    """Body of `POST /sessions` for one session; `max_context_tokens` is a short form of the budgets' key."""
+    """Body of `POST /sessions` for one session; `max_context_tokens` is a shorthand for the key in `budgets`."""
 
     model_config = _STRICT
     session_id: _Name | None = None
@@ -174,7 +174,7 @@ class FinishOneForm(BaseModel):
 
 
 def opens_many(body: bytes) -> bool:
-    """Return whether a body of `POST /sessions` is an OpenForm."""
+    """Return whether a `POST /sessions` body is an OpenForm."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -197,7 +197,7 @@ def open_body(specs: Sequence[SessionSpec]) -> dict[str, object]:
 
 
 def write_report(report: SessionReport) -> dict[str, object]:
-    """Return the report in the workers' form, with arrays in base64."""
+    """Return the report in the format for workers, with arrays in base64."""
     trajectory = report.trajectory
     return {
         "session_id": report.session_id,
@@ -218,7 +218,7 @@ def write_report(report: SessionReport) -> dict[str, object]:
 
 
 def write_plain_report(report: SessionReport) -> dict[str, object]:
-    """Return the report in the form for people and other programs, with plain numbers."""
+    """Return the report in the format for people and other programs, with plain numbers."""
     rows = report.trajectory.rows if report.trajectory else ()
     return {
         "session_id": report.session_id,
@@ -257,7 +257,7 @@ def _encode(data: bytes) -> str:
 
 
 class RowForm(BaseModel):
-    """Form of a row in `write_report`."""
+    """Form of a row in the result of `write_report`."""
 
     model_config = _STRICT
     tokens: str
@@ -277,7 +277,7 @@ class RowForm(BaseModel):
 
 
 class ReportForm(BaseModel):
-    """Form of `write_report`."""
+    """Form of the result of `write_report`."""
 
     model_config = _STRICT
     session_id: str

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ModelUse(StrEnum):
-    """Use of the turns under a model name that an agent requests."""
+    """How turns are used that an agent requests under a model name."""
 
     TRAIN = "train"
     """Sampled from the policy and trained."""
@@ -25,21 +25,22 @@ class GatewaySection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     parser: str = "auto"
-    """Parser of tool calls and reasoning: auto (chosen by the chat template), hermes, qwen3_coder, none, or sglang:NAME
-    for one of SGLang's parsers."""
+    """Parser for tool calls and reasoning: auto (chosen from the chat template), hermes, qwen3_coder, none, or
+    sglang:NAME for one of SGLang's parsers."""
     model_policy: tuple[tuple[str, ModelUse], ...] = ()
-    """Pairs of a pattern and a use, e.g. [["*haiku*", "serve"]]; the first pattern that matches the model name of a
-    request decides. `train` (also for names that match no pattern), `serve` (sampled, masked as `side`) or `refuse`."""
+    """Pairs of a pattern and a use, e.g. [["*haiku*", "serve"]]; the first pattern that matches a request's model name
+    decides. The uses are `train` (also for names that match no pattern), `serve` (sampled, masked as `side`) and
+    `refuse`."""
     ping_s: float = Field(default=10.0, gt=0)
-    """Interval of pings on a stream that waits for its turn; some agents give up after 15 s without one."""
+    """Interval between pings on a stream that is waiting for its turn; some agents give up after 15 s without one."""
     gate_wait_s: float = Field(default=60.0, gt=0)
-    """Longest wait of a turn while no engine is available; then the agent gets an infra error. Time in which a push
-    holds an engine does not count."""
+    """Longest time that a turn waits for an available engine; after that, the agent gets an infra error. Time during
+    which a push holds an engine does not count."""
     turn_timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout of one engine call; then it is aborted and retried on another engine. Time in which a push holds
-    the engine does not count."""
+    """Timeout of one engine call; after that, the call is aborted and retried on another engine. Time during which a
+    push holds the engine does not count."""
     held_after_s: float = Field(default=5.0, gt=0)
-    """A turn that is interrupted after this long without a sampled token makes its rollout infra, not a spent
+    """If a turn is interrupted after this long without a sampled token, its rollout's outcome is infra, not a spent
     budget."""
 
 
@@ -47,29 +48,33 @@ class GatewayConfig(GatewaySection):
     """All settings of one gateway."""
 
     tokenizer_dir: Path | None = None
-    """Directory with tokenizer.json and the chat template of the policy. None when a renderer is passed in."""
+    """Directory with the policy's tokenizer.json and chat template. None when a renderer is passed in."""
     vocab_size: int | None = Field(default=None, ge=1)
     """Number of token ids of the model (padding may make it larger than the tokenizer's). None: `vocab_size` of the
-    config.json beside the tokenizer, else the tokenizer's. Ids outside are never sent to an engine."""
+    config.json next to the tokenizer, or else the tokenizer's size. Ids outside this range are never sent to an
+    engine."""
     advertise_url: str | None = None
-    """Base of the URLs handed to agents that run on other hosts; None for the bound address."""
+    """Base of the URLs given to agents that run on other hosts; None for the bound address."""
     session_log_dir: Path | None = None
     """Folder of the session logs, from which a restarted gateway restores its sessions. None: sessions end with the
     process."""
     max_context_tokens: int | None = Field(default=None, ge=1)
-    """Context length of the engines, prompt and output together; upper bound of every session's."""
+    """The engines' context length, prompt and output together; an upper bound for every session's."""
     foreign_version: str | None = None
-    """Version that replaces an engine's weight version that is not `epoch.step`; None fails the turn."""
+    """Version to use in place of an engine's weight version that does not have the form `epoch.step`; if None, such a
+    turn fails."""
     in_place_pushes: bool = False
     """True when pushes leave running requests their KV cache; tokens sampled on a stale cache are flagged."""
     abort_grace_s: float = Field(default=2.0, gt=0)
-    """Time limit for an aborted engine call to return its partial tokens."""
+    """Time that an aborted engine call has to return its partial tokens."""
     expire_grace_s: float = Field(default=60.0, gt=0)
-    """Time after the end of its wall budget in which a session may still be finished; then it is forgotten."""
+    """Time after the end of its wall-time budget during which a session can still be finished; after that, it is
+    forgotten."""
     finished_grace_s: float = Field(default=600.0, ge=0)
-    """Time in which a finished session may be finished again, with the same report (for a lost response); needs
-    session_log_dir."""
+    """Time during which a finished session can be finished again, with the same report, in case the response was lost;
+    requires session_log_dir."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     """Size limit of a request body; larger ones are refused with 413."""
     max_imbalance: int = Field(default=8, ge=0)
-    """A session leaves its usual engine when that one has this many more requests in flight than the least busy one."""
+    """A session leaves its usual engine when that engine has more than this many more requests in flight than the least
+    busy one."""

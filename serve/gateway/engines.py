@@ -3,12 +3,13 @@
 Invariants:
 - A turn waits, for a bounded time, while no engine is available; a closed gate never fails a turn that another engine
   could serve.
-- Time in which a push holds an engine counts neither against a turn that waits for it nor against a call that the push
-  delays: a push has its own deadlines, and its gates open by themselves when it is gone.
-- An engine failure resamples the turn once and discards the failed call. Tokens that an engine returns with an abort of
-  its own are retained, and sampling resumes after them; the version spans record which weights sampled which tokens.
-- A call that is given up (agent gone, budget spent, deadline) is aborted on its engine. Aborts sent while the gate is
-  closed are repeated when it opens: SGLang loses an abort of a request that arrived during a pause.
+- Time during which a push holds an engine counts neither against a turn that is waiting for the engine nor against a
+  call that the push delays: a push has its own deadlines, and its gates open by themselves if it disappears.
+- After an engine failure, the failed call is discarded and the turn is resampled once. If an engine aborts a call by
+  itself, the tokens that it returns are retained and sampling resumes after them; the version spans record which
+  weights sampled which tokens.
+- A call that is abandoned (agent disconnected, budget spent, deadline passed) is aborted on its engine. Aborts sent
+  while the gate is closed are repeated when it opens: SGLang loses an abort of a request that arrived during a pause.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ if TYPE_CHECKING:
 MAX_FAILURES = 1
 MAX_CONTINUATIONS = 16
 DOWN_S = 1.0
-"""Time for which an engine is skipped after a refused connection."""
+"""Time for which an engine is skipped after refusing a connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDeadlines:
     """Deadlines of a turn: `gate_wait_s` for the wait while no engine is available, `call_s` for one generate call,
-    `abort_grace_s` for the partial tokens of an aborted call. Closed gates stop the first two clocks."""
+    `abort_grace_s` for the partial tokens of an aborted call. The first two clocks are paused while a gate is
+    closed."""
 
     gate_wait_s: float
     call_s: float
@@ -58,7 +60,7 @@ class _Client:
 
 
 class EnginePool:
-    """Engines of one gateway. `connect` creates the client of a route; `clock` is monotonic, in seconds."""
+    """One gateway's engines. `connect` creates the client for a route; `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -76,12 +78,12 @@ class EnginePool:
         self._tracer = tracer
         self._clients: dict[EngineId, _Client] = {}
         self.silent: Counter[EngineId] = Counter()
-        """Consecutive calls per engine that were answered neither in time nor after their abort. (An engine that is
-        merely slower than `call_s` returns its partial tokens on abort.)"""
+        """Number of consecutive calls per engine that were answered neither in time nor after being aborted. (An engine
+        that is merely slower than `call_s` returns its partial tokens on abort.)"""
         self._changed = asyncio.Event()
 
     async def replace_table(self, table: RoutingTable) -> bool:
-        """Adopt a newer table and connect to its engines; return False, with no effect, when it is not newer."""
+        """Adopt a newer table and connect to its engines; return False, with no effect, if the table is not newer."""
         if not self.router.replace(table):
             return False
         urls = {route.engine_id: route.url for route in table.engines}
@@ -128,8 +130,8 @@ class EnginePool:
             await client.engine.aclose()
 
     async def sample(self, lineage: Lineage, ask: GenerateRequest, pieces: list[Completion]) -> Completion:
-        """Sample one turn. Completions, whole or partial, are appended to `pieces` as they arrive, so that the caller
-        has the sampled tokens even when this raises.
+        """Sample one turn. Completions, complete or partial, are appended to `pieces` as they arrive, so that the
+        caller has the sampled tokens even if this method raises an exception.
 
         Raises:
             NoEngineOpen: no engine was available in time.
@@ -173,7 +175,8 @@ class EnginePool:
                 raise InfraError(f"engine {engine_id} aborted the turn {len(pieces)} times")
 
     async def _admission(self, lineage: Lineage, avoid: EngineId | None, deadline: float) -> tuple[EngineId, float]:
-        """Wait for an available engine; return it with the deadline, extended by the time in which a push held one."""
+        """Wait for an available engine; return it with the deadline, extended by the time during which a push held an
+        engine."""
         while True:
             now = self._clock()
             engine_id = self.router.choose(lineage, now, avoid)
@@ -201,7 +204,7 @@ class EnginePool:
     async def _call(
         self, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion]
     ) -> Completion | EngineError:
-        """Call the engine and describe the outcome in a span."""
+        """Call the engine and record the outcome in a span."""
         attributes: dict[str, AttributeValue] = {
             span_names.ENGINE_ID: str(engine_id),
             span_names.INPUT_TOKENS: len(request.input_ids),
@@ -281,7 +284,7 @@ class EnginePool:
 
 
 async def _outcome(engine: Engine, request: GenerateRequest) -> Completion | EngineError:
-    """Return the completion, or the error as a value, since a raised one would cancel the task group of the call."""
+    """Return the completion, or the error as a value, since raising it would cancel the call's task group."""
     try:
         completion = await engine.generate(request)
     except EngineError as error:
@@ -294,7 +297,7 @@ async def _outcome(engine: Engine, request: GenerateRequest) -> Completion | Eng
 
 
 def join_pieces(pieces: list[Completion]) -> Completion:
-    """Join consecutive completions of one turn; the prompt figures are those of the first."""
+    """Join consecutive completions of one turn; the prompt figures come from the first one."""
     if len(pieces) == 1:
         return pieces[0]
     spans, offset = [], 0

@@ -1,12 +1,12 @@
-"""The gateway server: model API for the agents in sandboxes, session API for the workers.
+"""The gateway server, with a model API for the agents in sandboxes and a session API for the workers.
 
 Invariants:
 - A session's token is unguessable and grants access to that session's routes only; admin routes need the admin token,
   compared in constant time.
-- A failure that reaches an agent is marked in its session before the answer is written.
+- A failure that reaches an agent is recorded in its session before the answer is written.
 - An unknown or closed session is refused at once with 400. With a log folder, sessions survive a restart.
-- A session whose wall budget ended `expire_grace_s` ago is closed, because its worker is dead.
-- All engine traffic goes through `EnginePool`; nothing here renders, samples or counts tokens.
+- A session whose wall-time budget ended `expire_grace_s` ago is closed, because its worker must be dead.
+- All engine traffic goes through `EnginePool`; this module does not render, sample or count tokens.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 7 * 86400.0
-"""Timeout of an engine client's generate call, beyond every deadline of the pool."""
+"""Timeout of an engine client's generate call, longer than any of the pool's deadlines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayStats:
     """Snapshot of a gateway for progress lines and metrics. `tokens_by_version` counts recorded tokens since the start
-    by `epoch.step`; `turns` counts recorded turns since the start; `lost_calls` counts call markup that could not be
-    parsed; `parser_fails` means that many turns in a row had such markup and no call, so that the parser does not fit
-    the model; `silent` counts the consecutive calls that an engine did not answer in time; `closed` are the engines
-    whose gate is closed; `table_version` is that of the routing table, -1 before the first one."""
+    by `epoch.step`; `turns` counts recorded turns since the start; `lost_calls` counts pieces of call markup that could
+    not be parsed; `parser_fails` means that many turns in a row had such markup but no call, so that the parser
+    probably does not fit the model; `silent` counts the consecutive calls that an engine did not answer in time;
+    `closed` lists the engines whose gate is closed; `table_version` is the version of the routing table, -1 before the
+    first one."""
 
     sessions: int
     turns_in_flight: dict[str, int]
@@ -70,9 +71,10 @@ class GatewayStats:
 
 
 class Gateway:
-    """HTTP server for agents and workers. All public methods are async, so that it runs in an actor or inline.
+    """HTTP server for agents and workers. All public methods are async, so that the gateway can run in an actor or
+    inline.
 
-    `renderer`, `connect` and `tracer` replace the defaults: the tokenizer's renderer, SGLang clients, the global
+    `renderer`, `connect` and `tracer` replace the defaults: the tokenizer's renderer, SGLang clients and the global
     tracer.
     """
 
@@ -96,9 +98,10 @@ class Gateway:
         self._base_url = ""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listen, and return the base URL (`http://host:port`). Call this first; a restart passes the earlier port.
+        """Start listening and return the base URL (`http://host:port`). Call this first; after a restart, pass the
+        previous port.
 
-        Raises OSError when the port is taken, TokenizerInvalid when the tokenizer cannot be used, ParserUnknown.
+        Raises OSError if the port is taken, TokenizerInvalid if the tokenizer cannot be used, and ParserUnknown.
         """
         renderer = self._renderer
         if renderer is None:
@@ -185,7 +188,7 @@ class Gateway:
         await self.stop()
 
     async def set_engines(self, table: RoutingTable) -> bool:
-        """Replace the routing table; return False when it is not newer."""
+        """Replace the routing table; return False if the given one is not newer."""
         return await self._pool.replace_table(table)
 
     async def close_gate(self, engine_id: EngineId, lease_s: float) -> None:
@@ -193,12 +196,12 @@ class Gateway:
         self._pool.close_gate(engine_id, lease_s)
 
     async def open_gate(self, engine_id: EngineId, cache_namespace: str | None = None) -> None:
-        """Let turns through again. Their requests carry the namespace, which is None when the engine caches no prefixes
-        of older weights."""
+        """Let turns through again. Their requests carry the namespace, which is None if the engine has no cached
+        prefixes from older weights."""
         await self._pool.open_gate(engine_id, cache_namespace)
 
     async def in_flight(self) -> GatewayStats:
-        """Return current statistics, after closing the sessions that were not finished in time."""
+        """Close the sessions that were not finished in time, then return the current statistics."""
         await self._sessions.expire()
         return GatewayStats(
             sessions=len(self._sessions),
@@ -238,7 +241,7 @@ class Gateway:
 async def _json_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answer errors outside the routes (404, 405) in JSON too."""
+    """Return JSON also for errors outside the routes (404, 405)."""
     try:
         return await handler(request)
     except web.HTTPException as error:

@@ -1,11 +1,12 @@
 """The router of turns to engines, a pure state machine with a versioned routing table.
 
 Invariants:
-- A table is replaced as a whole, and only by one with a larger version, which its maker counts up.
-- A gate is a lease: it opens by itself when the lease ends, so a dead EngineGroup cannot close an engine for ever.
-- An engine that is down gets no turn for a moment; the table decides whether it remains.
-- A lineage stays on its engine (where its prefix is cached) while that engine is open and at most `max_imbalance`
-  requests busier than the least busy one. Among the least busy ones, the engine with the newest weights is chosen.
+- A table is replaced as a whole, and only by one with a larger version. Its creator increments the version.
+- A gate is a lease: it opens by itself when the lease ends, so a dead EngineGroup cannot keep an engine closed forever.
+- An engine that is down gets no turns for a short time; the table decides whether it remains in use.
+- A lineage stays on its engine (where its prefix is cached) while that engine is open and has at most `max_imbalance`
+  more requests in flight than the least busy one. Among the least busy ones, the engine with the newest weights is
+  chosen.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRoute:
-    """Address of an engine. `admitted` is false for an engine that must get no traffic (quarantined, not caught up).
-    `cache_namespace` is part of every request: the engine's version, if pushes are in place."""
+    """Address of an engine. `admitted` is false for an engine that must not get any traffic (because it is quarantined
+    or has not caught up). `cache_namespace` is part of every request; it is the engine's version if pushes are in
+    place."""
 
     engine_id: EngineId
     url: str
@@ -58,14 +60,14 @@ class Router:
     _closed_until: dict[EngineId, float] = field(default_factory=dict)
     _closed_since: dict[EngineId, float] = field(default_factory=dict)
     _closed_s: dict[EngineId, float] = field(default_factory=dict)
-    """Total seconds of the earlier closings."""
+    """Total time in seconds for which each gate was closed, not counting the current closing."""
     _down_until: dict[EngineId, float] = field(default_factory=dict)
     _affinity: dict[SessionId, dict[bytes, EngineId]] = field(default_factory=dict)
     _versions: dict[EngineId, PolicyVersion] = field(default_factory=dict)
     _namespaces: dict[EngineId, str | None] = field(default_factory=dict)
 
     def replace(self, table: RoutingTable) -> bool:
-        """Adopt a newer table; return False when it is not newer."""
+        """Adopt a newer table; return False if it is not newer."""
         if table.version <= self.table.version:
             return False
         self.table = table
@@ -92,12 +94,12 @@ class Router:
         self._namespaces[engine_id] = cache_namespace
 
     def closed_s(self, engine_id: EngineId, now: float) -> float:
-        """Return how long the engine's gate has been closed so far, all closings together."""
+        """Return the total time for which the engine's gate has been closed so far."""
         seconds, since = self._closed_s.get(engine_id, 0.0), self._closed_since.get(engine_id)
         return seconds if since is None else seconds + min(now, self._closed_until[engine_id]) - since
 
     def opens_in_s(self, engine_id: EngineId, now: float) -> float:
-        """Return the seconds until the engine's gate opens by itself; 0 for an open one."""
+        """Return the seconds until the engine's gate opens by itself; 0 if it is open."""
         return max(0.0, self._closed_until.get(engine_id, now) - now)
 
     def namespace(self, engine_id: EngineId) -> str | None:
@@ -105,7 +107,7 @@ class Router:
         return self._namespaces.get(engine_id)
 
     def mark_down(self, engine_id: EngineId, until: float) -> None:
-        """Do not choose the engine before `until`, since it refused a connection."""
+        """Do not choose the engine before `until`, because it has refused a connection."""
         self._down_until[engine_id] = until
 
     def is_closed(self, engine_id: EngineId, now: float) -> bool:
@@ -116,20 +118,20 @@ class Router:
         return tuple(engine for engine, until in self._closed_until.items() if until > now)
 
     def next_opening(self, now: float) -> float | None:
-        """Return when the first closed gate opens by itself, or a down engine is tried again; None when there is
-        none."""
+        """Return the time at which the first closed gate opens by itself or an engine that is down is tried again; None
+        if there is neither."""
         ends = [*self._closed_until.values(), *self._down_until.values()]
         return min((until for until in ends if until > now), default=None)
 
     def note(self, engine_id: EngineId, spans: Sequence[VersionSpan]) -> None:
-        """Record the version of an engine that answered with these spans."""
+        """Record the version of an engine, from the spans of its answer."""
         if spans:
             self._versions[engine_id] = spans[-1].version
 
     def choose(self, lineage: Lineage, now: float, avoid: EngineId | None = None) -> EngineId | None:
-        """Return the engine for the next turn of a lineage, None when every gate is closed or every engine down.
+        """Return the engine for the next turn of a lineage, or None if every gate is closed or every engine is down.
 
-        `avoid` is the engine that just failed this turn: it is chosen again only when the table admits no other one.
+        `avoid` is the engine that just failed this turn: it is chosen again only if the table admits no other engine.
         """
         admitted = [route.engine_id for route in self.table.engines if route.admitted]
         others = [engine for engine in admitted if engine != avoid]

@@ -1,9 +1,9 @@
-"""The session table of a gateway: opens, finds, finishes and forgets sessions, and restores them after a restart.
+"""A gateway's session table, which opens, finds, finishes and forgets sessions, and restores them after a restart.
 
 Invariants:
-- A session id is open at most once; its token is random and identifies this session only.
-- After a restart the logged sessions are available under their tokens; each is read when it is first needed.
-- A finished session returns the same report again for `finished_grace_s`, if there is a log.
+- A session id can be open only once at a time; its token is random and identifies only this session.
+- After a restart logged sessions remain available under their tokens; each is read when it is first needed.
+- If there is a log, finishing a session again within `finished_grace_s` returns the same report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SWEEP_EVERY_S = 30.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedSession:
-    """A session that was closed, with its report."""
+    """A closed session with its report."""
 
     report: SessionReport
     session: Session
@@ -39,7 +39,7 @@ class FinishedSession:
         return tree_of(self.session)
 
     def with_conversation(self, decode: Callable[[Sequence[int]], str]) -> SessionReport:
-        """Return the report with every sampled turn as text."""
+        """Return the report, including every sampled turn as text."""
         return replace(self.report, conversation=conversation_of(self.session, decode))
 
 
@@ -64,7 +64,7 @@ class SessionTable:
         self._finished_grace_s = finished_grace_s
         self._live: dict[SessionId, LiveSession] = {}
         self._unread: dict[SessionId, Opened] = {}
-        """Logged sessions of an earlier process that nobody has needed yet."""
+        """Logged sessions of an earlier process that have not been needed yet."""
         self._ids: dict[str, SessionId] = {}
         self._sweep_at = 0.0
         if log is not None:
@@ -105,12 +105,12 @@ class SessionTable:
         return live
 
     def by_token(self, token: str) -> LiveSession | None:
-        """Return the session with this token, or None. Raises LogBroken when its log cannot be read."""
+        """Return the session with this token, or None. Raises LogBroken if its log cannot be read."""
         session_id = self._ids.get(token)
         return self.get(session_id) if session_id is not None else None
 
     def get(self, session_id: SessionId) -> LiveSession | None:
-        """Return the session with this id, or None. Raises LogBroken when its log cannot be read."""
+        """Return the session with this id, or None. Raises LogBroken if its log cannot be read."""
         live = self._live.get(session_id)
         if live is None and self._log is not None and (opened := self._unread.get(session_id)) is not None:
             live = self._enter(opened, self._log.load(session_id))
@@ -118,8 +118,8 @@ class SessionTable:
         return live
 
     async def finish(self, session_id: SessionId) -> FinishedSession | None:
-        """Close a session and return its report, also for one that was finished recently; None when it is unknown.
-        Raises LogBroken."""
+        """Close a session and return its report; this also works for a session that was finished recently. Return None
+        if the session is unknown. Raises LogBroken."""
         live = self.get(session_id)
         if live is None:
             known = self._log.load_finished(session_id) if self._log else None
@@ -131,7 +131,7 @@ class SessionTable:
         return FinishedSession(report, live.core)
 
     async def forget(self, session_id: SessionId) -> bool:
-        """Close a session without a report; return False when it is unknown."""
+        """Close a session without a report; return False if it is unknown."""
         known = session_id in self._live or session_id in self._unread
         if (live := self._live.get(session_id)) is not None:
             await self._turns.close(live)
@@ -144,7 +144,7 @@ class SessionTable:
         return known
 
     def _drop(self, live: LiveSession) -> bool:
-        """Remove the session from the table; return False when it was removed already."""
+        """Remove the session from the table; return False if it has already been removed."""
         session_id = live.core.spec.session_id
         if self._live.get(session_id) is not live:
             return False
@@ -152,7 +152,7 @@ class SessionTable:
         return True
 
     async def expire(self) -> None:
-        """Forget old reports, and the sessions that were not finished in time because their worker is dead."""
+        """Forget old reports, and sessions that were not finished in time because their worker is dead."""
         now = self._clock()
         ends = {session_id: live.core.wall_left_s(now) for session_id, live in self._live.items()}
         ends |= {
@@ -169,7 +169,7 @@ class SessionTable:
             self._log.remove_finished(self._finished_grace_s)
 
     async def end_turns(self) -> None:
-        """Close every session when the gateway stops; their logs remain."""
+        """Close all sessions because the gateway is stopping; their logs remain."""
         async with asyncio.TaskGroup() as group:
             for live in self._live.values():
                 group.create_task(self._turns.close(live))

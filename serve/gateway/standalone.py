@@ -1,15 +1,15 @@
-"""The standalone gateway, `headrace gateway`: a token-exact proxy in front of engines that somebody else runs.
+"""The standalone gateway, `headrace gateway`: a token-exact proxy in front of engines that are run by others.
 
 Invariants:
-- The base URL is printed in one line once the gateway listens; SIGTERM and SIGINT shut it down in order.
-- The admin token is read from a file, which is created, readable by its owner only, when it is missing; the token is
-  never printed.
-- Weight versions that are not `epoch.step` are reported as `0.0`, since engines of other people use their own names.
-- A collection that the interpreter triggers visits at most `YOUNG_OBJECTS * (YOUNG_ROUNDS + 2)` objects; the live
-  sessions, millions of objects, are not traversed during a burst of requests. An object costs some microseconds then,
-  because everything it refers to has left the processor's caches.
-- A full collection runs every `FULL_EVERY_S`. Objects that existed before the process began to serve are never
-  collected. Cycles among old objects are few, and none lives longer than that interval.
+- The base URL is printed on one line once the gateway is listening; SIGTERM and SIGINT shut it down gracefully.
+- The admin token is read from a file. If the file is missing, it is created with permissions for its owner only. The
+  token is never printed.
+- Weight versions that are not `epoch.step` are reported as `0.0`, since such engines use version names of their own.
+- A garbage collection that the interpreter triggers visits at most `YOUNG_OBJECTS * (YOUNG_ROUNDS + 2)` objects; the
+  live sessions, which are millions of objects, are not traversed during a burst of requests. Visiting one of their
+  objects then would take some microseconds, because everything it refers to has left the processor's caches.
+- A full collection runs every `FULL_EVERY_S` seconds. Objects that existed before the process started serving are never
+  collected. There are few cycles among old objects, and none of them lives longer than that interval.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ _EXPIRE_EVERY_S: Final = 10.0
 
 YOUNG_OBJECTS: Final = 1_500
 YOUNG_ROUNDS: Final = 0
-"""Number of youngest-generation collections before one that includes the next generation."""
+"""Number of collections of the youngest generation before one that includes the next generation."""
 FULL_EVERY_S: Final = 600.0
 _NEVER: Final = 2**31 - 1
 
 
 @asynccontextmanager
 async def portioned_collections(*, full_every_s: float = FULL_EVERY_S) -> AsyncIterator[None]:
-    """Apply the settings during the block. They affect the whole process, so it must do nothing else."""
+    """Apply the garbage collection settings for the duration of the block. They affect the whole process, so the
+    process must do nothing else."""
     usual = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -74,7 +75,7 @@ async def portioned_collections(*, full_every_s: float = FULL_EVERY_S) -> AsyncI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandaloneOptions:
-    """Options of the command line. `engine_urls` are SGLang servers; `admin_token_file` is created when missing."""
+    """Command-line options. `engine_urls` are SGLang servers; `admin_token_file` is created if it is missing."""
 
     engine_urls: tuple[str, ...]
     tokenizer_dir: Path
@@ -88,7 +89,7 @@ class StandaloneOptions:
 
 
 def serve_gateway(options: StandaloneOptions, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. `announce` gets the base URL. Raises OptionRefused, PolicyError."""
+    """Serve until SIGTERM or SIGINT. `announce` is called with the base URL. Raises OptionRefused, PolicyError."""
     uvloop.run(_serve(options, announce))
 
 
@@ -137,7 +138,7 @@ async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) ->
 
 
 async def _context_length(routes: Sequence[EngineRoute]) -> int:
-    """Return the smallest context length of the engines. Raises EngineError when one of them does not answer."""
+    """Return the engines' smallest context length. Raises EngineError if one of them does not answer."""
     config = SGLangConfig(vocab_size=1, foreign_version=str(FOREIGN_VERSION))
     async with aiohttp.ClientSession() as http:
         engines = [SGLangEngine(route.engine_id, route.url, http, config) for route in routes]
@@ -150,7 +151,7 @@ async def _context_length(routes: Sequence[EngineRoute]) -> int:
 
 
 def read_admin_token(path: Path) -> str:
-    """Return the token in the file; create the file with a new token when it is missing. Raises OptionRefused."""
+    """Return the token in the file; if the file is missing, create it with a new token. Raises OptionRefused."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except FileNotFoundError:

@@ -1,14 +1,14 @@
-"""The execution of one agent turn: budgets, prompt, engine and record, an async shell around the session core.
+"""The async shell around the session core that executes an agent's turn: budgets, prompt, engine call and record.
 
 Invariants:
-- A finished turn is in the session's log before anybody receives its answer. It is recorded whole, or as the part that
-  was sampled before it was cut.
-- The same request of one session is one turn: repeated while it runs, it waits for the same answer; repeated because
-  the answer was lost, it gets the same answer.
-- A turn that nobody waits for any more is aborted on its engine. A bounded number of turns of one session run
-  concurrently.
+- A finished turn is in the session's log before anybody receives its answer. It is recorded in full, or up to the point
+  at which it was cut off.
+- Identical requests of one session are one turn: a request that is repeated while the turn is running waits for the
+  same answer, and one that is repeated because the answer was lost gets the same answer.
+- A turn that nobody is waiting for any more is aborted on its engine. The number of turns that a session can run
+  concurrently is bounded.
 - When a turn is interrupted (wall time, agent gone, session closed) after `held_after_s` without a sampled token, the
-  delay is ours: the session is marked, so that its outcome is infra and never a budget that the agent used up.
+  delay is our fault: the session is marked, so that its outcome is infra, never an exhausted budget.
 - Closing a session cancels its running turns and aborts them on their engines before the report is made.
 """
 
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 MAX_RUNNING_TURNS = 64
 MAX_FAILURES = 100
-"""Failures recorded per session. One decides its outcome; an agent that retries a dead engine for ever must not fill
-the disk."""
+"""Failures recorded per session. A single failure decides the outcome; an agent that retries a dead engine forever must
+not fill the disk."""
 MAX_VERSIONS = 64
 LONG_TEXT_CHARACTERS = 16_384
-"""Longer new text and tool descriptions are rendered in a thread: rendering takes milliseconds, which would block all
-sessions."""
+"""New text and tool descriptions longer than this are rendered in a thread: rendering them takes milliseconds, which
+would block all sessions."""
 
 
 class TurnKey(NamedTuple):
@@ -68,9 +68,9 @@ class TurnKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """A session with its log, its trace context and its running turns. `unlogged` are events that could not be written;
-    they are written, in order, as soon as the log works again. `rendering` lets a session use the one thread for long
-    texts once at a time."""
+    """A session with its log, its trace context and its running turns. `unlogged` holds events that could not be
+    written; they are written, in order, as soon as the log works again. `rendering` prevents a session from having more
+    than one long text at a time in the rendering thread."""
 
     core: Session
     token: str
@@ -85,25 +85,25 @@ class LiveSession:
         self.context = context_from(self.core.spec.traceparent)
 
     def record(self, event: Event) -> None:
-        """Log an event, then apply it. Raises LogBroken, with nothing applied."""
+        """Log an event, then apply it. Raises LogBroken, in which case the event is not applied."""
         self.flush()
         if self.log is not None:
             self.log.append(self.core.spec.session_id, event)
         self.core.apply(event)
 
     def flush(self) -> None:
-        """Write the unlogged events. Raises LogBroken when some are still not written."""
+        """Write the unlogged events. Raises LogBroken if some of them still cannot be written."""
         while self.unlogged and self.log is not None:
             self.log.append(self.core.spec.session_id, self.unlogged[0])
             del self.unlogged[0]
 
     def fail(self, failure: str) -> None:
-        """Record a failure that reaches the agent, up to `MAX_FAILURES`."""
+        """Record a failure that reaches the agent, unless `MAX_FAILURES` have been recorded already."""
         if len(self.core.failures) < MAX_FAILURES:
             self.record_anyway(Failed(failure=failure))
 
     def record_anyway(self, event: Event) -> None:
-        """Record an event like `record`, but in memory only while the log cannot be written."""
+        """Record an event like `record`, but only in memory while the log cannot be written."""
         try:
             self.record(event)
         except LogBroken:
@@ -116,9 +116,9 @@ class LiveSession:
 
 
 class Turns:
-    """Runs turns on an engine pool. `recorded` counts turns and `sampled_tokens` every recorded token since the start,
-    `tokens_by_version` those of the latest `MAX_VERSIONS` versions, `lost_calls` call markup that could not be
-    parsed."""
+    """Runs turns on an engine pool. `recorded` counts turns, and `sampled_tokens` all recorded tokens, since the start;
+    `tokens_by_version` counts the tokens of the latest `MAX_VERSIONS` versions, and `lost_calls` pieces of call markup
+    that could not be parsed."""
 
     def __init__(
         self,
@@ -146,15 +146,16 @@ class Turns:
         self._thread = DaemonThread("render")
 
     def aclose(self) -> None:
-        """Stop the thread, after the last session was closed, without waiting for a render in progress."""
+        """Stop the thread without waiting for a render in progress. Call this after the last session has been
+        closed."""
         self._thread.stop()
 
     async def answer(self, live: LiveSession, request: TurnRequest, *, untrained: bool) -> TurnAnswer:
         """Return the answer for the agent.
 
         Raises:
-            ContextExceeded, SessionUnknown, BadRequest: for the agent.
-            InfraError: for the agent; the caller marks the session.
+            ContextExceeded, SessionUnknown, BadRequest: errors for the agent. InfraError: an error for the agent; the
+            caller marks the session.
         """
         if live.closed:
             raise SessionUnknown("This session is closed.")
@@ -191,13 +192,13 @@ class Turns:
             raise
 
     async def count_tokens(self, live: LiveSession, request: TurnRequest) -> int:
-        """Return the prompt length of a request, in tokens. Raises BadRequest, SessionUnknown."""
+        """Return the length of a request's prompt, in tokens. Raises BadRequest, SessionUnknown."""
         match = live.core.match(request)
         match, delta = await self._render(live, match, request)
         return len(live.core.trie.prompt_ids(match, delta))
 
     def delivered(self, live: LiveSession, answer: TurnAnswer) -> None:
-        """Record that the last byte of the answer was sent."""
+        """Record that the last byte of the answer has been sent."""
         # The final answer belongs to no turn: an agent may request it for ever.
         if not live.closed and live.core.trie.by_turn(answer.turn_id) is not None:
             live.record_anyway(Delivered(turn_id=answer.turn_id, at=self._clock()))
@@ -240,8 +241,8 @@ class Turns:
             return event.answer
 
     async def _render(self, live: LiveSession, match: Match, request: TurnRequest) -> tuple[Match, TokenIds]:
-        """Return the new ids of the request. A history that the template cannot continue is rendered again, as a row of
-        its own."""
+        """Return the request's new ids. A history that the template cannot continue is rendered again, as a separate
+        row."""
         if match.parent is not None and match.prompt is None:
             if self._renderer.bridges:
                 with suppress(TemplateRefused):
@@ -261,7 +262,7 @@ class Turns:
         return live.core.delta(match, request, self._renderer)
 
     async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:
-        """Return the completion, or None when the wall budget ended first."""
+        """Return the completion, or None if the wall-time budget ran out first."""
         spec, parent = live.core.spec, plan.match.parent
         request = GenerateRequest(
             request_id=RequestId(f"{spec.session_id}-{self._incarnation}-{turn_id}"),

@@ -1,10 +1,11 @@
-"""The retention of a run's records: growing files are rotated at a size, and the oldest are removed.
+"""Retention of a run's records: growing files are rotated when they reach a size limit, and the oldest are removed.
 
 Invariants:
 - `NAME.jsonl` is the newest file; `NAME-000001.jsonl`, `NAME-000002.jsonl`, ... are older ones, oldest first.
-- Several processes may append to one file (each write is a single O_APPEND) and rotate it: one at a time does, and the
-  others continue with the new file. (The standard library's rotating handlers support one process only.)
-- Only rotated files are removed, never the one that is being written.
+- Several processes may append to one file (each write is a single O_APPEND write) and rotate it: one process at a time
+  rotates it, and the others continue with the new file. (The standard library's rotating handlers support one process
+  only.)
+- Only rotated files are removed, never the one that is being written to.
 """
 
 from __future__ import annotations
@@ -24,37 +25,38 @@ OLDER = re.compile(r"-\d{6,}$")
 
 
 class RetentionConfig(BaseModel):
-    """Limits for metrics, pushes, spans, logs and evaluations. The ledger, its trajectories and checkpoints have their
-    own (`buffer.keep_trajectories`, `learner.keep_checkpoints`)."""
+    """Limits for metrics, pushes, spans, logs and evaluations. The ledger, its trajectories and checkpoints have limits
+    of their own (`buffer.keep_trajectories`, `learner.keep_checkpoints`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     file_bytes: int = Field(default=64 * 2**20, ge=4096)
     """Size at which `metrics.jsonl`, `engines/pushes.jsonl` and the logs of engines and senders are rotated."""
     metrics_bytes: int = Field(default=2**30, ge=4096)
-    """Total size of the older files of `metrics.jsonl`; beyond it the oldest are removed. Only `report` and the plot
-    use them, and then cover the rest."""
+    """Limit for the total size of the older files of `metrics.jsonl`; beyond it, the oldest are removed. Only `report`
+    and the plot use these files, and then cover only what is left of them."""
     log_bytes: int = Field(default=2**28, ge=4096)
-    """Total size of the older files of each log, and of `engines/pushes.jsonl`."""
+    """Limit for the total size of the older files of each log, and of `engines/pushes.jsonl`."""
     spans_bytes: int = Field(default=2**30, ge=4096)
-    """Total size of the files in `spans`; beyond it the oldest of those that are no longer written are removed."""
+    """Limit for the total size of the files in `spans`; beyond it, the oldest of those that are no longer being written
+    are removed."""
     evaluations_bytes: int = Field(default=2**33, ge=4096)
-    """Total size of the folders of finished evaluations; beyond it the conversations and patches of the oldest are
-    removed. Their results and summaries remain."""
+    """Limit for the total size of the folders of finished evaluations; beyond it, the conversations and patches of the
+    oldest are removed. Their results and summaries remain."""
     days: float = Field(default=365.0, gt=0)
-    """Age at which any of these is removed, whatever its size."""
+    """Age at which any of these files is removed, whatever its size."""
 
 
 class RotatingFile:
-    """File to append to, rotated by size. Without a `retention` it grows without limit. `keep_bytes` limits the older
-    files; None means `metrics_bytes`."""
+    """Append-only file that is rotated by size. Without a `retention`, it grows without limit. `keep_bytes` limits the
+    total size of the older files; None means `metrics_bytes`."""
 
     def __init__(self, path: Path, retention: RetentionConfig | None, *, keep_bytes: int | None = None) -> None:
         self._path, self._retention = path, retention
         self._keep_bytes = keep_bytes
 
     def append(self, line: bytes) -> None:
-        """Append a line in one write. Raises OSError."""
+        """Append a line in a single write. Raises OSError."""
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(descriptor, line)
@@ -84,12 +86,12 @@ def older_files(path: Path) -> list[Path]:
 
 
 def is_older_file(path: Path) -> bool:
-    """Return whether the path is that of a rotated file."""
+    """Return whether the path belongs to a rotated file."""
     return OLDER.search(path.stem) is not None
 
 
 def next_older_file(path: Path) -> Path:
-    """Return the name for the file at `path` when it is rotated."""
+    """Return the path that the file at `path` gets when it is rotated."""
     older = older_files(path)
     number = int(older[-1].stem.rpartition("-")[2]) + 1 if older else 1
     return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
@@ -101,7 +103,8 @@ def kept_files(path: Path) -> list[Path]:
 
 
 def remove_oldest(paths: Iterable[Path], keep_bytes: int, keep_days: float) -> tuple[Path, ...]:
-    """Remove those of the files, given oldest first, that are older than `keep_days` or beyond `keep_bytes`."""
+    """Remove the files that are older than `keep_days` or exceed the total of `keep_bytes`. `paths` must be sorted,
+    oldest first."""
     removed = []
     left_bytes, since_s = keep_bytes, time.time() - keep_days * DAY_S
     for path in reversed(list(paths)):

@@ -1,8 +1,10 @@
-"""The set-up of the OpenTelemetry SDK.
+"""Set-up of the OpenTelemetry SDK.
 
 Invariants:
-- Ending a span never blocks: it is put in a bounded queue; a full queue drops spans, and a full disk drops batches.
-- The span file of a process is JSON lines, at most `max_file_bytes` plus one earlier file (`.1`) of the same size.
+- Ending a span never blocks: the span is put into a bounded queue. Spans are dropped if the queue is full, and batches
+  if the disk is full.
+- A process writes its spans as JSON lines to a file of at most `max_file_bytes`, plus one earlier file (`.1`) of the
+  same size.
 - Root spans started by `tracing.start_rollout_span` get the trace id derived from their rollout attempt.
 """
 
@@ -38,15 +40,15 @@ class TelemetryConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = True
-    """False leaves the API without an SDK: spans cost next to nothing and are not recorded."""
+    """If false, the API has no SDK: spans cost next to nothing and are not recorded."""
     otlp_endpoint: str | None = None
-    """Full URL of an OTLP/HTTP trace receiver (`http://collector:4318/v1/traces`); None sends nothing."""
+    """Full URL of an OTLP/HTTP trace receiver (`http://collector:4318/v1/traces`); with None, no spans are sent."""
     max_file_bytes: int = Field(default=64 * 2**20, ge=4096)
     """Size at which the span file is renamed to `.1`, replacing the previous one."""
     max_queue_spans: int = Field(default=16384, ge=512)
-    """Spans waiting for export; further ones are dropped."""
+    """Largest number of spans waiting for export; further spans are dropped."""
     flush_interval_s: float = Field(default=1.0, gt=0)
-    """Longest time that a finished span waits in memory."""
+    """Longest time that a finished span stays in memory before it is written."""
 
     @field_validator("otlp_endpoint")
     @classmethod
@@ -66,16 +68,16 @@ class TelemetryConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryHandle:
-    """Handle of the set-up that `configure` made."""
+    """Handle to the set-up made by `configure`."""
 
     provider: TracerProvider | None
 
     def tracer(self, name: str) -> Tracer:
-        """Return a tracer of this set-up, even if it is not installed as the global one."""
+        """Return a tracer of this set-up, even if the set-up is not installed globally."""
         return self.provider.get_tracer(name) if self.provider else trace.NoOpTracer()
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Write the queued spans; return False when that took too long."""
+        """Write the queued spans; return False if that takes too long."""
         return self.provider is None or self.provider.force_flush(int(timeout_s * 1000))
 
     def shutdown(self) -> None:
@@ -92,10 +94,10 @@ def configure(
     resource: Mapping[str, str] | None = None,
     install: bool = True,
 ) -> TelemetryHandle:
-    """Set up the SDK for this process: spans to `spans_dir/<process>.jsonl` and, when configured, to an OTLP receiver.
+    """Set up the SDK for this process: spans go to `spans_dir/<process>.jsonl` and, if configured, to an OTLP receiver.
 
-    `install` makes it the global provider, which a process can do once. Raises OSError when the directory cannot be
-    created.
+    With `install`, it becomes the global provider, which a process can set only once. Raises OSError if the directory
+    cannot be created.
     """
     if not config.enabled:
         return TelemetryHandle(provider=None)
@@ -129,7 +131,7 @@ def configure(
 
 
 class RolloutIdGenerator(RandomIdGenerator):
-    """Generator of random ids, except for the root span of a rollout attempt (tracing.py)."""
+    """Generator of random ids, except for the trace id of a rollout attempt's root span (tracing.py)."""
 
     def generate_trace_id(self) -> int:
         return root_trace_id.get() or super().generate_trace_id()
@@ -158,15 +160,15 @@ class JsonLinesExporter(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
-        """Do nothing, since no file is held open."""
+        """Do nothing, since no file is kept open."""
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         return True
 
 
 def span_record(span: ReadableSpan) -> dict[str, object]:
-    """Return one line of the span file: ids in hexadecimal, times in nanoseconds since 1970, `parent_id` "" for a
-    root."""
+    """Return one line of the span file. Ids are hexadecimal, times are in nanoseconds since 1970, and `parent_id` is ""
+    for a root span."""
     context = span.context
     return {
         "name": span.name,

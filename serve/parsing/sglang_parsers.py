@@ -1,10 +1,10 @@
-"""The adapter of SGLang's parsers, for model families without a parser of ours.
+"""Adapter for SGLang's parsers, for model families that headrace has no parser for.
 
 Invariants:
 - SGLang is imported only when one of its parsers is requested.
-- Its parsers read one call at a time if we know the tags of the family, since they drop text after a call, and text
-  that they cannot read. The text that they lose remains text, in its place.
-- Reasoning between <think> tags is parsed by us; for families with other tags it is parsed by SGLang.
+- Its parsers get one call at a time if we know the family's tags, since they drop text that follows a call and text
+  that they cannot read. Text that they drop remains text, at its original position.
+- Reasoning between <think> tags is parsed by our own code; for families with other tags, it is parsed by SGLang.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from headrace.serve.parsing.json_spans import encodable, object_text
 from headrace.serve.parsing.scanner import NOTHING, THINK, Found, scan
 
 SGLANG = "sglang:"
-"""Prefix of SGLang's parsers in `gateway.parser`."""
+"""Prefix that selects SGLang's parsers in `gateway.parser`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """Tags around one call, and around several."""
+    """Tags around a single call and around a group of calls."""
 
     opening: str
     closing: str
@@ -52,8 +52,8 @@ _TAGS = {"glm": _GLM, "glm45": _GLM, "glm47": _GLM, "deepseekv3": _DEEPSEEK, "de
 
 class SGLangParser:
     """Implements `base.OutputParser` with SGLang's `FunctionCallParser` and `ReasoningParser`. `name` is a value of
-    `--tool-call-parser`; if its family has reasoning tags of its own, the `--reasoning-parser` of the same name is used
-    as well.
+    `--tool-call-parser`; if its family has its own reasoning tags, the `--reasoning-parser` of the same name is used as
+    well.
 
     Raises:
         ParserMissing: SGLang cannot be imported; the message says how to install it.
@@ -107,7 +107,7 @@ class _Markup:
 
 
 class _SGLang:
-    """SGLang's imported parsers. Their detectors have state, so each text gets new ones."""
+    """SGLang's imported parsers. Their detectors are stateful, so new ones are created for each text."""
 
     def __init__(self, name: str) -> None:
         try:
@@ -131,10 +131,10 @@ class _SGLang:
         self.reasons = name in ReasoningParser.DetectorMap and (
             str(getattr(ReasoningParser(name).detector, "think_start_token", THINK)) != THINK
         )
-        """True when the family has reasoning tags of its own."""
+        """True when the family has its own reasoning tags."""
 
     def reasoning(self, text: str, *, in_reasoning: bool) -> tuple[str, str]:
-        """Return the reasoning, and the rest of the text."""
+        """Return the reasoning and the rest of the text."""
         try:
             parser = self._reasoning(self._name, force_reasoning=True) if in_reasoning else self._reasoning(self._name)
             thought, rest = parser.parse_non_stream(text)
@@ -143,8 +143,8 @@ class _SGLang:
         return (thought or "").strip(), rest or ""
 
     def calls(self, text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[ParsedCall]]:
-        """Return the rest of the text, and the well-formed calls in it; calls of unknown tools too, if this SGLang
-        supports that."""
+        """Return the rest of the text and the well-formed calls in it, including calls to unknown tools if this version
+        of SGLang supports that."""
         parser = self._calls([self._offered(tool) for tool in tools], self._name)
         with self._unknown_tools.override(True) if self._unknown_tools is not None else nullcontext():
             try:
@@ -159,8 +159,8 @@ class _SGLang:
         return rest or "", [call for call in calls if encodable(call.arguments)]
 
     def whole(self, text: str, tools: Sequence[ToolSpec]) -> ParsedOutput:
-        """Return text and calls for a family whose call tags we do not know: text, calls, then the text after the last
-        call tag that is in neither."""
+        """Return the text and calls for a family whose call tags we do not know: the text, the calls, and then any text
+        after the last call tag that is in neither of them."""
         detector = self._calls([self._offered(tool) for tool in tools], self._name).detector
         rest, calls = self.calls(text, tools)
         if not calls:

@@ -1,9 +1,9 @@
-"""The renderer interface: a tokenizer and its chat template, as far as a session needs them.
+"""The renderer interface: the operations that a session needs from a tokenizer and its chat template.
 
 Invariants:
 - The output of `render` ends with the opening of the policy's turn.
 - `bridge` closes the sampled turn if it did not close itself, renders only the new messages and opens the next turn:
-  the session sends history plus bridge, and never renders history again.
+  the session sends the history plus the bridge and never renders the history again.
 - Contents are text: markup inside a message never becomes a control token.
 - System messages after the first are always merged in the same manner, so that a growing conversation only appends
   tokens.
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from headrace.serve.conversation import Message, ToolCall, ToolSpec
 
 TokenIds: TypeAlias = "array[int]"
-"""Array of the type code `i` (int32)."""
+"""Array with type code `i` (int32)."""
 
 
 class Renderer(Protocol):
-    """Renderer of one model. Its methods are pure functions of their arguments (except caches). All ids, also those
-    that the policy may sample, are in `[0, vocab_size)`; `stop_ids` end a turn of the policy."""
+    """Renderer of one model. Its methods are pure functions of their arguments (except caches). All ids, including
+    those that the policy may sample, are in `[0, vocab_size)`; `stop_ids` end a turn of the policy."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -45,21 +45,22 @@ class Renderer(Protocol):
 
     @property
     def opens_reasoning(self) -> bool:
-        """True when the generation prompt opens the reasoning (`<think>`), so that an output begins inside it."""
+        """True when the generation prompt opens the reasoning (`<think>`), so that an output begins inside the
+        reasoning."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
-        """Return all ids of the conversation up to the policy's turn. Raises TemplateRefused."""
+        """Return all ids of the conversation up to the start of the policy's turn. Raises TemplateRefused."""
         ...
 
     def bridge(self, last_id: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> TokenIds:
-        """Return the ids between the last sampled id (`last_id`; a stop id, unless the turn was cut) and the next one.
-        `calls` are those of the sampled turn, for templates that repeat them with the results. Requires `bridges`.
-        Raises TemplateRefused."""
+        """Return the ids between the last sampled id (`last_id`, which is a stop id unless the turn was cut off) and
+        the next one. `calls` are the calls of the sampled turn, for templates that repeat them with their results.
+        Requires `bridges`. Raises TemplateRefused."""
         ...
 
     def count_tokens(self, texts: Iterable[str], *, stop_at: int) -> int:
-        """Return the number of tokens of the texts alone, without a template; counting stops at about `stop_at`."""
+        """Return the number of tokens in the texts alone, without a template; counting stops at about `stop_at`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
