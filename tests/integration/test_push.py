@@ -205,7 +205,7 @@ async def test_a_snapshot_of_another_model_is_refused_before_any_change(
     assert report.quarantined == ("one", "two")
     assert {phase for _, phase in rig.journal} == {"probe"}
     for engine, part in zip(rig.engines.values(), report.engines, strict=True):
-        assert "model.norm.weight: the snapshot has shape (7,), the engine's model" in part.failure
+        assert "model.norm.weight: the snapshot has shape (7,), but the engine's model" in part.failure
         assert (await engine.info()).version in before
 
 

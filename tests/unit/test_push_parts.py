@@ -99,7 +99,7 @@ def test_dtypes_may_differ_among_floating_point_ones(tmp_path: Path, write_model
         (lambda tensors: tensors.update(new=torch.zeros(1)), "snapshot lacks new, which"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}),
-            r"model\.norm\.weight: the snapshot has shape \(\d+,\), the engine's model .* \(7,\)",
+            r"model\.norm\.weight: the snapshot has shape \(\d+,\), but the engine's model .* has \(7,\)",
         ),
         (
             lambda tensors: tensors.update(
