@@ -2,8 +2,8 @@
 
 Invariants:
 - An agent ends with exactly one StopReason. Failures of the gateway, the sandbox or the agent's own installation are
-  raised, never turned into a reason to stop.
-- What an agent prints is data: bounded, never executed or resolved as a path.
+  raised, never turned into a StopReason.
+- An agent's output is treated as data: it is bounded, and never executed or resolved as a path.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class StopReason(StrEnum):
-    """Reason for the end of an agent."""
+    """Reason why an agent stopped."""
 
     FINISHED = "finished"
-    """The agent finished: a white-box agent by its last command, a program by exiting without an error."""
+    """The agent finished: a white-box agent with its last command, a program by exiting without an error."""
     TURNS = "turns"
     """All allowed turns were used."""
     CONTEXT = "context"
@@ -30,18 +30,18 @@ class StopReason(StrEnum):
     LENGTH = "length"
     """An answer was truncated, or the budget of the session was used up; the truncated command was not run."""
     INVALID = "invalid"
-    """An answer was not a command line: empty, several lines, or with a NUL character."""
+    """An answer was not a valid command line: it was empty, had several lines, or contained a NUL character."""
     TIME = "time"
-    """The agent was stopped because its time was over."""
+    """The agent was stopped because its time was up."""
     ERROR = "error"
-    """The program of the agent failed; see `AgentReport.exit_code` and `result`."""
+    """The agent's program failed; see `AgentReport.exit_code` and `result`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
-    """End of the agent phase of a rollout. `turns` counts answers of the policy, as far as the agent reports them;
-    `commands` are those that a white-box agent ran. The other fields are for agents that are programs: exit code (None
-    while running), `result` (final message or error), and the end of the output."""
+    """Result of a rollout's agent phase. `turns` counts the policy's answers, as far as the agent reports them;
+    `commands` are those that a white-box agent ran. The other fields are for agents that are programs: the exit code
+    (None while running), `result` (final message or error), and the end of the output."""
 
     stop: StopReason
     turns: int
@@ -52,11 +52,11 @@ class AgentReport:
 
 
 class SimulatedPolicy(Protocol):
-    """Simulated engines, as one run of the simulated agent sees them."""
+    """Interface to simulated engines for one run of the simulated agent."""
 
     @property
     def key(self) -> str:
-        """Name of the attempt, the same in every run: task, rollout and attempt number."""
+        """Name of the attempt, which is the same in every run: task, rollout and attempt number."""
         ...
 
     async def turn(self, tokens: int, seconds: float) -> None:
@@ -66,15 +66,15 @@ class SimulatedPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:
-    """The policy, as one run of an agent sees it. `base_url` is the URL of the session
-    (`http://host:port/s/<token>`), reachable from this process; `chat` is a client for it. `context_tokens` limits
-    prompt and answer together; None if unknown."""
+    """Access to the policy for one run of an agent. `base_url` is the URL of the session
+    (`http://host:port/s/<token>`), reachable from this process; `chat` is a client for it. `context_tokens` limits the
+    prompt and the answer together; None if the limit is unknown."""
 
     base_url: str
     chat: Chat
     context_tokens: int | None = None
     simulated: SimulatedPolicy | None = None
-    """Replaces `base_url` and `chat` where engines are simulated."""
+    """Replaces `base_url` and `chat` when the engines are simulated."""
 
 
 class Agent(Protocol):
@@ -82,13 +82,13 @@ class Agent(Protocol):
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:
-        """Folders of the host that are mounted in the sandbox of the agent, but not in those of the evaluator."""
+        """Host folders that are mounted in the agent's sandbox, but not in the evaluator's sandboxes."""
         ...
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
-        """Work on the task. Raises AgentNotStarted and errors of gateway and sandbox, which the caller classifies."""
+        """Work on the task. Raises AgentNotStarted, and gateway and sandbox errors, which the caller classifies."""
         ...
 
 
 class AgentNotStarted(Exception):
-    """The program of the agent is missing or could not run, which is not the fault of the policy."""
+    """The agent's program is missing or could not run, which is not the policy's fault."""

@@ -1,9 +1,9 @@
-"""The Chat Completions client of white-box agents: one request, one answer.
+"""The Chat Completions client of white-box agents, which returns one answer per request.
 
 Invariants:
-- Replies of the service are typed: a full context ends an agent, every other refusal or failure is an error.
-- A request is retried only while the gateway does not answer (it restarts), and counts as the same turn there. An
-  answer is final, since the gateway retries engines itself.
+- The service's replies are typed: a full context ends an agent, and every other refusal or failure is an error.
+- A request is retried only while the gateway does not answer (because it is restarting), and the gateway counts the
+  retries as the same turn. An answer is final, since the gateway itself retries engines.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 
 CONTEXT_CODES = frozenset({"context_length_exceeded"})
 UNREACHED_S = 30.0
-"""The agent fails after this time without the service; waiting until its own deadline would look like a used-up
-budget."""
+"""The agent fails after the service has been unreachable for this time; waiting until the agent's own deadline would
+look like an exhausted budget."""
 _UNTIL_ANSWERED = AsyncRetrying(
     retry=retry_if_exception_type((aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)),
     wait=wait_random_exponential(multiplier=0.1, max=2.0),
@@ -57,14 +57,14 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """The text of the policy. `finish_reason` is `stop`, or `length` when the text was truncated."""
+    """The policy's text. `finish_reason` is `stop`, or `length` if the text was truncated."""
 
     text: str
     finish_reason: str
 
 
 class Chat(Protocol):
-    """The policy, as a chat."""
+    """Interface to the policy as a chat."""
 
     async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
         """Return the answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
@@ -91,7 +91,7 @@ class ChatClient:
         max_tokens: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Without `timeout_s` only the deadline of the agent applies."""
+        """Without `timeout_s`, only the agent's deadline applies."""
         self._session = session
         self.url = f"{base_url.rstrip('/')}/v1/chat/completions"
         self._model = model
@@ -115,14 +115,14 @@ class ChatClient:
             raise ChatFailed(f"no usable answer from {self.url}: {type(error).__name__}: {error}") from error
 
     async def _post(self, body: dict[str, object]) -> tuple[int, object]:
-        """Post a request; return the status and the decoded body."""
+        """Post a request, and return the status and the decoded body."""
         no_timeout = aiohttp.ClientTimeout(total=None)
         async with self._session.post(self.url, json=body, timeout=no_timeout) as response:
             return response.status, await response.json(content_type=None)
 
 
 def parse_answer(status: int, answer: object) -> ChatReply:
-    """Parse the reply in a decoded body. Raises ChatContextExceeded, ChatFailed."""
+    """Parse the reply from a decoded body. Raises ChatContextExceeded, ChatFailed."""
     if status != 200:
         raise refusal(status, answer)
     match answer:

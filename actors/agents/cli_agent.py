@@ -1,15 +1,15 @@
-"""The base class of agents that are programs: preparing the sandbox, access to the gateway, running, reporting.
+"""The base class of agents that are programs: it prepares the sandbox, connects the gateway and runs the program.
 
 Invariants:
-- The network of the sandbox stays off. While the agent runs, only the session's part of the gateway listens on the
-  loopback of the sandbox. The sandbox holds no credential but the token of the session.
-- The program is mounted read-only from the host, or part of the task image. It runs as an unprivileged user with its
-  own home unless the recipe sets another user.
-- The prompt is never an argument: on standard input it may have any length and begin with a dash.
-- Cancelling `run` kills the process tree of the program. Processes that outlive a program that exited by itself can no
+- The network of the sandbox stays off. While the agent is running, only the session's part of the gateway is reachable,
+  on the sandbox's loopback interface. The sandbox holds no credential other than the session's token.
+- The program is either mounted read-only from the host or part of the task image. It runs as an unprivileged user with
+  its own home directory unless the recipe sets another user.
+- The prompt is never an argument: on standard input it may have any length and may begin with a dash.
+- Cancelling `run` kills the program's process tree. If the program exits by itself, processes that outlive it can no
   longer reach the gateway. Output is kept up to a limit.
-- Problems found before the start raise AgentNotStarted. The exit code of a program is reported, not judged, even 126
-  and 127, since commands of the policy can cause them: the session record and the evaluator decide.
+- Problems found before the start raise AgentNotStarted. A program's exit code is reported but not judged, even if it is
+  126 or 127, since the policy's commands can cause these: the session record and the evaluator decide.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
 
 FOLDERS: Final = "/opt/headrace/agents"
-"""Parent of the mount points of installed agents in sandboxes."""
+"""Parent folder of the mount points of installed agents in sandboxes."""
 INSTRUCTION: Final = "{instruction}"
 _PREPARE_TIMEOUT_S: Final = 120.0
-"""Guard against hangs; the deadline of the agent is a separate clock."""
+"""Guard against hangs; the agent's deadline is tracked separately."""
 _STDERR_BYTES: Final = 8192
 _SIGKILL: Final = 9
 _START: Final = """
@@ -61,19 +61,19 @@ class ProgramConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path | None = None
-    """Folder of the agent on this host; None for that of `scripts/install_agents`."""
+    """Folder of the agent on this host; None for the one created by `scripts/install_agents`."""
     in_image: str = ""
-    """Program in the task image to run instead, for sandboxes that cannot mount folders of this host."""
+    """Program in the task image to run instead, for sandboxes that cannot mount this host's folders."""
     user: str = "1000"
-    """User that runs the program: a name of the image or a number. The working directory is given to this user, which
-    copies every file of the image in it; with `root` nothing is copied."""
+    """User that runs the program: a user name that exists in the image, or a number. Ownership of the working directory
+    is given to this user, which copies every image file in it; with `root`, nothing is copied."""
     home: str = Field(default="/home/agent", pattern=r"^/[^\x00]+$")
-    """Home of the agent; created and given to the user."""
+    """Home directory of the agent; it is created and given to the user."""
     working_directory: str = ""
-    """Working directory; empty for the repository of the task, or `/workspace` without one."""
+    """Working directory; if empty, the task's repository, or `/workspace` if there is none."""
     prompt: str = INSTRUCTION
-    """Prompt of the agent; `{instruction}` is replaced by that of the task. Begin with a word: some agents take a
-    leading slash and name for one of their commands, and exit."""
+    """Prompt of the agent; `{instruction}` is replaced with the task's instruction. Begin with a word: some agents
+    interpret a leading slash and name as one of their own commands, and exit."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the program."""
     environment: dict[str, str] = {}
@@ -81,11 +81,12 @@ class ProgramConfig(BaseModel):
     model: str = "policy"
     """Model name that the agent sends in its requests."""
     max_turns: int = Field(default=100, ge=1)
-    """Maximum answers of the policy in one session, including subagents; the gateway then ends the agent normally."""
+    """Maximum number of policy answers in one session, including subagents; once it is reached, the gateway ends the
+    agent normally."""
     port: int = Field(default=47123, ge=1, le=65535)
-    """Port of the gateway on the loopback of the sandbox; choose one that no task uses."""
+    """Port of the gateway on the sandbox's loopback interface; choose a port that no task uses."""
     max_log_bytes: int = Field(default=65536, ge=1024)
-    """Bytes kept from the end of standard output."""
+    """Number of bytes kept from the end of standard output."""
 
     @field_validator("environment")
     @classmethod
@@ -111,8 +112,8 @@ class ProgramConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchContext:
-    """Paths and URLs of one run inside the sandbox. `folder` has the files of the agent; `url` is the base URL of the
-    session, `token` its last part, for APIs that need a key."""
+    """Paths and URLs of one run inside the sandbox. `folder` has the agent's files; `url` is the session's base URL,
+    and `token` is the last part of that URL, for APIs that need a key."""
 
     folder: str
     home: str
@@ -124,14 +125,14 @@ class LaunchContext:
 
     @property
     def prompt_file(self) -> str:
-        """File with the prompt, for programs that read it from standard input."""
+        """Path of the prompt file, for programs that read the prompt from standard input."""
         return f"{self.home}/.prompt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Command line and environment of the program. `files` are absolute paths below the home, and may include `stdin`;
-    `setup` is a shell command that its user runs first."""
+    """Command line and environment of the program. The paths in `files` are absolute and below the home directory, and
+    may include `stdin`; `setup` is a shell command that the program's user runs first."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -142,7 +143,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramEnd:
-    """End of the program, as it reports it. `error`: it reports a failure, or nothing."""
+    """The program's own report of how it ended. `error` is set if it reports a failure, or nothing at all."""
 
     result: str = ""
     turns: int = 0
@@ -150,13 +151,13 @@ class ProgramEnd:
 
 
 class OutputTail:
-    """The end of the output of a program, by stream."""
+    """The end of a program's output, by stream."""
 
     def __init__(self, max_bytes: int) -> None:
         self._limits = {Stream.STDOUT: max_bytes, Stream.STDERR: _STDERR_BYTES}
         self._kept = {stream: bytearray() for stream in self._limits}
         self.cut = False
-        """True when the beginning of standard output was dropped."""
+        """True once the beginning of standard output has been dropped."""
 
     def add(self, stream: Stream, data: bytes) -> None:
         kept = self._kept[stream]
@@ -167,7 +168,7 @@ class OutputTail:
             self.cut = self.cut or stream is Stream.STDOUT
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of standard output that are JSON objects, the last one first."""
+        """Yield the lines of standard output that are JSON objects, starting with the last one."""
         lines = bytes(self._kept[Stream.STDOUT]).split(b"\n")
         for line in reversed(lines[1:] if self.cut else lines):
             with suppress(ValueError, RecursionError):
@@ -182,7 +183,7 @@ class OutputTail:
 
 
 def result_event(printed: OutputTail, *, failure: str) -> ProgramEnd:
-    """Return the end of a program from the event `result` of its JSON stream; `failure` is the field with the error."""
+    """Return how a program ended, from the `result` event of its JSON stream; `failure` is the field with the error."""
     for event in printed.events():
         match event:
             case {"type": "result", **rest}:
@@ -203,7 +204,7 @@ class CliAgent(ABC):
     """Name of the installation."""
 
     def __init__(self, config: ProgramConfig) -> None:
-        """Raises AgentMissing when the program is not installed on this host."""
+        """Raises AgentMissing if the program is not installed on this host."""
         self._config = config
         self._source = None if config.in_image else (config.folder or installed_folder(self.name))
 
@@ -214,7 +215,7 @@ class CliAgent(ABC):
 
     @abstractmethod
     def ending(self, printed: OutputTail) -> ProgramEnd:
-        """Parse the end of the program from its output."""
+        """Parse how the program ended from its output."""
         ...
 
     @property
@@ -224,7 +225,7 @@ class CliAgent(ABC):
         return (HostFolder(source=str(self._source.resolve()), target=f"{FOLDERS}/{self.name}"),)
 
     def program(self, context: LaunchContext, path: str) -> str:
-        """Return the program to run: `path` below the folder of the agent, or that of the recipe."""
+        """Return the program to run: `path` below the agent's folder, or the program that the recipe sets."""
         return self._config.in_image or f"{context.folder}/{path}"
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
@@ -268,7 +269,8 @@ class CliAgent(ABC):
         )
 
     async def _prepare(self, sandbox: Sandbox, context: LaunchContext, launch: Launch) -> None:
-        """Write the files, and give home and working directory to the user. `_START` checks the permissions."""
+        """Write the files, and give the user ownership of the home and working directories. `_START` checks the
+        permissions."""
         if launch.files:
             await sandbox.write_many(dict(launch.files))
         home, folder = shlex.quote(context.home), shlex.quote(context.working_directory)
@@ -292,17 +294,17 @@ class CliAgent(ABC):
 
 
 SAFE_DIRECTORIES: Final = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-"""Git refuses repositories that belong to another user."""
+"""Makes git accept repositories that belong to another user."""
 
 
 async def _kill(process: Process) -> None:
-    """Kill the process tree; the process or its sandbox may be gone already."""
+    """Kill the process tree; the process or its sandbox may already be gone."""
     with suppress(SandboxError):
         await process.signal(_SIGKILL)
 
 
 def target_of(base_url: str) -> tuple[HostPort, str]:
-    """Split the base URL of a session into its host and port, and the prefix of its paths. Raises ValueError."""
+    """Split a session's base URL into host, port and path prefix. Raises ValueError."""
     parts = urlsplit(base_url)
     if parts.scheme != "http" or not parts.hostname or not parts.path.strip("/"):
         raise ValueError(f"{base_url!r} is not a base URL of a session (http://host:port/s/...)")

@@ -1,4 +1,4 @@
-"""The agent Codex, with OpenAI's binary and the Responses API, the only one that it supports."""
+"""The agent Codex, which uses OpenAI's binary and the Responses API, the only API that it supports."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ class Codex(CliAgent):
 
 
 def _quoted(text: str) -> str:
-    """Quote a TOML basic string. JSON strings are valid ones but for DEL."""
+    """Quote a TOML basic string. JSON strings are valid TOML strings except for DEL."""
     return json.dumps(text).replace("\x7f", "\\u007f")

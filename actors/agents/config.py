@@ -22,7 +22,7 @@ class AgentKind(StrEnum):
     SHELL = "shell"
     """The white-box shell agent: every answer of the policy is a command."""
     IMMEDIATE = "immediate"
-    """Returns at once; only for measuring the orchestration."""
+    """Returns immediately; only for measuring the orchestration."""
     SIMULATED = "simulated"
     """Takes time instead of working, over simulated engines; for replays and measurements."""
     CLAUDE_CODE = "claude-code"
@@ -34,17 +34,17 @@ class AgentKind(StrEnum):
     QWEN_CODE = "qwen-code"
     """Qwen's program, in the sandbox."""
     OPENCODE = "opencode"
-    """A program for many providers, in the sandbox."""
+    """A program that supports many providers, in the sandbox."""
 
 
 class AgentSection(Section):
     kind: AgentKind | str = Field(default=AgentKind.SHELL, union_mode="left_to_right")
     """Agent that works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
-    `simulated` (only takes time), `immediate` (does nothing), or one of another package (docs/extending.md)."""
+    `simulated` (only takes time), `immediate` (does nothing), or one from another package (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for an agent of another package."""
+    """Keyword arguments for an agent from another package."""
     turns: int = Field(default=50, ge=1)
-    """Maximum answers of the policy in one session of an agent of another package."""
+    """Maximum number of policy answers in one session of an agent from another package."""
     shell: ShellAgentConfig = ShellAgentConfig()
     """Settings of the shell agent."""
     program: ProgramConfig = ProgramConfig()
@@ -60,17 +60,18 @@ class AgentSection(Section):
 
     @property
     def is_outside(self) -> bool:
-        """True for an agent of another package."""
+        """True for an agent from another package."""
         return not isinstance(self.kind, AgentKind)
 
     @property
     def is_program(self) -> bool:
-        """True for an agent that is a program in the sandbox; agents of other packages count as loops of their own."""
+        """True for an agent that is a program in the sandbox; agents from other packages count as running their own
+        loop."""
         return not self.is_outside and self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
 
     @property
     def max_turns(self) -> int:
-        """Maximum answers of the policy in one session."""
+        """Maximum number of policy answers in one session."""
         if self.is_outside:
             return self.turns
         if self.kind is AgentKind.SIMULATED:

@@ -1,4 +1,4 @@
-"""The agent that returns at once, for measuring the orchestration around it (`scripts/bench orchestration`)."""
+"""The agent that returns immediately, for measuring the orchestration around it (`scripts/bench orchestration`)."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 """The installer of agents from npm and PyPI: `scripts/install_agents [--all] [--latest] [NAME ...]`.
 
 Invariants:
-- An installation appears complete or not at all: it is built in a temporary folder and renamed. Existing installations
-  are never changed: another version is another folder. A lock allows one installer at a time, which first removes
-  leftovers of killed ones.
+- An installation appears complete or not at all: it is built in a temporary folder and then renamed. Existing
+  installations are never changed: each version has its own folder. A lock allows one installer at a time, which first
+  removes anything left behind by killed installers.
 - Scripts of npm packages are never run; only files are copied from packages.
 - The files are readable and executable for all users, since sandboxes run agents as other users.
 """
@@ -32,10 +32,10 @@ EVERY_RUN: Final = ("claude-code", "codex", "mini-swe-agent")
 """Agents that the default tests need."""
 _TIMEOUT_S: Final = 900.0
 _ARCHITECTURES: Final = {"x86_64": ("x64", "x86_64"), "aarch64": ("arm64", "aarch64")}
-"""Names of the machine in npm packages and in Rust targets."""
+"""Names of this machine's architecture in npm packages and in Rust targets."""
 _BUILDING, _NPM = ".building-", ".npm-"
 _SYSTEM_PYTHON: Final = "/usr/bin/python3"
-"""Python of the image `host`."""
+"""Python interpreter of the image `host`."""
 
 
 class AgentMissing(Exception):
@@ -56,7 +56,7 @@ class NpmPackage:
 
 
 def npm_packages(agent: str, machine: str) -> tuple[NpmPackage, ...]:
-    """Return the npm packages of an agent, none for one from PyPI. Raises InstallFailed, KeyError."""
+    """Return the npm packages of an agent; empty for an agent from PyPI. Raises InstallFailed, KeyError."""
     try:
         short, long = _ARCHITECTURES[machine]
     except KeyError:
@@ -99,7 +99,7 @@ PINNED: Final = {
     "opencode": versions.OPENCODE,
     "qwen-code": f"{versions.QWEN_CODE}-node{versions.NODE}",
 }
-"""Versions in the names of installation folders, by agent."""
+"""Versions used in the names of installation folders, by agent."""
 
 
 def cache_folder() -> Path:
@@ -118,8 +118,8 @@ def installed_folder(agent: str) -> Path:
 
 
 def install(agent: str, *, latest: bool = False, python: str | None = None) -> Path:
-    """Install an agent if it is missing, and return its folder. `python` is the Python version (`3.12`) of the images
-    that mini-swe-agent runs in, by default that of the image `host`. Raises InstallFailed."""
+    """Install an agent if it is missing, and return its folder. `python` is the Python version (`3.12`) in the images
+    that mini-swe-agent runs in; it defaults to the version in the image `host`. Raises InstallFailed."""
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / ".lock"):
@@ -141,7 +141,8 @@ def install(agent: str, *, latest: bool = False, python: str | None = None) -> P
 
 @contextmanager
 def _building(cache: Path) -> Iterator[Path]:
-    """Create a folder beside the installations; it is removed at the end unless it was renamed to one."""
+    """Create a temporary folder beside the installations. It is removed on exit unless it has been renamed to an
+    installation."""
     folder = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=cache))
     try:
         yield folder
@@ -150,7 +151,7 @@ def _building(cache: Path) -> Iterator[Path]:
 
 
 def _publish(folder: Path, target: Path) -> None:
-    """Rename a built folder to an installation, readable for all users."""
+    """Publish a built folder as an installation that all users can read."""
     if target.is_dir():
         return
     for parent, folders, files in os.walk(folder):
@@ -166,7 +167,7 @@ def _publish(folder: Path, target: Path) -> None:
 
 
 def _label(package: NpmPackage) -> str:
-    """Return the version of a package for the folder name."""
+    """Return a package's version for the folder name."""
     return f"node{package.version}" if package.name.startswith("node-") else package.version.partition("-linux-")[0]
 
 
@@ -193,7 +194,7 @@ def _copy_files(package: NpmPackage, prefix: Path, building: Path) -> None:
 
 
 def _install_mini(cache: Path, *, latest: bool, python: str) -> Path:
-    """Install the packages for one Python version beside those for others."""
+    """Install the packages for one Python version beside those for other versions."""
     folder = cache / f"mini-swe-agent-{versions.MINI_SWE_AGENT}"
     if not latest and (folder / f"py{python}").is_dir():
         return folder
@@ -222,7 +223,7 @@ def _pip(target: Path, python: str, arguments: Sequence[str]) -> None:
 
 
 def system_python() -> str:
-    """Return the Python version of the image `host`, as in `3.11`."""
+    """Return the Python version of the image `host`, e.g. `3.11`."""
     program = _SYSTEM_PYTHON if Path(_SYSTEM_PYTHON).exists() else sys.executable
     return _run((program, "-c", "import sys; print('%d.%d' % sys.version_info[:2])")).strip()
 

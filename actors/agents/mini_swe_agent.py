@@ -1,7 +1,7 @@
-"""The agent mini-swe-agent: a driver calls its Python API in the sandbox.
+"""The agent mini-swe-agent, whose Python API a driver calls in the sandbox.
 
-The packages were installed for the Python version of the task image (3.10 and later). Commands of the policy see
-neither the packages nor the URL of the session in their environment, since the driver gets both in a file.
+The packages must have been installed for the Python version of the task image (3.10 or later). The policy's commands
+see neither the packages nor the URL of the session in their environment, since the driver gets both in a file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.actors.in_sandbox import source
 
 
 class MiniMode(StrEnum):
-    """Form of the commands of the policy."""
+    """Format in which the policy writes its commands."""
 
     TOOL = "tool"
     """Calls of one tool, `bash`."""
@@ -32,10 +32,10 @@ class MiniSweAgentConfig(BaseModel):
     mode: MiniMode = MiniMode.TOOL
     """`tool` or `text`."""
     python: str = "python3"
-    """Python of the image that runs the installed packages, of a version they were installed for. Ignored with
-    `in_image`, which must be a Python that has minisweagent and litellm itself."""
+    """The image's Python interpreter that runs the installed packages; they must have been installed for its version.
+    Ignored with `in_image`, which must be a Python interpreter that has minisweagent and litellm itself."""
     command_timeout_s: int = Field(default=60, ge=1)
-    """Deadline of one command of the policy."""
+    """Deadline for one of the policy's commands."""
 
 
 class MiniSweAgent(CliAgent):

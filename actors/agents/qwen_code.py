@@ -1,4 +1,4 @@
-"""The agent qwen-code, over Chat Completions. It needs Node 20, which is installed with it."""
+"""The agent qwen-code, which uses Chat Completions. It needs Node 20, which is installed with it."""
 
 from __future__ import annotations
 

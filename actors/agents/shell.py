@@ -1,7 +1,7 @@
-"""The white-box shell agent: each answer of the policy is one command line for the sandbox.
+"""The white-box shell agent, which runs each of the policy's answers as one command line in the sandbox.
 
 Invariants:
-- The text of the policy is run unchanged or not at all; its output (capped) is the next message.
+- The policy's text is run unchanged or not at all; its output (capped) is the next message.
 - Messages only grow, so every prompt extends the one before it.
 """
 
@@ -34,11 +34,12 @@ class ShellAgentConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_turns: int = Field(default=3, ge=1)
-    """Maximum answers of the policy, including the last one."""
+    """Maximum number of policy answers, including the last one."""
     command_timeout_s: float = Field(default=10.0, gt=0)
-    """Deadline of one command; past it the policy reads `timeout`."""
+    """Deadline for one command; when it is exceeded, the policy reads `timeout`."""
     max_observation_bytes: int = Field(default=48, ge=1)
-    """Bytes of a command's output that the policy reads; small, since the tiny policy has a short context."""
+    """Maximum number of bytes of a command's output that the policy reads; small, since the tiny policy has a short
+    context."""
     working_directory: str = "/workspace"
     """Working directory of every command; each one runs in a new shell."""
 
@@ -90,7 +91,7 @@ class ShellAgent:
 
 
 def unusable(reply: ChatReply) -> StopReason | None:
-    """Return the stop reason for an answer that cannot be run, None if it can."""
+    """Return the stop reason for an answer that cannot be run, or None if it can be."""
     if reply.finish_reason == "length":
         return StopReason.LENGTH
     if not reply.text.strip() or "\n" in reply.text or "\0" in reply.text:

@@ -1,9 +1,11 @@
 """The simulated agent, which takes time instead of working; for virtual time, replays and measurements.
 
 Invariants:
-- The duration of a rollout, its split over turns, and its failures depend only on seed, task, rollout and attempt.
-- It runs one command in its sandbox, which does nothing in a simulated one, and asks the engines for every turn:
-  simulated ones take the time of the turn, real ones answer through the gateway, which counts towards that time.
+- A rollout's duration, the split of that duration over turns, and the rollout's failures depend only on the seed, the
+  task, the rollout and the attempt.
+- The agent runs one command in its sandbox (which does nothing in a simulated sandbox) and asks the engines for every
+  turn. Simulated engines take the time of the turn; real engines answer through the gateway, and their time counts
+  towards that of the turn.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ class SimulatedAgentConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     durations: DurationsConfig = DurationsConfig()
-    """Time of the agent from start to end, without pauses of the engines."""
+    """Time that the agent takes from start to end, excluding pauses of the engines."""
     turns: int = Field(default=8, ge=1)
-    """Turns of a rollout."""
+    """Number of turns in a rollout."""
     tokens_per_turn: int = Field(default=8, ge=1)
-    """Tokens that one turn samples."""
+    """Number of tokens sampled in one turn."""
     generating_share: float = Field(default=0.5, ge=0, le=1)
     """Share of a turn's time that the engines take; tools take the rest."""
     failing_turns: float = Field(default=0.0, ge=0, le=1)
@@ -84,7 +86,7 @@ class SimulatedAgent:
         return AgentReport(stop=StopReason.FINISHED, turns=config.turns)
 
     async def _converse(self, session: AgentSession, task: Task) -> AgentReport:
-        """Take turns at the gateway. Durations depend on the session, which differs in every run."""
+        """Take turns at the gateway. Durations depend on the session, which is different in every run."""
         messages = [ChatMessage(role="user", content=task.instruction)]
         clock = asyncio.get_running_loop().time
         for number, turn_s in enumerate(self.turns_s(f"{task.id} {session.base_url} 0"), start=1):

@@ -1,7 +1,8 @@
 """The versions of agents that `scripts/install_agents` installs and the tests run with.
 
-The Python packages are pinned as a set that was tested together. It leaves out requirements of mini-swe-agent and
-litellm that the default agent never imports (data sets, AWS, terminal interfaces), which are most of half a gigabyte.
+The Python packages are pinned as a set that was tested together. The set omits requirements of mini-swe-agent and
+litellm that the default agent never imports (data sets, AWS, terminal interfaces) and that make up most of half a
+gigabyte.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ CODEX: Final = "0.169.0"
 QWEN_CODE: Final = "0.15.10"
 OPENCODE: Final = "1.18.33"
 NODE: Final = "20.20.2"
-"""Node for qwen-code, which needs 20 or later."""
+"""Version of Node for qwen-code, which needs 20 or later."""
 MINI_SWE_AGENT: Final = "2.4.6"
 LITELLM: Final = "1.106.2"
 MCP: Final = "2.3.0"
-"""litellm imports it for tool calls, but does not require it."""
+"""Imported by litellm for tool calls, but not declared as a requirement."""
 MINI_SWE_AGENT_REQUIREMENTS: Final = (
     "aiohappyeyeballs==2.7.1",
     "aiohttp==3.14.5",

@@ -1,1 +1,1 @@
-"""Evaluators, which score the work of agents in clean sandboxes."""
+"""Evaluators, which score agents' work in clean sandboxes."""

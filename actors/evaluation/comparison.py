@@ -1,9 +1,10 @@
-"""The out-of-process comparison: the code of the agent computes plain data, and never judges itself.
+"""The out-of-process comparison: the agent's code computes plain data and never judges itself.
 
 Invariants:
 - The expected value never enters a sandbox: code that takes over the process still has to know the answer.
-- Two values are equal if they are the same JSON: no `__eq__` of the agent, no `True == 1`, no `1 == 1.0`.
-- Every report was made without a patch in a clean sandbox; agents cannot influence it.
+- Two values are equal if they are the same JSON: the agent's `__eq__` is never called, and neither `True` and `1` nor
+  `1` and `1.0` are equal.
+- Every baseline report is made without a patch in a clean sandbox, so agents cannot influence it.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class _Entry:
 
 
 class Baselines:
-    """Reports of the MAX_TASKS most recently used tasks, each measured once."""
+    """Cache of the untouched repositories' reports for the MAX_TASKS most recently used tasks."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     async def of(self, task: Task, measure: Callable[[], Awaitable[Report]]) -> Report:
-        """Return the report of the untouched repository of a task, measured on the first call. Errors of `measure`
-        are raised, and the next call measures again."""
+        """Return the report of a task's untouched repository, measured on the first call. Errors from `measure` are
+        raised, and the next call measures again."""
         digest = task_digest(task)
         entry = self._entries.setdefault(digest, _Entry())
         self._entries.move_to_end(digest)
@@ -70,8 +71,8 @@ async def compare(
     cwd: str = "/",
     environment: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """Run `check` and compare its `result` with the JSON text `expected`; `options` are those of Python. Raises
-    ExecTimeout, SandboxGone."""
+    """Run `check` and compare its `result` with the JSON text `expected`; `options` are Python's command-line options.
+    Raises ExecTimeout, SandboxGone."""
     result = await sandbox.exec(
         program_command(python, "compute", options=options),
         user=user,
@@ -95,7 +96,7 @@ async def compare(
 
 
 def last_answer(stdout: bytes) -> dict[str, Any] | None:
-    """Parse the last line of an output; None if it is not a JSON object."""
+    """Parse the last line of the output. Returns None if it is not a JSON object."""
     try:
         answer = json.loads(stdout.rsplit(b"\n", 1)[-1])
     except (ValueError, RecursionError):
@@ -104,7 +105,7 @@ def last_answer(stdout: bytes) -> dict[str, Any] | None:
 
 
 def same_json(one: object, other: object) -> bool:
-    """Compare type and value recursively."""
+    """Return whether two JSON values have the same types and values, recursively."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict) and isinstance(other, dict):

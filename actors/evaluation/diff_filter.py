@@ -1,12 +1,13 @@
 """The filter of agents' diffs, which drops every change that could tamper with the tests.
 
 Invariants:
-- No kept change touches a forbidden path: a test, a test setting, a file that Python runs at startup, a file of git, or
-  a path outside the tree. The tests stay those of the base.
-- Kept changes are of regular text files below a size cap.
+- No kept change touches a forbidden path: a test, a test setting, a file that Python runs at startup, one of git's own
+  files, or a path outside the tree. The tests stay those of the base.
+- Kept changes affect only regular text files below a size cap.
 - Every dropped change is recorded with its path and the reason.
-- The result is provably the patched file with the sections of the base. Where that cannot be proven (sections with
-  another spelling, a file that does not parse) there is no result, and the whole change is dropped.
+- For a file with test sections, the result is provably the patched file with the base's test sections. Where that
+  cannot be proven (unusual spellings of a section, a file that does not parse), there is no result, and the whole
+  change is dropped.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _TEST_FOLDERS: Final = frozenset({"tests", "__tests__"})
 PYPROJECT: Final = "pyproject.toml"
 SETUP_CFG: Final = "setup.cfg"
 SECTIONED: Final = (PYPROJECT, SETUP_CFG)
-"""Names of files that have both test sections and others."""
+"""Names of files that can contain both test sections and other sections."""
 
 _TOML_HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?")
 _INI_HEADER = re.compile(r"\[([^\[\]]+)\]")
@@ -51,7 +52,8 @@ _INI_SECTIONS: Final = ("tool:pytest", "pytest")
 
 
 def with_base_sections(name: str, base: str, new: str) -> str | None:
-    """Return `new` with the test sections of `base`; None if that is not provable. `name` is one of SECTIONED."""
+    """Return `new` with the test sections of `base`, or None if the result cannot be proven correct. `name` is one of
+    SECTIONED."""
     if name == SETUP_CFG:
         for line in f"{base}\n{new}".split("\n"):
             # Some parser could read such a line as a test section although it is not written as one.
@@ -75,7 +77,7 @@ def with_base_sections(name: str, base: str, new: str) -> str | None:
 
 
 def _parse_toml(text: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Parse a document into the part without test tables, and these; None if it does not parse."""
+    """Parse a document into the part without test tables and the test tables. Returns None if it does not parse."""
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -95,7 +97,7 @@ def _is_test_table(header: str) -> bool:
 
 
 def _chunks(text: str, header: re.Pattern[str]) -> list[tuple[str, str]]:
-    """Split a text before every header line: (name of the section, its text with the header)."""
+    """Split the text before every header line into pairs (section name, section text including its header)."""
     chunks: list[tuple[str, list[str]]] = [("", [])]
     for line in text.splitlines(keepends=True):
         match = header.fullmatch(line.rstrip("\n"))
@@ -110,10 +112,10 @@ def _ended(text: str) -> str:
 
 
 class DropReason(StrEnum):
-    """Reason for dropping a change, as recorded."""
+    """Recorded reason for dropping a change."""
 
     TEST = "test file"
-    """Test of the task, or a test by its name; restored from the base."""
+    """One of the task's tests, or a file that its name marks as a test; restored from the base."""
     SETTING = "test setting"
     """conftest.py, pytest.ini, tox.ini and similar files; the test sections of pyproject.toml and setup.cfg."""
     STARTUP = "runs at interpreter start"
@@ -121,13 +123,13 @@ class DropReason(StrEnum):
     TOOL = "shadows a test tool"
     """A new module that would be imported instead of pytest."""
     GIT = "belongs to git"
-    """.git and files in it, .gitattributes (filters, drivers), .gitmodules."""
+    """.git and its contents, .gitattributes (filters, drivers), .gitmodules."""
     LINK = "symbolic link"
     SUBMODULE = "submodule"
     BINARY = "binary"
     SIZE = "over the size cap"
     PATH = "unsafe path"
-    """Absolute, with `..` or empty parts, with control characters, or not UTF-8."""
+    """A path that is absolute, contains `..`, empty parts or control characters, or is not UTF-8."""
     MODE = "no regular file"
 
 
@@ -139,7 +141,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterRules:
-    """Rules of the filter. `test_files` are files or folders in the tree that stay those of the base, in addition to
+    """Rules of the filter. `test_files` are files or folders in the tree that keep their base content, in addition to
     paths that look like tests."""
 
     test_files: frozenset[str] = frozenset()
@@ -190,7 +192,7 @@ def filter_diff(diff: bytes, rules: FilterRules, base: Mapping[str, bytes]) -> F
 
 
 def reason_to_drop(file: FileDiff, rules: FilterRules) -> DropReason | None:
-    """Return the reason to drop a whole change, None to keep it."""
+    """Return the reason to drop a whole change, or None to keep it."""
     for path in file.paths:
         reason = reason_for_path(path, rules.test_files, new=file.old_path is None or file.moved != "")
         if reason is not None:
@@ -206,7 +208,8 @@ def reason_to_drop(file: FileDiff, rules: FilterRules) -> DropReason | None:
 
 
 def reason_for_path(path: str, test_files: frozenset[str], *, new: bool) -> DropReason | None:
-    """Return the reason why a path may not change, None if it may. `new`: the path does not exist in the base."""
+    """Return the reason why a path may not change, or None if it may. `new` is True if the path does not exist in the
+    base."""
     parts = path.split("/")
     lowered = [part.lower() for part in parts]
     unsafe = {"", ".", ".."} & set(parts) or "\\" in path or any(ord(char) < 32 or char == "\x7f" for char in path)
@@ -228,7 +231,7 @@ def reason_for_path(path: str, test_files: frozenset[str], *, new: bool) -> Drop
 
 
 def is_test(path: str, test_files: frozenset[str]) -> bool:
-    """Return True for a test file of the task, or a test by its name."""
+    """Return True for one of the task's test files, or for a path that its name marks as a test."""
     if any(path == test or path.startswith(test + "/") or test.startswith(path + "/") for test in test_files):
         return True
     *folders, name = path.lower().split("/")
@@ -240,7 +243,7 @@ def _basename(path: str) -> str:
 
 
 def _with_base_tests(file: FileDiff, base: Mapping[str, bytes]) -> FileDiff | None:
-    """Return the change with the test sections of the base; None if there is no sound one."""
+    """Return the change with the base's test sections, or None if that cannot be done soundly."""
     if file.moved or file.binary or (file.old_path is not None and file.old_path not in base):
         return None
     before = base[file.old_path] if file.old_path is not None else b""
@@ -259,7 +262,7 @@ def _with_base_tests(file: FileDiff, base: Mapping[str, bytes]) -> FileDiff | No
 
 
 def summary(dropped: Iterable[Dropped], limit: int = 12) -> str:
-    """Return one line for the record of the rollout; empty if nothing was dropped."""
+    """Return a one-line summary for the rollout's record; empty if nothing was dropped."""
     every = list(dropped)
     if not every:
         return ""

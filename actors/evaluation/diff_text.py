@@ -1,4 +1,4 @@
-"""The writer of file diffs, as text for `git apply` or as the patched text of a file.
+"""The renderer of file diffs, either as input for `git apply` or as a file's patched text.
 
 Invariant: only parsed fields are written; no line of a hostile diff is copied.
 """
@@ -14,7 +14,7 @@ _NO_BLOBS: Final = ("0000000", "0000000")
 
 
 def render_diff(files: Iterable[FileDiff]) -> bytes:
-    """Return the diff for `git apply`, without binary files."""
+    """Return the diff as input for `git apply`, omitting binary files."""
     lines: list[bytes] = []
     for file in files:
         if file.binary:
@@ -93,14 +93,14 @@ def apply_hunks(before: bytes, hunks: Iterable[Hunk]) -> bytes:
 
 
 def _split_lines(text: bytes) -> list[bytes]:
-    """Split a text into lines with their ends; as for git, only a line feed ends a line."""
+    """Split text into lines, keeping line endings; as in git, only a line feed ends a line."""
     lines = [line + b"\n" for line in text.split(b"\n")]
     lines[-1] = lines[-1].removesuffix(b"\n")
     return [line for line in lines if line]
 
 
 def replacement(before: bytes, after: bytes) -> tuple[Hunk, ...]:
-    """Return one hunk that replaces all of `before` by `after`."""
+    """Return one hunk that replaces all of `before` with `after`."""
     lines = [*_marked(b"-", before), *_marked(b"+", after)]
     counts = len(_split_lines(before)), len(_split_lines(after))
     if not lines:

@@ -1,16 +1,16 @@
 """The scoring of a rollout, after its agent has ended.
 
 Invariants:
-- The sandbox of the agent is frozen before its files are read; none of its processes runs again.
-- A check runs in a clean sandbox that has nothing of the agent but its declared data paths: no shell files, preloads,
-  PATH entries or processes.
+- The agent's sandbox is frozen before its files are read; none of its processes ever runs again.
+- A check runs in a clean sandbox that contains nothing from the agent except the declared data paths: no shell files,
+  preloads, PATH entries or processes.
 - Exit code 0 of a check is reward 1, exit code 1 is reward 0, unless the check binds a reward; any other exit code
-  means that the check broke. (For kinds compare and repository, a comparison outside the sandbox and a report by test
-  id decide instead of exit codes.)
-- A reward that is not a number within the bound is the fault of the evaluator, on any files.
-- Breaking the check does not avoid a reward of 0: a check that breaks twice on the files of the agent, but not on the
-  untouched files of the task, was broken by the agent, which is reward 0. One that breaks on untouched files is faulty.
-- Hidden files are written after the end of the agent, in a sandbox that it never saw.
+  means that the check broke. (For the kinds compare and repository, a comparison outside the sandbox and a report by
+  test id, respectively, decide instead of the exit code.)
+- A reward that is not a number within the bound is the evaluator's fault, whatever the files.
+- Breaking the check does not avoid a reward of 0: a check that breaks twice on the agent's files, but not on the task's
+  untouched files, was broken by the agent, which yields reward 0. A check that breaks on untouched files is faulty.
+- Hidden files are written after the agent has ended, in a sandbox that it never had access to.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = ["CleanSandboxes", "EvaluationRequest", "Verdict", "evaluate"]
 async def evaluate(
     request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines | None = None
 ) -> Verdict:
-    """Score one rollout. `baselines` caches reports of untouched repositories between calls. Errors of sandboxes become
+    """Score one rollout. `baselines` caches reports of untouched repositories between calls. Sandbox errors become
     verdicts with cause infra; only programming errors are raised."""
     baselines = baselines or Baselines()
     try:
@@ -82,7 +82,8 @@ async def evaluate(
 
 
 async def _with_patch(request: EvaluationRequest, sandboxes: CleanSandboxes, verdict: Verdict) -> Verdict:
-    """Collect the patch of a task that is scored by its state, only for the record: errors change no verdict."""
+    """Collect the patch for a task that is scored by its state. The patch is only for the record, so errors do not
+    change the verdict."""
     try:
         async with sandboxes.clean(_spec_with_data(request)) as sandbox:
             patch = await collect_patch(request.task, sandbox)
@@ -94,8 +95,8 @@ async def _with_patch(request: EvaluationRequest, sandboxes: CleanSandboxes, ver
 async def _blame(
     request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines, first: Verdict
 ) -> Verdict:
-    """Decide who broke the check: the evaluator, if it breaks on untouched files too, chance, or the agent. Raises
-    SandboxError, EvaluatorFault."""
+    """Decide what broke the check: the evaluator (if the check breaks on untouched files too), chance, or the agent.
+    Raises SandboxError, EvaluatorFault."""
     task = request.task
     if task.evaluator.kind is EvaluatorKind.PLUGIN:
         # Evaluators of other packages cannot score untouched files.
@@ -115,7 +116,7 @@ async def _blame(
 
 
 async def _score(request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines) -> Verdict:
-    """Score the files of the agent once; a broken check has cause evaluator. Raises SandboxError, EvaluatorFault."""
+    """Score the agent's files once; a broken check yields cause evaluator. Raises SandboxError, EvaluatorFault."""
     match request.task.evaluator.kind:
         case EvaluatorKind.REPOSITORY:
             return await score_repository(request, sandboxes, baselines)
@@ -167,8 +168,8 @@ def _spec_with_data(request: EvaluationRequest) -> SandboxSpec:
 
 
 async def run_check(task: Task, sandbox: Sandbox) -> Verdict:
-    """Run the check of the task, from standard input so that it is in no file. Raises ExecTimeout, SandboxGone,
-    EvaluatorFault."""
+    """Run the task's check, passed on standard input so that it is not stored in any file. Raises ExecTimeout,
+    SandboxGone, EvaluatorFault."""
     spec = task.evaluator
     if spec.kind is EvaluatorKind.COMPARE:
         return await compare(sandbox, spec.check, spec.expected, python=spec.python, timeout_s=spec.timeout_s)
@@ -192,7 +193,7 @@ async def run_check(task: Task, sandbox: Sandbox) -> Verdict:
 
 @lru_cache(maxsize=1024)
 def imports_only(check: str, modules: frozenset[str]) -> bool:
-    """Return True if all imports in the source of a check are in `modules`."""
+    """Return True if a check's source imports only modules in `modules`."""
     try:
         nodes = list(ast.walk(ast.parse(check)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,6 +1,6 @@
 """The evaluator actor, which is stateless: an evaluation is repeated if the actor dies.
 
-Invariant: clean sandboxes are leased by one holder; a new evaluator releases those of its predecessor.
+Invariant: clean sandboxes are leased under a single holder, so a new evaluator releases those of its predecessor.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _CleanSandboxes(ResourceOwner):
         self._pool = pool
         self._lease_s = lease_s
         self.judged = 0
-        """Clean sandboxes whose work succeeded."""
+        """Number of clean sandboxes whose work succeeded."""
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
@@ -55,7 +55,7 @@ class _CleanSandboxes(ResourceOwner):
         return self
 
     async def freeze(self, sandbox: SandboxId) -> None:
-        """Kill the processes of the agent, keep its files, and free its slot in the pool."""
+        """Kill the agent's processes, keep its files, and free its slot in the pool."""
         await self._freeze(sandbox)
 
     @asynccontextmanager
@@ -81,7 +81,7 @@ class Evaluator(ResourceOwner):
         self._baselines = Baselines()
         self._observing = observing
         self._simulated = 0
-        """Number of simulated verdicts."""
+        """Number of simulated verdicts so far."""
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("evaluator"))
@@ -92,7 +92,7 @@ class Evaluator(ResourceOwner):
         return self
 
     async def begin(self, requests: dict[str, EvaluationRequest]) -> Results[Verdict]:
-        """Begin evaluations, by key; see `operations.Operator`."""
+        """Start evaluations, by key; see `operations.Operator`."""
         return await self._evaluations.begin(requests)
 
     async def fetch(self, keys: list[str]) -> Results[Verdict]:
@@ -104,7 +104,7 @@ class Evaluator(ResourceOwner):
         await self._evaluations.withdraw(keys)
 
     async def judged_steps(self) -> int:
-        """Return the number of successful evaluation steps since this evaluator started."""
+        """Return the number of evaluation steps that have succeeded since this evaluator started."""
         return self._sandboxes.judged + self._simulated
 
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
@@ -123,8 +123,8 @@ async def _nothing_to_give_back(_: Verdict) -> None:
 
 
 async def simulated_verdict(request: EvaluationRequest) -> Verdict:
-    """Return a verdict after the simulated time, drawn from the name of the attempt and its task alone. Raises
-    ValueError for a task without simulation settings."""
+    """Return a verdict after the simulated time, drawn only from the attempt's name and its task. Raises ValueError for
+    a task without simulation settings."""
     settings = SimulatedVerdict.parse(request.task.evaluator.expected)
     await asyncio.sleep(settings.seconds)
     return solved() if is_solved(request.task, settings.success, request.key) else failed("")

@@ -1,12 +1,13 @@
-"""Removes the future history of a repository, so that an agent cannot find the commit that solves its task.
+"""The removal of a repository's future history, so that an agent cannot find the commit that solves its task.
 
 Invariants:
-- Afterwards the object store holds exactly what HEAD reaches, and HEAD is the only reference. `leaks` verifies it.
-- The repository is rebuilt from those objects instead of cleaned, so nothing can be forgotten: reflogs, ORIG_HEAD,
-  FETCH_HEAD, stash, notes, replacements, other branches, tags, remotes, worktrees, alternates, hooks and unreachable
-  objects are not copied. The work tree is unchanged; repositories within it are rebuilt too.
-- After `prepare` the history of the repository does not contain the solution of the task. Hidden files and tests are
-  not written here, but after the end of the agent.
+- Afterwards the object store holds exactly the objects reachable from HEAD, and HEAD is the only reference. `leaks`
+  verifies this.
+- The repository is rebuilt from those objects instead of being cleaned, so nothing can be overlooked: reflogs,
+  ORIG_HEAD, FETCH_HEAD, stash, notes, replacements, other branches, tags, remotes, worktrees, alternates, hooks and
+  unreachable objects are not copied. The work tree is unchanged; repositories within it are rebuilt too.
+- After `prepare`, the repository's history does not contain the task's solution. Hidden files and tests are not written
+  here, but after the agent has ended.
 """
 
 from __future__ import annotations
@@ -93,18 +94,18 @@ PREPARE_TIMEOUT_S: Final = 600.0
 GIT: Final = "git --no-replace-objects -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false"
 
 ANY_OWNER: Final = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-"""Environment for commands of a task, since git refuses trees of other users by default."""
+"""Environment for a task's commands, since git by default refuses trees owned by other users."""
 
 
 async def prepare(task: Task, sandbox: Sandbox) -> None:
-    """Prepare the sandbox of an agent. Raises SandboxError."""
+    """Prepare an agent's sandbox. Raises SandboxError."""
     await lay_out(task, sandbox)
     if task.evaluator.repository is not None:
         await hide_history(sandbox, task.evaluator.repository.workdir)
 
 
 async def lay_out(task: Task, sandbox: Sandbox) -> None:
-    """Check out the base commit, write the files and run the commands of a task. Raises SandboxError."""
+    """Check out a task's base commit, write its files and run its commands. Raises SandboxError."""
     repository = task.evaluator.repository
     if repository is not None and repository.base_commit:
         await _run(sandbox, repository, f"{GIT} checkout -q -f --detach {shlex.quote(repository.base_commit)}")
@@ -123,9 +124,10 @@ async def _run(sandbox: Sandbox, repository: RepositorySpec, script: str) -> Non
 
 
 async def hide_history(sandbox: Sandbox, workdir: str) -> None:
-    """Rebuild the repository at `workdir` (and those within it) from what HEAD reaches; a plain folder is unchanged.
+    """Rebuild the repository at `workdir` (and any repositories within it) from the objects reachable from HEAD; a
+    plain folder is left unchanged.
 
-    Raises SandboxError, also if forbidden objects remain."""
+    Raises SandboxError, including when forbidden objects remain."""
     result = await sandbox.exec(_REBUILD, cwd=workdir, timeout_s=_TIMEOUT_S)
     if result.exit_code != 0:
         output = (result.stdout + result.stderr)[-300:].decode(errors="replace")
@@ -138,8 +140,8 @@ async def hide_history(sandbox: Sandbox, workdir: str) -> None:
 
 
 async def leaks(sandbox: Sandbox, workdir: str) -> tuple[str, ...]:
-    """Return what HEAD does not account for in the repository at `workdir`, as lines `object NAME`, `ref NAME` and
-    `file PATH`. Raises SandboxError."""
+    """Return everything in the repository at `workdir` that is not reachable from HEAD, as lines `object NAME`, `ref
+    NAME` and `file PATH`. Raises SandboxError."""
     result = await sandbox.exec(_LEAKS, cwd=workdir, timeout_s=_TIMEOUT_S)
     if result.exit_code != 0:
         raise SandboxError(f"looking for leaks in {shlex.quote(workdir)} failed: {result.stderr[-300:]!r}")

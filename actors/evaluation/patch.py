@@ -1,11 +1,11 @@
 """The patch of a rollout as data: text files under the declared data paths that differ from those of the task.
 
 Invariants:
-- Only regular files are copied: no symbolic link, device or directory of the agent is followed or created.
-- Sizes, counts and path lengths are capped; a patch over a cap is refused as a whole, with outcome invalid.
-- Files of the task outside the data paths are unchanged.
-- Hidden files of the task take precedence: no file of the patch is at, above or below their paths.
-- Filter and program are those of tasks of kind repository; dropped changes are logged.
+- Only regular files are copied: none of the agent's symbolic links, devices or directories is followed or created.
+- Sizes, counts and path lengths are capped; a patch that exceeds a cap is refused as a whole, with outcome invalid.
+- The task's files outside the data paths are unchanged.
+- The task's hidden files take precedence: no file in the patch is at, above or below their paths.
+- The filter and the program are those used for tasks of kind repository; dropped changes are logged.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _REFUSALS = {
 
 
 class PatchRefused(Exception):
-    """The files of the agent are not a patch: over a cap, or not text."""
+    """The agent's files do not form a valid patch: they exceed a cap or are not text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """Absolute paths in the sandbox with their new text, or None for removed files."""
+    """Absolute sandbox paths with their new text, or None for removed files."""
 
     changes: Mapping[str, str | None]
 
     def applied_to(self, task: Task) -> dict[str, bytes]:
-        """Return the files of a clean copy of the task with this patch and the hidden files."""
+        """Return the files of a clean copy of the task, with this patch and the hidden files applied."""
         files: dict[str, str] = dict(task.files)
         for path, text in self.changes.items():
             if text is None:
@@ -77,11 +77,12 @@ class Patch:
         return {path: text.encode() for path, text in files.items()}
 
     def as_diff(self, task: Task) -> str:
-        """Return a unified diff against the files of the task, by path."""
+        """Return a unified diff against the task's files, ordered by path."""
         return "".join(file_diff(path, task.files.get(path), self.changes[path]) for path in sorted(self.changes))
 
     def filtered(self, task: Task) -> tuple[Patch, tuple[Dropped, ...]]:
-        """Return the patch without test files and changes that `diff_filter` forbids, and the dropped changes."""
+        """Return the patch without test files and without changes that `diff_filter` forbids, together with the dropped
+        changes."""
         tests = frozenset(path[1:] for path in task.evaluator.test_files)
         reasons = {path: reason_for_path(path[1:], tests, new=path not in task.files) for path in self.changes}
         return (
@@ -91,7 +92,7 @@ class Patch:
 
 
 async def collect_patch(task: Task, sandbox: Sandbox) -> Patch:
-    """Read the patch out of a clean sandbox in which the frozen data paths are mounted. Raises PatchRefused,
+    """Read the patch from a clean sandbox in which the frozen data paths are mounted. Raises PatchRefused,
     SandboxError."""
     argument = json.dumps([task.evaluator.data_paths, MAX_FILES, MAX_FOLDERS, MAX_BYTES])
     result = await run_program(
@@ -110,8 +111,8 @@ async def collect_patch(task: Task, sandbox: Sandbox) -> Patch:
 
 
 def file_diff(path: str, before: str | None, after: str | None) -> str:
-    """Return the unified diff of one file; None means that it does not exist. Long files are replaced as a whole, since
-    the shortest diff of hostile text may take forever to compute."""
+    """Return the unified diff of one file; None stands for a file that does not exist. Long files are replaced as a
+    whole, since computing the shortest diff of hostile text may take forever."""
     # Split at line feeds only: str.splitlines also splits at other characters.
     old, new = ([line for line in re.split("(?<=\n)", text or "") if line] for text in (before, after))
     name = path if path.isprintable() else json.dumps(path)
@@ -146,7 +147,7 @@ logger = logging.getLogger(__name__)
 
 
 async def apply_patch(sandbox: Sandbox, diff: bytes, cwd: str, timeout_s: float) -> str | None:
-    """Apply the filtered `diff` to the repository at `cwd`; return the reason if that is impossible. Raises
+    """Apply the filtered `diff` to the repository at `cwd`. Returns the reason if it cannot be applied. Raises
     SandboxError."""
     try:
         # The old content of the changed files of which the filter keeps the test sections.

@@ -1,6 +1,6 @@
-"""Collects the change of an agent to its repository as a git diff, without running any code of the agent.
+"""Collects an agent's changes to its repository as a git diff, without running any of the agent's code.
 
-Invariant: the frozen tree is mounted read-only beside a pristine one; `in_sandbox.collect` makes the diff.
+Invariant: the frozen tree is mounted read-only beside a pristine one; `in_sandbox.collect` computes the diff.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REFUSALS: Final = {3: f"more than {MAX_ENTRIES} files and folders", 5: "a path 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftDiff:
-    """Diff of the files of an agent. `base` is the old content of changed files with filtered sections; `notes` lists
+    """Diff of an agent's files. `base` has the old content of changed files whose sections are filtered; `notes` lists
     changes that are not in the diff."""
 
     diff: bytes = b""

@@ -1,9 +1,9 @@
-"""Evaluators of other packages, which are functions that score the files of an agent.
+"""Evaluators from other packages, which are functions that score an agent's files.
 
 Invariants:
-- Every error of such a function (an exception, no verdict, a reward that is not a number, a timeout) is the fault of
-  the evaluator and gives no reward.
-- Errors of sandboxes stay infra.
+- Every error in such a function (an exception, a missing verdict, a reward that is not a number, a timeout) is the
+  evaluator's fault and yields no reward.
+- Sandbox errors remain infra.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _evaluator = cache(EVALUATORS.find)
 
 
 def refuse_absent_evaluators(tasks: Iterable[Task]) -> None:
-    """Check that all evaluators of tasks exist. Raises ConfigError for the first one that does not."""
+    """Check that all evaluators named by the tasks exist. Raises ConfigError for the first one that does not."""
     for name, task in {task.evaluator.plugin: task for task in tasks if task.evaluator.plugin}.items():
         try:
             EVALUATORS.find(name)

@@ -1,10 +1,10 @@
-"""Reports of test runs: their validity, and the results of required tests. Pure code.
+"""Reports of test runs: their validity, and the results of required tests. All functions are pure.
 
 Invariants:
 - A report is valid only if every started session ended and every canary had its expected result.
-- A missing id did not pass. Exit codes are ignored.
-- A passed test counts only if its twin ended with the canary exception. Only the untouched repository excuses a test:
-  from passing if it is xfailed there too, and from its twin if it has none there either.
+- A test whose id is missing did not pass. Exit codes are ignored.
+- A passed test counts only if its twin ended with the canary exception. A test is excused only by the untouched
+  repository: from passing if it is xfailed there too, and from having a twin if it has none there either.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MAX_NAMED: Final = 5
 
 
 class ReportUntrusted(Exception):
-    """The report of a run is not valid; the message has the reason."""
+    """A run's report is not valid; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One pytest session as the monitor recorded it: names of its canaries, and records of (event, id, result)."""
+    """One pytest session as recorded by the monitor: the names of its canaries, and (event, id, result) records."""
 
     must_pass: str
     must_fail: str
@@ -33,9 +33,9 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Results by test id, of every time it ran. `uncollected` are modules that failed to import or were skipped as a
-    whole, `named` the test functions in the source of modules that failed to import. Only sessions of twins report
-    `collected` (all tests) and `untwinned` (tests that cannot have a twin)."""
+    """Results by test id, one for every time the test ran. `uncollected` has the modules that failed to import or were
+    skipped as a whole, and `named` the test functions in the source of modules that failed to import. Only twin
+    sessions report `collected` (all tests) and `untwinned` (tests that cannot have a twin)."""
 
     results: Mapping[str, frozenset[str]]
     uncollected: Mapping[str, str]
@@ -49,15 +49,16 @@ class Report:
         return self.having("skipped") | {name for name, result in self.uncollected.items() if result == "skipped"}
 
     def having(self, result: str) -> frozenset[str]:
-        """Return the ids that had this result at least once."""
+        """Return the ids of tests that had this result at least once."""
         return frozenset(test_id for test_id, results in self.results.items() if result in results)
 
     def only(self, result: str) -> frozenset[str]:
-        """Return the ids that had only this result."""
+        """Return the ids of tests that had only this result."""
         return frozenset(test_id for test_id, results in self.results.items() if results == {result})
 
     def standing_for(self, required: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Map each required id to ids of this report: itself, or all that equal it up to the first blank."""
+        """Map each required id to ids in this report: the id itself, or all ids that are equal to it up to the first
+        space."""
         by_cut: dict[str, list[str]] = defaultdict(list)
         for test_id in self.results:
             by_cut[test_id.split(" ")[0]].append(test_id)
@@ -66,7 +67,7 @@ class Report:
         }
 
     def not_passed(self, required: Iterable[str], excused: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the required ids that did not pass, in order. Ids in `excused` may be xfailed."""
+        """Return the ids of required tests that did not pass, in order. Tests in `excused` may be xfailed."""
 
         def passed(test_id: str) -> bool:
             return self.results[test_id] <= ({"passed", "xfailed"} if test_id in excused else {"passed"})
@@ -88,14 +89,14 @@ def missing_beside(report: Report, untouched: Report) -> tuple[str, ...]:
 
 
 def without_twin(passed: Iterable[str], twins: Report) -> tuple[str, ...]:
-    """Return the passed ids whose twins did not end with the canary exception, in order."""
+    """Return the ids of passed tests whose twins did not end with the canary exception, in order."""
     confirmed = twins.only("twin")
     return tuple(test_id for test_id in passed if test_id not in confirmed)
 
 
 def excused_twins(untouched: Report) -> frozenset[str]:
     """Return tests that cannot have a twin: reported as such, or with a twin that passes in the untouched repository
-    (an item of a plugin that runs another function body)."""
+    (because a plugin's test item runs a different function body)."""
     return untouched.untwinned | untouched.only("passed")
 
 
@@ -116,7 +117,7 @@ def read_report(sessions: Sequence[Session]) -> Report:
 
 
 def merge_sessions(sessions: Sequence[Session]) -> Report:
-    """Merge sessions without validation; for unpatched code, whose tests may end the session."""
+    """Merge sessions without validation; used for unpatched code, whose tests may terminate the session."""
     results: dict[str, set[str]] = defaultdict(set)
     uncollected: dict[str, str] = {}
     found: dict[str, set[str]] = {"named": set(), "collected": set(), "untwinned": set()}
@@ -137,7 +138,7 @@ def merge_sessions(sessions: Sequence[Session]) -> Report:
 
 
 def named(ids: Iterable[str]) -> str:
-    """Return the first few ids as text."""
+    """Return a string that lists the first few ids."""
     every = list(ids)
     rest = f" and {len(every) - MAX_NAMED} more" if len(every) > MAX_NAMED else ""
     return ", ".join(test_id[:120] for test_id in every[:MAX_NAMED]) + rest

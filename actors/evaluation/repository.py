@@ -1,9 +1,9 @@
-"""The grader of patches to repositories: filters a patch, applies it to a clean copy and runs the tests of the task.
+"""The grader of patches to repositories, which filters a patch, applies it to a clean copy and runs the task's tests.
 
 Invariants:
-- Tests, hidden files and their set-up commands run in a sandbox that the agent never saw.
+- Tests, hidden files and set-up commands are only ever used in a sandbox that the agent never had access to.
 - The detail of every verdict lists the changes that the filter dropped.
-- One run never solves a task: the passed tests run once more as twins, on another copy (see
+- A single run never counts as a solution: the passed tests run once more as twins, on another copy (see
   `in_sandbox.canary_plugin`).
 - A verdict with cause evaluator means that nothing was decided; `evaluation` determines who broke it.
 """
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
 
 REPOSITORY_RUNS: Final = 4
-"""Steps of one evaluation that may each take `evaluator.timeout_s`: the diff, the tests, their twins, and once per task
-the untouched repository."""
+"""Number of steps in one evaluation that may each take `evaluator.timeout_s`: the diff, the tests, their twins, and,
+once per task, the untouched repository."""
 _AGENT_REFUSED: Final = 10
 _CHANGED: Final = f"""
 changed() {{ {GIT} diff --name-only -z "$1"; {GIT} ls-files -z --others --exclude-standard; }}
@@ -64,11 +64,11 @@ changed "$head" | sort -z > "$1/before"
 changed "$head" | sort -z > "$1/after"
 comm -z -13 "$1/before" "$1/after"
 """
-"""Prints the paths that the set-up command changed, which are tests."""
+"""Shell script that runs the set-up command and prints the paths that it changed, all of which count as tests."""
 
 
 async def score_repository(request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines) -> Verdict:
-    """Score the repository of an agent once. Raises SandboxError."""
+    """Score an agent's repository once. Raises SandboxError."""
     repository = _repository_of(request.task)
     try:
         left = await collect_diff(request, repository, sandboxes)
@@ -89,8 +89,8 @@ def _repository_of(task: Task) -> RepositorySpec:
 async def grade(
     task: Task, left: LeftDiff, sandboxes: CleanSandboxes, baselines: Baselines, *, always_twins: bool = False
 ) -> Verdict:
-    """Return the verdict on a diff; an empty one grades the untouched repository. `always_twins`: run twins even if the
-    tests did not pass. Raises SandboxError."""
+    """Return the verdict on a diff; an empty one grades the untouched repository. With `always_twins`, the twins run
+    even if the tests did not pass. Raises SandboxError."""
     grading = _Grading(task, left, sandboxes, baselines)
     try:
         verdict = await grading.decide(always_twins=always_twins)
@@ -107,7 +107,7 @@ async def grade(
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """Tests of a passed first run, which their twins must confirm."""
+    """The tests that passed in the first run and must be confirmed by their twins."""
 
     tests: tuple[str, ...]
 
@@ -124,7 +124,7 @@ class _Grading:
     dropped: tuple[Dropped, ...] = ()
 
     async def decide(self, *, always_twins: bool) -> Verdict:
-        """Run the tests, judge their report, and confirm a passed one by twins."""
+        """Run the tests, judge their report, and confirm a passing report with twins."""
         outcome, self.dropped = await _run(self.task, self.left, self.sandboxes)
         if not isinstance(outcome, TestRun):
             return outcome
@@ -153,7 +153,8 @@ class _Grading:
         return replace(verdict, log=printed(outcome.stdout, outcome.stderr))
 
     async def _judge_logs(self, grader: Swepro, run: TestRun) -> _Passed | Verdict:
-        """Judge by the parser of the task. If the script ran pytest, its report must be valid and agree."""
+        """Judge with the task's log parser. If the script ran pytest, the pytest report must be valid and agree with
+        the logs."""
         report = _report_of(run) if run.sessions or run.intruded else Report(results={}, uncollected={})
         async with self.sandboxes.clean(SandboxSpec(image=self.task.image, labels=LABELS)) as sandbox:
             parsed = await parse_logs(sandbox, _repository_of(self.task), grader, run)
@@ -164,7 +165,8 @@ class _Grading:
         return _missing(missing, len(required)) if missing else _Passed(tuple(known))
 
     async def _judge_all(self, report: Report) -> _Passed | Verdict:
-        """Require that a test passed, none failed, and all tests of the untouched repository ran without new skips."""
+        """Require that at least one test passed, none failed, and all tests of the untouched repository ran without new
+        skips."""
         if report.any_failed():
             return failed(f"failed: {named(report.any_failed())}")
         if not report.results:
@@ -208,8 +210,8 @@ class _Grading:
 
 
 async def _measure_untouched(task: Task, sandboxes: CleanSandboxes) -> Report:
-    """Run the twins of the tests without a patch. If they end or block the session, which the patch may fix, the report
-    has the results so far. Raises RunBroken, SandboxError."""
+    """Run the twins of the tests without a patch. If they terminate or block the session (which the patch may fix), the
+    report has the results so far. Raises RunBroken, SandboxError."""
     outcome, _ = await _run(task, LeftDiff(), sandboxes, twins=True, cut=True)
     return merge_sessions(outcome.sessions if isinstance(outcome, TestRun) else ())
 
@@ -217,8 +219,8 @@ async def _measure_untouched(task: Task, sandboxes: CleanSandboxes) -> Report:
 async def _run(
     task: Task, left: LeftDiff, sandboxes: CleanSandboxes, *, twins: bool = False, cut: bool = False
 ) -> tuple[Verdict | TestRun, tuple[Dropped, ...]]:
-    """Apply a diff and run the tests (or their twins) in a clean sandbox. Return a verdict if it is decided before the
-    tests, else the test run; and the dropped changes. Raises DiffRefused, RunBroken, SandboxError."""
+    """Apply a diff and run the tests (or their twins) in a clean sandbox. Return the dropped changes together with the
+    test run, or with a verdict if one is reached before the tests run. Raises DiffRefused, RunBroken, SandboxError."""
     repository, timeout_s = _repository_of(task), task.evaluator.timeout_s
     async with sandboxes.clean(SandboxSpec(image=task.image, labels=LABELS)) as sandbox:
         await lay_out(task, sandbox)
@@ -258,7 +260,7 @@ async def _run(
 
 
 def _named_tests(task: Task, repository: RepositorySpec) -> frozenset[str]:
-    """Return the paths in the repository that the task names as tests."""
+    """Return the repository paths that the task declares as tests."""
     grader = repository.grader
     paths = set(repository.test_files)
     if isinstance(grader, TestIds):
@@ -276,7 +278,8 @@ def _named_tests(task: Task, repository: RepositorySpec) -> frozenset[str]:
 
 
 async def _apply(sandbox: Sandbox, repository: RepositorySpec, diff: bytes, timeout_s: float) -> Verdict | None:
-    """Apply the diff of the agent, then the test patch of the task; None on success. Raises RunBroken."""
+    """Apply the agent's diff, then the task's test patch. Returns None on success, otherwise a verdict. Raises
+    RunBroken."""
     grader = repository.grader
     test_patch = grader.test_patch if isinstance(grader, TestIds) else ""
     if not diff and not test_patch:
@@ -294,7 +297,7 @@ async def _apply(sandbox: Sandbox, repository: RepositorySpec, diff: bytes, time
 
 
 def _report_of(run: TestRun) -> Report:
-    """Return the validated report of a run. Raises ReportUntrusted with the end of the output."""
+    """Return the validated report of a run. Raises ReportUntrusted, whose message includes the end of the output."""
     try:
         if run.intruded:
             raise ReportUntrusted("a process of a session tried to start another session")

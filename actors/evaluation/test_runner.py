@@ -1,9 +1,9 @@
-"""Runs the tests of a repository task in a clean sandbox and collects their reports.
+"""The test runner, which runs a repository task's tests in a clean sandbox and collects their reports.
 
 Invariants:
-- The reporting plugin has a random name in every run, in a folder that only root can write; the report is not a file
-  (see `in_sandbox.monitor`).
-- The command cannot import code of the repository in place of pytest or the plugin.
+- In every run the reporting plugin has a random name and lives in a folder that only root can write to. The report is
+  never stored in a file there (see `in_sandbox.monitor`).
+- The command cannot import the repository's code in place of pytest or the plugin.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 MAX_REPORT_BYTES: Final = 32 << 20
 MAX_LOG_BYTES: Final = 8 << 20
 _CUT_S: Final = 30.0
-"""Extra time of the monitor to stop tests at their deadline and return their report."""
+"""Extra time that the monitor has to stop tests at their deadline and return their report."""
 _MAIN: Final = """\
 import os, sys
 import pytest, {plugin}
 sys.path[0] = os.getcwd()
 sys.exit(pytest.main({arguments!r}))
 """
-"""pytest is imported before the repository is on the path, where `python -m pytest` would put it first."""
+"""Imports pytest before the repository is on the path; `python -m pytest` would put the repository first."""
 
 
 class RunBroken(Exception):
@@ -53,12 +53,12 @@ class TestRun:
     stderr: str
     sessions: tuple[Session, ...]
     intruded: bool = False
-    """Code under test tried to start a session of its own."""
+    """True if the code under test tried to start a session of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tools:
-    """Folder of the tools of one run, and the name of the plugin."""
+    """The tools folder of one run and the name of the plugin."""
 
     folder: str = field(default_factory=lambda: f"/opt/{secrets.token_hex(8)}")
     plugin: str = field(default_factory=lambda: f"p{secrets.token_hex(8)}")
@@ -73,8 +73,8 @@ async def run_tests(
     twins: bool = False,
     cut: bool = False,
 ) -> TestRun:
-    """Run the tests of the grader, or their twins. `protected` are paths in the repository that the user of the tests
-    must not change. `cut`: stop tests at the timeout, and return the results so far.
+    """Run the grader's tests, or their twins. `protected` lists repository paths that the user running the tests must
+    not be able to change. With `cut`, tests are stopped at the timeout and the results so far are returned.
 
     Raises RunBroken, ExecTimeout, SandboxError."""
     tools = _Tools()
@@ -113,7 +113,7 @@ async def run_tests(
 
 
 def _command(repository: RepositorySpec, tools: _Tools) -> tuple[list[str], dict[str, str]]:
-    """Return the command to run, and the text of the files that it needs in the tools folder, by name."""
+    """Return the command to run and, by name, the contents of the files that it needs in the tools folder."""
     grader = repository.grader
     match grader:
         case TestIds():
@@ -133,7 +133,7 @@ def _command(repository: RepositorySpec, tools: _Tools) -> tuple[list[str], dict
 
 
 async def parse_logs(sandbox: Sandbox, repository: RepositorySpec, grader: Swepro, run: TestRun) -> frozenset[str]:
-    """Return the names of passed tests, by the parser of the task in a sandbox that the tested code never saw.
+    """Return the names of passed tests, as found by the task's parser in a sandbox that the tested code never ran in.
 
     Raises RunBroken, ExecTimeout, SandboxError."""
     folder = f"/opt/{secrets.token_hex(8)}"

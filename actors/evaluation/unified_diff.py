@@ -1,8 +1,8 @@
 """The parser of git's unified diffs (git-diff(1), "generating patch text with -p").
 
 Invariants:
-- Parsing is strict: a text that is not exactly a diff of git is refused as a whole.
-- The lines of a hunk are counted: text in a hunk that looks like a header stays text.
+- Parsing is strict: text that is not exactly in git's diff format is refused as a whole.
+- The lines of a hunk are counted, so text in a hunk that looks like a header is still treated as text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ESCAPE = re.compile(r'\\(?:([0-3][0-7]{2})|([abtnvfr"\\]))')
 
 
 class DiffRefused(Exception):
-    """The text is not a diff of git."""
+    """The text is not a valid git diff."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hunk:
-    """One hunk. `lines` have no line ends, and start with a blank, plus, minus or backslash."""
+    """One hunk. `lines` have no line endings and start with a space, plus, minus or backslash."""
 
     old_start: int
     old_count: int
@@ -39,15 +39,15 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDiff:
-    """Change of one file. A path is None if the file does not exist on that side; bytes that are not UTF-8 are
-    surrogates."""
+    """Change to one file. A path is None if the file does not exist on that side; bytes that are not UTF-8 are
+    represented as surrogates."""
 
     old_path: str | None
     new_path: str | None
     old_mode: str | None = None
     new_mode: str | None = None
     blobs: tuple[str, str] | None = None
-    """Object names before and after; `git apply --3way` looks up the first one."""
+    """Object names before and after the change; `git apply --3way` looks up the first one."""
     hunks: tuple[Hunk, ...] = ()
     binary: bool = False
     moved: str = ""
@@ -90,7 +90,7 @@ def parse_diff(diff: bytes) -> tuple[FileDiff, ...]:
 
 
 class _Reader:
-    """Lines with a position."""
+    """Line reader that keeps its position."""
 
     def __init__(self, lines: list[bytes]) -> None:
         self._lines = lines
@@ -122,7 +122,7 @@ class _Header:
         self.binary = False
 
     def take(self, line: bytes) -> bool:
-        """Read one line; return False if it is not a header line of git."""
+        """Read one line. Returns False if it is not a git header line."""
         for word in (b"old mode ", b"new mode ", b"deleted file mode ", b"new file mode "):
             if line.startswith(word) and re.fullmatch(rb"\d{6}", line.removeprefix(word)):
                 self.modes[word.decode().strip()] = line.removeprefix(word).decode()
@@ -181,7 +181,8 @@ class _Header:
 
 
 def _header_paths(text: bytes) -> tuple[str, str] | None:
-    """Return both paths of a `diff --git` line if they are quoted or equal; None if only other lines have them."""
+    """Return both paths of a `diff --git` line if they are quoted or equal, or None if only other lines can determine
+    them."""
     if text.startswith(b'"'):
         match = re.fullmatch(rb'("(?:[^"\\]|\\.)*") (".*"|[^"].*)', text)
         return None if match is None else (_without_prefix(unquote(match[1])), _without_prefix(unquote(match[2])))
@@ -201,7 +202,7 @@ def _without_prefix(name: str) -> str:
 
 
 def unquote(text: bytes) -> str:
-    """Parse a name as git writes it, C-quoted or plain (core.quotePath). Raises DiffRefused."""
+    """Parse a name in git's notation, C-quoted or plain (core.quotePath). Raises DiffRefused."""
     name = text.decode("utf-8", "surrogateescape")
     if not name.startswith('"'):
         return name

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 MAX_DETAIL_CHARACTERS: Final = 500
 MAX_LOG_CHARACTERS: Final = 1 << 18
 LABELS: Final = {"purpose": "evaluate"}
-"""Labels of clean sandboxes, which the pool admits before others."""
+"""Labels of clean sandboxes, which the pool admits ahead of others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
-    """Request to score a rollout: the sandbox of the agent (frozen by the evaluator) and its task. `keep`: include
-    patch and log in the verdict."""
+    """Request to score a rollout: the agent's sandbox (frozen by the evaluator) and its task. If `keep` is set, the
+    verdict includes the patch and the log."""
 
     key: str
     task: Task
@@ -35,7 +35,8 @@ class EvaluationRequest:
 class Verdict:
     """Result of an evaluation. `reward` is None exactly if `cause` is evaluator or infra. `solved` is independent of
     the reward: it decides between the causes solved and failed, and pass@k counts it. `log` is the output of the check
-    or the tests, `patch` a diff of the files of the agent: hostile text, only included on request."""
+    or the tests, and `patch` is a diff of the agent's files: both are hostile text, and are included only on
+    request."""
 
     reward: float | None
     cause: Cause
@@ -46,11 +47,11 @@ class Verdict:
 
 
 class EvaluatorFault(Exception):
-    """The evaluator returned an invalid verdict, which is never the fault of the agent."""
+    """The evaluator returned an invalid verdict, which is never the agent's fault."""
 
 
 class CleanSandboxes(Protocol):
-    """Freezes the sandbox of the agent and leases clean ones, which are released when their context ends."""
+    """Interface that freezes the agent's sandbox and leases clean ones, which are released when their context exits."""
 
     async def freeze(self, sandbox: SandboxId) -> None: ...
 
@@ -66,7 +67,7 @@ def failed(detail: str) -> Verdict:
 
 
 def rewarded(reward: object, *, solved: bool | None, detail: str = "") -> Verdict:
-    """Return a verdict with the reward of an evaluator; if `solved` is None, SOLVED_REWARD decides. Raises
+    """Return a verdict with an evaluator's reward; if `solved` is None, SOLVED_REWARD decides. Raises
     EvaluatorFault."""
     try:
         number = check_reward(reward)
@@ -81,16 +82,16 @@ def invalid(detail: str) -> Verdict:
 
 
 def broken(detail: str) -> Verdict:
-    """Return a verdict of a broken check; `evaluation` determines who broke it."""
+    """Return the verdict for a broken check; `evaluation` determines who broke it."""
     return Verdict(reward=None, cause=Cause.EVALUATOR, detail=detail)
 
 
 def printed(*outputs: bytes | str) -> str:
-    """Join the outputs of a check, and keep the last MAX_LOG_CHARACTERS."""
+    """Join a check's outputs, keeping only the last MAX_LOG_CHARACTERS characters."""
     texts = [output if isinstance(output, str) else output.decode(errors="replace") for output in outputs]
     return "\n".join(text for text in texts if text)[-MAX_LOG_CHARACTERS:]
 
 
 def join_details(*sentences: str) -> str:
-    """Join the nonempty sentences of a detail."""
+    """Join a verdict detail's nonempty sentences."""
     return "; ".join(sentence for sentence in sentences if sentence)

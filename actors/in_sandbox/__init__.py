@@ -1,6 +1,6 @@
-"""Programs that run inside clean sandboxes, sent as text.
+"""Programs that are sent to clean sandboxes as source code and run inside them.
 
-They need only the standard library of Python 3.7 or later, and import nothing from headrace. With an older Python they
+They need only the standard library of Python 3.7 or later, and import nothing from headrace. Under an older Python they
 exit with TOO_OLD and a message.
 """
 
@@ -28,12 +28,12 @@ if sys.version_info < (3, 7):
     sys.exit({TOO_OLD})
 exec(sys.argv.pop(1))
 """
-"""Any Python version can run this and print the message; the programs themselves would be syntax errors, with exit code
-1 like a failed check."""
+"""Any Python version can run this and print the message; the programs themselves would fail with a syntax error, whose
+exit code 1 would look like a failed check."""
 
 
 def program_command(python: str, name: str, *arguments: str, options: str = ISOLATED) -> str:
-    """Return the shell command that runs a program; `options` are those of Python."""
+    """Return the shell command that runs a program; `options` are Python's command-line options."""
     return f"{python} {options} {shlex.join(['-c', _START, source(name), *arguments])}"
 
 
@@ -53,8 +53,8 @@ async def run_program(
     timeout_s: float,
     max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
 ) -> ExecResult:
-    """Run a program that needs nothing of the image, as root: without a new interpreter if the sandbox supports that,
-    else with `python` of the image. Raises ExecTimeout, SandboxError."""
+    """Run a program that needs nothing from the image, as root: without a new interpreter if the sandbox supports that,
+    otherwise with the image's `python`. Raises ExecTimeout, SandboxError."""
     if isinstance(sandbox, ProgramRunner):
         return await sandbox.run_program(
             source(name), arguments, stdin=stdin, timeout_s=timeout_s, max_output_bytes=max_output_bytes

@@ -1,7 +1,7 @@
-"""Applies the filtered patch of an agent, then the test patch of the task, to a clean repository.
+"""Applies an agent's filtered patch, then the task's test patch, to a clean repository.
 
 Runs as root in the repository; its argument is a folder with `agent.diff` and `tests.diff`.
-Invariant: a patch applies completely, or the exit code names the one that did not.
+Invariant: both patches apply completely, or the exit code identifies the one that did not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 AGENT_REFUSED, TESTS_REFUSED = 10, 11
 GIT = ["git", "-c", "safe.directory=*", "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false"]
 ATTEMPTS = (["--whitespace=nowarn"], ["--whitespace=nowarn", "--recount", "-C1"], ["--whitespace=nowarn", "--3way"])
-"""`--3way` is last, because it leaves conflict markers when it fails. patch(1) is not used: with its fuzz it may change
-other lines than the agent did."""
+"""`--3way` is last, because it leaves conflict markers when it fails. patch(1) is not used, since its fuzz may make it
+change lines other than those the agent changed."""
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[bytes]:

@@ -1,14 +1,14 @@
 """A pytest plugin that reports the result of each test, and runs canaries among the tests or turns tests into twins.
 
-Loaded under a random name, from a folder that only root can write. It reports through a socket whose number is in the
-environment, and gets its secrets through it; without one it does nothing. Invariants:
+It is loaded under a random name, from a folder that only root can write to. It reports and receives its secrets through
+a socket whose number is in the environment; without a socket it does nothing. Invariants:
 - Results come from the exception that ended a phase, not from hooks that changed it.
 - A pair of canaries, one that must pass and one that must fail, runs beside the tests of every module, as a unittest
   case and, if there are doctests, as a doctest. Code that turns failures into passes, or skips tests, affects the
   canaries too.
-- In a session of twins every test runs its body and then raises a new exception object of this plugin, created after
-  the body returned. Only a test that ends with this very object is a `twin`; other plugins see a pass.
-- Canaries and twins change neither the outcome of the session nor its limits.
+- In a twin session, every test runs its body and then raises a new exception object from this plugin, created after the
+  body has returned. Only a test that ends with this very object is a `twin`; other plugins see a pass.
+- Canaries and twins change neither the session's outcome nor its limits.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _NAME = f"reporter-{random.getrandbits(64):x}"
 
 
 class BodyReturned(Exception):
-    """Raised by a twin after its body returned."""
+    """Raised by a twin after its body has returned."""
 
 
 def make_twin(body: Any, end: Callable[[], None], without_end: Callable[[str], None]) -> Any:
-    """Return the test function with `end` called after it; `without_end` gets the reason if that is impossible."""
+    """Return the test function with a call of `end` after it; `without_end` receives the reason if that is
+    impossible."""
     if inspect.iscoroutinefunction(body):
 
         @functools.wraps(body)
@@ -71,7 +72,7 @@ def is_doctest(item: Any) -> bool:
 
 
 def unwrapped(raised: Any) -> Any:
-    """Unwrap the exception that ended a phase from doctest errors and exception groups."""
+    """Return the exception that ended a phase, unwrapped from doctest errors and exception groups."""
     while True:
         inner = getattr(raised, "failures", None) or getattr(raised, "exceptions", None)
         if isinstance(inner, (list, tuple)) and len(inner) == 1:
@@ -83,7 +84,7 @@ def unwrapped(raised: Any) -> Any:
 
 
 def test_ids_in_source(collector: Any) -> Iterator[str]:
-    """Yield the ids of test functions in the source of a module that could not be imported."""
+    """Yield the ids of the test functions in the source of a module that could not be imported."""
     with open(str(collector.fspath), "rb") as file:
         tree = ast.parse(file.read())
     for node in tree.body:
@@ -106,7 +107,7 @@ def test_methods(collector: Any, node: ast.ClassDef) -> list[str]:
 
 
 def comparisons() -> list[Callable[[], Any]]:
-    """Return assertions of the test tools, all of which must raise."""
+    """Return assertions that use the test tools, all of which must raise."""
     case = unittest.TestCase("__init__")
 
     def raises() -> None:
@@ -142,7 +143,7 @@ def all_raise() -> bool:
 
 
 class Reporter:
-    """Hooks of one session. `phases` has the results of the running test so far."""
+    """Pytest hooks of one session. `phases` has the results so far of the test that is running."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
@@ -181,7 +182,7 @@ class Reporter:
         items.extend(canaries)
 
     def functions(self, session: Any, parent: Any) -> list[Any]:
-        """Return a pair of canary functions in a module with tests, which patches of these tests affect too."""
+        """Return a pair of canary functions in a test module, so that patches to its tests affect them too."""
 
         def passing() -> None:
             assert len(self.must_pass) == 16
@@ -233,7 +234,7 @@ class Reporter:
         yield
 
     def plant(self, item: Any) -> None:
-        """Turn a test into its twin, by its body: the innermost part that all kinds of tests have."""
+        """Turn a test into its twin by replacing its body, the innermost part that all kinds of tests have."""
 
         def end() -> None:
             self.raised[item] = BodyReturned()
@@ -307,7 +308,7 @@ class Reporter:
 
 
 def pytest_addhooks(pluginmanager: Any) -> None:
-    """Register the reporter, in the first hook that gets the plugin manager."""
+    """Register the reporter, in the first hook that receives the plugin manager."""
     if _given and not pluginmanager.has_plugin(_NAME):
         channel = socket.socket(fileno=int(_given))
         channel.set_inheritable(False)

@@ -1,15 +1,15 @@
-"""Runs a check on the files of an agent, with the packages of the image, and prints the reward that it binds.
+"""Runs a check on an agent's files, with the image's packages, and prints the reward that the check binds.
 
 Its arguments are `packages` and the data paths; the check is read from standard input. Site folders are added here
 instead of by Python, so that those below data paths, which the agent controls, can be left out, and no `.pth` file or
-`sitecustomize` runs. Output of the check goes to standard error. Exit codes 0 and 1 are those of the check only if
-BEGUN is on standard output, since an interpreter that cannot start also exits with 1.
+`sitecustomize` runs. The check's output goes to standard error. Exit codes 0 and 1 come from the check only if BEGUN is
+on standard output, since an interpreter that cannot start also exits with 1.
 
-With `plain` instead of `packages` it runs without an interpreter of the image, and a check that needs a missing module
+With `plain` instead of `packages`, it runs without the image's interpreter, and a check that needs a missing module
 exits with UNAVAILABLE.
 
 It runs for every rollout, so modules that few checks need (json, site, traceback) are imported only on demand, with the
-module path from before the check.
+module search path from before the check.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(check: bytes, names: dict[str, object], mode: str) -> object:
 
 
 def report(names: dict[str, object], is_failed: bool) -> str:
-    """Return the reward of the check as JSON. `solved` is null if the check does not bind it."""
+    """Return the check's reward as JSON. `solved` is null if the check does not bind it."""
     sys.path[:] = PATH
     import json
 

@@ -1,9 +1,10 @@
-"""Prints the difference between a pristine tree and the tree of an agent, as a diff made by git.
+"""Prints the difference between a pristine tree and an agent's tree, as a diff computed by git.
 
 Runs as root in a clean sandbox; its argument is JSON (see `evaluation.patch_collection`). Invariants:
-- Nothing of the agent is trusted: its `.git` is never opened, its attributes, ignore rules and filters are not read, no
-  link in its tree is followed, and git sees only blobs and trees that this program wrote to a repository of its own.
-- Files that are not regular or over a cap are noted, but not in the diff.
+- Nothing from the agent is trusted: its `.git` is never opened, its attributes, ignore rules and filters are not read,
+  no link in its tree is followed, and git sees only blobs and trees that this program has written to its own
+  repository.
+- Files that are not regular or that exceed a cap are noted, but are not in the diff.
 
 Standard output: one line of JSON ({"notes": [[path, reason]], "settings": {path: hex}}), then the diff.
 """
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def walk(top: bytes, max_entries: int) -> dict[bytes, Entry]:
-    """Return (mode, size) of all files by relative path, without caches and anything named .git."""
+    """Return the (mode, size) of all files by relative path, excluding caches and anything named .git."""
     found = {}
     folders = [b""]
     while folders:
@@ -66,7 +67,7 @@ def same(first: bytes, second: bytes) -> bool:
 
 
 def changed(base: bytes, left: bytes, before: dict[bytes, Entry], after: dict[bytes, Entry]) -> list[bytes]:
-    """Return the paths whose type, executable bit or content differs; changes of existing files come first."""
+    """Return the paths whose type, executable bit or content differs; changes to existing files come first."""
     paths = []
     for path in sorted(before.keys() | after.keys(), key=lambda path: (path not in before, path)):
         one, other = before.get(path), after.get(path)
@@ -111,7 +112,7 @@ def git(folder: str, *arguments: str, data: bytes = b"", index: str = "") -> byt
 
 
 def tree(folder: str, top: bytes, entries: dict[bytes, Entry], paths: list[bytes], name: str) -> str:
-    """Write a git tree of the existing `paths`, and return its name."""
+    """Write a git tree of those `paths` that exist, and return its object name."""
     present = [path for path in paths if path in entries]
     listing = b"".join(os.path.join(top, path) + b"\n" for path in present)
     blobs = git(folder, "hash-object", "-w", "--no-filters", "--stdin-paths", data=listing).split()

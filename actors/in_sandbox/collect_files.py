@@ -1,7 +1,7 @@
-"""Prints the text of all regular files below data paths, as a JSON object by path.
+"""Prints the text of all regular files below the data paths, as a JSON object keyed by path.
 
-Runs in a clean sandbox over read-only data: `python -I -S -c PROGRAM ARGUMENTS`. It uses no recursion, and exits at a
-path that the kernel refuses as too long, since skipped files would count as deleted.
+Runs in a clean sandbox over read-only data: `python -I -S -c PROGRAM ARGUMENTS`. It uses no recursion, and exits when
+the kernel refuses a path as too long, since skipped files would count as deleted.
 """
 
 from __future__ import annotations

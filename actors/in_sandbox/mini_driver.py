@@ -2,7 +2,7 @@
 
 Runs as the user of the agent: `python -I -S driver.py SETTINGS`, a JSON file. Prints each message as a line of JSON,
 truncated at 2,000 characters; the last line is the result. The exit code is 0 unless the agent raised an exception, and
-127 if its packages are missing. The package path stays in this process, since commands of the policy must not see it.
+127 if its packages are missing. The package path stays in this process, since the policy's commands must not see it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def find_packages(folder: str) -> None:
 
 
 def model_and_settings(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the model class of the mode, and its configuration."""
+    """Return the mode's model class and its configuration."""
     text = job["mode"] == "text"
     name = "litellm_textbased_model.LitellmTextbasedModel" if text else "litellm_model.LitellmModel"
     module, _, kind = name.partition(".")

@@ -1,15 +1,17 @@
-"""Runs the tests as an unprivileged user, and records the pytest reports where that user cannot change them.
+"""Runs the tests as an unprivileged user, and records the pytest reports where that user cannot alter them.
 
-Runs as root; its argument is a file with its settings as JSON.
+Runs as root; its argument is the path of a JSON file with its settings.
 Invariants:
 - Only this program writes to standard output: the tests write to pipes that it reads and caps.
-- The report comes through a socket that only the pytest process and the shell that starts it have. Each pytest session
-  gets a key and the names of its canaries at its start, before any code of the repository runs; records without a known
-  key are ignored.
-- The kernel identifies the sender of each record. Only descendants of the command can start a session, and none that
-  descends from a process that has started one: code under test cannot add a session, and an attempt spoils the report.
-- After the command, all remaining processes of its user are killed before the output, so that no daemon can add to it.
-- The tests and their settings belong to root, in folders where nobody else can move them.
+- The report arrives through a socket that only the pytest process and the shell that starts it hold. Each pytest
+  session receives a key and the names of its canaries when it starts, before any of the repository's code runs; records
+  without a known key are ignored.
+- The kernel identifies the sender of each record. Only descendants of the command can start a session, and descendants
+  of a process that has already started one cannot. Code under test therefore cannot add a session, and an attempt to do
+  so invalidates the report.
+- After the command has ended, all remaining processes of its user are killed before the output is printed, so that no
+  daemon can add to it.
+- The tests and their settings are owned by root and are in folders where nobody else can move them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ SETTINGS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", "tox.ini"
 
 
 class Drain(threading.Thread):
-    """Thread that reads a pipe to its end and keeps the first bytes."""
+    """Thread that reads a pipe until EOF and keeps the first bytes."""
 
     def __init__(self, descriptor: int, max_bytes: int) -> None:
         super().__init__(daemon=True)
@@ -53,7 +55,7 @@ class Drain(threading.Thread):
 
 
 class Sessions(threading.Thread):
-    """Thread that sends each new session its secrets, and keeps its records up to a size."""
+    """Thread that sends each new session its secrets, and keeps the session's records up to a size limit."""
 
     def __init__(self, channel: socket.socket, given: dict[str, Any], command: int) -> None:
         super().__init__(daemon=True)
@@ -104,7 +106,7 @@ class Sessions(threading.Thread):
 
 
 def ancestry(process: int) -> list[int]:
-    """Return a process and its ancestors, as far as the kernel knows them."""
+    """Return a process and those of its ancestors that the kernel still knows."""
     line = []
     while process > 1:
         line.append(process)
@@ -117,7 +119,7 @@ def ancestry(process: int) -> list[int]:
 
 
 def give(workdir: str, owner: pwd.struct_passwd, protected: list[str]) -> None:
-    """Give the tree to its user, but the tests and all of their parent folders to root."""
+    """Give ownership of the tree to its user, except for the tests and all of their parent folders, which root owns."""
     tests = list(protected)
     for folder, folders, files in os.walk(workdir):
         for name in (*folders, *files):
@@ -131,7 +133,8 @@ def give(workdir: str, owner: pwd.struct_passwd, protected: list[str]) -> None:
 
 
 def shut(path: str) -> None:
-    """Give a path to root. In such a folder others can create entries, but not remove those of root (sticky bit)."""
+    """Give ownership of a path to root. Other users can create entries in such a folder, but cannot remove root's
+    entries (sticky bit)."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

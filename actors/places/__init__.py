@@ -1,1 +1,1 @@
-"""Actors of sandboxes and the gateway: pool, leases and providers."""
+"""Actors for the gateway and the sandboxes, with the sandbox leases and providers."""

@@ -26,9 +26,9 @@ class SandboxKind(StrEnum):
     OCI = "oci"
     """Containers (runc or runsc) on this host."""
     REMOTE = "remote"
-    """Sandboxes of other hosts, through exec servers (`headrace sandbox serve`)."""
+    """Sandboxes on other hosts, through exec servers (`headrace sandbox serve`)."""
     SIMULATED = "simulated"
-    """No sandboxes: boots take time and fail as configured."""
+    """No real sandboxes: boots take time and fail as configured."""
     SUBPROCESS = "subprocess"
     """Plain processes on this host, without any protection."""
 
@@ -43,9 +43,9 @@ class RemoteSection(Section):
 class SandboxSection(Section):
     provider: SandboxKind | str = Field(default=SandboxKind.LOCAL, union_mode="left_to_right")
     """Provider of the sandboxes: `local`, `oci`, `remote`, `e2b`, `simulated`, `subprocess`, which protects nothing, or
-    one of another package (docs/extending.md)."""
+    one from another package (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a provider of another package, by name."""
+    """Keyword arguments for a provider from another package."""
     local: LocalSandboxConfig = LocalSandboxConfig()
     """Settings of the provider `local`."""
     oci: OciSandboxConfig = OciSandboxConfig()
@@ -57,4 +57,4 @@ class SandboxSection(Section):
     simulated: SimulationConfig = SimulationConfig()
     """Settings of the provider `simulated`."""
     pool: PoolConfig = PoolConfig()
-    """Settings of the pool, with its limits for booting and live sandboxes."""
+    """Settings of the pool, including its limits on booting and live sandboxes."""

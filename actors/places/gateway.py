@@ -1,10 +1,10 @@
 """The gateway actor, which runs `serve.gateway.gateway.Gateway` on a port that survives restarts.
 
 Invariants:
-- Address and admin token are in a private file of the run directory; a restarted gateway reuses them, so that base URLs
-  stay valid.
-- The port is outside the range of the kernel for outgoing connections. Otherwise one of these could hold it when the
-  gateway restarts, even a client of the dead port that the kernel connected to itself.
+- The address and the admin token are in a private file in the run directory; a restarted gateway reuses them, so that
+  base URLs stay valid.
+- The port is outside the kernel's range for outgoing connections. Otherwise an outgoing connection could hold the port
+  when the gateway restarts, even a client of the dead port that the kernel has connected to itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GatewayAddress:
 
 
 class GatewayActor(ResourceOwner):
-    """Actor that runs the gateway, with the same address after a restart."""
+    """Actor that runs the gateway, and keeps its address after a restart."""
 
     def __init__(self, config: GatewayConfig, *, address_file: Path, observing: ActorTelemetry) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ def stable_ports() -> Iterator[int]:
 
 
 def read_address(path: Path) -> GatewayAddress | None:
-    """Read the address of the gateway of this run, None before the first start. An unreadable file is replaced by the
-    next start, which ends the sessions of the old address."""
+    """Read the address of this run's gateway. Returns None before the first start. An unreadable file is replaced on
+    the next start, which ends the sessions at the old address."""
     if not path.exists():
         return None
     try:

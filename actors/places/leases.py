@@ -1,9 +1,10 @@
-"""Sandbox leases of one holder, with batched calls to the pool.
+"""One holder's sandbox leases, with batched calls to the pool.
 
 Invariants:
 - Leased sandboxes have the label of the holder and a short lease, which its heartbeat renews: a holder that dies or
   hangs loses its sandboxes within `lease_s`.
-- Every lease is one new sandbox, however often its call is repeated; a lease cancelled while booting is released.
+- Every lease is for one new sandbox, however often its call is repeated; a lease that is cancelled while booting is
+  released.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxProvider, SandboxRef
 
 LEASE_S: Final = 60.0
-"""Longer than the restart of a pool."""
+"""Longer than a pool takes to restart."""
 HEARTBEATS: Final = 4
 """Heartbeats per lease term."""
 
 
 class SandboxConnections(ResourceOwner):
-    """Attaching providers of all kinds, with one connection per launcher; closing them ends no sandbox."""
+    """Attaching providers of all kinds, with one connection per launcher; closing them does not end any sandbox."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class SandboxConnections(ResourceOwner):
 
 
 class Leases(ResourceOwner):
-    """Leases of one holder, as an async context manager."""
+    """One holder's leases, as an async context manager."""
 
     def __init__(self, pool: SandboxPool, holder: str, *, lease_s: float = LEASE_S) -> None:
         super().__init__()

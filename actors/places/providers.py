@@ -1,11 +1,11 @@
-"""The providers of a run, for booting sandboxes or for attaching to booted ones.
+"""The providers of a run, which boot sandboxes or attach to ones that are already running.
 
 Invariants:
-- The local launcher of a run survives the pool that started it, and the next pool adopts it. It ends with the driving
-  process of the run.
-- Attaching providers boot nothing, and closing them ends no sandbox.
-- Only images that can never boot are refused. A host that does not answer now may have the image, and a suite of
-  debootstrap is checked when it is built.
+- A run's local launcher survives the pool that started it, and the next pool adopts it. The launcher exits together
+  with the run's driver process.
+- Attaching providers do not boot anything, and closing them does not end any sandbox.
+- Only images that can never boot are refused. A host that is not answering now may have the image, and a debootstrap
+  suite is checked only when it is built.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def start_hosts(section: SandboxSection, directory: RunDirectory | None) -
 
 
 async def start_provider(section: SandboxSection, directory: RunDirectory | None) -> SandboxProvider:
-    """Start the provider of a section. Only simulated sandboxes need no directory. Raises NamespacesUnavailable,
+    """Start the provider of a section. All but simulated sandboxes need a directory. Raises NamespacesUnavailable,
     LauncherGone, SpecRefused, ProviderUnreachable, SecretRefused, PermanentSandboxError, ConfigError."""
     if section.provider is SandboxKind.SIMULATED:
         return SimulatedProvider(section.simulated)
@@ -75,7 +75,7 @@ async def start_provider(section: SandboxSection, directory: RunDirectory | None
 
 
 def check_provider(section: SandboxSection) -> None:
-    """Raises ConfigError when the provider of a section does not exist, or lacks what it needs."""
+    """Raise ConfigError if a section's provider does not exist or lacks something that it needs."""
     try:
         PROVIDERS.find(section.provider)
         if section.provider is SandboxKind.E2B:
@@ -92,7 +92,7 @@ def check_provider(section: SandboxSection) -> None:
 
 def attaching_provider(name: str) -> SandboxProvider:
     """Return a provider that attaches to sandboxes whose refs carry this name. Raises SpecRefused, and
-    PermanentSandboxError when what it needs is missing."""
+    PermanentSandboxError if something that it needs is missing."""
     if name in _ATTACHING:
         return _ATTACHING[name]()
     try:
@@ -102,7 +102,7 @@ def attaching_provider(name: str) -> SandboxProvider:
 
 
 class NamedProvider:
-    """A provider of another package. Its refs carry the name by which workers find it again."""
+    """A provider from another package. Its refs carry the name by which workers find it again."""
 
     def __init__(self, name: str, provider: SandboxProvider) -> None:
         self._name, self._provider = name, provider
@@ -128,14 +128,16 @@ class NamedProvider:
 
 
 def _outside(section: SandboxSection) -> NamedProvider:
-    """The provider of another package that a section names, made with its settings. Raises PartRefused, ConfigError."""
+    """Return the provider from another package that a section names, created with the section's settings. Raises
+    PartRefused, ConfigError."""
     make = PROVIDERS.find(section.provider)
     assert isinstance(make, _OfAnotherPackage), "headrace's own providers have kinds"
     return NamedProvider(str(section.provider), make.made(section))
 
 
 class _OfAnotherPackage:
-    """Starts a provider of another package: calls `make` with `sandbox.settings`, and `start` where it has one."""
+    """Starter of a provider from another package: calls `make` with `sandbox.settings`, then the provider's `start` if
+    it has one."""
 
     def __init__(self, make: object) -> None:
         if not callable(make):
@@ -246,14 +248,14 @@ _ATTACHING: Final[Mapping[str, Callable[[], SandboxProvider]]] = {
 
 
 ANSWER_S: Final = 15.0
-"""Timeout for the image list of a host; without an answer, images are checked when they boot."""
+"""Timeout for fetching a host's image list; without an answer, images are checked when they boot."""
 
 logger = logging.getLogger(__name__)
 
 
 def refuse_absent_images(section: SandboxSection, tasks: Iterable[Task]) -> None:
-    """Check the images of all tasks, with calls to hosts of `remote` sandboxes. Raises ConfigError, SecretRefused,
-    SpecRefused."""
+    """Check the images of all tasks, which calls the hosts if the provider is `remote`. Raises ConfigError,
+    SecretRefused, SpecRefused."""
     named = {task.image: task for task in tasks if task.image != HOST}
     if not named or section.provider is SandboxKind.SIMULATED:
         return

@@ -1,8 +1,9 @@
 """The sandbox pool actor, which runs `sandboxes.pool.pool.Pool` over the provider of the recipe.
 
 Invariants:
-- Sandboxes that their holder does not renew end with their lease; those of a dead holder are released at once.
-- The ledger of the pool is in the run directory: a restarted pool adopts or kills the sandboxes in it.
+- Sandboxes that their holder does not renew end when their lease expires; those of a dead holder are released
+  immediately.
+- The pool's ledger is in the run directory: a restarted pool adopts or kills the sandboxes that are recorded in it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
 
 class SandboxPool(ResourceOwner):
-    """Actor that leases, freezes and releases sandboxes, in batches. Without a directory its ledger is in memory, which
-    only simulated sandboxes allow; `clock` returns Unix seconds, `provider` replaces that of the section."""
+    """Actor that leases, freezes and releases sandboxes, in batches. Without a directory the ledger is kept in memory,
+    which is allowed only for simulated sandboxes. `clock` returns Unix seconds; `provider` replaces the one in the
+    section."""
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class SandboxPool(ResourceOwner):
         return self
 
     async def begin(self, requests: dict[str, LeaseRequest]) -> Results[Lease]:
-        """Begin leases, by key; see `operations.Operator`."""
+        """Start leases, by key; see `operations.Operator`."""
         return await self._leases.begin(requests)
 
     async def fetch(self, keys: list[str]) -> Results[Lease]:
@@ -73,8 +75,8 @@ class SandboxPool(ResourceOwner):
         return await self._leases.fetch(keys)
 
     async def withdraw(self, keys: list[str]) -> None:
-        """Cancel leases, and release their sandboxes: a restarted pool may have adopted sandboxes that its callers gave
-        up meanwhile. Idempotent."""
+        """Cancel leases and release their sandboxes: a restarted pool may have adopted sandboxes that its callers have
+        given up in the meantime. Idempotent."""
         await self._leases.withdraw(keys)
         await self._pool.release_requests(keys)
 
@@ -91,18 +93,18 @@ class SandboxPool(ResourceOwner):
         await self._pool.release(ids)
 
     async def renew_holder(self, holder: str, ttl_s: float) -> list[SandboxId]:
-        """Extend all leases of a holder to `ttl_s` from now. Returns the sandboxes that are gone."""
+        """Extend all of a holder's leases to `ttl_s` seconds from now. Returns the sandboxes that are gone."""
         return await self._pool.renew_holder(holder, ttl_s)
 
     async def release_holder(self, holder: str) -> None:
-        """Release all present and pending leases of a holder (an incarnation of a worker, or the evaluator)."""
+        """Release all current and pending leases of a holder (an incarnation of a worker, or the evaluator)."""
         await self._pool.release_holder(holder)
 
     async def status(self) -> PoolStatus:
         return await self._pool.status()
 
     async def command_costs(self) -> dict[str, tuple[int, float]]:
-        """Return number and CPU seconds of commands in local sandboxes, by purpose and operation; see
+        """Return the number and CPU seconds of commands in local sandboxes, by purpose and operation; see
         `LocalProvider.command_costs`."""
         return {name: cost for host in self._local for name, cost in (await host.command_costs()).items()}
 

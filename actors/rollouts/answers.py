@@ -1,10 +1,10 @@
-"""Answers of evaluation rollouts, and `results.jsonl` with one line for each.
+"""Answers from evaluation rollouts, and the file `results.jsonl` with one line per answer.
 
 Invariants:
-- A line is durable when `append` returns, and written once: a writer that was killed repeats its call, and known lines
-  are not written again. A line that a power cut left incomplete is removed when the file is opened.
-- An answer without a reward (infra, a broken evaluator) says nothing about the policy, but has a line too.
-- Text that agents influence is data: bounded, and never a path.
+- A line is durable once `append` returns, and is written only once: when a killed writer repeats its call, known lines
+  are skipped. A line left incomplete by a power cut is removed when the file is opened.
+- An answer without a reward (infra, a broken evaluator) says nothing about the policy, but still gets a line.
+- Text that agents can influence is treated as data: it is bounded and never used as a path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_DETAIL_CHARACTERS = 2000
 _PLAIN = re.compile(r"[A-Za-z0-9_-]{1,80}")
-"""Without a dot, so that no plain name equals a digested one."""
+"""Excludes the dot, so that a plain name never equals a digested one."""
 _UNPLAIN = re.compile(r"[^A-Za-z0-9_-]+")
 
 
@@ -56,12 +56,12 @@ class Answer:
     folder: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object; `versions` and `phases_s` are ordered objects."""
+        """Return the answer as a JSON object; `versions` and `phases_s` become ordered objects."""
         return asdict(self) | {"versions": dict(self.versions), "phases_s": dict(self.phases_s)}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """Parse the result of `to_json`; other keys are ignored. Raises KeyError, TypeError, ValueError."""
+        """Parse the result of `to_json`, ignoring other keys. Raises KeyError, TypeError, ValueError."""
         # Older lines have no `solved`; it meant a reward above 0.
         document = {"solved": (document["reward"] or 0.0) > 0} | document
         known = {name: document[name] for name in cls.__dataclass_fields__}
@@ -75,7 +75,8 @@ def answer_id(tag: str, task_id: TaskId, sample: int) -> RolloutId:
 
 
 def plain_name(text: str) -> str:
-    """Return a unique name for files and ids: the text itself if it is plain, else its first words and its digest."""
+    """Return a unique name for files and ids: the string itself if it is plain, otherwise its first words and its
+    digest."""
     if _PLAIN.fullmatch(text):
         return text
     words = _UNPLAIN.sub("-", text).strip("-")[:40]
@@ -112,7 +113,7 @@ def answer_of(order: RolloutOrder, result: RolloutResult) -> Answer:
 
 
 def answer_without_record(order: RolloutOrder, outcome: Outcome) -> Answer:
-    """Return the answer of an attempt of which only the outcome is known, e.g. since its worker died."""
+    """Return the answer of an attempt whose outcome is all that is known, e.g. because its worker died."""
     return _answer(order, outcome, turns=0, sampled_tokens=0, versions=(), phases_s=(), trace_id="")
 
 
@@ -132,10 +133,10 @@ def _answer(order: RolloutOrder, outcome: Outcome, **details: Any) -> Answer:
 
 
 class AnswerLog:
-    """`results.jsonl` of one evaluation, for its only writer."""
+    """The `results.jsonl` file of one evaluation, opened by its only writer."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file: cut off an incomplete last line, and read the others. Raises OSError, ConfigError."""
+        """Open the file, truncate an incomplete last line, and read the other lines. Raises OSError, ConfigError."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -167,7 +168,7 @@ def line_of(answer: Answer) -> bytes:
 
 
 def json_bytes(document: object, *, option: int = 0) -> bytes:
-    """Encode JSON with text of agents, which may not be valid Unicode."""
+    """Encode JSON that contains text from agents, which may not be valid Unicode."""
     try:
         return orjson.dumps(document, option=option)
     except TypeError:
@@ -183,8 +184,8 @@ def _readable(value: Any) -> Any:
 
 
 def read_answers(path: Path) -> tuple[Answer, ...]:
-    """Read the complete lines of results.jsonl, none if the file is missing. Raises ConfigError for a complete line
-    that is not an answer."""
+    """Read the complete lines of results.jsonl. Returns nothing if the file is missing. Raises ConfigError for a
+    complete line that is not an answer."""
     if not path.exists():
         return ()
     answers = []

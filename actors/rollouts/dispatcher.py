@@ -1,12 +1,12 @@
-"""The dispatcher actor: asks the buffer for orders and hands them to the workers; runs evaluations.
+"""The dispatcher actor, which passes orders from the buffer to the workers and runs evaluations.
 
 Invariants:
-- A training rollout starts only when the buffer issued it; the inventory of the buffer is the only admission.
-- Evaluations have slots of their own, so they overtake only queued training rollouts.
-- Nothing starts while no engine serves: the buffer is informed, and evaluations wait.
-- An evaluation has a fixed denominator: answers that are still infra after `evaluation_attempts` are counted apart,
-  never as failures. Answers that the ledger already has are not repeated.
-- A new dispatcher fences its predecessor, at the workers and at the buffer, before it starts anything.
+- A training rollout starts only if the buffer has issued it; the buffer's inventory is the only admission control.
+- Evaluations have their own slots, so they overtake only training rollouts that are still queued.
+- Nothing starts while no engine is serving: the buffer is notified, and evaluations wait.
+- An evaluation has a fixed denominator: answers that are still infra after `evaluation_attempts` are counted
+  separately, never as failures. Answers already in the ledger are not repeated.
+- A new dispatcher fences off its predecessor, at the workers and at the buffer, before it starts anything.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.worker import RolloutWorker
 
 RECONCILE_S = 60.0
-"""Interval at which the buffer learns the carried attempts, even if nothing is known to be lost."""
+"""Interval at which the buffer is sent the carried attempts, even if none is known to be lost."""
 MAX_ORDERS_PER_CALL = 128
-"""Small enough that the first of many orders reach workers while the others are still issued."""
+"""Small enough that the first of many orders reach the workers while the rest are still being issued."""
 
 
 class DispatcherConfig(BaseModel):
@@ -51,13 +51,13 @@ class DispatcherConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     slots_per_worker: int = Field(default=32, ge=1)
-    """Maximum training rollouts of one worker at a time."""
+    """Maximum number of concurrent training rollouts per worker."""
     evaluation_slots: int = Field(default=24, ge=1)
-    """Maximum evaluation rollouts at a time, over all workers."""
+    """Maximum number of concurrent evaluation rollouts across all workers."""
     evaluation_attempts: int = Field(default=3, ge=1)
-    """Maximum attempts of one evaluation rollout before it counts as infra."""
+    """Maximum number of attempts at one evaluation rollout before it counts as infra."""
     pacing: PacingConfig = PacingConfig()
-    """Adaptive limit of rollouts in flight, lowered while engines or outside services are overloaded."""
+    """Adaptive limit on rollouts in flight, lowered while engines or outside services are overloaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,28 +68,28 @@ class DispatcherStatus:
     evaluating: int
     finished: int
     scored: int
-    """Training rollouts that ended with a reward since this dispatcher started."""
+    """Training rollouts that have ended with a reward since this dispatcher started."""
     answered: int
-    """Evaluation attempts that ended since this dispatcher started."""
+    """Evaluation attempts that have ended since this dispatcher started."""
     infra: int
     mean_reward: float | None
     """Mean reward of the last 128 scored training rollouts."""
     limit: int = 0
-    """Current limit of training rollouts in flight."""
+    """Current limit on training rollouts in flight."""
     slowed_by: str = ""
     """Reason for the last decrease of the limit."""
 
 
 class Engines(Protocol):
-    """Interface of the engines for the dispatcher."""
+    """Interface to the engines that the dispatcher needs."""
 
     async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
-        """Return whether an engine serves, once that differs from `unlike`, or after `timeout_s`."""
+        """Return whether an engine is serving, as soon as that differs from `unlike` or after `timeout_s`."""
         ...
 
 
 class Dispatcher:
-    """Actor that keeps the workers busy with orders of the buffer and with evaluations."""
+    """Actor that keeps the workers busy with orders from the buffer and with evaluations."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Dispatcher:
         await self._stack.aclose()
 
     async def run(self) -> None:
-        """Issue training rollouts until cancelled, or until `stop_training`."""
+        """Issue training rollouts until cancelled or until `stop_training` is called."""
         await self._training("run", self._train)
 
     async def stop_training(self) -> None:
@@ -157,12 +157,12 @@ class Dispatcher:
         await self._reconcile()
 
     async def evaluate(self, tasks: Sequence[Task], *, samples: int, tag: str) -> EvaluationSummary:
-        """Sample `samples` answers for each task; return when all are scored or counted as infra. Answers in the ledger
-        under this tag count. A second call with the same tag joins the running evaluation."""
+        """Sample `samples` answers for each task, and return once all are scored or counted as infra. Answers already
+        in the ledger under this tag count. A second call with the same tag joins the running evaluation."""
         return await self._evaluations(tag, lambda: self._evaluate(tasks, samples, tag))
 
     async def pace(self, pressure: Pressure) -> None:
-        """Adapt the number of rollouts in flight to the load of engines and outside services."""
+        """Adapt the number of rollouts in flight to the load on engines and outside services."""
         self._workers.pace(pressure)
 
     async def status(self) -> DispatcherStatus:
@@ -218,8 +218,8 @@ class Dispatcher:
                 self._workers.cancel(known)
 
     async def _reconcile(self) -> None:
-        """Make the buffer reissue attempts that no worker carries: this dispatcher is new, or the buffer died, perhaps
-        between recording an order and returning it."""
+        """Make the buffer reissue attempts that no worker is carrying. They exist when this dispatcher is new, or when
+        the buffer died, perhaps between recording an order and returning it."""
         carried = self._workers.carried
         await until_back(lambda: self._replay.reconcile(carried, self._incarnation))
 
@@ -261,8 +261,8 @@ class Dispatcher:
         return answer
 
     async def _watch_engines(self, engines: Engines) -> None:
-        """Hold new rollouts while no engine serves. While the engine group itself is away, the last state is kept,
-        since its engines may still serve."""
+        """Hold new rollouts while no engine is serving. While the engine group itself is unavailable, the last known
+        state is kept, since its engines may still be serving."""
         serving = True
         while True:
             known = serving

@@ -1,12 +1,14 @@
-"""Folders of evaluation rollouts, each with conversation, patch, evaluator log and metadata.
+"""Folders of evaluation rollouts, each with the conversation, the patch, the evaluator log and metadata.
 
 Invariants:
-- A folder appears complete, under a generated name; a later attempt of the rollout replaces all of it.
-- Every file has a size cap and marks truncation. Text of agents is data: it never names a file, and is never run.
-- A folder is written before its line in `results.jsonl`, so readers of that file find it. It survives killed processes,
-  but is not fsynced: after a power cut a folder may be missing, but never a line.
-- An answer is durable in `results.jsonl` before it counts as ended; answers that end within 10 ms share one fsync.
-- The only writer of the file is the dispatcher that runs the evaluation. Without folders nothing is recorded.
+- A folder appears all at once, under a generated name; a later attempt at the same rollout replaces it entirely.
+- Every file has a size cap, and a truncated file says so. Text from agents is treated as data: it never names a file
+  and is never executed.
+- A folder is written before its line in `results.jsonl`, so that readers of that file can find it. It survives killed
+  processes but is not fsynced: after a power cut a folder may be missing, but a line never is.
+- An answer is durable in `results.jsonl` before it counts as finished; answers that finish within 10 ms share one
+  fsync.
+- Only the dispatcher that runs the evaluation writes the file. Nothing is recorded if no folders are configured.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationFolders:
-    """Paths of the evaluations of a run, each in a folder named by its tag, and their model. `is_one`: `root` is the
-    folder of the only evaluation. Picklable."""
+    """Paths of a run's evaluations, each in a folder named after its tag, and the model that they evaluate. If
+    `is_one`, `root` itself is the folder of the only evaluation. Picklable."""
 
     root: Path
     about: About
@@ -70,7 +72,7 @@ class EvaluationFolders:
         return self.root if self.is_one else self.root / tag
 
     def write(self, tag: GroupId, answer: Answer, reports: RolloutReports) -> Answer:
-        """Write the folder of an attempt; return the answer, without a folder if the disk refused it."""
+        """Write the folder of an attempt and return the answer, which names no folder if writing failed."""
         target = self.rollout(tag, answer.folder)
         staged = target.with_name(f".{target.name}.{answer.attempt}")
         metadata = answer.to_json() | reports.metadata()
@@ -96,7 +98,7 @@ class EvaluationFolders:
         return answer
 
     def read(self, tag: str, folder: str) -> Answer | None:
-        """Read the answer of a rollout from its folder; None if that is missing or unreadable."""
+        """Read a rollout's answer from its folder. Returns None if the folder is missing or unreadable."""
         try:
             return Answer.from_json(orjson.loads((self.rollout(tag, folder) / "metadata.json").read_bytes()))
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
@@ -104,7 +106,7 @@ class EvaluationFolders:
 
 
 def conversation_lines(turns: Iterable[TranscriptTurn]) -> bytes:
-    """Return one JSON object per turn, in sampling order; the last line counts omitted turns."""
+    """Return one JSON object per turn, in sampling order; the last line gives the number of omitted turns."""
     lines, size, left_out = [], 0, 0
     for turn in turns:
         line = json_bytes(turn.to_json()) + b"\n"
@@ -135,7 +137,7 @@ def evaluation_order(tag: str, task_id: TaskId, sample: int) -> RolloutOrder:
 
 
 class Recording(ResourceOwner):
-    """Record of one evaluation tag, as an async context manager."""
+    """Recording of the answers under one evaluation tag, as an async context manager."""
 
     def __init__(self, folders: EvaluationFolders | None, tag: str) -> None:
         super().__init__()
@@ -150,7 +152,7 @@ class Recording(ResourceOwner):
         return self
 
     def get(self, rollout_id: RolloutId) -> Answer | None:
-        """Return a known answer of `results.jsonl`."""
+        """Return an answer that is already in `results.jsonl`."""
         return self._log.get(rollout_id) if self._log else None
 
     def recover(self, order: RolloutOrder, known: Evaluated) -> Answer:
@@ -168,7 +170,7 @@ class Recording(ResourceOwner):
         return answer_without_record(order, outcome)
 
     async def add(self, answer: Answer) -> None:
-        """Add an answer, which is durable when this returns. Idempotent. Raises OSError."""
+        """Add an answer, which is durable once this returns. Idempotent. Raises OSError."""
         if self._log is not None:
             await self._append(answer)
 

@@ -1,12 +1,14 @@
-"""The adaptive limit of rollouts in flight, by the load of engines and outside services.
+"""The adaptive limit on rollouts in flight, driven by the load on engines and outside services.
 
 Invariants:
 - Additive increase, multiplicative decrease (D.-M. Chiu, R. Jain, Computer Networks 17, 1989): the limit grows by a
-  fixed number while it is used and nothing is overloaded, and shrinks by a factor when something is.
-- One overload shrinks it once: the next measurement counts only after `interval_s`, when older rollouts have left.
-- It can only lower what the buffer admits, so it does not affect the staleness bound.
-- A latency is reported only if enough rollouts ended: the mean of one or two is noise, and the minimum of noisy values
-  is not a baseline.
+  fixed amount while it is reached and nothing is overloaded, and is multiplied by a factor below 1 when something is
+  overloaded.
+- One overload lowers the limit only once: the next measurement counts only after `interval_s`, once older rollouts have
+  ended.
+- The limit can only reduce what the buffer admits, so it does not affect the staleness bound.
+- A latency is reported only if enough rollouts have ended: the mean of one or two is noise, and the minimum of noisy
+  values is not a baseline.
 """
 
 from __future__ import annotations
@@ -22,37 +24,39 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from headrace.actors.record.utilisation import Station, UtilisationMeter
 
 ENOUGH_ENDS: Final = 16
-"""Rollouts that must end in a window before latencies are computed; with fewer the window is extended."""
+"""Number of rollouts that must end in a window before latencies are computed; with fewer, the window is extended."""
 WINDOW_S: Final = 10.0
-"""Minimum length of a window. Its values expire after the same time, so that each shrinks the limit only once."""
+"""Minimum length of a window. Its values expire after the same time, so that each can lower the limit only once."""
 WINDOWS: Final = 3
-"""Number of windows in the median, so that one outlier is neither an overload nor the baseline."""
+"""Number of windows over which the median is taken, so that a single outlier becomes neither an overload nor the
+baseline."""
 OUTSIDE: Final = (Station.BOOT, Station.EVALUATOR, Station.SIMULATOR)
-"""Services outside engines and learner."""
+"""Services other than the engines and the learner."""
 
 
 class PacingConfig(BaseModel):
-    """Additive increase, multiplicative decrease of the rollouts in flight."""
+    """Additive-increase, multiplicative-decrease control of the number of rollouts in flight."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = False
-    """Enable pacing; without it only slots and inventory limit the number of rollouts."""
+    """Whether to enable pacing; without it, only slots and inventory limit the number of rollouts."""
     start: int = Field(default=32, ge=1)
-    """Initial limit of rollouts in flight."""
+    """Initial limit on rollouts in flight."""
     least: int = Field(default=8, ge=1)
     """Minimum of the limit."""
     increase: int = Field(default=4, ge=1)
     """Increment of the limit per `interval_s` while it is reached and nothing is overloaded."""
     decrease: float = Field(default=0.7, gt=0, lt=1)
-    """Factor on the limit at an overload."""
+    """Factor by which the limit is multiplied on an overload."""
     interval_s: float = Field(default=10.0, gt=0)
     """Minimum time between two changes; it should cover several turns."""
     engine_queue: float = Field(default=1.25, gt=0)
-    """Threshold for turns at the engines, relative to the number they decode at once; above it they are overloaded."""
+    """Threshold for the number of turns at the engines, relative to the number that they decode at once; above it the
+    engines count as overloaded."""
     latency_ratio: float = Field(default=3.0, gt=1)
-    """Threshold for the mean time at an outside service (boots, evaluations, user simulator), relative to the best
-    one; above it the service is overloaded."""
+    """Threshold for the mean time at an outside service (boots, evaluations, user simulator), relative to the best one
+    measured; above it the service counts as overloaded."""
 
     @model_validator(mode="after")
     def _ordered(self) -> PacingConfig:
@@ -63,8 +67,9 @@ class PacingConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """One load measurement. `engine_queue`: turns at the engines, relative to the number they decode at once;
-    `latencies_s`: mean seconds by outside service in the last windows, without services that were not measured."""
+    """One load measurement. `engine_queue` is the number of turns at the engines, relative to the number that they
+    decode at once. `latencies_s` has the mean seconds per outside service over the last windows; services that were not
+    measured are absent."""
 
     engine_queue: float | None = None
     latencies_s: tuple[tuple[str, float], ...] = ()
@@ -72,15 +77,15 @@ class Pressure:
 
 @dataclass(slots=True)
 class LatencyWatch:
-    """Mean seconds that a rollout spends at each outside service, by Little's law."""
+    """Estimator of the mean seconds that a rollout spends at each outside service, using Little's law."""
 
     latencies_s: tuple[tuple[str, float], ...] = ()
-    """Medians by service over the last windows; empty once the newest is older than `WINDOW_S`."""
+    """Medians per service over the last windows; empty once the newest window is older than `WINDOW_S`."""
     _meter: UtilisationMeter = field(default_factory=UtilisationMeter)
     _means_s: dict[Station, deque[float]] = field(default_factory=dict)
 
     def sample(self, now_s: float, in_use: Mapping[Station, float], finished: int) -> None:
-        """Add a sample: rollouts in each station now, and the number of finished ones so far."""
+        """Add a sample: the number of rollouts at each station now, and the number finished so far."""
         self._meter.sample(now_s, in_use, finished)
         if self._meter.seconds < WINDOW_S:
             return
@@ -98,18 +103,18 @@ class LatencyWatch:
 
 
 class AdaptiveLimit:
-    """Limit of one dispatcher. `now_s` is any clock in seconds; `most` is the number of slots."""
+    """Rollout limit of one dispatcher. `now_s` is any clock in seconds; `most` is the number of slots."""
 
     def __init__(self, config: PacingConfig, most: int, now_s: float) -> None:
         self._config, self._most = config, most
         self.limit = min(config.start, most) if config.enabled else most
         self.reason = ""
-        """Reason for the last decrease, as text."""
+        """Human-readable reason for the last decrease."""
         self._changed_s = now_s
         self._best_s: dict[str, float] = {}
 
     def look(self, pressure: Pressure, in_flight: int, now_s: float) -> int:
-        """Update the limit by one load measurement, and return it."""
+        """Update the limit from one load measurement, and return it."""
         reasons = []
         if pressure.engine_queue is not None and pressure.engine_queue > self._config.engine_queue:
             reasons.append(f"engines have {pressure.engine_queue:.2f} times the turns they decode at once")

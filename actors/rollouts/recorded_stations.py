@@ -1,6 +1,6 @@
-"""The stations of one evaluation rollout, which record its reports.
+"""Stations of an evaluation rollout that record the reports of its agent, session and evaluator.
 
-Invariant: recording does not change the rollout; gateway and evaluator only report more.
+Invariant: recording does not change the rollout; the gateway and the evaluator only report more.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_RESULT_CHARACTERS, MAX_COMMANDS = 4000, 1000
 
 @dataclass(slots=True)
 class RolloutReports:
-    """Reports of agent, session and evaluator; None for parts that the rollout did not reach."""
+    """Reports of the agent, the session and the evaluator; None for parts that the rollout did not reach."""
 
     agent: AgentReport | None = None
     session: SessionReport | None = None
     verdict: Verdict | None = None
 
     def metadata(self) -> dict[str, Any]:
-        """Return the fields of metadata.json beyond the answer."""
+        """Return the fields of metadata.json other than those of the answer."""
         metadata: dict[str, Any] = {}
         if self.agent is not None:
             metadata["agent"] = {

@@ -1,6 +1,7 @@
-"""The store of finished rollouts: the replay buffer, or the records of an evaluation without training.
+"""The store of finished rollouts: either the replay buffer or the records of an evaluation without training.
 
-Invariant: `EvaluationRecords` issues nothing and has no inventory; answers that must survive it are in `results.jsonl`.
+Invariant: `EvaluationRecords` issues no orders and has no inventory; answers that must outlive it are in
+`results.jsonl`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RolloutStore(Protocol):
-    """Interface of `Replay` for dispatcher and workers."""
+    """The part of `Replay`'s interface that the dispatcher and the workers use."""
 
     async def issue(self, limit: int, dispatcher: str, *, timeout_s: float) -> Issued: ...
 
@@ -38,7 +39,7 @@ class RolloutStore(Protocol):
 
 
 class EvaluationRecords:
-    """Attempts of one evaluation in memory, where a restarted dispatcher finds them."""
+    """In-memory record of one evaluation's attempts, where a restarted dispatcher finds them."""
 
     def __init__(self) -> None:
         self._known: dict[GroupId, dict[RolloutId, Evaluated]] = {}
@@ -61,7 +62,7 @@ class EvaluationRecords:
         return 0
 
     async def engines(self, *, serving: bool) -> None:
-        """Do nothing: no orders are issued that could be held."""
+        """Do nothing, since there are no orders to hold."""
 
     async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None:
         for order, result in ended:

@@ -1,8 +1,9 @@
-"""One rollout, from boot to verdict.
+"""A single rollout, from booting the sandbox to the verdict.
 
 Invariants:
 - Every started rollout ends exactly once, with a result: success, failure and infrastructure error are all data.
-- A failure is classified at the boundary where it arose; one that the policy did not cause never becomes a reward.
+- A failure is classified at the boundary where it arises; a failure that the policy did not cause never becomes a
+  reward.
 - The session log takes precedence over the evaluator: if an engine or gateway failure reached the agent, the outcome is
   infra.
 - Every lease is released, even if the rollout is cancelled.
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
     from headrace.serve.gateway.client import OpenedSession
 
 ANSWER_S = 5.0
-"""Time of a pool to report that a deadline has passed."""
+"""Time allowed for a pool to report that a deadline has passed."""
 RESULT_CHARACTERS, LOG_CHARACTERS = 500, 4000
-"""Characters of the final message and the log of an agent in its span."""
+"""Maximum characters of an agent's final message and of its log that are stored in its span."""
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollouts.rollout")
 
@@ -55,28 +56,29 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     queue_timeout_s: float = Field(default=60.0, gt=0)
-    """Deadline for a slot in the pool."""
+    """Deadline for obtaining a slot in the pool."""
     boot_timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline for the boot of the agent's sandbox, including retries."""
+    """Deadline for booting the agent's sandbox, including retries."""
     prepare_timeout_s: float = Field(default=30.0, gt=0)
     """Deadline for attaching to the sandbox and writing the task files; also for closing the session."""
     agent_timeout_s: float = Field(default=60.0, gt=0)
-    """Deadline for the agent, from its start; past it the outcome is `budget`, and the evaluator still runs."""
+    """Deadline for the agent, from its start; once it has passed, the outcome is `budget`, but the evaluator still
+    runs."""
     evaluate_timeout_s: float = Field(default=90.0, gt=0)
     """Deadline for the whole evaluation; for a repository at least four times `evaluator.timeout_s` of its task."""
     lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `clocks`
-    """Term of sandbox leases: a worker that does not renew them in this time loses them. Workers renew four times per
-    term. A pool must restart in less."""
+    """Term of sandbox leases: a worker that does not renew its leases within this time loses them. Workers renew four
+    times per term. A pool must be able to restart in less than this time."""
     guard_s: float = Field(default=300.0, gt=0)  # derived in a run, see `clocks`
-    """Deadline for the whole rollout; past it the outcome is infra, in any phase."""
+    """Deadline for the whole rollout; once it has passed, the outcome is infra, whatever the phase."""
 
 
 class Stations(Protocol):
-    """Services that a rollout uses; the worker batches their calls."""
+    """Services that a rollout uses; the worker batches calls to them."""
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:
-        """Folders of the host that are mounted in the sandbox of the agent."""
+        """Host folders that are mounted in the agent's sandbox."""
         ...
 
     async def lease(self, request: LeaseRequest) -> Lease: ...
@@ -88,7 +90,7 @@ class Stations(Protocol):
     async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession: ...
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
-        """Close a session. With `conversation`, the report has every turn as text."""
+        """Close a session. If `conversation` is set, the report includes every turn as text."""
         ...
 
     async def run_agent(
@@ -99,8 +101,8 @@ class Stations(Protocol):
 
 
 class InfraFailure(Exception):
-    """A phase failed for a reason that the policy did not cause; the message has phase and cause. `engine`: engine or
-    gateway failed."""
+    """A phase failed for a reason that the policy did not cause; the message names the phase and the cause. `engine` is
+    set if the engine or the gateway failed."""
 
     def __init__(self, message: str, *, engine: bool = False) -> None:
         super().__init__(message)
@@ -109,15 +111,15 @@ class InfraFailure(Exception):
 
 @dataclass(slots=True)
 class Phases:
-    """Seconds by phase, in the order of their ends, and the host of the sandbox once it is known."""
+    """Seconds per phase, in the order in which the phases ended, and the sandbox's host once it is known."""
 
     seconds: list[tuple[str, float]] = field(default_factory=list)
     host: str = ""
     occupied: Counter[str] = field(default_factory=Counter)
-    """Number of rollouts in each phase, shared by all rollouts of a worker."""
+    """Number of rollouts in each phase, shared by all of a worker's rollouts."""
 
     def split(self, first: str, first_s: float) -> None:
-        """Split the first `first_s` seconds off the last phase, under another name."""
+        """Split the first `first_s` seconds off the last phase and record them under another name."""
         name, seconds = self.seconds.pop()
         self.seconds += [(first, first_s), (name, max(0.0, seconds - first_s))]
 
@@ -135,7 +137,7 @@ class Phases:
 
 @asynccontextmanager
 async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> AsyncIterator[None]:
-    """Span, clock and deadline of one phase. Every error inside becomes an InfraFailure that names the phase."""
+    """Span, clock and deadline of one phase. Every error raised inside becomes an InfraFailure that names the phase."""
     with tracer.start_as_current_span(span), phases.clock(phase):
         try:
             async with asyncio.timeout(timeout_s):
@@ -152,7 +154,7 @@ async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> A
 async def run_rollout(
     order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, occupied: Counter[str] | None = None
 ) -> RolloutResult:
-    """Run one attempt to its end. Raises only CancelledError: every failure becomes a result, even a bug of headrace.
+    """Run one attempt to its end. Raises only CancelledError: every failure becomes a result, even a bug in headrace.
     `occupied` counts the rollouts in each phase."""
     phases = Phases(occupied=Counter() if occupied is None else occupied)
     try:
@@ -198,7 +200,7 @@ async def _run(
 async def _sandbox(
     order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases
 ) -> AsyncIterator[tuple[SandboxRef, Sandbox]]:
-    """Lease the sandbox of the agent, and release it in any case."""
+    """Lease the agent's sandbox, and release it in every case."""
     spec = SandboxSpec(
         image=task.image,
         idempotency_key=f"{order.rollout_id}.{order.attempt}",
@@ -231,7 +233,7 @@ async def _sandbox(
 async def _converse(
     order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox
 ) -> tuple[AgentReport, SessionReport]:
-    """Run the agent in a session, which is closed in any case."""
+    """Run the agent in a session, which is closed in every case."""
     async with boundary(names.AGENT, "agent", phases, config.guard_s):
         session = await stations.open_session(order, traceparent_of(trace.get_current_span()))
         try:
@@ -261,7 +263,7 @@ async def _converse(
 
 
 def _session_attributes(record: SessionReport) -> dict[str, int]:
-    """Return span attributes with the token counts of a session."""
+    """Return span attributes with a session's token counts."""
     attributes = {
         names.SAMPLED_TOKENS: record.sampled_tokens,
         names.TRAINED_TOKENS: record.trained_tokens,
@@ -286,8 +288,8 @@ def _check_agent(report: AgentReport, record: SessionReport) -> None:
 
 
 def outcome_of(report: AgentReport, exhausted: Exhausted, verdict: Verdict) -> Outcome:
-    """Return the outcome of a scored rollout: that of the verdict, or `budget` if the agent used up a budget. A full
-    context counts only if it ended the agent."""
+    """Return the outcome of a scored rollout: the verdict's outcome, or `budget` if the agent used up a budget. A full
+    context counts only if it stopped the agent."""
     if verdict.reward is None:
         return Outcome(reward=None, trainable=False, cause=verdict.cause, detail=verdict.detail)
     finished = report.stop is StopReason.FINISHED

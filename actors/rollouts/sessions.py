@@ -1,9 +1,9 @@
-"""Sessions of rollouts at the policy: opened and finished at the gateway, or without one.
+"""Sessions of rollouts with the policy, through the gateway or, for simulated engines, without one.
 
 Invariants:
-- A session is opened once per attempt and incarnation of a worker, and finished once.
-- A session has one row: a prompt, then turns with observations between them. Only sampled tokens are trained, with the
-  versions that the engine reports.
+- A session is opened once per attempt and worker incarnation, and is finished once.
+- A simulated session has one row: a prompt, then turns with observations between them. Only sampled tokens are trained,
+  with the versions that the engine reports.
 - Only the engine takes time.
 """
 
@@ -48,11 +48,11 @@ class Sessions(Protocol):
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession: ...
 
     def given(self, session: OpenedSession, *, context_tokens: int) -> AgentSession:
-        """Return the session as the agent sees it."""
+        """Return the session in the form that the agent receives."""
         ...
 
     async def finish(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
-        """Finish a session. With `conversation`, the report has every turn as text, if there are any."""
+        """Finish a session. If `conversation` is set, the report includes every turn as text, if there are any."""
         ...
 
 
@@ -70,8 +70,8 @@ class GatewaySessions(ResourceOwner):
         return self
 
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession:
-        """Open a session. Waits for a restarting gateway until the deadline of the phase: a rollout that failed at once
-        would be reissued at once, and be poison before the gateway is back."""
+        """Open a session. Waits for a restarting gateway until the deadline of the phase: a rollout that failed
+        immediately would be reissued immediately, and would be declared poison before the gateway is back."""
         opened: list[OpenedSession] = await _until_reached()(self._gateway.open, [spec])
         return opened[0]
 
@@ -106,7 +106,7 @@ class NoSessions(ResourceOwner):
 
 
 def _until_reached() -> AsyncRetrying:
-    """Return a retry policy for a gateway that does not answer; refusals are final."""
+    """Return a retry policy for a gateway that does not answer; refusals are not retried."""
     return AsyncRetrying(
         retry=retry_if_exception(lambda error: isinstance(error, GatewayUnreachable) and not error.answered),
         wait=wait_random_exponential(multiplier=0.1, max=2.0),
@@ -115,12 +115,12 @@ def _until_reached() -> AsyncRetrying:
 
 PROMPT_TOKENS: Final = 8
 OBSERVED_TOKENS: Final = 2
-"""Tokens of an observation between two turns."""
+"""Number of tokens in an observation between two turns."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SimulatedSession:
-    """Policy of one rollout; implements `agent.SimulatedPolicy`. `key` names the attempt."""
+    """Simulated policy of one rollout; implements `agent.SimulatedPolicy`. `key` names the attempt."""
 
     key: str
     engine: SimulatedEngine
@@ -179,7 +179,7 @@ class SimulatedSessions(ResourceOwner):
 
     @property
     def turns(self) -> int:
-        """Turns in progress."""
+        """Number of turns in progress."""
         return self._watch.engine.generating
 
     @property

@@ -1,6 +1,6 @@
-"""Stations of the rollouts of one worker: pool, policy, agent and evaluator, with batched calls.
+"""Stations that one worker's rollouts use: pool, policy, agent and evaluator, with batched calls.
 
-Invariant: each incarnation of a worker is a separate holder of leases.
+Invariant: each incarnation of a worker is a separate lease holder.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTerms:
-    """Terms of a session: `sampling` is enforced for its turns, `budgets` end it."""
+    """Terms of a session: `sampling` is enforced on its turns, and exceeding `budgets` ends it."""
 
     sampling: Sampling
     budgets: Budgets
 
     def to_json(self) -> dict[str, float | int | None]:
-        """Return the terms for the summary of an evaluation."""
+        """Return the terms as they appear in an evaluation's summary."""
         budgets = {name: getattr(self.budgets, name) for name in _TOKEN_BUDGETS}
         return asdict(self.sampling) | budgets
 
@@ -54,13 +54,14 @@ _TOKEN_BUDGETS = ("max_tokens_per_turn", "max_context_tokens", "max_sampled_toke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCatalog:
-    """The tasks that orders name by id: files, which each worker reads once, or the tasks themselves."""
+    """Source of the tasks that orders name by id: either files, which each worker reads once, or the tasks
+    themselves."""
 
     train: Path | Sequence[Task] = ()
     evaluation: Path | Sequence[Task] = ()
 
     def load(self) -> dict[tuple[Purpose, TaskId], Task]:
-        """Return all tasks by purpose and id: both sets may use the same id. Raises TaskFileError."""
+        """Return all tasks keyed by purpose and id, since both sets may use the same id. Raises TaskFileError."""
         return {
             (purpose, task.id): task
             for purpose, source in ((Purpose.TRAIN, self.train), (Purpose.EVALUATION, self.evaluation))
@@ -70,7 +71,7 @@ class TaskCatalog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """Configuration and actors of a worker; picklable."""
+    """Configuration of a worker and the actors that it calls; picklable."""
 
     pool: SandboxPool
     evaluator: Evaluator
@@ -78,21 +79,21 @@ class WorkerParts:
     agent: Agent
     tasks: TaskCatalog
     gateway: GatewayAddress | None
-    """None if the agent uses no policy, or a simulated one."""
+    """None if the agent uses no policy or a simulated one."""
     sampling: Sampling
     budgets: Budgets
     train_truncated: bool
     rollout: RolloutConfig
     observing: ActorTelemetry
     evaluations: EvaluationFolders | None = None
-    """Folders for conversations, patches and logs of evaluation rollouts; None stores none."""
+    """Folders for the conversations, patches and logs of evaluation rollouts; None to store nothing."""
     evaluation_terms: SessionTerms | None = None
-    """Terms of evaluation sessions; None for those of training."""
+    """Terms of evaluation sessions; None to use the training terms."""
     simulated_engines: SimulatedEngineGroup | None = None
-    """Engines of the simulated agent, in place of a gateway."""
+    """Engines for the simulated agent, in place of a gateway."""
 
     def terms(self, purpose: Purpose) -> SessionTerms:
-        """Return the terms of sessions for this purpose."""
+        """Return the session terms for this purpose."""
         if purpose is Purpose.EVALUATION and self.evaluation_terms is not None:
             return self.evaluation_terms
         return SessionTerms(sampling=self.sampling, budgets=self.budgets)
@@ -155,12 +156,12 @@ class WorkerStations(ResourceOwner):
 
     @property
     def turns(self) -> int | None:
-        """Turns in progress at simulated engines, None for others."""
+        """Number of turns in progress at simulated engines; None for other engines."""
         return self._sessions.turns if isinstance(self._sessions, SimulatedSessions) else None
 
     @property
     def ended_turns(self) -> int | None:
-        """Turns that ended at simulated engines, None for others."""
+        """Number of turns that have ended at simulated engines; None for other engines."""
         return self._sessions.ended_turns if isinstance(self._sessions, SimulatedSessions) else None
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:

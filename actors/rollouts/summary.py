@@ -1,11 +1,13 @@
-"""The summary of an evaluation (`summary.json`), computed from its answers. Pure but for `write_summary`.
+"""The summary of an evaluation (`summary.json`), computed from its answers. Everything except `write_summary` is pure.
 
 Invariants:
 - The denominator is fixed before the start: tasks x samples. Answers without a reward count in `n` and `n_infra`, but
-  in no mean.
-- `success`, pass@k and pass^k count solved answers, `mean_reward` averages rewards: a reward above 0 is not a solution.
-- pass@k and pass^k are the unbiased estimators over the scored answers of a task (Chen et al. 2021, arXiv:2107.03374,
-  and Yao et al. 2024, arXiv:2406.12045); a task with fewer than k scored answers is left out for that k, and counted.
+  not in any mean.
+- `success`, pass@k and pass^k count solved answers, whereas `mean_reward` averages rewards: a reward above 0 does not
+  imply a solution.
+- pass@k and pass^k are the unbiased estimators over a task's scored answers (Chen et al. 2021, arXiv:2107.03374, and
+  Yao et al. 2024, arXiv:2406.12045); a task with fewer than k scored answers is left out for that k, and the number of
+  remaining tasks is reported with the rate.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ MAX_REASON_CHARS: Final = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """Subject of an evaluation: model directory or checkpoint, digest of the resolved recipe, and sampling."""
+    """Subject of an evaluation: the model directory or checkpoint, the digest of the resolved recipe, and the
+    sampling."""
 
     model: str
     recipe_sha256: str
@@ -49,9 +52,9 @@ class PassRate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSummary:
     """Result of an evaluation. `success` is the share of solved answers and `mean_reward` the mean reward, both over
-    scored answers (without `infra`) and None if there are none. `versions` counts sampled tokens by policy version,
-    `mixed` the answers sampled by more than one version. `infra_reasons` counts infra answers by failure, most common
-    first, at most MAX_REASONS of them."""
+    scored answers (without `infra`) and None if there are none. `versions` counts sampled tokens by policy version, and
+    `mixed` counts the answers sampled by more than one version. `infra_reasons` counts infra answers by failure, most
+    common first, for at most MAX_REASONS failures."""
 
     tag: str
     answers: int
@@ -109,7 +112,7 @@ class EvaluationSummary:
 def summarize_answers(
     answers: Sequence[Answer], *, tag: str, tasks: int, samples: int, dataset_sha256: str
 ) -> EvaluationSummary:
-    """Summarize an evaluation. `answers` has one for each task and sample."""
+    """Summarize an evaluation. `answers` has one answer for each task and sample."""
     rewards = [answer.reward for answer in answers if answer.reward is not None]
     solved = sum(answer.solved for answer in answers if answer.reward is not None)
     details = (" ".join(answer.detail.split()) or answer.cause.value for answer in answers if answer.reward is None)
@@ -134,7 +137,7 @@ def summarize_answers(
 
 
 def pass_rates(answers: Iterable[Answer], samples: int) -> tuple[PassRate, ...]:
-    """Return pass rates for k = 1, 2, 4, ... and `samples`, without those k for which no task has enough answers."""
+    """Return pass rates for k = 1, 2, 4, ... and `samples`, omitting any k for which no task has enough answers."""
     by_task: dict[str, list[bool]] = defaultdict(list)
     for answer in answers:
         if answer.reward is not None:
@@ -154,5 +157,5 @@ def pass_rates(answers: Iterable[Answer], samples: int) -> tuple[PassRate, ...]:
 
 
 def write_summary(path: Path, summary: EvaluationSummary, about: About | None) -> None:
-    """Write the file durably and atomically. Raises OSError."""
+    """Write `summary.json` durably and atomically. Raises OSError."""
     replace_file(path, json_bytes(summary.to_json(about), option=orjson.OPT_INDENT_2) + b"\n")

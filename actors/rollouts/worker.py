@@ -1,13 +1,13 @@
 """The rollout worker actor, which runs hundreds of rollouts as coroutines.
 
 Invariants:
-- A rollout is a task of the task group of this worker: none outlives the worker, none is lost silently.
+- Each rollout is a task in this worker's task group, so no rollout outlives the worker or is lost silently.
 - Every started attempt is offered to the buffer once (idempotently, with retries) and then reported as finished to the
-  dispatcher. A cancelled attempt is reported too, with outcome `cancelled`. Once its result is being offered, an
-  attempt is no longer cancelled.
-- The worker serves one dispatcher at a time: the last one that called `reset`. Pending calls of a dead dispatcher take
-  no results.
-- Lease, release, evaluate and offer are batch calls, for all rollouts that are ready within 10 ms.
+  dispatcher. A cancelled attempt is reported too, with outcome `cancelled`. An attempt can no longer be cancelled once
+  its result is being offered.
+- The worker serves one dispatcher at a time: the last one that called `reset`. Pending calls from a dead dispatcher
+  consume no results.
+- Lease, release, evaluate and offer are batch calls that cover all rollouts that are ready within 10 ms.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from headrace.serve.observing.tracing import start_rollout_span
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 
 MANY = 8
-"""Number of rollouts from which another end within `TOGETHER_S` is likely."""
+"""Number of running rollouts at or above which another is likely to end within `TOGETHER_S`."""
 CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """An attempt that ended and whose result is durable in the buffer. `number` counts the ends of this worker from 1;
-    `answer` has the details of an evaluation attempt."""
+    """An attempt that has ended and whose result is durable in the buffer. `number` counts the attempts that have ended
+    on this worker, from 1; `answer` has the details of an evaluation attempt."""
 
     number: int
     rollout_id: RolloutId
@@ -55,8 +55,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """Status of a worker. `incarnation` names this process; leases of an earlier incarnation have no holder.
-    `assignment` names the last reset: a caller with another assignment has lost all that it had started here."""
+    """Status of a worker. `incarnation` identifies this process; leases of an earlier incarnation no longer have a
+    holder. `assignment` identifies the last reset: a caller with another assignment has lost everything that it had
+    started here."""
 
     incarnation: str
     assignment: str
@@ -64,13 +65,13 @@ class WorkerStatus:
     phases: dict[str, int]
     """Number of rollouts in each phase."""
     turns: int | None = None
-    """Turns at simulated engines; None with a gateway, which counts its own."""
+    """Turns in progress at simulated engines; None with a gateway, which keeps its own count."""
     ended_turns: int | None = None
-    """Turns that ended at simulated engines."""
+    """Turns that have ended at simulated engines."""
 
 
 class RolloutWorker:
-    """Actor that runs rollouts as coroutines of one process."""
+    """Actor that runs rollouts as coroutines in one process."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
@@ -83,7 +84,7 @@ class RolloutWorker:
         self._assignment = ""
         self._finished: deque[Finished] = deque()
         self._ends = 0
-        """Number of ended attempts, of all dispatchers."""
+        """Number of attempts that have ended, across all dispatchers."""
         self._has_finished = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -101,10 +102,10 @@ class RolloutWorker:
         await self._stack.aclose()
 
     async def start(self, orders: list[RolloutOrder], assignment: str) -> None:
-        """Start attempts that do not run yet, and return at once.
+        """Start the attempts that are not running yet, and return immediately.
 
-        Nothing starts for an outdated `assignment`: the dispatcher abandons its orders. Raises LookupError for a task
-        that the worker was not given."""
+        Nothing starts if `assignment` is outdated: the dispatcher then abandons its orders. Raises LookupError for a
+        task that the worker was not given."""
         if assignment != self._assignment:
             return
         for order in orders:
@@ -121,11 +122,11 @@ class RolloutWorker:
                 task.add_done_callback(partial(self._ended, key))
 
     async def finished(self, assignment: str, *, after: int, timeout_s: float) -> list[Finished]:
-        """Return ends with a number above `after`, which acknowledges all others; wait up to `timeout_s` for the first.
-        A caller that lost an answer asks again.
+        """Return the ended attempts numbered above `after`, and discard all others as acknowledged. Waits up to
+        `timeout_s` for the first one. A caller that lost a reply can ask again.
 
-        Raises ActorLost for any `assignment` but the last: the process died unnoticed or was reset since, and its
-        attempts are gone."""
+        Raises ActorLost for any `assignment` but the last: the process has died unnoticed or has been reset since, and
+        its attempts are gone."""
         self._require(assignment)
         while self._finished and self._finished[0].number <= after:
             self._finished.popleft()
@@ -145,17 +146,17 @@ class RolloutWorker:
             raise ActorLost("the worker process was replaced, or serves another dispatcher")
 
     async def cancel(self, attempts: list[tuple[RolloutId, int]]) -> None:
-        """Cancel attempts, which are offered as `cancelled`. Unknown ones are ignored."""
+        """Cancel attempts, which are then offered as `cancelled`. Unknown attempts are ignored."""
         for key in attempts:
             if key not in self._offering and (task := self._running.get(key)):
                 task.cancel()
 
     async def reset(self) -> WorkerStatus:
-        """Serve the caller from now on: cancel all attempts, and drop ends that were not fetched. Returns when all have
-        ended, so that the same attempts can be started again.
+        """Serve the caller from now on: cancel all attempts, and drop ended attempts that have not been fetched.
+        Returns once all have ended, so that the same attempts can be started again.
 
-        Every call makes a new assignment, even a late one of a dead dispatcher or a repeated one: the dispatcher that
-        loses the worker notices, and resets it again."""
+        Every call creates a new assignment, even a repeated call or a late one from a dead dispatcher: the dispatcher
+        that loses the worker notices this and resets it again."""
         assignment = self._assignment = uuid.uuid4().hex
         # Wakes calls that wait with the previous assignment.
         self._has_finished.set()
@@ -183,7 +184,7 @@ class RolloutWorker:
                 task.cancel()
 
     def _ended(self, key: tuple[RolloutId, int], task: asyncio.Task[Outcome]) -> None:
-        """Record the end of an attempt; a task that raised ends the process anyway."""
+        """Record that an attempt has ended. A task that raises terminates the process anyway."""
         del self._running[key]
         self._offering.discard(key)
         if not task.cancelled() and task.exception() is not None:
@@ -237,7 +238,7 @@ class RolloutWorker:
 
 
 def mean_phases(results: list[RolloutResult]) -> RolloutPhasesMetric:
-    """Return the mean seconds by phase over the rollouts, and their number."""
+    """Return the mean seconds per phase over the rollouts, and the number of rollouts."""
     totals: dict[str, float] = {}
     for result in results:
         for phase, seconds in result.phases_s:

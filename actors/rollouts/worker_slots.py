@@ -1,11 +1,12 @@
-"""The slots of the rollout workers: what each worker carries, and all calls to workers.
+"""The slots of the rollout workers: the attempts that each worker carries, and all calls to workers.
 
 Invariants:
 - A worker never carries more than `slots_per_worker` training rollouts, and all workers together never more than the
   adaptive limit.
-- When a worker dies, its training attempts are abandoned (the buffer makes new ones), its evaluations end as infra, and
-  its sandboxes are released. It gets no orders before it has answered again, so a dead worker uses up no attempts.
-- Workers do not wait for each other: a worker that hangs or is away delays only its own orders.
+- When a worker dies, its training attempts are abandoned (the buffer creates new ones), its evaluations end as infra,
+  and its sandboxes are released. It receives no orders until it has answered again, so a dead worker uses up no
+  attempts.
+- Workers do not wait for each other: a worker that hangs or is unavailable delays only its own orders.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 5.0
-"""Timeout of one waiting call; it only bounds how fast a cancelled dispatcher notices."""
+"""Timeout of one long-polling call; it only bounds how quickly a cancelled dispatcher notices."""
 RETRY_S = 0.2
-"""Delay before a lost call is repeated while its actor lives."""
+"""Delay before a lost call is repeated while its actor is alive."""
 
 Attempt = tuple[RolloutId, int]
 
@@ -45,15 +46,15 @@ class WorkerSlot:
 
     worker: RolloutWorker
     incarnation: str = ""
-    """Name of its process; sandboxes are released by it."""
+    """Identifies the worker's process; its sandboxes are released under this name."""
     assignment: str = ""
-    """Name of its last reset; a new one means that everything it carried is gone."""
+    """Identifies the worker's last reset; a new assignment means that everything the worker carried is gone."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the worker answers and serves this dispatcher."""
+    """Set while the worker is reachable and serving this dispatcher."""
     seen: int = 0
-    """Number of the last end that this worker reported."""
+    """Number of the last ended attempt that this worker reported."""
     receiving: int = 0
-    """Pending calls that hand over orders; the worker gets no more meanwhile."""
+    """Pending calls that hand over orders; the worker receives no further orders in the meantime."""
     cancelling: bool = False
     """True while a call that cancels attempts is pending."""
     training: dict[Attempt, None] = field(default_factory=dict)
@@ -85,10 +86,10 @@ class WorkerSlots:
         """Pending calls to workers that run in the background."""
         self._answers: dict[Attempt, asyncio.Future[Answer]] = {}
         self.answered = 0
-        """Evaluation attempts that ended."""
+        """Evaluation attempts that have ended."""
 
     def watch(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin to serve all workers, with tasks of this group."""
+        """Start watching all workers, using tasks in this group."""
         self._tasks = tasks
         self._watchers = [tasks.create_task(self._watch(slot)) for slot in self._slots]
 
@@ -99,38 +100,38 @@ class WorkerSlots:
 
     @property
     def in_flight(self) -> int:
-        """Number of training attempts that workers carry."""
+        """Number of training attempts that workers are carrying."""
         return sum(len(slot.training) for slot in self._slots)
 
     @property
     def evaluating(self) -> int:
-        """Number of evaluation attempts that workers carry."""
+        """Number of evaluation attempts that workers are carrying."""
         return sum(len(slot.evaluations) for slot in self._slots)
 
     @property
     def carried(self) -> list[Attempt]:
-        """Training attempts that workers carry."""
+        """Training attempts that workers are carrying."""
         return [attempt for slot in self._slots for attempt in slot.training]
 
     def room(self, slot: WorkerSlot) -> int:
-        """Number of training attempts that a worker can still take, without the adaptive limit."""
+        """Number of training attempts that a worker can still take, disregarding the adaptive limit."""
         return self._slots_per_worker - len(slot.training)
 
     def pace(self, pressure: Pressure) -> None:
-        """Adapt the limit to the load of engines and outside services."""
+        """Adapt the limit to the load on engines and outside services."""
         before = self.limit.limit
         if self.limit.look(pressure, self.in_flight, asyncio.get_running_loop().time()) > before:
             self._freed.set()
 
     async def free(self) -> WorkerSlot:
-        """Wait for a worker with room for training, and return the least loaded one."""
+        """Wait until a worker has room for training attempts, and return the least loaded one."""
         return await self._slot_with(
             lambda slot: len(slot.training),
             room=lambda slot: not slot.receiving and self.room(slot) > 0 and self.in_flight < self.limit.limit,
         )
 
     def train(self, slot: WorkerSlot, orders: list[RolloutOrder]) -> None:
-        """Hand training orders to a worker. The call continues if the caller is cancelled: otherwise attempts that no
+        """Hand training orders to a worker. The call continues if the caller is cancelled: otherwise, attempts that no
         worker has would occupy slots forever."""
         slot.training |= dict.fromkeys((order.rollout_id, order.attempt) for order in orders)
         self._call(self._start(slot, orders))
@@ -153,7 +154,7 @@ class WorkerSlots:
 
     def cancel(self, attempts: Sequence[Attempt]) -> None:
         """Cancel training attempts on their workers. Attempts of a worker with a pending cancel call are skipped; the
-        buffer names them again with the next orders."""
+        buffer lists them again with the next orders."""
 
         async def cancel_at(slot: WorkerSlot, attempts: list[Attempt]) -> None:
             slot.cancelling = True
@@ -187,7 +188,8 @@ class WorkerSlots:
             await self._freed.wait()
 
     async def _start(self, slot: WorkerSlot, orders: list[RolloutOrder]) -> None:
-        """Return once the worker has the orders, or died or was reset: its watcher then abandons all it carried."""
+        """Return once the worker has the orders, or has died or been reset. In the latter cases its watcher abandons
+        everything that it carried."""
         assignment = slot.assignment
         slot.receiving += 1
         try:
@@ -204,7 +206,7 @@ class WorkerSlots:
             self._freed.set()
 
     async def _watch(self, slot: WorkerSlot) -> None:
-        """Collect finished attempts of a worker forever, and handle its death."""
+        """Collect a worker's finished attempts forever, and handle its death."""
         await self._attend(slot)
         while True:
             try:
@@ -226,8 +228,8 @@ class WorkerSlots:
                     answer.set_result(finished.answer or answer_without_record(order, finished.outcome))
 
     async def _attend(self, slot: WorkerSlot) -> None:
-        """Reset a worker for this dispatcher. Waits however long it is away; the guard of the actors ends the run if it
-        does not come back."""
+        """Reset a worker for this dispatcher. Waits for as long as the worker is unavailable; the actor guard ends the
+        run if the worker does not come back."""
         while True:
             try:
                 status = await until_back(lambda: slot.worker.reset())
@@ -240,7 +242,7 @@ class WorkerSlots:
         self._freed.set()
 
     async def _abandon(self, slot: WorkerSlot) -> None:
-        """Give up everything that a dead worker carried; it starts again, here or elsewhere."""
+        """Abandon everything that a dead worker carried; the work restarts, here or elsewhere."""
         slot.ready.clear()
         lost, slot.training = list(slot.training), {}
         logger.warning("worker lost with %d rollouts and %d evaluations", len(lost), len(slot.evaluations))

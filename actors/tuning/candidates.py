@@ -1,7 +1,7 @@
-"""The candidate settings of the tuner: acceptance rules, bounds, slots and over-issue around the recorded ones.
+"""The tuner's candidate settings: acceptance rules, bounds, slots and over-issue around the recorded values.
 
 Invariants:
-- The buffer accepts every candidate: rules that can never be met, or always are, are left out.
+- The buffer accepts every candidate: rules that can never be met, or that are always met, are left out.
 - Times in rules come from the fitted durations, rounded to two digits for readability.
 """
 
@@ -25,7 +25,8 @@ ABORT: Final = "abort"
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Candidate:
-    """One setting. Groups start `over_issue` rollouts more than `group_size`, and the last running ones are aborted."""
+    """One setting. Groups start `over_issue` more rollouts than `group_size`, and the last ones still running are
+    aborted."""
 
     rule: str
     unfinished: str

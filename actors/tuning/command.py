@@ -1,6 +1,6 @@
-"""The command `headrace tune`: reads and fits a recording, searches settings and writes the result.
+"""The command `headrace tune`, which reads and fits a recording, searches settings and writes the result.
 
-Invariant: everything is checked before the search, which takes minutes, even whether the output can be written.
+Invariant: everything, including whether the output can be written, is checked before the search, which takes minutes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from headrace.actors.tuning.search import Effort, search
 from headrace.actors.tuning.selection import WITHIN
 
 TURNS: Final = 2
-"""Turns of a simulated rollout. Versions change between turns; the duration does not depend on their number."""
+"""Number of turns in a simulated rollout. Versions change between turns; the duration does not depend on their
+number."""
 PAGE: Final = "docs/tuning.md"
 PICTURE, HTML, JSON, TOML = "tuning.png", "tuning.html", "tuning.json", "tuning.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRequest:
-    """Options of the command line. `overrides` set keys of the plan that the recording lacks or has wrong."""
+    """Options of the command line. `overrides` set keys of the plan that are missing or wrong in the recording."""
 
     source: Path
     out: Path | None = None
@@ -107,7 +108,7 @@ def run_tuning(prepared: Prepared, say: Callable[[int, int, int], None]) -> Tuni
 
 
 def write(tuned: TuningResult, out: Path) -> None:
-    """Write picture, page, JSON and TOML."""
+    """Write the picture, the page, and the JSON and TOML files."""
     png = pareto_png(tuned.searched)
     (out / PICTURE).write_bytes(png)
     (out / HTML).write_text(page(tuned, png), encoding="utf-8")

@@ -9,8 +9,8 @@ one task are more alike than eight random ones.
 
 Invariants:
 - A fit depends only on the observations, not on their order.
-- A censored duration is at risk up to its time, and never ends: dropping it, or using its time as its duration, would
-  hide stragglers.
+- A censored attempt is at risk up to its observed time and is not counted as finished: dropping it, or using that time
+  as its duration, would hide stragglers.
 - Up to the longest finished duration the curve is the Kaplan-Meier estimate, without an assumed shape; beyond it there
   is no data, and the tail is that of a lognormal fitted to all durations.
 """
@@ -41,12 +41,12 @@ LARGEST_SHIFT: Final = 3.0
 """In standard deviations; a larger shift would mean that the duration determines success."""
 LARGEST_SHARE: Final = 0.98
 PRIOR: Final = 1.0
-"""Pseudo-attempts per task with the mean success rate, since two of two solved do not prove certainty."""
+"""Number of pseudo-attempts per task with the mean success rate, since solving two of two does not prove certainty."""
 
 
 NORMAL: Final = NormalDist()
 LEAST_S: Final = 1e-6
-"""Minimum of durations, so that all have a logarithm."""
+"""Lower bound on durations, so that all of them have a logarithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,8 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalCurve:
-    """Survival curve. `ended_s` are the distinct finished durations, ascending; `surviving` is the share that takes
-    longer than each of them."""
+    """Survival curve. `ended_s` are the distinct finished durations, ascending; `surviving` has the share of attempts
+    that take longer than each of these durations."""
 
     ended_s: NDArray[np.float64]
     surviving: NDArray[np.float64]
@@ -85,11 +85,11 @@ class SurvivalCurve:
 
     @property
     def left(self) -> float:
-        """Share that takes longer than the longest finished duration."""
+        """Share of attempts that take longer than the longest finished duration."""
         return float(self.surviving[-1])
 
     def rank(self, seconds: float) -> float:
-        """Return the share of shorter durations, with equal ones counted half."""
+        """Return the share of shorter durations, where equal durations count half."""
         before = self._share_below(int(np.searchsorted(self.ended_s, seconds, side="left")))
         upto = self._share_below(int(np.searchsorted(self.ended_s, seconds, side="right")))
         return (before + upto) / 2
@@ -127,7 +127,7 @@ class Fit:
     beyond: float
     mean_s: float
     naive_mean_s: float
-    """Mean of finished attempts only, for comparison."""
+    """Mean duration of finished attempts only, for comparison."""
 
     def to_json(self) -> dict[str, Any]:
         recorded_s = self.durations.recorded_s
@@ -207,7 +207,7 @@ def _mixed(values: Sequence[float], observations: Sequence[Observation]) -> Mixe
 
 
 def _solved(observation: Observation) -> float | None:
-    """Return 1 or 0 like rewards of the simulated evaluator, None if unknown."""
+    """Return 1 or 0, like the simulated evaluator's rewards, or None if unknown."""
     return None if observation.solved is None else float(observation.solved)
 
 

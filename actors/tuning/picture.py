@@ -1,4 +1,4 @@
-"""The picture of a search: step time against staleness, waste and length bias.
+"""The picture of a search, which plots step time against staleness, waste and length bias.
 
 Invariants:
 - The picture depends only on the trials.
@@ -33,7 +33,7 @@ MARKERS: Final = {"carry": "o", "abort": "X"}
 BOUNDS: Final = ("#9ccfe7", WATER, DEEP)
 """Colors of bounds, in ascending order."""
 SPARE: Final = 1.6
-"""Settings slower than the chosen one by more than this factor are left out, but for the recorded one."""
+"""Settings slower than the chosen one by more than this factor are left out, except for the recorded one."""
 
 
 def pareto_png(searched: SearchResult) -> bytes:
@@ -98,7 +98,7 @@ def _panel(axes: Any, searched: SearchResult, of: Figure) -> None:
 
 
 def panel_front(trials: Sequence[Trial], of: Figure) -> list[Trial]:
-    """Return the trials that no other dominates in both values of a panel, fastest first."""
+    """Return the trials that no other trial dominates in both of a panel's values, fastest first."""
     front: list[Trial] = []
     for trial in sorted(trials, key=lambda trial: (trial.step_s, of(trial))):
         if not front or of(trial) < of(front[-1]):

@@ -1,9 +1,9 @@
-"""The reader of run directories, or ledgers of `headrace simulate --keep`, as a `Recording`.
+"""The reader that turns a run directory, or a ledger from `headrace simulate --keep`, into a `Recording`.
 
 Invariants:
-- All data comes from the ledger, metrics and configuration of the run; nothing is changed.
-- Waiting times of the run (for sandboxes, slots, the learner) are not part of a duration, since the simulation has its
-  own.
+- All data comes from the run's ledger, metrics and configuration; nothing is changed.
+- The run's waiting times (for sandboxes, slots, the learner) are not part of a duration, since the simulation has its
+  own waiting times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
 
 BEFORE: Final = ("boot", "prepare")
-"""Phases before the agent, without the wait for a sandbox."""
+"""Phases before the agent's, excluding the wait for a sandbox."""
 _PLANNED: Final = frozenset(
     {"batch_size", "group_size", "max_staleness", "rule", "unfinished", "mode", "max_in_flight", "passes"}
 )
@@ -104,7 +104,7 @@ def _configured(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _sizes(evidence: Evidence) -> dict[str, Any]:
-    """Return the settings of a run as far as its ledger shows them."""
+    """Return a run's settings, as far as its ledger shows them."""
     members = Counter(rollout.group_id for rollout in evidence.rollouts)
     rules = Counter(group.rule for group in evidence.groups if group.rule)
     return {
@@ -119,7 +119,7 @@ def _sizes(evidence: Evidence) -> dict[str, Any]:
 
 
 def _overheads(evidence: Evidence) -> dict[str, float]:
-    """Return mean times before and after the agent; the latter includes time outside of phases."""
+    """Return the mean times before and after the agent phase; the latter includes time outside of any phase."""
     before_s, after_s = [], []
     for attempt in evidence.attempts:
         if attempt.reward is None or attempt.ended_at_s is None:

@@ -3,7 +3,7 @@
 Invariants:
 - An attempt that did not end by itself (in flight at the end of the recording, cancelled by a rule or the staleness
   bound, failed by infrastructure) took at least its observed time: it is included as unfinished.
-- An attempt whose agent used up its time counts as finished: with the same deadline it would take as long again.
+- An attempt whose agent has used up its time counts as finished: with the same deadline it would take as long again.
 - A file is read completely, or refused with the line and the reason.
 """
 

@@ -1,6 +1,6 @@
-"""The result of the tuner, as text, table, JSON and TOML to paste.
+"""The tuner's result, as text, a table, JSON, and TOML to paste.
 
-Invariant: the TOML has every key that the chosen setting changes, so a run uses what was simulated.
+Invariant: the TOML has every key that the chosen setting changes, so that a run uses exactly what was simulated.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _spread(prediction: Prediction) -> str:
 
 
 def cells(trial: Trial) -> tuple[str, ...]:
-    """Return one text for each of `COLUMNS`."""
+    """Return one string for each of `COLUMNS`."""
     return (
         f"{trial.step_s:.3g}",
         f"{trial.mean_staleness:.2f}",

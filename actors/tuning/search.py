@@ -1,11 +1,12 @@
 """The search over candidates by successive halving, with a final round on other seeds.
 
-The first round simulates few steps of all candidates, the second many of the best (K. Jamieson and A. Talwalkar,
-AISTATS 2016).
+The first round simulates a few steps of all candidates, the second many steps of the best candidates (K. Jamieson and
+A. Talwalkar, AISTATS 2016).
 
 Invariants:
-- Predictions for the chosen setting use other seeds than its choice, since the best of many is also the luckiest.
-- The same recording, space and seed give the same result for any number of processes.
+- Predictions for the chosen setting use different seeds from those used to choose it, since the best of many is also
+  the luckiest.
+- The same recording, space and seed give the same result with any number of processes.
 - All candidates get the same tasks, durations and rewards, so that differences are due to the settings.
 - The recorded setting is in every round, as the baseline.
 """
@@ -34,7 +35,7 @@ LEAST_STEPS: Final = 8
 SURVIVORS: Final = 1 / 3
 MOST_SURVIVORS: Final = 16
 CONFIRMATIONS: Final = 3
-"""Number of other seeds in the final round."""
+"""Number of additional seeds in the final round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Result of a search. `finals` had all steps, `screened` only those of the first round."""
+    """Result of a search. `finals` ran all steps; `screened` ran only those of the first round."""
 
     recorded: Trial
     chosen: Trial
@@ -72,8 +73,8 @@ class SearchResult:
 def search(
     candidates: Sequence[Candidate], base: SimulationPlan, effort: Effort, say: Callable[[int, int, int], None]
 ) -> SearchResult:
-    """Search for the best candidate. `candidates[0]` is the recorded one; `say` gets (round, trials done, all trials).
-    Raises ConfigError if the recorded one cannot be simulated."""
+    """Search for the best candidate. `candidates[0]` is the recorded one; `say` is called with (round, trials done,
+    total trials). Raises ConfigError if the recorded one cannot be simulated."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=effort.processes, mp_context=context, initializer=_quiet) as pool:
         screening = max(LEAST_STEPS, effort.steps // 4)

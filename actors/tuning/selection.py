@@ -1,8 +1,9 @@
-"""The choice among trials.
+"""The rule that chooses one setting among the trials.
 
 The preference: of the settings at most `within` (3 %) slower than the fastest, those with the least loss (waste, plus
 the share of the slowest decile that training misses, plus the shift of the mean reward; differences below one
-percentage point are ignored); of these the one with the lowest mean staleness, then with the fewest slots.
+percentage point are ignored); among these, the one with the lowest mean staleness, and then the one with the fewest
+slots.
 
 Invariants:
 - A choice does not depend on the order of the trials.
@@ -45,8 +46,8 @@ def choose(trials: Sequence[Trial], *, within: float = WITHIN) -> Trial:
 
 
 def is_worth_it(recorded: Trial, chosen: Trial, before: Prediction, after: Prediction) -> bool:
-    """Return True if the chosen setting beats the recorded one on other seeds: faster beyond their variation, or with
-    less loss, or as fast and less stale."""
+    """Return True if the chosen setting beats the recorded one on other seeds: it is faster by more than the variation
+    between seeds, or it has less loss, or it is as fast and less stale."""
     faster = after.greatest_s < before.least_s
     loses_less = chosen.loss < recorded.loss - EQUAL_LOSS
     fresher = after.step_s <= before.step_s and round(chosen.mean_staleness, 2) < round(recorded.mean_staleness, 2)
@@ -54,7 +55,7 @@ def is_worth_it(recorded: Trial, chosen: Trial, before: Prediction, after: Predi
 
 
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that no other dominates in step time, staleness, waste and bias."""
+    """Return the trials that no other trial dominates in step time, staleness, waste and bias."""
 
     def costs(trial: Trial) -> tuple[float, float, float, float]:
         return (trial.step_s, trial.mean_staleness, trial.waste, trial.length_bias + abs(trial.reward_bias))

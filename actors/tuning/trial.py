@@ -1,4 +1,4 @@
-"""The simulation of one candidate in virtual time, with the statistics of its ledger.
+"""The simulation of one candidate in virtual time, and the statistics computed from its ledger.
 
 Invariants:
 - Bias is relative to the same attempts without any rule or bound: durations and rewards of all issued rollouts are
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import RolloutId
 
 SLOW: Final = 0.9
-"""Rank above which an attempt is in the slowest decile."""
+"""Rank above which an attempt belongs to the slowest decile."""
 LOST: Final = frozenset({RolloutState.EVICTED, RolloutState.CANCELLED, RolloutState.POISON})
 """End states of rollouts that are not trained; others may still be trained."""
 
@@ -59,12 +59,12 @@ class Trial:
 
     @property
     def length_bias(self) -> float:
-        """Deviation of `slow_share` from 1."""
+        """Absolute deviation of `slow_share` from 1."""
         return abs(1.0 - self.slow_share)
 
     @property
     def loss(self) -> float:
-        """Sum of waste and both biases, as shares: the cost of a fast setting."""
+        """Sum of the waste and both biases, as shares: the price of a fast setting."""
         return self.waste + self.length_bias + abs(self.reward_bias)
 
     def to_json(self) -> dict[str, Any]:
@@ -114,7 +114,8 @@ class _Draw:
 
 
 def measure_bias(evidence: Evidence, plan: SimulationPlan) -> Bias:
-    """Compare trained with issued rollouts. Only rollouts that could have ended by now count."""
+    """Compare trained with issued rollouts. Only rollouts issued early enough to have ended before the last commit
+    count."""
     tasks = {task.id: task for task in plan.task_set()}
     of_group = {group.group_id: tasks[group.task_id] for group in evidence.groups}
     ended_s = max((commit.committed_at_s for commit in evidence.commits), default=0.0)
@@ -139,7 +140,7 @@ def measure_bias(evidence: Evidence, plan: SimulationPlan) -> Bias:
 
 
 def _draw(durations: Durations, task: Task, rollout_id: RolloutId, attempt: int) -> _Draw:
-    """Draw duration and reward of an attempt as the simulated agent and evaluator do."""
+    """Draw an attempt's duration and reward as the simulated agent and evaluator do."""
     solved = is_solved(task, SimulatedVerdict.parse(task.evaluator.expected).success, f"{rollout_id}.{attempt}")
     duration_s = durations.draw_s(f"{task.id} {rollout_id} {attempt}", task=task.id, solved=solved)
     return _Draw(duration_s=duration_s, reward=float(solved))
