@@ -1,5 +1,4 @@
-"""The base class of agents that are programs, which prepares the sandbox, gives access to the gateway, and runs and
-reports.
+"""The base class of agents that are programs: it prepares the sandbox, connects the gateway and runs the program.
 
 Invariants:
 - The network of the sandbox stays off. While the agent is running, only the session's part of the gateway is reachable,

@@ -1,4 +1,4 @@
-"""`headrace data convert`: convert public data sets to headrace tasks."""
+"""The command `headrace data convert`, which converts public data sets to headrace tasks."""
 
 from __future__ import annotations
 

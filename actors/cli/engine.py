@@ -1,4 +1,4 @@
-"""`headrace engine serve`: one inference server in the foreground, embedded or SGLang."""
+"""The command `headrace engine serve`, which runs one inference server, embedded or SGLang, in the foreground."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def serve(
 
 
 def server_process(backend: Backend, common: dict[str, Any], foreign: dict[str, Any]) -> ServerProcess:
-    """Return the configured server, not started yet. Raises ConfigError."""
+    """Return the configured server, which has not been started yet. Raises ConfigError."""
     from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
     from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 
@@ -116,7 +116,7 @@ def refuse_foreign(foreign: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 
 async def serve_until_signalled(server: ServerProcess, announcement: Path | None) -> None:
-    """Run a server until SIGTERM or SIGINT. Raises EngineStartFailed, and RunError when the server ends by itself."""
+    """Run a server until SIGTERM or SIGINT. Raises EngineStartFailed, and RunError if the server exits by itself."""
     from headrace.policies.processes.server_process import announce
 
     loop = asyncio.get_running_loop()

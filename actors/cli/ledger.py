@@ -1,6 +1,6 @@
-"""`headrace ledger drop-batch` and `retry-lost`: repairs of the ledger of a run that has stopped.
+"""The commands `headrace ledger drop-batch` and `retry-lost`, which repair the ledger of a stopped run.
 
-Invariant: the lock of the run is taken before the ledger is read, so that a repair never changes a live run.
+Invariant: the run's lock is taken before the ledger is read, so that a repair never changes a live run.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ def console() -> Console:
 
 
 def result_console() -> Console:
-    """Return the console for results: standard output. In a pipe, lines are neither cut nor wrapped."""
+    """Return the console for results: standard output. When it is piped, lines are neither truncated nor wrapped."""
     return Console(emoji=False) if sys.stdout.isatty() else Console(width=_PIPE_COLUMNS, emoji=False)
 
 
 def show(document: RenderableType, to: Console | None = None, *, markup: bool = False) -> None:
-    """Print a table or text at its full width, on standard error by default. Cells are not truncated; a narrower
-    terminal wraps the lines."""
+    """Print a table or text at its full width, on standard error by default. Cells are not truncated; on a narrower
+    terminal the lines wrap."""
     screen = to or console()
     # A console cannot measure beyond its own width, so it is measured with the widest one.
     needed = Measurement.get(screen, screen.options.update(width=_PIPE_COLUMNS, markup=markup), document).maximum
@@ -69,7 +69,7 @@ class Steadily:
 
 
 def write_json(document: Any, path: Path) -> None:
-    """Write a document as JSON to a file, or to standard output for `-`. Raises ConfigError."""
+    """Write a document as JSON to a file, or to standard output if the path is `-`. Raises ConfigError."""
     data = orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
     if str(path) == "-":
         sys.stdout.buffer.write(data)

@@ -34,7 +34,7 @@ class RunEnded(Exception):
 
 @contextmanager
 def ending_a_run() -> Iterator[None]:
-    """Mark errors of the block as failures of a started run. Raises RunEnded."""
+    """Convert errors raised in the block to failures of a started run. Raises RunEnded."""
     try:
         yield
     except Exception as error:
@@ -44,8 +44,8 @@ def ending_a_run() -> Iterator[None]:
 def resume_again_and_again(
     directory: RunDirectory, restarts: int, *, json: Path | None, quiet: bool, once: Sequence[str] = ()
 ) -> int:
-    """Resume a run with up to `restarts` restarts and return the exit code. Only the first attempt gets the options in
-    `once`."""
+    """Resume a run with up to `restarts` restarts and return the exit code. Only the first attempt is given the options
+    in `once`."""
     command = [*HEADRACE, "resume", str(directory.path)]
     if json is not None:
         command += ["--json", str(json)]

@@ -1,4 +1,4 @@
-"""`headrace engine list|add|remove`: show and change the engines of a run through its directory."""
+"""The commands `headrace engine list|add|remove`, which show and change a run's engines through its directory."""
 
 from __future__ import annotations
 

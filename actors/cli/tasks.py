@@ -1,7 +1,7 @@
-"""`headrace tasks parked` and `unpark`: list and release tasks that a run no longer issues.
+"""The commands `headrace tasks parked` and `unpark`, which list and release tasks that a run no longer issues.
 
-Invariant: `parked` only reads, and works on live runs; `unpark` holds the lock of the run and records every release in
-the journal of the ledger.
+Invariant: `parked` only reads, and works on live runs; `unpark` holds the run's lock and records every release in the
+ledger's journal.
 """
 
 from __future__ import annotations

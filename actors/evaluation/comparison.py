@@ -2,8 +2,8 @@
 
 Invariants:
 - The expected value never enters a sandbox: code that takes over the process still has to know the answer.
-- Two values are equal if they are the same JSON: the agent's `__eq__` is never called, and neither `True == 1` nor `1
-  == 1.0` holds.
+- Two values are equal if they are the same JSON: the agent's `__eq__` is never called, and neither `True` and `1` nor
+  `1` and `1.0` are equal.
 - Every baseline report is made without a patch in a clean sandbox, so agents cannot influence it.
 """
 

@@ -1,8 +1,8 @@
-"""The rollout of `headrace check`, shown in full to try custom parts before a run.
+"""The rollout of `headrace check`, shown in full so that custom parts can be tried before a run.
 
 Invariants:
-- It is an evaluation rollout: the same parts, with the sampling of training unless `[evaluation.sampling]` is set.
-- Control characters in text of policy and agent are escaped, so it cannot control the terminal.
+- It is an evaluation rollout: it uses the same parts, with the training sampling unless `[evaluation.sampling]` is set.
+- Control characters in text from the policy or the agent are escaped, so that the text cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class CheckedRollout:
         return {"task": self.task.id, "rollout": self.metadata, "turns": self.turns, "log": self.log}
 
     def lines(self) -> Iterator[str]:
-        """Yield the rollout as text: task, turns with their trained parts, verdict and times of phases."""
+        """Yield the rollout as lines of text: the task, the turns with their trained parts, the verdict and the phase
+        times."""
         yield f"task {self.task.id} ({self.task.family}): {_shown(self.task.instruction)}"
         for number, turn in enumerate(self.turns, start=1):
             if "answer" not in turn:
@@ -54,8 +55,8 @@ class CheckedRollout:
 
 
 def prepare_check(recipe: Path, wanted: str, overrides: Sequence[str], out: Path) -> Evaluation:
-    """Validate the request without writing anything. `wanted` is the id of a training or held-out task, or the number
-    of a training task from 1. Raises the errors of `prepare_evaluation`."""
+    """Validate the request without writing anything. `wanted` is the id of a training or held-out task, or the 1-based
+    number of a training task. Raises the errors of `prepare_evaluation`."""
     config = load_recipe(recipe, overrides, out / "service")
     if config.engines.is_simulated:
         raise ConfigError("engines.backend simulated has no policy to run; set it to cpu")
@@ -90,5 +91,5 @@ def read_check(evaluation: Evaluation) -> CheckedRollout:
 
 
 def _shown(text: str) -> str:
-    """Escape control characters but for newlines."""
+    """Escape control characters other than newlines."""
     return "".join(sign if sign.isprintable() or sign == "\n" else repr(sign)[1:-1] for sign in text).rstrip("\n")

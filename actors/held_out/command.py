@@ -1,10 +1,10 @@
-"""The command `headrace eval`: evaluates the model of a recipe or a checkpoint of a run.
+"""The command `headrace eval`, which evaluates the model of a recipe or a checkpoint of a run.
 
 Invariants:
-- The request is validated before anything is written; a refused evaluation leaves no files.
+- The request is validated before anything is written; a refused evaluation leaves no files behind.
 - The output folder belongs to one evaluation, which `evaluation.json` identifies. The same request resumes an
   interrupted evaluation; any other one is refused.
-- The ledger, checkpoints and metrics of a run are not changed, and the run cannot be live meanwhile.
+- A run's ledger, checkpoints and metrics are not changed, and the run cannot be live in the meantime.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from headrace.policies.learners.checkpoints import list_checkpoints
 from headrace.serve.observing.progress import starting
 
 START_VERSION = PolicyVersion(1, 0)
-"""Version of the model of a recipe, as in a run."""
+"""Version given to a recipe's model, as in a run."""
 MAX_NAMED = 10
 UNFINISHED = "evaluation.json.partial"
-"""File that a process leaves if it is killed while it creates the folder."""
+"""File that a process leaves behind if it is killed while creating the folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """Options of the command line. `source` is a recipe or a run directory; None means the value of the recipe."""
+    """Options of the command line. `source` is a recipe or a run directory; for other options, None means the recipe's
+    value."""
 
     source: Path
     out: Path | None = None
@@ -63,7 +64,7 @@ class EvalRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Validated request. `run` is the run of the checkpoint, `version` that of the weights."""
+    """Validated request. `run` is the run that the checkpoint belongs to, `version` the version of the weights."""
 
     config: RunConfig
     run: RunDirectory | None
@@ -89,7 +90,7 @@ class Evaluation:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Contents of evaluation.json, equal if and only if two evaluations are the same."""
+        """Contents of evaluation.json, which are equal if and only if two evaluations are the same."""
         return {
             "model": str(self.config.model.path),
             "version": str(self.version),
@@ -159,7 +160,7 @@ def _of_run(request: EvalRequest) -> Evaluation:
 
 
 def _with_sampling(config: RunConfig, request: EvalRequest) -> RunConfig:
-    """Return the configuration of a run with the sampling of this evaluation. Raises ConfigError for other keys."""
+    """Return a run's configuration with this evaluation's sampling. Raises ConfigError for other keys."""
     wanted: dict[str, Any] = {}
     for override in request.overrides:
         if not override.startswith("evaluation.sampling."):
@@ -177,7 +178,8 @@ def _with_sampling(config: RunConfig, request: EvalRequest) -> RunConfig:
 
 
 def _checkpoint(run: RunDirectory, wanted: str | None) -> Path:
-    """Return the checkpoint of a version, by default the newest. Raises ConfigError that lists the existing ones."""
+    """Return the checkpoint of a version, by default the newest. Raises ConfigError, whose message lists the existing
+    ones."""
     found = list_checkpoints(run.checkpoints)
     if not found:
         raise ConfigError(
@@ -204,7 +206,7 @@ def _chosen(
 
 
 def refuse_taken(evaluation: Evaluation) -> None:
-    """Check that the output folder is free, or has this evaluation, unfinished. Raises ConfigError."""
+    """Check that the output folder is free or contains this same evaluation, unfinished. Raises ConfigError."""
     out = evaluation.out
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; name a folder")
@@ -221,7 +223,8 @@ def refuse_taken(evaluation: Evaluation) -> None:
 
 
 def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> EvaluationSummary:
-    """Run an evaluation in this process, with its own Ray. Raises RunError and other causes of its end."""
+    """Run an evaluation in this process, with its own Ray. Raises RunError, or whatever other error ended the
+    evaluation."""
     with ExitStack() as stack:
         if evaluation.run is not None:
             stack.enter_context(_locked(evaluation.run))
@@ -250,7 +253,8 @@ def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> Evaluati
 
 
 async def _interruptible(work: Coroutine[Any, Any, EvaluationSummary], interrupts: Interrupts) -> EvaluationSummary:
-    """Cancel the work on interrupts; it closes its resources, and finished answers are kept for the next call."""
+    """Run the work and cancel it on an interrupt. The work then closes its resources, and finished answers are kept for
+    the next call."""
     task = asyncio.ensure_future(work)
     with interrupts.listening(task.cancel):
         return await task

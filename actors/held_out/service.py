@@ -1,9 +1,9 @@
-"""The service of `headrace eval`, in which a fixed policy answers held-out tasks without training.
+"""The service behind `headrace eval`, in which a fixed policy answers held-out tasks without training.
 
 Invariants:
-- The parts are those of a run, without learner and buffer: engines get the policy by a push, as in training, so every
-  answer has the version that sampled it.
-- It ends with all answers recorded, or with an error that has the reason. A stall is such an error.
+- The parts are those of a run, without the learner and the buffer: engines receive the policy through a push, as in
+  training, so every answer has the version that sampled it.
+- It ends either with all answers recorded or with an error that gives the reason. A stall is such an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SUPERVISION_S = 1.0
 
 
 class EvaluationService(ServiceParts):
-    """One evaluation of one policy on `tasks`. `weights` are those of the model that `config` names, with their
+    """One evaluation of one policy on `tasks`. `weights` are the weights of the model that `config` names, with their
     version."""
 
     def __init__(

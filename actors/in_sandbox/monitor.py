@@ -6,9 +6,9 @@ Invariants:
 - The report arrives through a socket that only the pytest process and the shell that starts it hold. Each pytest
   session receives a key and the names of its canaries when it starts, before any of the repository's code runs; records
   without a known key are ignored.
-- The kernel identifies the sender of each record. Only descendants of the command can start a session, except
-  descendants of a process that has already started one: code under test cannot add a session, and an attempt to do so
-  invalidates the report.
+- The kernel identifies the sender of each record. Only descendants of the command can start a session, and descendants
+  of a process that has already started one cannot. Code under test therefore cannot add a session, and an attempt to do
+  so invalidates the report.
 - After the command has ended, all remaining processes of its user are killed before the output is printed, so that no
   daemon can add to it.
 - The tests and their settings are owned by root and are in folders where nobody else can move them.

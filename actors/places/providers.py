@@ -254,8 +254,8 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_absent_images(section: SandboxSection, tasks: Iterable[Task]) -> None:
-    """Check the images of all tasks, with calls to hosts of `remote` sandboxes. Raises ConfigError, SecretRefused,
-    SpecRefused."""
+    """Check the images of all tasks, which calls the hosts if the provider is `remote`. Raises ConfigError,
+    SecretRefused, SpecRefused."""
     named = {task.image: task for task in tasks if task.image != HOST}
     if not named or section.provider is SandboxKind.SIMULATED:
         return

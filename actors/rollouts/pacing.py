@@ -2,7 +2,8 @@
 
 Invariants:
 - Additive increase, multiplicative decrease (D.-M. Chiu, R. Jain, Computer Networks 17, 1989): the limit grows by a
-  fixed amount while it is reached and nothing is overloaded, and is multiplied by a factor below 1 when something is.
+  fixed amount while it is reached and nothing is overloaded, and is multiplied by a factor below 1 when something is
+  overloaded.
 - One overload lowers the limit only once: the next measurement counts only after `interval_s`, once older rollouts have
   ended.
 - The limit can only reduce what the buffer admits, so it does not affect the staleness bound.

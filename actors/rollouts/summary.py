@@ -7,7 +7,7 @@ Invariants:
   imply a solution.
 - pass@k and pass^k are the unbiased estimators over a task's scored answers (Chen et al. 2021, arXiv:2107.03374, and
   Yao et al. 2024, arXiv:2406.12045); a task with fewer than k scored answers is left out for that k, and the number of
-  tasks that count is reported.
+  remaining tasks is reported with the rate.
 """
 
 from __future__ import annotations

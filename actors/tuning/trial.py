@@ -59,7 +59,7 @@ class Trial:
 
     @property
     def length_bias(self) -> float:
-        """Deviation of `slow_share` from 1."""
+        """Absolute deviation of `slow_share` from 1."""
         return abs(1.0 - self.slow_share)
 
     @property
@@ -114,7 +114,8 @@ class _Draw:
 
 
 def measure_bias(evidence: Evidence, plan: SimulationPlan) -> Bias:
-    """Compare trained with issued rollouts. Only rollouts that could have ended by now count."""
+    """Compare trained with issued rollouts. Only rollouts issued early enough to have ended before the last commit
+    count."""
     tasks = {task.id: task for task in plan.task_set()}
     of_group = {group.group_id: tasks[group.task_id] for group in evidence.groups}
     ended_s = max((commit.committed_at_s for commit in evidence.commits), default=0.0)
