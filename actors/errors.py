@@ -66,7 +66,7 @@ class RunInterrupted(RunError):
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the first single error in the group of a TaskGroup; the others are its consequences."""
+    """Return the first single error in a TaskGroup's exception group; the others are its consequences."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -77,11 +77,11 @@ class EngineGroupError(RunError):
 
 
 class EngineAddressTaken(EngineGroupError):
-    """Two engines would have one address."""
+    """Two engines would have the same address."""
 
 
 class EngineUnknown(EngineGroupError):
-    """There is no engine of that name."""
+    """There is no engine with that name."""
 
 
 class EngineNotAdded(EngineGroupError):

@@ -1,5 +1,5 @@
 """Writes docs/cli.md: every command of `headrace`, `scripts/bench` and `scripts/soak` with its arguments, options and
-help, and the usage lines of the other scripts. A test compares the page."""
+help, and the usage lines of the other scripts. A test checks that the page is up to date."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHERS = ("warm_start", "demo_e2b")
 
 
 def _cell(text: str) -> str:
-    """Return the text of a table cell."""
+    """Return the text escaped for a table cell."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

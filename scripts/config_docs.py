@@ -1,5 +1,5 @@
-"""Writes docs/configuration.md from the config models: every key, its default and its docstring. A test compares the
-page."""
+"""Writes docs/configuration.md from the config models: every key, its default and its docstring. A test checks that the
+page is up to date."""
 
 from __future__ import annotations
 

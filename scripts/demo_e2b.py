@@ -1,4 +1,4 @@
-"""A repair task from boot to reward, spoken with the unmodified e2b SDK to `headrace sandbox serve`."""
+"""A repair task from boot to reward, run with the unmodified e2b SDK against `headrace sandbox serve`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def say(step: str) -> None:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """The base URL of a server of our own, ended afterwards."""
+    """Start a server and yield its base URL; stop the server afterwards."""
     program = str(Path(sys.executable).with_name("headrace"))
     with subprocess.Popen([program, "sandbox", "serve", "--json", "-"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -43,7 +43,7 @@ def server() -> Iterator[str]:
 
 
 def boot(options: dict[str, str]) -> Sandbox:
-    """A sandbox with the repository in it."""
+    """Return a sandbox that contains the repository."""
     sandbox = Sandbox.create(metadata={"demo": "repair"}, timeout=120, **options)
     sandbox.files.write_files([{"path": path, "data": text} for path, text in REPOSITORY.items()])
     sandbox.commands.run(f"git init -q && git add -A && {GIT} commit -qm base", cwd="/workspace/repo")
@@ -51,7 +51,7 @@ def boot(options: dict[str, str]) -> Sandbox:
 
 
 def score(sandbox: Sandbox, patch: str) -> float:
-    """Apply the patch, bring the tests only then, run them."""
+    """Apply the patch, and only then add the tests and run them."""
     sandbox.files.write("/tmp/agent.patch", patch)
     sandbox.commands.run("git apply /tmp/agent.patch", cwd="/workspace/repo")
     sandbox.files.write("/tmp/tests.sh", TESTS)

@@ -1,4 +1,4 @@
-"""Which module imports which: cycles, and imports that go upwards in the order of a package.
+"""Graph of imports between modules: finds cycles, and imports that go upwards in a package's order.
 
 Imports for type checkers and those inside functions count like all others: a reader has to follow them too.
 """
@@ -50,7 +50,8 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """Dotted names of the modules below the packages of `root`, without `headrace.`, and what each of them imports."""
+    """Return the dotted names (without `headrace.`) of the modules in the packages below `root`, each with the modules
+    that it imports."""
     modules = dict(_modules(root))
     return {name: set(_imported(path, modules)) - {name} for name, path in modules.items()}
 
@@ -77,7 +78,8 @@ def _imported(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
 
 
 def cycle(graph: Mapping[str, set[str]]) -> list[str]:
-    """Modules that import each other in a circle, the first one again at the end; empty where there are none."""
+    """Return modules that import each other in a cycle, with the first one repeated at the end; empty if there is no
+    cycle."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -86,8 +88,8 @@ def cycle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def misplaced(graph: Mapping[str, set[str]]) -> list[str]:
-    """List violations of the order of a package: imports that go upwards in it, and modules or folders that it
-    lacks."""
+    """Return the violations of each package's order: imports that go upwards in it, and modules or folders missing from
+    it."""
     units = sorted({(name.split(".")[0], name.split(".")[1]) for name in graph if "." in name})
     problems = [f"{package}/{unit} stands in no order" for package, unit in units if unit not in ORDER[package]]
     for name, imported in sorted(graph.items()):

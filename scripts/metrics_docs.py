@@ -1,5 +1,5 @@
-"""Writes docs/metrics.md from the metric records: every kind with its keys and their docstrings. A test compares the
-page."""
+"""Writes docs/metrics.md from the metric records: every kind with its keys and their docstrings. A test checks that the
+page is up to date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Writes docs/modules.md: every module with the first sentence of its docstring. A test compares the page."""
+"""Writes docs/modules.md: every module with the first sentence of its docstring. A test checks that the page is up to
+date."""
 
 from __future__ import annotations
 

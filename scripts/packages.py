@@ -1,5 +1,5 @@
-"""Writes the list of packages in pyproject.toml from the tree; a test compares the two. setuptools maps the folders
-to `headrace.*` only where each package is named."""
+"""Writes the list of packages in pyproject.toml from the tree; a test compares the two. setuptools maps folders to
+`headrace.*` only for packages that are listed by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def packages() -> list[str]:
 
 
 def render(text: str) -> str:
-    """pyproject.toml with the packages of the tree."""
+    """Return pyproject.toml's text with the tree's packages."""
     listed = "".join(f'  "headrace.{name}",\n' for name in packages())
     mapped = ", ".join(f'"headrace.{name}" = "{name.replace(".", "/")}"' for name in packages())
     text, lists = LISTED.subn(f"packages = [\n{listed}]", text)

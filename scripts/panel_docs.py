@@ -1,5 +1,5 @@
-"""Draws docs/panel.svg: the live panel of `headrace run`, recorded in the middle of a quickstart. A test compares the
-picture."""
+"""Draws docs/panel.svg: the live panel of `headrace run`, recorded in the middle of a quickstart. A test checks that
+the picture is up to date."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SNAPSHOT = Progress(
     held_up_by="boot 100% of 8, 0.42 s a rollout",
     rewards=(0.83, 0.78, 0.66, 0.91, 0.7, 0.88, 0.97, 0.78, 0.89, 0.73, 0.95, 0.97, 0.97, 0.95, 0.92, 0.94),
 )
-"""Recorded on 2026-11-23 on 2 cores (seed 0); of the rewards, the last 16."""
+"""Progress recorded on 2026-11-23 on 2 cores (seed 0), with the last 16 rewards."""
 
 
 def render() -> str:

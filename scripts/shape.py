@@ -1,5 +1,5 @@
 """Fails when functions, classes or folders exceed their bounds, when too many private functions have a single caller,
-or when an import closes a circle or goes upwards."""
+or when an import creates a cycle or goes upwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_CLASS_LINES, MAX_METHODS = 300, 25
 MAX_MODULES = 20
 MAX_SINGLE_CALLER_SHARE = 0.08
 FEW_FUNCTIONS = 100
-"""Functions below which the share is not judged."""
+"""Number of functions below which the share is not checked."""
 FOLDERS = (*ORDER, "scripts/benches")
 
 
@@ -60,13 +60,13 @@ def large_classes(found: list[tuple[Definition, Path]]) -> list[str]:
 
 
 def name_of(node: ast.AST) -> str:
-    """The last name of an expression; empty for one without."""
+    """Return the last name in an expression; empty if it has none."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def single_callers(found: list[tuple[Definition, Path]], root: Path) -> list[str]:
-    """The share of private functions that are called once and not otherwise named in their module: code was cut into
-    pieces that hide nothing. Those that a reader should see in their caller belong there."""
+    """Report too large a share of private functions that are called once and not otherwise named in their module: such
+    code is cut into pieces that hide nothing, and belongs in the caller."""
     total, single = 0, []
     for path in sorted({path for _, path in found}):
         nodes = list(ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))))
@@ -92,7 +92,7 @@ def large_folders(root: Path) -> list[str]:
 
 
 def problems_of(root: Path) -> list[str]:
-    """Everything that is out of bounds in the packages below `root`."""
+    """Return every violated bound in the packages below `root`."""
     graph, found = import_graph(root), definitions(root)
     circle = cycle(graph)
     circles = [f"these import each other in a circle: {' -> '.join(circle)}"] if circle else []

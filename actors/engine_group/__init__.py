@@ -1,1 +1,1 @@
-"""Inference engines of a run: starting, attaching, supervision, pushes of weights, and recovery after a crash."""
+"""Inference engines of a run: starting, attaching, supervision, weight pushes, and recovery after a crash."""

@@ -28,13 +28,14 @@ class SGLangSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Path | None = None
-    """Interpreter of the environment in which SGLang is installed; None uses the one of `scripts/install_sglang`."""
+    """Interpreter of the environment in which SGLang is installed; None uses the one that `scripts/install_sglang`
+    installs."""
     arguments: tuple[str, ...] = ()
     """Additional options of sglang.launch_server; they override options that follow from other keys."""
 
 
 class EnginesConfig(BaseModel):
-    """The inference engines of a run."""
+    """Config of a run's inference engines."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,15 +68,15 @@ class EnginesConfig(BaseModel):
     max_context_tokens: int | None = Field(default=None, ge=16)
     """Maximum tokens of prompt and answer together; None uses sampling.max_context_tokens."""
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """Time limit from start to the first answer; importing torch takes seconds, loading a large model minutes."""
+    """Time limit from start to the first answer. Importing torch takes seconds; loading a large model takes minutes."""
     health_timeout_s: float = Field(default=10.0, gt=0)
     """Time limit for an engine to report its load; a slower engine misses the health check. Misses during a push do not
     count, because a push has its own deadlines."""
     health_misses: int = Field(default=3, ge=1)
-    """Number of health checks missed in a row after which an engine is replaced, or, if it is attached, taken out of
+    """Number of consecutive missed health checks after which an engine is replaced, or, if it is attached, taken out of
     routing. An engine whose process is dead is replaced at once."""
     drain_timeout_s: float = Field(default=10.0, gt=0)
-    """Time in which an engine that is removed may finish its requests; the rest continue on another engine."""
+    """Time in which an engine that is being removed may finish its requests; the rest continue on another engine."""
 
     @property
     def is_simulated(self) -> bool:
@@ -84,7 +85,7 @@ class EnginesConfig(BaseModel):
 
     @property
     def at_least(self) -> int:
-        """Number of engines known before the run; a router's workers are not, so it counts at least 1."""
+        """Number of engines known before the run starts, at least 1 because a router's workers are not known yet."""
         return max(1, self.count + len(self.attach))
 
     @field_validator("attach", "router")

@@ -1,7 +1,8 @@
 """Handles of engine processes: a local process, a process behind a Ray actor, or an attached server.
 
 Invariants:
-- A process that we started dies with its parent, even under kill -9. `kill` ends it at once, `stop` lets it shut down.
+- A process that we started dies with its parent, even if the parent is killed with SIGKILL. `kill` ends it immediately,
+  `stop` lets it shut down.
 - An attached server is never ended, and counts as alive as long as it answers.
 """
 
@@ -33,7 +34,7 @@ class EngineHandle(Protocol):
         ...
 
     async def kill(self) -> None:
-        """End the engine at once, unless it is attached. Idempotent."""
+        """End the engine immediately, unless it is attached. Idempotent."""
         ...
 
 
@@ -79,7 +80,7 @@ class PlacedProcess:
 
 
 class AttachedServer:
-    """Server that was attached, and is managed by others."""
+    """Attached server, which is managed by others."""
 
     async def is_alive(self) -> bool:
         return True

@@ -2,9 +2,9 @@
 
 Invariants:
 - Every engine that has answered is in the registry and in `members`, and leaves both at once.
-- A start that fails or is cancelled leaves no process and frees its place.
+- A start that fails or is cancelled leaves no process and frees its slot.
 - Nothing here needs the group's lock: an engine joins or leaves in one step of the event loop.
-- A place is free when the process that held it is dead.
+- A slot is free when the process that held it is dead.
 - The name of an engine process is never reused. An attached server is named by its address.
 """
 
@@ -64,7 +64,7 @@ class EngineContext:
 
 
 class Fleet:
-    """Engines of one group. `started` counts those that were ever started; `retired` places stay empty."""
+    """Engines of one group. `started` counts all engines ever started; `retired` slots stay empty."""
 
     def __init__(
         self, config: EnginesConfig, registry: EngineRegistry, context: EngineContext, http: aiohttp.ClientSession
@@ -83,7 +83,7 @@ class Fleet:
         return self.members[engine_id]
 
     async def start_missing(self, *, at_once: bool = False) -> list[EngineStartFailed]:
-        """Start engines at the free places and return the errors of those that did not start. A place whose breaker is
+        """Start engines in the free slots and return the errors of those that did not start. A slot whose breaker is
         open is skipped, unless `at_once`. No other start is under way when this returns."""
         async with self._rounds:
             now = time.monotonic()
@@ -99,7 +99,7 @@ class Fleet:
 
     async def attach(self, url: str, origin: Origin) -> EngineId:
         """Attach a running server, which then waits for weights, and return its name. Does nothing for a server that is
-        attached already. Raises EngineAddressTaken, EngineNotAdded."""
+        already attached. Raises EngineAddressTaken, EngineNotAdded."""
         url = url.rstrip("/")
         engine_id = attached_id(url)
         known = self._registry.at(url)

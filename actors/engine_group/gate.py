@@ -1,6 +1,6 @@
 """Gateway client of the engine group: gates of engines, and routing tables.
 
-Invariant: a gateway that is dead, hangs or does not start delays nothing and raises nothing.
+Invariant: a gateway that is dead, hung or not starting causes neither delays nor errors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GATEWAY_TIMEOUT_S = 5.0
-"""Below every deadline of a push, so that a silent gateway is not taken for a failing engine."""
+"""Time limit of a gateway call, below every deadline of a push, so that a silent gateway is not mistaken for a failing
+engine."""
 
 
 class GatewayGate:
-    """Gateway of the engine group; a `Gate` of a push. A dead gateway admits nothing, so no gate need be closed."""
+    """Gateway of the engine group; a `Gate` of a push. A dead gateway admits nothing, so no gate needs closing."""
 
     def __init__(self, gateway: GatewayActor, registry: EngineRegistry) -> None:
         self._gateway = gateway
@@ -48,7 +49,7 @@ class GatewayGate:
         await call_gateway(self._gateway.set_engines(table))
 
     async def stats(self) -> GatewayStats | None:
-        """Return the gateway's counts, None when it does not answer."""
+        """Return the gateway's counts, or None if it does not answer."""
         try:
             async with asyncio.timeout(GATEWAY_TIMEOUT_S):
                 return await self._gateway.stats()
@@ -57,7 +58,7 @@ class GatewayGate:
 
 
 async def call_gateway(call: Awaitable[object]) -> None:
-    """Await a call of the gateway, and ignore that it is dead, hangs or does not start."""
+    """Await a call to the gateway, and ignore a gateway that is dead, hung or not starting."""
     try:
         async with asyncio.timeout(GATEWAY_TIMEOUT_S):
             await call

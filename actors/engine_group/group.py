@@ -1,14 +1,18 @@
 """Engine group: starts, attaches, supervises and replaces the engines, and pushes weights to them.
 
 Invariants:
-- One push runs at a time. It waits for an engine that starts or drains only if no other engine took the weights.
+- One push runs at a time. It waits for an engine that is starting or draining only if no other engine has taken the
+  weights.
 - An engine gets traffic only while it is healthy and holds the newest version that was pushed to it completely.
-- An engine of ours is killed and replaced by a new process when it failed a push, died, missed `health_misses` health
-  checks in a row, or left several turns in a row unanswered. An attached one is out of routing until a push to it alone
-  succeeded. Both get the newest weights before they get traffic; repeated failures grow the delay between attempts.
-- A dead sender costs the engines that it was just sending to; the next sender pushes to the engines it did not reach.
+- An engine that the group started is killed and replaced by a new process when it fails a push, dies, misses
+  `health_misses` consecutive health checks, or leaves several consecutive turns unanswered. An attached engine is taken
+  out of routing until a push to it alone has succeeded. Both get the newest weights before they get traffic; repeated
+  failures increase the delay between attempts.
+- When a sender dies, the engines that it was sending to are lost; the next sender pushes to the engines that it had not
+  reached.
 - The newest snapshot is journalled before its push begins, and every phase before it is entered: a restarted group
-  knows what its predecessor left, takes over the engines that outlived it, and brings all of them to that snapshot.
+  knows the state that its predecessor left, takes over the engines that outlived it, and brings all of them up to that
+  snapshot.
 - Routing tables are published periodically: a restarted gateway has one within a supervision interval.
 """
 
@@ -53,7 +57,7 @@ SUPERVISION_S = 2.0
 
 
 class EngineGroup:
-    """Actor that owns the engines of a run."""
+    """Actor that owns a run's engines."""
 
     def __init__(
         self,
@@ -132,10 +136,10 @@ class EngineGroup:
 
     async def push(self, snapshot: WeightsSnapshot, *, rollouts_in_flight: int) -> None:
         """Push these weights to every engine, wave by wave; if none takes them, to newly started engines.
-        `rollouts_in_flight` is the number of rollouts as the push begins, for the metrics.
+        `rollouts_in_flight` is the number of rollouts in flight when the push begins, for the metrics.
 
-        Does nothing for a snapshot of an earlier epoch than the newest one: its learner is dead. Raises
-        EngineUnavailable when no engine took the weights, ModelInvalid, SenderFailed.
+        Does nothing if the snapshot's epoch is older than the newest one: its learner is dead. Raises EngineUnavailable
+        when no engine took the weights, ModelInvalid, SenderFailed.
         """
         async with self._lock:
             newest = self._journal.newest()
@@ -157,17 +161,18 @@ class EngineGroup:
                 raise EngineUnavailable(f"no engine took version {snapshot.version}: see engines/*.log in the run")
 
     async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
-        """Return True if an engine gets traffic, as soon as that differs from `unlike`, or after `timeout_s`."""
+        """Return True if any engine is getting traffic. Waits until the result differs from `unlike`, for at most
+        `timeout_s`."""
         return await self._publisher.wait_for_serving(unlike=unlike, timeout_s=timeout_s)
 
     async def served_version(self) -> PolicyVersion | None:
-        """Return the newest snapshot's version if an engine serves it. Waits for a running push."""
+        """Return the newest snapshot's version if an engine is serving it. Waits for a push in progress."""
         async with self._lock:
             newest = self._journal.newest()
             return newest.version if newest is not None and self._serves(newest) else None
 
     async def status(self) -> list[EngineStatus]:
-        """Return the status of every engine, including the last ones that are gone."""
+        """Return the status of every engine, including those that left most recently."""
         return list(self._fleet.statuses(time.monotonic()))
 
     async def add(self, url: str) -> str:
@@ -219,7 +224,7 @@ class EngineGroup:
         return any(entry.version == snapshot.version for entry in self._registry.in_state(EngineState.SERVING))
 
     async def _gather_engines(self) -> None:
-        """Take over engines of an earlier group, attach the configured ones, and start engines at the places that are
+        """Take over engines of an earlier group, attach the configured ones, and start engines in the slots that are
         still free. Raises EngineStartFailed when there is no engine."""
         roster = read_roster(self._directory / "members.json")
         self._fleet.started, self._fleet.retired = roster.started, set(roster.retired)

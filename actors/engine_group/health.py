@@ -1,19 +1,20 @@
-"""Health checks of engines, and their meaning during a push.
+"""Health checks of engines, takeover of engines that outlived their group, and draining of engines that leave.
 
 Invariants:
-- A check never waits longer than the health deadline. It asks engines for their load, which a paused engine reports.
-- A slow engine fails only after `misses` checks in a row. A dead process, or an address where nothing listens, fails at
-  once.
+- A check never waits longer than the health deadline. It asks engines for their load, which even a paused engine
+  reports.
+- A slow engine fails only after `misses` checks in a row. A dead process, or an address where nothing is listening,
+  fails immediately.
 - During a push, slowness is not counted: the push has its own deadlines, and it pauses engines. A dead process counts
-  at any time.
+  as a failure at any time.
 - A router that does not answer changes nothing; a worker that it no longer lists is removed.
 - Local engines died with their group, and removed engines stay out: neither is taken over. An engine that does not
-  answer is killed where it is ours; an attached one is quarantined until it answers.
+  answer is killed if the group started it; an attached one is quarantined until it answers.
 - Every other engine leaves the update session and the process groups of an interrupted push.
 - An engine continues to serve only if it served before and certainly holds one complete version
   (`BrokenPush.is_whole`): it is resumed, and its gate is opened.
-- All others are in quarantine, paused if a push had paused them, and get no traffic until a push to them succeeded.
-- No new requests reach it: it is already out of the routing table, and its gate is closed.
+- All others are in quarantine, paused if a push had paused them, and get no traffic until a push to them has succeeded.
+- No new requests reach a leaving engine: it is already out of the routing table, and its gate is closed.
 - Turns that do not end in time are aborted by a pause that returns the tokens sampled so far, and the gateway continues
   them on another engine. Every wait is bounded.
 - An attached server is left running, unpaused and without an open update session, whatever state a push left it in.
@@ -44,12 +45,12 @@ if TYPE_CHECKING:
     from headrace.policies.sglang.client import SGLangEngine
 
 SILENT_CALLS = 8
-"""An engine fails that left so many turns in a row, and their aborts, without an answer: it reports its load but
-generates nothing."""
+"""Number of consecutive turns that an engine leaves unanswered, along with their aborts, before it fails: such an
+engine reports its load but generates nothing."""
 
 
 class HealthChecks:
-    """Health checks of one group."""
+    """Health checks of one engine group."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ LOOK_S = 0.2
 
 
 async def leave(client: SGLangEngine, gate: GatewayGate, *, timeout_s: float) -> None:
-    """Drain the engine. Returns when it runs nothing, does not answer, or `timeout_s` passed twice."""
+    """Drain the engine. Returns when the engine is idle, does not answer, or `timeout_s` has passed twice."""
     await gate.close(client.engine_id, 2 * timeout_s)
     with suppress(EngineError):
         # The engine refuses where no session is open.
@@ -193,7 +194,7 @@ async def leave(client: SGLangEngine, gate: GatewayGate, *, timeout_s: float) ->
 
 
 async def _is_idle(client: SGLangEngine, timeout_s: float) -> bool:
-    """Return True as soon as the engine runs nothing, False after `timeout_s`. Raises EngineError."""
+    """Return True as soon as the engine is idle, False after `timeout_s`. Raises EngineError."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while True:

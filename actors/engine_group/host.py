@@ -33,7 +33,7 @@ class HostedEngine:
 
 
 class EngineHost(ResourceOwner):
-    """Starts one engine on the host of this actor. The plan's paths must be the same on every host."""
+    """Starts one engine on this actor's host. The plan's paths must be the same on every host."""
 
     def __init__(self, config: EnginesConfig, plan: ServerPlan) -> None:
         super().__init__()

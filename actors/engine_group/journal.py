@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 18
-"""Bytes that are read from the journal's end at first: enough for one push to a hundred engines."""
+"""Number of bytes first read from the journal's end: enough for one push to a hundred engines."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,8 +49,8 @@ class BrokenPush:
     groups: dict[EngineId, tuple[str, ...]] = field(default_factory=dict)
 
     def is_whole(self, engine_id: EngineId, info: EngineInfo) -> bool:
-        """Return True if the engine certainly holds one version: no bucket reached it, or the push resumed it after it
-        verified all buckets."""
+        """Return True if the engine certainly holds one version: no bucket reached it, or the push resumed it after all
+        buckets had been verified."""
         phase = self.reached.get(engine_id)
         if phase is None or ORDER.index(phase) < ORDER.index(Phase.BROADCAST):
             return True
@@ -70,7 +70,7 @@ class PushJournal:
         """Engines to which this push has sent tensors."""
 
     def begin(self, snapshot: WeightsSnapshot) -> None:
-        """Begin the lines of a push of this snapshot."""
+        """Begin journalling a push of this snapshot."""
         # Rotated only between pushes: a successor reads all lines of the last push from one file.
         if self._retention is not None and self._pushes.exists():
             RotatingFile(self._pushes, self._retention, keep_bytes=self._retention.log_bytes).rotate()
@@ -78,7 +78,7 @@ class PushJournal:
         self.sent_to.clear()
 
     async def step(self, push_id: str, step: Step) -> None:
-        """Write the line of a step that is about to begin."""
+        """Write the line for a step that is about to begin."""
         if step.phase is Phase.BROADCAST:
             self.sent_to.update(step.engines)
         taken = {"wave": step.wave, "phase": step.phase, "attempt": step.attempt, "engines": step.engines}
@@ -112,8 +112,8 @@ class PushJournal:
         )
 
     def newest(self) -> WeightsSnapshot | None:
-        """Return the snapshot that all engines should hold. None if there is none, its files are gone or the record is
-        damaged; the next push replaces the record."""
+        """Return the snapshot that all engines should hold. Return None if there is none, its files are gone or the
+        record is damaged; the next push replaces the record."""
         path = self._directory / "newest.json"
         if not path.exists():
             return None

@@ -3,7 +3,7 @@
 Invariants:
 - The file is replaced atomically, is readable by its owner only, and is written before any effect of its content.
 - `time_s` is the time of writing; a dead group does not update the file.
-- `incarnation` counts the groups of the run, so that routing tables of a later group are newer whatever the clock says.
+- `incarnation` counts the groups of the run, so that routing tables of a later group are newer regardless of the clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
     """Status of one engine. `running` and `waiting` are numbers of requests at the last health check, None before the
-    first; `breaker` is the state of its place's circuit breaker; `reason` explains why it does not serve; `process_id`
+    first; `breaker` is the state of its slot's circuit breaker; `reason` explains why it is not serving; `process_id`
     is set for a process on the group's host."""
 
     engine_id: EngineId
@@ -48,13 +48,13 @@ class EngineStatus:
 
     @property
     def load(self) -> str:
-        """The load as `running+waiting`, or a dash before the first health check."""
+        """Load as `running+waiting`, or a dash before the first health check."""
         return "-" if self.running is None else f"{self.running}+{self.waiting}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """Content of the members file. `started` counts the engines that were ever started; `retired` are places that were
+    """Content of the members file. `started` counts the engines that were ever started; `retired` are slots that were
     removed for good; `incarnation` is the number, from 1, of the group that wrote it."""
 
     engines: tuple[EngineStatus, ...] = ()

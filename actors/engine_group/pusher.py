@@ -1,12 +1,13 @@
-"""Pushes of weights to the engines of a group, and the state of each engine after them.
+"""Weight pushes to a group's engines, and the state of each engine after a push.
 
 Invariants:
 - The caller holds the group's lock: one push runs at a time.
-- An engine serves after a push only if that push reports that it took the weights completely. An engine leaves
+- An engine serves after a push only if that push reports that the engine took the weights completely. An engine leaves
   quarantine only after a push to it alone, with checksums equal to the snapshot's or to those of a serving engine.
 - A push whose sender died is repeated once, for the engines that it did not reach.
-- The members file is written before the gateway gets the table that follows from it.
-- Table versions only grow: the high bits are the group's incarnation, which grows with every restart of the group.
+- The members file is written before the gateway gets the corresponding routing table.
+- Table versions only increase: the high bits are the group's incarnation, which increases with every restart of the
+  group.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TABLE_NUMBER_BITS = 32
 
 
 class Publisher:
-    """Publisher of one group."""
+    """Publisher of one group's members file and routing tables."""
 
     def __init__(self, path: Path, fleet: Fleet, registry: EngineRegistry, gate: GatewayGate) -> None:
         self._path = path
@@ -57,7 +58,7 @@ class Publisher:
         self._published = asyncio.Event()
 
     async def follow(self, roster: Roster) -> None:
-        """Take the incarnation after the previous group's."""
+        """Take the incarnation number that follows the previous group's."""
         # Either the members file or the gateway's table may have been lost, so both are read.
         stats = await self._gate.stats()
         published = 0 if stats is None else max(0, stats.table_version) >> TABLE_NUMBER_BITS
@@ -82,7 +83,7 @@ class Publisher:
         roster.write(self._path)
 
     async def wait_for_serving(self, *, unlike: bool, timeout_s: float) -> bool:
-        """Return True if the last table had a serving engine, as soon as that differs from `unlike`, or after
+        """Return True if the last table had a serving engine. Waits until the result differs from `unlike`, for at most
         `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -92,8 +93,8 @@ class Publisher:
 
 
 class Pusher:
-    """Pusher of one group. `settled` is called when an engine failed a push, and when the outcome of all engines is
-    known, before the journal records the end of the push."""
+    """Pusher of weights to one group's engines. `settled` is called when an engine has failed a push, and when all
+    engines' outcomes are known, before the journal records the end of the push."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class Pusher:
 
     @contextmanager
     def pushing(self) -> Iterator[None]:
-        """Mark the time in which engines may be paused, for the health checks."""
+        """Mark the period in which engines may be paused, for the health checks."""
         self.pushes += 1
         try:
             yield

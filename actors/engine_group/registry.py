@@ -1,11 +1,11 @@
-"""Registry of the engines of a group: their states, and the circuit breakers of their places. Pure: no clock, no I/O;
-`now` is monotonic seconds.
+"""Registry of a group's engines: their states, and the circuit breakers of their slots. The registry is pure: it has no
+clock and does no I/O; `now` is in monotonic seconds.
 
 Invariants:
-- Every change of state is one of `MOVES`; an engine that is gone does not return under the same name.
-- Two living engines never share an address or a place.
-- Only a serving engine is routed to, and it holds weights that a push or a verified recovery gave it.
-- A failure counts against the engine's place: after repeated failures the next attempt waits (`breaker`).
+- Every state change is one of `MOVES`; an engine that is gone never returns under the same name.
+- Two live engines never share an address or a slot (`place`).
+- Requests are routed only to serving engines, which hold weights from a push or a verified recovery.
+- A failure counts against the engine's slot: after repeated failures the next attempt waits (`breaker`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineId
 
 REMEMBERED = 16
-"""Number of gone engines that are still listed."""
+"""Number of engines that are gone but still listed."""
 
 
 class EngineState(StrEnum):
@@ -39,22 +39,22 @@ class EngineState(StrEnum):
     SERVING = "serving"
     """Gets traffic."""
     QUARANTINED = "quarantined"
-    """Failed a push, or hangs: no traffic until it is replaced, or has new, verified weights."""
+    """Failed a push or hung: no traffic until it is replaced or holds new, verified weights."""
     LEAVING = "leaving"
-    """No new traffic; its requests end, or continue on another engine."""
+    """No new traffic; its requests finish, or continue on another engine."""
     GONE = "gone"
     """Stopped, dead or removed."""
 
 
 class Origin(StrEnum):
-    """Origin of an engine, which decides if the group may kill it."""
+    """Origin of an engine, which determines whether the group may kill it."""
 
     LOCAL = "local"
     """A process of the group; killed and replaced when it fails."""
     RAY = "ray"
     """A process behind a Ray actor; killed and replaced when it fails."""
     ATTACHED = "attached"
-    """A server that was attached: never killed, out of routing while it fails."""
+    """An attached server: never killed, but taken out of routing while it is failing."""
     ROUTER = "router"
     """Like an attached server, as long as the router lists it."""
 
@@ -77,15 +77,15 @@ MOVES: Mapping[EngineState, frozenset[EngineState]] = {
 
 
 def new_breaker() -> CircuitBreaker:
-    """Return the breaker of a place; it opens after three failures in five minutes, for 10 s at first."""
+    """Return a slot's circuit breaker; it opens after three failures in five minutes, initially for 10 s."""
     return CircuitBreaker(3, 10.0, longest_open_s=300.0, window_s=300.0)
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineEntry:
-    """State of one engine. An engine and its replacements share a `place`. `reason` explains why it does not serve;
-    `misses` counts health checks in a row without an answer; `answers` is False from a failure until it answers again.
-    `cache_namespace` is sent with its requests: its version, where pushes are in place."""
+    """State of one engine. An engine and its replacements share a `place`. `reason` explains why it is not serving;
+    `misses` counts consecutive health checks without an answer; `answers` is False from a failure until it answers
+    again. `cache_namespace` is sent with its requests: its version, where pushes are in place."""
 
     engine_id: EngineId
     place: str
@@ -107,8 +107,8 @@ class EngineRegistry:
     _breakers: dict[str, CircuitBreaker] = field(default_factory=dict)
 
     def starting(self, engine_id: EngineId, *, place: str, origin: Origin, now: float, url: str = "") -> EngineEntry:
-        """Add an engine that is being started or attached. Raises EngineAddressTaken, or ValueError when the name or
-        the place is taken."""
+        """Add an engine that is being started or attached. Raises EngineAddressTaken, or ValueError if the name or the
+        slot is taken."""
         if self.stands(engine_id, *LIVING):
             raise ValueError(f"there is already an engine {engine_id}")
         if any(entry.place == place for entry in self.living()):
@@ -124,14 +124,14 @@ class EngineRegistry:
         return entry
 
     def answered(self, engine_id: EngineId, *, url: str, version: PolicyVersion | None) -> None:
-        """Record that the engine answered and waits for the newest weights. Raises EngineAddressTaken."""
+        """Record that the engine has answered and is waiting for the newest weights. Raises EngineAddressTaken."""
         self._refuse_taken(engine_id, url)
         entry = self._move(engine_id, EngineState.WAITING, "it waits for weights")
         entry.url, entry.version, entry.misses = url, version, 0
 
     def serves(self, engine_id: EngineId, version: PolicyVersion) -> None:
-        """Record that the engine holds all of these weights and gets traffic. Raises ValueError for one that never
-        answered."""
+        """Record that the engine holds all of these weights and gets traffic. Raises ValueError for an engine that has
+        never answered."""
         if not self[engine_id].url:
             raise ValueError(f"{engine_id} cannot serve: it has no address because it never answered")
         entry = self._move(engine_id, EngineState.SERVING, "")
@@ -143,11 +143,11 @@ class EngineRegistry:
         self[engine_id].cache_namespace = cache_namespace
 
     def left_behind(self, engine_id: EngineId) -> None:
-        """Record that a push did not reach the engine, which is healthy."""
+        """Record that a push did not reach the engine, although it is healthy."""
         self._move(engine_id, EngineState.WAITING, "a push ended before its turn")
 
     def trying(self, engine_id: EngineId, now: float) -> None:
-        """Record that a push to a quarantined engine begins."""
+        """Record that a push to a quarantined engine is beginning."""
         self.breaker(self[engine_id].place).begin(now)
 
     def quarantine(self, engine_id: EngineId, reason: str, now: float) -> None:
@@ -161,7 +161,7 @@ class EngineRegistry:
         self._move(engine_id, EngineState.QUARANTINED, reason)
 
     def missed(self, engine_id: EngineId) -> int:
-        """Record a health check without an answer, and return the number of those in a row."""
+        """Record an unanswered health check, and return the number of consecutive ones."""
         entry = self[engine_id]
         entry.misses, entry.answers = entry.misses + 1, False
         return entry.misses
@@ -174,7 +174,7 @@ class EngineRegistry:
         self._move(engine_id, EngineState.LEAVING, "it is being removed")
 
     def gone(self, engine_id: EngineId, reason: str) -> None:
-        """Record the end of an engine; its failures were recorded by `quarantine` or `failed`."""
+        """Record that an engine is gone; `quarantine` or `failed` has already recorded its failures."""
         self._move(engine_id, EngineState.GONE, reason)
 
     def failed(self, engine_id: EngineId, reason: str, now: float) -> None:
@@ -183,20 +183,20 @@ class EngineRegistry:
         self.breaker(entry.place).failed(now)
 
     def __getitem__(self, engine_id: EngineId) -> EngineEntry:
-        """Raises EngineUnknown."""
+        """Return the engine's entry. Raises EngineUnknown."""
         entry = self._entries.get(engine_id)
         if entry is None:
             raise EngineUnknown(f"there is no engine {engine_id}; `headrace engine list` lists the engines of a run")
         return entry
 
     def stands(self, engine_id: EngineId, *states: EngineState) -> bool:
-        """Return True if there is an engine of that name in one of these states. Callers that awaited something check
-        this before they change the state."""
+        """Return True if there is an engine of that name in one of these states. Callers that have awaited something
+        check this before they change the state."""
         entry = self._entries.get(engine_id)
         return entry is not None and entry.state in states
 
     def all(self) -> tuple[EngineEntry, ...]:
-        """Return all engines, including the gone ones that are remembered."""
+        """Return all engines, including those that are gone but still remembered."""
         return tuple(self._entries.values())
 
     def living(self) -> tuple[EngineEntry, ...]:
@@ -206,19 +206,19 @@ class EngineRegistry:
         return tuple(entry for entry in self._entries.values() if entry.state in states)
 
     def at(self, url: str) -> EngineEntry | None:
-        """Return the living engine at this address, if any."""
+        """Return the live engine at this address, if any."""
         return next((entry for entry in self.living() if entry.url and address(entry.url) == address(url)), None)
 
     def breaker(self, place: str) -> CircuitBreaker:
         return self._breakers.setdefault(place, new_breaker())
 
     def may_try(self, place: str, now: float) -> bool:
-        """Return True if an engine may be started, or pushed to, at this place now."""
+        """Return True if an engine may be started, or pushed to, in this slot now."""
         return self.breaker(place).allows(now)
 
     def due(self, now: float, *, at_once: bool = False) -> tuple[EngineEntry, ...]:
-        """Return the engines that need the newest weights: those that wait, and attached ones in quarantine that answer
-        again. Engines whose place has an open breaker are left out, unless `at_once`."""
+        """Return the engines that need the newest weights: those that are waiting, and quarantined attached engines
+        that are answering again. Engines whose slot has an open breaker are left out, unless `at_once`."""
         waiting = self.in_state(EngineState.WAITING)
         recovered = (
             entry for entry in self.in_state(EngineState.QUARANTINED) if entry.answers and not entry.origin.is_ours
@@ -226,8 +226,8 @@ class EngineRegistry:
         return tuple(entry for entry in (*waiting, *recovered) if at_once or self.may_try(entry.place, now))
 
     def table(self, version: int) -> RoutingTable:
-        """Return the routing table of all engines that have answered. Those that do not serve are listed as not
-        admitted, so that requests running there may end."""
+        """Return the routing table of all engines that have answered. Those that are not serving are listed as not
+        admitted, so that requests running on them can finish."""
         shown = self.in_state(EngineState.WAITING, EngineState.SERVING, EngineState.QUARANTINED, EngineState.LEAVING)
         return RoutingTable(
             version=version,
@@ -262,7 +262,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address(url: str) -> tuple[str, int]:
-    """Return the host and port in one spelling for equal addresses."""
+    """Return the host and port, spelled identically for equal addresses."""
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     port = parts.port or (443 if parts.scheme == "https" else 80)

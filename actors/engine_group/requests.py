@@ -5,8 +5,8 @@ The operator may have no access to the run's Ray cluster, so requests and answer
 Invariants:
 - A request is one file `ID.json`, an answer one file `ID.done.json`, each written atomically. Anybody who may write
   into the run directory may make requests.
-- Requests are answered once, in their order, and are idempotent. An ID begins with a growing number, so that the order
-  does not depend on a clock.
+- Requests are answered once, in their order, and are idempotent. An ID begins with an increasing number, so that the
+  order does not depend on a clock.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from headrace.buffer.primitives.durable_files import write_private
 
 ANSWERED = ".done.json"
 LOOK_S = 0.2
-"""Interval in which the operator's side looks for the answer."""
+"""Interval at which the operator's side looks for the answer."""
 KEPT_S = 3600.0
-"""Time after which an answer that nobody read is removed."""
+"""Time after which an answer that nobody has read is removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class EngineRequest:
 
 
 class RequestBox:
-    """Requests as the engine group sees them."""
+    """The engine group's view of the requests."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -48,7 +48,7 @@ class RequestBox:
         """Monotonic time at which this process first saw each answer."""
 
     def open(self) -> list[EngineRequest]:
-        """Return the unanswered requests, oldest first, and remove answers that nobody read for an hour."""
+        """Return the unanswered requests, oldest first, and remove answers that nobody has read for an hour."""
         if not self._directory.exists():
             return []
         requests: list[EngineRequest] = []
@@ -75,7 +75,7 @@ class RequestBox:
 
 def ask_group(directory: Path, kind: Literal["add", "remove"], what: str, *, timeout_s: float) -> str:
     """Make a request, wait for its answer (blocking), and return the engine's name. Raises EngineGroupError with the
-    group's reason, or when the group did not answer in time."""
+    group's reason, or if the group does not answer in time."""
     directory.mkdir(parents=True, exist_ok=True)
     # Two concurrent operators may take the same number; the rest of the ID differs.
     numbers = [path.name.split("-", 1)[0] for path in directory.glob("*.json")]

@@ -1,1 +1,1 @@
-"""Records of a run: its directory, metrics, telemetry, cost of pushes, load of stations, retention."""
+"""Records of a run: its directory, metrics, telemetry, push costs, station loads and retention."""

@@ -1,8 +1,8 @@
 """Time during which a run was driven: from the start to the end of each driver process, without the gaps in between.
 
 Invariants:
-- A driver records its start and its end. A driver that was killed is taken to have ended at the last record before the
-  next driver started.
+- A driver records its start and its end. A driver that was killed is assumed to have ended at the last record before
+  the next driver started.
 - Spans do not overlap: one process drives a run at a time.
 """
 

@@ -1,6 +1,6 @@
-"""Telemetry of one actor: its spans go to a file of its own, its records to the run's metrics.
+"""Telemetry of one actor: its spans go to a file of its own, and its records go to the run's metrics.
 
-Picklable, so that the driver can configure it and the actor's process set it up."""
+It is picklable, so that the driver can configure it and the actor's process can set it up."""
 
 from __future__ import annotations
 

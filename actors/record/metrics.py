@@ -1,13 +1,15 @@
-"""Records of a run's `metrics.jsonl`: one JSON object a line, appended by the actor that made the measurement.
+"""Records of a run's `metrics.jsonl`: one JSON object per line, appended by the actor that made the measurement.
 
-Each kind of record is a dataclass below, from which docs/metrics.md is generated. A line has the fields of the record
-after `kind` and `time_s` (Unix time).
+Each kind of record is a dataclass below, from which docs/metrics.md is generated. A line holds `kind` and `time_s`
+(Unix time), followed by the record's fields.
 
 Invariants:
 - Older lines are in `metrics-000001.jsonl`, `metrics-000002.jsonl`, ..., oldest first: a file that reaches its maximum
-  size is renamed by the next writer. Files beyond the sizes and ages of `[retention]` are removed, the oldest first.
-- Nothing reads its own state back from here: what a resumed run must know is in the ledger. Readers take what is left.
-- A line that is not a record (torn by a power cut, binary) is skipped and does not spoil its neighbours.
+  size is renamed by the next writer. Files that exceed the size and age limits in `[retention]` are removed, oldest
+  first.
+- No component restores its state from these files: everything that a resumed run needs is in the ledger. Readers use
+  whatever files remain.
+- A line that is not a record (truncated by a power cut, or binary) is skipped without affecting its neighbours.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from headrace.serve.observing.retention import RetentionConfig
 
 TAIL_BYTES = 1 << 16
-"""Bytes that are read from the end of a file at first when only the last record is wanted."""
+"""Number of bytes first read from the end of a file when only the last record is needed."""
 
 INLINE = {"inline": True}
 """Metadata of a field whose entries become keys of the record itself."""
@@ -40,7 +42,7 @@ class Metric:
     kind: ClassVar[str]
 
     def document(self) -> dict[str, Any]:
-        """Return the record's keys in the order of its fields."""
+        """Return the record as a dict, with keys in the order of its fields."""
         document: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -50,12 +52,12 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetric(Metric):
-    """One optimizer step, written by the learner after the batch was committed to the ledger."""
+    """One optimizer step, written by the learner after the batch has been committed to the ledger."""
 
     kind = "step"
 
     batch_id: str
-    """Batch that was trained, as in the ledger's `batches` table."""
+    """ID of the trained batch, as in the ledger's `batches` table."""
     step: int
     """Number of optimizer steps in the new policy version."""
     version: str
@@ -65,20 +67,20 @@ class StepMetric(Metric):
     reward: float
     """Mean reward over the batch's rollouts."""
     metrics: Mapping[str, float] = field(metadata=INLINE)
-    """Keys of the learner. The Megatron learner writes `tokens` (trained tokens), `computed_tokens` (those in rows with
-    a nonzero advantage), `mean_staleness`, `max_staleness`, `mean_reward`, `entropy`, `clip_fraction`, `mean_ratio`,
-    `mean_abs_log_ratio`, `loss`, `grad_norm`, `learning_rate` and `seconds` (forward, backward and update). A value
-    that is not finite is left out; without a nonzero advantage the four policy means are left out."""
+    """Keys reported by the learner. The Megatron learner writes `tokens` (trained tokens), `computed_tokens` (those in
+    rows with a nonzero advantage), `mean_staleness`, `max_staleness`, `mean_reward`, `entropy`, `clip_fraction`,
+    `mean_ratio`, `mean_abs_log_ratio`, `loss`, `grad_norm`, `learning_rate` and `seconds` (forward, backward and
+    update). A value that is not finite is left out; without a nonzero advantage the four policy means are left out."""
     staleness: Mapping[str, int]
     """Number of trained trajectories by staleness in optimizer steps."""
     stale_kv_tokens: int
-    """Trained tokens that were sampled on keys and values of older weights."""
+    """Number of trained tokens sampled with cached keys and values from older weights."""
     step_s: float
-    """Seconds of training and committing since the step before."""
+    """Seconds spent training and committing since the previous step."""
     idle_s: float
-    """Seconds of waiting for a batch since the step before."""
+    """Seconds spent waiting for a batch since the previous step."""
     push_s: float
-    """Seconds of waiting for the previous weight push since the step before."""
+    """Seconds spent waiting for the previous weight push since the previous step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +101,13 @@ class PushMetric(Metric):
     sent_bytes: int
     """Bytes sent; each bucket counts once per group of engines it was sent to."""
     rollouts_in_flight: int | None
-    """Rollouts in flight when the push began; null when unknown (an engine that rejoined)."""
+    """Rollouts in flight when the push began; null when unknown (for an engine that rejoins)."""
     requests_in_flight: int
     """Requests that were running on the engines when they were paused."""
     requests_retracted: int
-    """Requests whose cache was dropped, so that their tokens were computed again."""
+    """Requests whose cache was dropped, so that their tokens had to be recomputed."""
     tokens_recomputed: int
-    """Tokens that were computed again after the pauses."""
+    """Number of tokens recomputed after the pauses."""
     gate_s: Sequence[float]
     """Seconds for which new requests were held back, by engine."""
     paused_s: Sequence[float]
@@ -113,11 +115,11 @@ class PushMetric(Metric):
     gb_per_s: Sequence[float | None]
     """Transfer rate by engine in GB/s; null for an engine that received nothing."""
     stall_share: float | None
-    """Closed gates as a share of the engines' time since the previous push; null for the first push."""
+    """Share of the engines' time since the previous push during which gates were closed; null for the first push."""
     since_s: float | None
     """Seconds since the end of the previous push; null for the first."""
     updated: Sequence[str]
-    """Engines that serve the version now."""
+    """Engines that are now serving the version."""
     quarantined: Sequence[str]
     """Engines that failed and receive no requests until they are checked again."""
 
@@ -138,12 +140,12 @@ class SimulatedPushMetric(Metric):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationMetric(Metric):
-    """One evaluation on the held-out tasks, written by the service when it has ended."""
+    """One evaluation on the held-out tasks, written by the service when the evaluation has ended."""
 
     kind = "evaluation"
 
     step: int
-    """Optimizer step at which it was due; 0 for the base evaluation."""
+    """Optimizer step at which the evaluation was due; 0 for the base evaluation."""
     tag: str
     """`base`, `step-N` or `final`: also the name of its folder in `evaluations/`."""
     answers: int
@@ -151,7 +153,7 @@ class EvaluationMetric(Metric):
     infra: int
     """Answers without a score because of an infrastructure failure; no other key counts them."""
     success: float | None
-    """Share of solved answers among the scored ones; null when none was scored."""
+    """Fraction of scored answers that were solved; null when none was scored."""
     mean_reward: float | None
     """Mean reward of the scored answers; null when none was scored."""
     tasks: int
@@ -161,72 +163,72 @@ class EvaluationMetric(Metric):
     dataset_sha256: str
     """SHA-256 of the evaluated tasks."""
     causes: Mapping[str, int]
-    """Number of answers by cause of their end (`solved`, `failed`, `budget`, ...)."""
+    """Number of answers by the reason they ended (`solved`, `failed`, `budget`, ...)."""
     versions: Mapping[str, int]
-    """Sampled tokens by policy version."""
+    """Number of sampled tokens by policy version."""
     mixed: int
-    """Answers that more than one version sampled."""
+    """Number of answers sampled by more than one policy version."""
     pass_rates: Sequence[Mapping[str, Any]]
     """For each k: `any_solved` (pass@k), `all_solved` (pass^k), and the number of `tasks` with at least k scored
     answers."""
     infra_reasons: Mapping[str, int]
-    """Infrastructure failures by reason, the most frequent first (at most 3)."""
+    """Infrastructure failures by reason, most frequent first (at most 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPhasesMetric(Metric):
-    """Mean duration of the phases of rollouts that ended together, written by a worker."""
+    """Mean phase durations of rollouts that ended together, written by a worker."""
 
     kind = "rollout_phases"
 
     rollouts: float
-    """Number of rollouts in the mean."""
+    """Number of rollouts averaged."""
     phases_s: Mapping[str, float] = field(metadata=INLINE)
-    """Keys of the phases, in seconds: `queue` (waiting for a sandbox place), `boot`, `prepare` (the task's files),
+    """Seconds spent in each phase: `queue` (waiting for a sandbox slot), `boot`, `prepare` (writing the task's files),
     `agent`, `evaluate`. A phase that no rollout reached is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StationMeans:
-    """Load of one station over the time of a record."""
+    """Load of one station over a record's time span."""
 
     in_use: float
     """Mean number of rollouts (turns, sandboxes) in the station."""
     capacity: float | None
     """Maximum number; null where nothing limits it."""
     mean_s: float | None
-    """Seconds that one rollout spends there; null while none ended."""
+    """Mean seconds that a rollout spends there; null while none has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StationsMetric(Metric):
-    """Utilisation of the stations of a run over about ten seconds, written by the service (docs/stations.md)."""
+    """Utilisation of a run's stations over about ten seconds, written by the service (docs/stations.md)."""
 
     kind = "stations"
 
     seconds: float
-    """Length of the measured time."""
+    """Length of the measured period in seconds."""
     in_flight: float
     """Mean number of rollouts in flight, evaluations included."""
     held_up_by: str | None
     """Station that limits the throughput of the run; null when none does."""
     stations: Mapping[str, StationMeans]
-    """Entry of each station: `queue`, `boot`, `sandbox`, `engine`, `simulator`, `evaluator`, `learner`."""
+    """Load of each station by name: `queue`, `boot`, `sandbox`, `engine`, `simulator`, `evaluator`, `learner`."""
     pacing: Mapping[str, int | str] = field(default_factory=dict, metadata=INLINE)
-    """Keys with `dispatcher.pacing.enabled` only: `rollout_limit` (most rollouts in flight now) and `slowed_by` (reason
-    of the last decrease, empty without one)."""
+    """Keys present only with `dispatcher.pacing.enabled`: `rollout_limit` (current limit on rollouts in flight) and
+    `slowed_by` (reason of the last decrease, empty without one)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallMetric(Metric):
-    """A run that makes no progress: a warning before the stall detector ends it, and the end itself."""
+    """A run that is making no progress: a warning before the stall detector ends it, or the end itself."""
 
     kind = "stall"
 
     ended: bool
     """True when the run was ended, False for a warning."""
     reason: str
-    """What did not make progress, and for how long."""
+    """Reason: the parts that made no progress, and for how long."""
 
 
 METRICS: tuple[type[Metric], ...] = (
@@ -238,7 +240,7 @@ METRICS: tuple[type[Metric], ...] = (
     StationsMetric,
     StallMetric,
 )
-"""All metrics, in the order of docs/metrics.md."""
+"""All metric records, in the order in which docs/metrics.md lists them."""
 
 
 class MetricsLog:
@@ -252,7 +254,7 @@ class MetricsLog:
         self._file = None if path is None else RotatingFile(path, retention)
 
     def append(self, record: Metric, *, time_s: float | None = None) -> None:
-        """Write one record; `time_s` is now when left out."""
+        """Write one record; `time_s` defaults to the current time."""
         if self._file is None:
             return
         document = {"kind": record.kind, "time_s": time.time() if time_s is None else time_s, **record.document()}
@@ -260,12 +262,13 @@ class MetricsLog:
 
 
 def read_metrics(path: Path, kinds: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return all complete records of these kinds (of every kind when none is given), oldest first."""
+    """Return all complete records of these kinds (of all kinds if none are given), oldest first."""
     return list(each_metric(path, kinds))
 
 
 def each_metric(path: Path, kinds: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield what `read_metrics` returns one by one: the files of a long run need not fit into memory."""
+    """Yield the records that `read_metrics` returns one at a time, so that a long run's files need not fit into
+    memory."""
     # Most lines are of other kinds; searching for the name is cheaper than parsing them.
     names = [f'"{kind}"'.encode() for kind in kinds]
     for file_path in kept_files(path):
@@ -279,7 +282,7 @@ def each_metric(path: Path, kinds: Collection[str] = ()) -> Iterator[dict[str, A
 
 
 def last_metric(path: Path, kind: str) -> dict[str, Any] | None:
-    """Return the newest record of a kind, reading from the end; None without one."""
+    """Return the newest record of a kind, reading backwards from the end; None if there is none."""
     for file_path in reversed(kept_files(path)):
         size, length = file_path.stat().st_size, TAIL_BYTES
         while True:

@@ -1,4 +1,4 @@
-"""Cost of weight pushes: the record of each push in `metrics.jsonl`, and the totals of a run.
+"""Cost of weight pushes: the record of each push in `metrics.jsonl`, and a run's totals.
 
 Invariant: an engine stalls while its gate is closed. The stall share of a push refers to the engines' time since the
 previous push, which is the time of the step that made its weights.
@@ -73,7 +73,7 @@ class PushCosts:
 
 
 def push_costs(metrics: Sequence[dict[str, Any]]) -> PushCosts | None:
-    """Sum up the pushes of a run; None when no record has their costs (simulated engines, older runs)."""
+    """Return the totals of a run's pushes; None if no record contains their costs (simulated engines, older runs)."""
     pushes = [record for record in metrics if record["kind"] == "push" and "gate_s" in record]
     if not pushes:
         return None

@@ -79,7 +79,8 @@ class RunDirectory:
 
     @property
     def sessions(self) -> Path:
-        """One JSON object when a driver starts and one when it ends: start and end (null at first), Unix time."""
+        """One JSON object for each start and each end of a driver, with both times (Unix time; the end is null at
+        first)."""
         return self.path / "sessions.jsonl"
 
     @property
@@ -93,7 +94,8 @@ class RunDirectory:
         return self.path / "driver.lock"
 
     def write_beginning(self, train: Sequence[Task], identity: str) -> None:
-        """Write what a buffer needs at its start: the training tasks and the identity of the run. Raises OSError."""
+        """Write the data that a buffer needs at its start: the training tasks and the identity of the run. Raises
+        OSError."""
         self.train_tasks.parent.mkdir(parents=True)
         write_tasks(self.train_tasks, train)
         self.identity.write_text(identity)
@@ -113,14 +115,15 @@ class RunDirectory:
             file.write(orjson.dumps({"started_s": started_s, "ended_s": ended_s}) + b"\n")
 
     def driver_pid(self) -> int | None:
-        """Return the id of the process that drives the run now; None without one, or before it is recorded."""
+        """Return the id of the process that is driving the run; None if there is none or it has not been recorded
+        yet."""
         if not self.is_driven():
             return None
         text = self.lock.read_text()
         return int(text) if text.isdigit() else None
 
     def is_driven(self) -> bool:
-        """Return True while a live process drives this run."""
+        """Return True while a live process is driving this run."""
         if not self.lock.exists():
             return False
         try:

@@ -1,9 +1,9 @@
-"""Utilisation of the stations of a run by Little's law, and the station that limits its throughput.
+"""Utilisation of a run's stations by Little's law, and the station that limits the run's throughput.
 
 Invariants:
 - The mean number of rollouts in a station is their arrival rate times the time each of them spends there (`L = lambda
   W`, J. D. C. Little, Operations Research 9(3), 1961). The number in the station and the rate at which rollouts leave
-  the run are measured; the time that a rollout spends there follows.
+  the run are measured; the time that a rollout spends there follows from them.
 - The bottleneck is a station that is full, or one without a known capacity that holds nearly all rollouts: making any
   other station faster changes nothing.
 """
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 BUSY = 0.9
-"""Share of its capacity above which a station counts as full: a fluctuating load never fills every place."""
+"""Share of its capacity above which a station counts as full: a fluctuating load never fills every slot."""
 
 
 class Station(StrEnum):
     """Station of a run at which rollouts can wait."""
 
     QUEUE = "queue"
-    """Waiting for a place in the sandbox pool; a queue has no capacity of its own and reflects the next station."""
+    """Waiting for a slot in the sandbox pool; a queue has no capacity of its own and reflects the next station."""
     BOOT = "boot"
-    """Boots of sandboxes."""
+    """Sandboxes that are booting."""
     SANDBOX = "sandbox"
-    """Places of the pool: sandboxes of agents and evaluators, from boot to release."""
+    """Slots of the pool: agents' and evaluators' sandboxes, from boot to release."""
     ENGINE = "engine"
     """Turns that the engines are generating."""
     SIMULATOR = "simulator"
@@ -37,7 +37,7 @@ class Station(StrEnum):
     EVALUATOR = "evaluator"
     """Evaluations, including the boots of their sandboxes."""
     LEARNER = "learner"
-    """The learner, except while it waits for a batch."""
+    """The learner, except while it is waiting for a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,8 @@ class StationLoad:
     """Load of one station over a period.
 
     `in_use` is the mean number of rollouts (turns, sandboxes) in the station. `capacity` is the maximum number, None
-    when nothing limits it. `mean_s` is the number of seconds that a rollout spends there, None while none has ended.
+    when nothing limits it. `mean_s` is the mean number of seconds that a rollout spends there, None while none has
+    ended.
     """
 
     station: Station
@@ -97,7 +98,7 @@ def _mean(weighted: Iterable[tuple[float | None, float]]) -> float | None:
 
 
 def bottleneck(loads: Iterable[StationLoad], in_flight: float) -> StationLoad | None:
-    """Return the station that limits the throughput of the run, None when none does.
+    """Return the station that limits the throughput of the run, or None if no station does.
 
     This is the fullest of the full stations. When none is full, it is a station without a capacity, other than the
     queue, that holds nearly all of the rollouts in flight (mean number): a phase lock, as when a slow service answers
@@ -124,8 +125,8 @@ class UtilisationMeter:
     _ended: int = 0
 
     def sample(self, now_s: float, in_use: Mapping[Station, float], finished: int, *, in_flight: float = 0.0) -> None:
-        """Record the numbers in each station and in flight now, and how many rollouts have finished so far. When the
-        count of finished ones falls, its source was restarted, and nothing is added."""
+        """Record how many rollouts are in each station, how many are in flight, and how many have finished so far. If
+        the count of finished rollouts falls, its source has been restarted, and nothing is added."""
         if self._last_s is not None and self._finished is not None:
             elapsed_s = max(0.0, now_s - self._last_s)
             self._seconds += elapsed_s
@@ -137,12 +138,12 @@ class UtilisationMeter:
 
     @property
     def seconds(self) -> float:
-        """Measured time since the last `reset`."""
+        """Seconds measured since the last `reset`."""
         return self._seconds
 
     @property
     def ended(self) -> int:
-        """Rollouts that finished in the measured time."""
+        """Number of rollouts that finished in the measured time."""
         return self._ended
 
     @property

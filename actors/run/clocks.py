@@ -1,9 +1,10 @@
-"""Timeouts of a run: defaults derived from other timeouts, and checks that they fit each other.
+"""Timeouts of a run: defaults derived from other timeouts, and checks that they are consistent.
 
 Invariants:
 - A key that the recipe leaves unset is derived from the phases that it bounds (`DERIVED`, in order: later entries see
   earlier ones). Derived values are written to the run's `config.json` like all others.
-- A combination that cannot work is refused at start with both keys and a value that works (`problem`).
+- A combination that cannot work is refused at start with an error that names both keys and a value that works
+  (`problem`).
 - A timeout bounds one thing. Work with a timeout of its own (a learner's stage, an engine's start, a boot, a push) need
   not fit within `service.stall_s`; see `stall_detector`.
 """
@@ -31,7 +32,7 @@ HEALTH_CHECK_INTERVAL_S: Final = 2.0
 TURN_TIMEOUTS_PER_AGENT: Final = 3
 """Number of turns, or waits for an engine, that may time out before the agent does."""
 STALLED_PHASES: Final = 2.0
-"""Multiple of the longest phase after which a run without progress is stalled."""
+"""Multiple of the longest phase after which a run without progress counts as stalled."""
 STALLED_ABSENCES: Final = 1.5
 """Multiple of `cluster.absent_s` during which the run may wait for a lost actor without progress."""
 LEAST_STAGE_S: Final = 1800.0
@@ -64,9 +65,9 @@ class Clocked(Protocol):
 
 
 def guard_s(config: Clocked) -> float:
-    """Return the time of a rollout in which every phase takes as long as it may.
+    """Return the duration of a rollout in which every phase takes as long as it is allowed to.
 
-    Attaching to the sandbox, writing the task's files and closing the session each have the preparation's timeout."""
+    Attaching to the sandbox, writing the task's files and closing the session each get the preparation's timeout."""
     rollout = config.rollout
     before_s = rollout.queue_timeout_s + rollout.boot_timeout_s + ANSWER_S
     return before_s + 3 * rollout.prepare_timeout_s + rollout.agent_timeout_s + rollout.evaluate_timeout_s
@@ -77,7 +78,7 @@ def turn_timeout_s(config: Clocked) -> float:
 
 
 def gate_wait_s(config: Clocked) -> float:
-    """Return the time to notice a dead engine and start another, if the agent has that time."""
+    """Return the time needed to notice a dead engine and start another, but no more than the turn timeout."""
     return min(unhealthy_s(config) + config.engines.start_timeout_s, turn_timeout_s(config))
 
 
@@ -101,7 +102,8 @@ def stall_s(config: Clocked) -> float:
 
 
 def longest_phase(config: Clocked) -> tuple[str, float]:
-    """Return key and seconds of the longest phase in which a healthy rollout may show no progress."""
+    """Return the key and the duration in seconds of the longest phase in which a healthy rollout may show no
+    progress."""
     rollout, gateway = config.rollout, config.gateway
     phases = {
         "rollout.agent_timeout_s": rollout.agent_timeout_s,
@@ -134,7 +136,7 @@ DERIVED: Final[Mapping[str, tuple[Callable[[Clocked], float], str]]] = {
     "training.stage_timeout_s": (stage_timeout_s, "the longest phase of a rollout, at least 1800"),
     "service.stall_s": (stall_s, "twice the longest phase of a rollout, at least 1.5 x cluster.absent_s"),
 }
-"""Rule of each derived key, and the text that docs/configuration.md shows in place of a default."""
+"""Rule for each derived key, and the text that docs/configuration.md shows in place of a default."""
 
 
 def derive(config: Clocked) -> None:
@@ -227,7 +229,7 @@ ORDERS: Final = (
 
 
 def problem(config: Clocked) -> str | None:
-    """Describe the first two timeouts that contradict each other, with values that work; None when all fit."""
+    """Describe the first two conflicting timeouts, with values that work; None if all timeouts are consistent."""
     for order in ORDERS:
         if (found := order.problem(config)) is not None:
             return found

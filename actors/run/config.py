@@ -1,4 +1,4 @@
-"""Configuration of a run: one TOML file, composed of the config models of the parts.
+"""Configuration of a run: one TOML file, composed of the parts' config models.
 
 Invariants:
 - Everything is checked before anything is created: unknown keys, wrong types, impossible combinations and unreadable
@@ -251,7 +251,7 @@ def explain(error: ValidationError, model: type[BaseModel], *, page: str = "docs
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Set one dotted key, e.g. `buffer.max_staleness=2`. A value that is not valid TOML is taken as text. Raises
+    """Set one dotted key, e.g. `buffer.max_staleness=2`. A value that is not valid TOML is taken as a string. Raises
     ConfigError."""
     key, separator, text = override.partition("=")
     path = key.strip().split(".")

@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM handling of a command that drives a run, from before Ray starts until after it stops.
+"""SIGINT and SIGTERM handling in a command that drives a run, from before Ray starts until after it stops.
 
 Invariants:
-- An interrupt is never lost: one that arrives without a listener is delivered to the next listener.
+- An interrupt is never lost: one that arrives while nobody is listening is delivered to the next listener.
 - Signals in quick succession count as one: a scheduler signals each process of a group, and `--restarts` forwards its
   own signals.
 - Ray replaces the handlers while it starts; `reclaim` installs them again.
@@ -27,7 +27,7 @@ without waiting for the cleanup."""
 
 
 class Interrupts:
-    """Counter of interrupts; a context manager for the main thread, which restores the earlier handlers at its end."""
+    """Counter of interrupts; a context manager for the main thread, which restores the earlier handlers on exit."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -59,7 +59,8 @@ class Interrupts:
 
     @contextmanager
     def listening(self, interrupted: Callable[[], object]) -> Iterator[None]:
-        """Call `interrupted` in the running event loop at each interrupt, and immediately if there was one already."""
+        """Call `interrupted` in the running event loop on each interrupt, and immediately if one has already
+        arrived."""
         loop = asyncio.get_running_loop()
 
         def on_signal() -> None:

@@ -2,7 +2,8 @@
 
 Invariants:
 - Every check comes before the run directory is created; a refused start leaves nothing behind.
-- One process drives a run directory at a time. It also guards the service, whose death or hang costs only time.
+- One process drives a run directory at a time. It also guards the service, so that a dead or hung service costs only
+  time.
 - Interrupting a run (Ctrl-C, SIGTERM) drains it, so that it can be resumed. A second interrupt ends it immediately.
 """
 
@@ -98,7 +99,7 @@ def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
 
 
 def lay_out(config: RunConfig, directory: RunDirectory) -> None:
-    """Check all that the configuration names, then create the run directory, completely or not at all. Raises
+    """Check everything that the configuration names, then create the run directory, completely or not at all. Raises
     ConfigError and the errors of tasks, model and sandboxes."""
     check_parts(config)
     train, heldout = load_task_sets(config)
@@ -117,7 +118,7 @@ def lay_out(config: RunConfig, directory: RunDirectory) -> None:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Check that model, agent, sandboxes and the folder for temporary files are usable. Raises ConfigError,
+    """Check that the model, the agent, the sandboxes and the folder for temporary files are usable. Raises ConfigError,
     ModelInvalid, NamespacesUnavailable and FolderRefused."""
     check_ray_folder()
     if not config.engines.is_simulated:
@@ -131,7 +132,7 @@ def check_parts(config: RunConfig) -> None:
 
 
 def check_objective(learner: LearnerConfig) -> None:
-    """Raises ConfigError when the learner's objective does not exist."""
+    """Raise ConfigError if the learner's objective does not exist."""
     try:
         OBJECTIVES.find(learner.objective)
     except PartRefused as error:
@@ -153,7 +154,7 @@ def refuse_absent_sglang(engines: EnginesConfig) -> None:
 
 def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     """Read or generate the training and held-out tasks. Raises TaskFileError, ConfigError (also when they overlap) and
-    the errors of the hosts in `sandbox.remote.urls`."""
+    the errors raised for the hosts in `sandbox.remote.urls`."""
     section, seed = config.tasks, config.service.seed
     if section.train is not None and section.heldout is not None:
         train, heldout = load_tasks(section.train), load_tasks(section.heldout)
@@ -172,7 +173,7 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
 
 
 def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -> None:
-    """Raise ConfigError if an evaluation may time out before all test runs that it may need."""
+    """Raise ConfigError if an evaluation may time out before it has completed all the test runs that it may need."""
     for task in tasks:
         needed_s = REPOSITORY_RUNS * task.evaluator.timeout_s
         if task.evaluator.repository is not None and needed_s > evaluate_timeout_s:
@@ -184,7 +185,7 @@ def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -
 
 
 def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
-    """Read the configuration of an existing run, made by this version or an older one. Raises RunMissing."""
+    """Read the configuration of an existing run, written by this version or an older one. Raises RunMissing."""
     directory = RunDirectory(path=path.resolve())
     if not directory.config.is_file():
         raise RunMissing(f"{path}: not a run directory (config.json is missing); list runs with `headrace status`")
@@ -206,8 +207,8 @@ def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
 
 @contextmanager
 def sole_driver(directory: RunDirectory) -> Iterator[None]:
-    """Hold the run's lock, which the kernel releases when this process dies. Raises RunExists when another process
-    drives the run, ConfigError when the directory cannot be written."""
+    """Hold the run's lock, which the kernel releases when this process dies. Raises RunExists if another process is
+    driving the run, ConfigError when the directory cannot be written."""
     try:
         lock = FileLock(directory.lock, blocking=False)
     except BlockingIOError as error:
@@ -229,9 +230,9 @@ def drive(
     before: Callable[[], object] = lambda: None,
     beside: Callable[[Service], Coroutine[Any, Any, None]] | None = None,
 ) -> RunSummary:
-    """Run or resume to the end, and write the summary to summary.json. `before` is called as soon as this process holds
-    the run's lock; `beside` runs concurrently, with the service as its argument, and is cancelled at the end. Raises
-    RunError and the error that ended the run."""
+    """Run or resume a run to its end, and write its summary to summary.json. `before` is called as soon as this process
+    holds the run's lock; `beside` runs concurrently, with the service as its argument, and is cancelled at the end.
+    Raises RunError and the error that ended the run."""
     with sole_driver(directory), Interrupts() as interrupts:
         before()
         started = time.time()
@@ -257,8 +258,8 @@ def drive(
 
 @contextmanager
 def interrupts_of_ray(interrupts: Interrupts) -> Iterator[None]:
-    """Restore our signal handlers after Ray has started in this block: its own exit the process during the start, or
-    dump native stacks."""
+    """Restore our signal handlers after Ray has started in this block: Ray's own handlers exit the process during the
+    start, or dump native stacks."""
     try:
         yield
     except SystemExit:
@@ -315,7 +316,7 @@ async def _drive(
 
 
 async def run_guarded(runtime: Runtime, service: Service, hang_s: float, draining: asyncio.Event | None = None) -> bool:
-    """Call `Service.run` until it returns, also when the service's process dies or hangs. A new process drains too when
+    """Call `Service.run` until it returns, even if the service's process dies or hangs. A new process also drains if
     `draining` is set."""
 
     async def ready() -> None:
@@ -338,7 +339,7 @@ def drain_on_interrupt(
     draining: asyncio.Event,
     interrupts: Interrupts,
 ) -> Iterator[None]:
-    """Drain at the first interrupt, as soon as the service answers; cancel at the second."""
+    """Drain on the first interrupt, as soon as the service answers; cancel on the second."""
 
     def interrupted() -> None:
         if draining.is_set():

@@ -12,7 +12,7 @@ _MOVED: Final = {
 }
 """Keys that moved when `agent.kind` was introduced."""
 _DROPPED: Final = (("service", "evaluators"),)
-"""Keys without a meaning today: one evaluator was always started."""
+"""Keys that no longer have a meaning: one evaluator was always started."""
 
 _CONSTANT_CLOCKS: Final = {
     ("gateway", "gate_wait_s"): 20.0,

@@ -21,7 +21,7 @@ MAX_NAMED, MAX_ID_CHARACTERS = 5, 80
 
 
 def refuse_overlap(train: Sequence[Task], held_out: Sequence[Task], source: str) -> None:
-    """Raise ConfigError with `source` (a key or an option) and the ids when a task is in both sets."""
+    """Raise ConfigError with `source` (a key or an option) and the ids if any task is in both sets."""
     trained = {_problem(task) for task in train}
     both = [task.id for task in held_out if _problem(task) in trained]
     if both:

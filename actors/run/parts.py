@@ -1,7 +1,8 @@
 """Wiring of the actors, shared by runs, evaluations, virtual time and benches.
 
 Invariants:
-- Every actor has a name, is in `_actors` for its guard, and stops when the service's context ends, in reverse order.
+- Every actor has a name, is listed in `_actors` so that it is guarded, and is stopped when the service's context exits,
+  in reverse order.
 - A service decides which actors it starts, and in what order: see `service` and `held_out.service`.
 """
 
@@ -67,7 +68,7 @@ class Externals:
     tasks: tuple[Task, ...] = ()
     """Training tasks of a run without a directory."""
     check_interval_s: float = 1.0
-    """Interval of the supervision's checks."""
+    """Interval between the supervision's checks."""
 
 
 class ServiceParts(ResourceOwner):
@@ -296,7 +297,7 @@ class ServiceParts(ResourceOwner):
 
 
 def supervised_actors(service: ServiceParts, learner: LearnerLoop | None = None) -> SupervisedActors:
-    """Return the actors that the supervision of a service checks; an evaluation has no learner."""
+    """Return the actors that a service's supervision checks; an evaluation has no learner."""
     return SupervisedActors(
         learner=learner,
         dispatcher=service.dispatcher,
@@ -310,7 +311,7 @@ def supervised_actors(service: ServiceParts, learner: LearnerLoop | None = None)
 
 
 def training_terms(config: RunConfig) -> SessionTerms:
-    """Return sampling and budgets of training sessions."""
+    """Return the sampling settings and budgets of training sessions."""
     budgets = Budgets(
         max_turns=config.agent.max_turns,
         max_tokens_per_turn=config.sampling.max_tokens_per_turn,
@@ -323,7 +324,8 @@ def training_terms(config: RunConfig) -> SessionTerms:
 
 
 def evaluation_terms(config: RunConfig) -> SessionTerms:
-    """Return sampling and budgets of evaluation sessions: those of training where evaluation.sampling sets none."""
+    """Return the sampling settings and budgets of evaluation sessions: those of training where evaluation.sampling sets
+    none."""
     training, own = training_terms(config), config.evaluation.sampling
     temperature = training.sampling.temperature if own.temperature is None else own.temperature
     budgets = replace(
@@ -336,7 +338,7 @@ def evaluation_terms(config: RunConfig) -> SessionTerms:
 
 
 def periodic_evaluations(config: RunConfig, directory: RunDirectory) -> EvaluationFolders:
-    """Return the folders for the evaluations of a run."""
+    """Return the folders for a run's evaluations."""
     about = About(
         model=str(config.model.path),
         recipe_sha256=recipe_digest(config),

@@ -1,6 +1,7 @@
 """Scheduling report of a run for `headrace report RUN`, read from its directory.
 
-Invariant: only files are read, no process is queried; the run may have ended, been killed or still be running.
+Invariant: only files are read, no process is queried; the run may have ended, may have been killed, or may still be
+running.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlySealing:
-    """Totals over the groups that were sealed before all members had finished. Means are over the groups' means, and
-    None without such groups."""
+    """Totals over the groups that were sealed before all members had finished. Means are over the groups' means; they
+    are None if there are no such groups."""
 
     groups: int
     late: int

@@ -34,7 +34,7 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Number of restarts that are left, and the exponential wait before each. Performs no I/O."""
+    """Restart policy: the number of restarts left, and the exponential wait before each. It performs no I/O."""
 
     restarts: int
     """Restarts left."""
@@ -51,7 +51,7 @@ class RestartPolicy:
 
 
 class RestartLoop:
-    """Restart loop for the main thread, which runs commands until the policy ends it. Can be used once."""
+    """Restart loop for the main thread, which runs commands until the policy ends it. It can be used only once."""
 
     def __init__(self, policy: RestartPolicy, say: Callable[[str], object]) -> None:
         self._policy, self._say = policy, say
@@ -62,8 +62,8 @@ class RestartLoop:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, first: Sequence[str], again: Sequence[str]) -> int:
-        """Run `first` once and then `again`; return the exit code of the last attempt, or that of a drain after an
-        interrupt between two attempts."""
+        """Run `first` once and then `again`; return the exit code of the last attempt, or of a drain if an interrupt
+        arrived between two attempts."""
         command = first
         with self._forwarding():
             while True:

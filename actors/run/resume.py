@@ -3,7 +3,7 @@
 Invariants:
 - The preparation holds the run's lock and ends before any process starts. A run without a ledger needs none; a ledger
   of an older version is migrated first.
-- A run with lost rollouts is not resumed: they would end it again and again later.
+- A run with lost rollouts is not resumed: they would later end it again and again.
 - Damaged checkpoints are renamed first, and reported. A run whose ledger recorded a checkpoint restarts from the
   initial policy only with `--from-start`, which undoes every step.
 """

@@ -1,4 +1,4 @@
-"""State of a run, read from its directory without contact to any process."""
+"""State of a run, read from its directory without contacting any process."""
 
 from __future__ import annotations
 

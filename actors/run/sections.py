@@ -23,15 +23,15 @@ class TasksSection(Section):
     """Section [tasks] of a recipe."""
 
     train: Path | None = None
-    """JSONL of training tasks (docs/tasks.md), relative to the recipe; None generates terminal tasks."""
+    """JSONL file of training tasks (docs/tasks.md), relative to the recipe; None generates terminal tasks."""
     heldout: Path | None = None
-    """JSONL of held-out tasks; must be given exactly when `train` is."""
+    """JSONL file of held-out tasks; must be given exactly when `train` is."""
     train_count: int = Field(default=512, ge=1)
-    """Generated training tasks."""
+    """Number of generated training tasks."""
     heldout_count: int = Field(default=64, ge=1)
-    """Generated held-out tasks."""
+    """Number of generated held-out tasks."""
     evaluate_s: float = Field(default=0.0, ge=0)
-    """Seconds that the evaluation of a generated task for the simulated agent takes."""
+    """Duration of evaluating a generated task for the simulated agent, in seconds."""
 
     @model_validator(mode="after")
     def _both(self) -> Self:
@@ -111,7 +111,7 @@ class ServiceSection(Section):
     min_free_bytes: int = Field(default=64 << 20, ge=0)
     """Free space on the run directory's disk below which the run ends, resumable, before writes fail half-way."""
     drain_s: float = Field(default=30.0, gt=0)
-    """Time that an interrupted run may take to save and stop."""
+    """Time limit for an interrupted run to save and stop."""
     object_store_bytes: int = Field(default=128 << 20, ge=80 << 20)
     """Size of Ray's shared-memory store; trajectories are far below 1 MB each."""
 

@@ -1,12 +1,12 @@
-"""Service of a run: start order of the actors, supervision, evaluations and end.
+"""Service that executes a run: start order of the actors, supervision, evaluations and the end of the run.
 
 Invariants:
 - Every actor has a name; a restarted service finds the actors that are alive and starts the others.
 - A lost actor is called again after Ray has restarted it; its interrupted work is repeated idempotently or abandoned by
   the buffer.
 - An actor that does not answer for `hang_s` is killed. (The service itself is guarded by its driver, `launch`.)
-- A run ends when its steps are done, its data is used up, it is drained, or an error says why. A stall is such an
-  error, and so is a data set in which every task is parked.
+- A run ends when its steps are done, its data is used up, it is drained, or an error ends it. A stall is such an error,
+  and so is a data set in which every task is parked.
 - An evaluation during training that has started is recorded before the final one; one that has not is skipped, because
   the weights of its step are gone.
 """
@@ -102,8 +102,8 @@ class Service(ServiceParts):
         return self
 
     async def run(self) -> bool:
-        """Evaluate, train, evaluate. Return True when all steps are done or the data is used up, False when the run was
-        drained before. Concurrent calls share one execution.
+        """Evaluate, train, evaluate. Return True when all steps are done or the data is used up, False if the run was
+        drained first. Concurrent calls share one execution.
 
         Raises RunStalled, TasksParked, DiskFull, and permanent errors of the learner or the dispatcher.
         """
@@ -156,14 +156,14 @@ class Service(ServiceParts):
         )
 
     async def drain(self) -> None:
-        """Stop issuing rollouts, save after the current step, and let `run` return False."""
+        """Stop issuing rollouts, save after the current step, and make `run` return False."""
         self._phase = "draining"
         self._draining.set()
         await until_back(self.learner.drain)
 
     async def _evaluated_base(self) -> bool:
-        """Run the base evaluation; return False when the run drains before it is done. A resumed run keeps the answers
-        that are in the ledger."""
+        """Run the base evaluation; return False if the run is drained before the evaluation is done. A resumed run
+        keeps the answers that are in the ledger."""
         samples = self._config.evaluation.samples
         if "base" in await self._ended_evaluations():
             # Not interrupted by a drain: there may be steps already, which the learner saves when it drains.
@@ -178,7 +178,7 @@ class Service(ServiceParts):
         return not evaluating.cancelled()
 
     async def reached(self, step: int) -> bool:
-        """Wait until the learner has committed `step` optimizer updates; return False when training ends before."""
+        """Wait until the learner has committed `step` optimizer updates; return False if training ends first."""
         while self._step < step and not self._no_more_steps:
             self._moved.clear()
             await self._moved.wait()

@@ -1,8 +1,8 @@
 """Stall detector of a run: a pure state machine over the progress signs of its actors.
 
 Invariants:
-- Progress is a count that grew above the last report of the same actor: an actor that restarts and returns to where it
-  was, or that fails faster and faster, makes none. Each count has a time of its own, for the diagnosis.
+- Progress is a count that exceeds the same actor's last report: an actor that restarts and returns to where it was, or
+  that fails faster and faster, makes none. The time at which each count last grew is kept for the diagnosis.
 - Intermediate counts (turns, tokens) are progress for `result_s` after the last result: a run in which all rollouts
   fail after their turns and are retried forever is stalled too.
 - Work under way (a learner's stage, an engine's start, a boot, a push) has a timeout of its own, and its time does not
@@ -43,7 +43,7 @@ class ProgressSigns:
 
 
 class _Silence:
-    """Seconds without an event, except at most `excused_s` with work under way."""
+    """Seconds without an event, excluding up to `excused_s` with work under way."""
 
     def __init__(self) -> None:
         self.seconds = self._excused_s = 0.0
@@ -72,7 +72,7 @@ class StallDetector:
         self._warned = False
 
     def stalled(self, now_s: float, signs: ProgressSigns) -> str | None:
-        """Return the reason why the run should end, None while it makes progress."""
+        """Return the reason why the run should end, or None while it is making progress."""
         if (version := signs.version) is not None:
             if version.step > self._highest_step:
                 self._highest_step, self._epoch = version.step, version.epoch

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """Summary of one run. `completed` is true when all steps were done or the data was used up. Success is a share in
-    [0, 1], None where that evaluation did not run. Staleness is in optimizer updates; `rollouts` counts training
-    attempts that ended with a result; wall times are in seconds. `trained_twice`, `lost` and `max_staleness_seen` are
-    those of `ledger verify`; `sandboxes_leaked` counts processes on this host. `utilisation` is the share in use of
-    each station with a capacity, over the whole run; `held_up_by` names the bottleneck."""
+    [0, 1], None if that evaluation did not run. Staleness is in optimizer updates; `rollouts` counts training attempts
+    that ended with a result; wall times are in seconds. `trained_twice`, `lost` and `max_staleness_seen` are those of
+    `ledger verify`; `sandboxes_leaked` counts processes on this host. `utilisation` is the share in use of each station
+    with a capacity, over the whole run; `held_up_by` names the bottleneck."""
 
     run: str
     completed: bool

@@ -1,4 +1,4 @@
-"""Supervision of all actors of a run: station utilisation, rollout pacing and hung learners.
+"""Supervision of all of a run's actors: station utilisation, rollout pacing and hung learners.
 
 Invariants:
 - An actor that does not answer in time is missing from the snapshot; a check never waits beyond `STATUS_TIMEOUT_S`.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 STATUS_TIMEOUT_S = 5.0
-"""Time to wait for an actor's status, which is None afterwards."""
+"""Time limit for an actor to report its status; after that, the status is None."""
 RECORD_S = 10.0
 """Interval between two metrics records of the stations."""
 
@@ -159,7 +159,7 @@ class Supervision:
         return status
 
     def diagnosis(self) -> str:
-        """Describe the loads of the stations."""
+        """Describe the stations' loads."""
         loads = "; ".join(load.line() for load in self.loads) or "stations not measured yet"
         return loads if self.held_up_by is None else f"{loads}; held up by {self.held_up_by.station}"
 

@@ -1,10 +1,10 @@
-"""Batcher that sends all requests of a short window, or of the time of the previous call, in one call.
+"""Batcher that sends all requests from a short window, or from the duration of the previous call, in one call.
 
 Invariants:
 - On a busy machine calls take longer, so batches grow just when each call is expensive. No request waits longer than
   `TOGETHER_S` for the previous batch.
 - Every request gets exactly one answer: its result, its own error, or the error of the call that carried it.
-- A cancelled request does not affect the others of its batch. Calls that create something, or that differ much in
+- A cancelled request does not affect the others in its batch. Calls that create something, or that differ much in
   duration, are operations instead (`operations.py`).
 """
 

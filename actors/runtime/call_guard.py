@@ -1,11 +1,11 @@
-"""Guards for long calls of actors whose process may die or hang.
+"""Guards for long calls to actors whose process may die or hang.
 
 Invariants:
-- A long, idempotent call of a lost actor is repeated when the actor is back.
+- A long, idempotent call to a lost actor is repeated once the actor is back.
 - An actor that does not answer for `hang_s` is killed, which makes it a lost actor. An actor that is lost for
   `cluster.absent_s` ends the run; until then everything else continues.
-- Only time in which this process ran counts: after a pause of the machine or of this process (a migration, SIGSTOP),
-  answers have arrived that could not be read, and no actor is killed for that.
+- Only time during which this process was running counts: after a pause of the machine or of this process (a migration,
+  SIGSTOP), answers may be waiting unread, and no actor is killed because of that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class AwakeClock:
-    """Clock of the seconds in which this process ran. It must be read at least every `every_s`."""
+    """Clock that counts the seconds during which this process was running. It must be read at least every `every_s`."""
 
     def __init__(self, every_s: float) -> None:
         self._longest_s = every_s + PAUSE_S
@@ -46,7 +46,7 @@ class AwakeClock:
         self._pauses: deque[tuple[float, float]] = deque(maxlen=PAUSES_KEPT)
 
     def read(self, now_s: float) -> float:
-        """Return the awake time at `now_s`, a reading of a clock that does not stop in a pause."""
+        """Return the awake time at `now_s`, a reading of a clock that does not stop during a pause."""
         gap_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         if gap_s > self._longest_s:
@@ -63,7 +63,7 @@ class AwakeClock:
 
 
 async def keep_running(call: Callable[[], Awaitable[R]], ready: Callable[[], Awaitable[object]]) -> R:
-    """Await a long call of an actor. When the actor is lost, wait until `ready` answers, and call again."""
+    """Await a long call to an actor. When the actor is lost, wait until `ready` answers, and call again."""
     while True:
         try:
             return await call()
@@ -73,7 +73,7 @@ async def keep_running(call: Callable[[], Awaitable[R]], ready: Callable[[], Awa
 
 async def guard(runtime: Runtime, name: str, actor: object, hang_s: float) -> NoReturn:
     """Kill an actor whenever it hangs, until cancelled. The callers that await its calls handle its death. Raises
-    ActorGone when it is lost for `cluster.absent_s`."""
+    ActorGone when the actor has been lost for `cluster.absent_s`."""
     process_id: int | None = None
     lost_s = 0.0
     while True:
@@ -93,8 +93,8 @@ async def guard(runtime: Runtime, name: str, actor: object, hang_s: float) -> No
 
 
 async def answered(call: Coroutine[Any, Any, R], limit_s: float) -> R:
-    """Return the answer of a call. Raises TimeoutError when none came within `limit_s` in which this process ran
-    without a pause."""
+    """Return the result of a call. Raises TimeoutError if none has arrived within `limit_s` during which this process
+    ran without a pause."""
     now = asyncio.get_running_loop().time
     answer = asyncio.ensure_future(call)
     left_s = limit_s

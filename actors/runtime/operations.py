@@ -2,8 +2,8 @@
 slowest member.
 
 Invariants:
-- An operation is named by its caller's key: begun twice, it runs once. Each result is returned once; a caller that lost
-  it begins again under the same key.
+- An operation is named by its caller's key: if it is begun twice, it runs once. Each result is returned once; a caller
+  that has lost it begins the operation again under the same key.
 - Every request of a caller gets exactly one answer: its result, its own error, or the error of a lost actor.
 - Results are sent as they become ready, in batches; results that nobody fetches are released.
 """
@@ -27,7 +27,7 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 FETCH_S: Final = 10.0
-"""Longest time that a fetch waits for a first result before it returns none."""
+"""Longest time that a fetch waits for a first result before it returns nothing."""
 KEPT_S: Final = 120.0
 """Longest time that a result is kept for its caller: longer than the restart of an actor."""
 
@@ -51,7 +51,7 @@ async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float | No
     """Repeat an idempotent call while its actor restarts. Raises ActorGone when the actor is lost for `deadline_s`
     (None: `cluster.absent_s`), and other errors at once.
 
-    The time counts from the loss, not from the call, which may have run for long before."""
+    The time counts from the loss, not from the call, which may have been running for a long time."""
     # Tenacity costs more than most calls, so it only handles a call that failed.
     try:
         return await call()
@@ -95,7 +95,7 @@ class Operator(Protocol[Q, R]):
     """Actor that offers operations."""
 
     async def begin(self, requests: dict[str, Q]) -> Results[R]:
-        """Begin operations that do not run yet, and return the results that are ready at once."""
+        """Begin the operations that are not running yet, and return the results that are ready immediately."""
         ...
 
     async def fetch(self, keys: list[str]) -> Results[R]:
@@ -108,7 +108,8 @@ class Operator(Protocol[Q, R]):
 
 
 class Operations(ResourceOwner, Generic[Q, R]):
-    """Operations on the actor's side. Errors of `work` are results; `unclaimed` gets results that nobody fetched."""
+    """Operations on the actor's side. Errors raised by `work` are results; `unclaimed` gets results that nobody has
+    fetched."""
 
     def __init__(self, work: Callable[[Q], Awaitable[R]], *, unclaimed: Callable[[R], Awaitable[None]]) -> None:
         super().__init__()
@@ -188,8 +189,8 @@ class Operations(ResourceOwner, Generic[Q, R]):
 
 
 class OperationCalls(Generic[Q, R]):
-    """Operations on the caller's side: turns begin and fetch into one await for each request, and batches requests. A
-    cancelled request is withdrawn from the actor; a result that arrives nevertheless goes to `unclaimed`."""
+    """Operations on the caller's side: they turn begin and fetch into one await per request, and batch requests. A
+    cancelled request is withdrawn from the actor; a result that still arrives goes to `unclaimed`."""
 
     def __init__(
         self, actor: Operator[Q, R], *, unclaimed: Callable[[R], Awaitable[None]], window_s: float = DEFAULT_WINDOW_S

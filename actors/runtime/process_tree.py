@@ -1,8 +1,8 @@
 """Resource usage of this process and its descendants; processes that end meanwhile are left out.
 
 Invariants:
-- It runs only if `HEADRACE_TICKER` names a folder, where it writes one file for each process: the largest gap between
-  two ticks so far, in seconds, beyond the time of a tick.
+- The tick monitor runs only if `HEADRACE_TICKER` names a folder, where it writes one file per process: the largest gap
+  between two ticks so far, in seconds, beyond the time of a tick.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from contextlib import AsyncExitStack
 
 
 class ResourceOwner:
-    """Base of a class whose `__aenter__` pushes the resources that it opens on `_stack`; leaving closes these."""
+    """Base of a class whose `__aenter__` pushes the resources that it opens onto `_stack`; exiting the context closes
+    them."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()

@@ -5,12 +5,13 @@ Invariants:
 - A class may be spawned only if all its public methods are async (else TypeError), so that no call can block an event
   loop.
 - An actor that has `__aenter__` is entered once before its first call, and exited by `stop`, both in a task of its own,
-  so that a failure of its context (of a background task) is noticed. After a restart of its process it is also entered
+  so that a failure in its context (in a background task) is noticed. After its process restarts, it is also entered
   when its stats are requested: others may depend on its background work without calling it.
-- An actor whose context fails ends its process, and Ray starts another: no actor continues with a failed part.
-- Errors keep their type across processes. A dead or restarting process is `ActorLost`, whatever error Ray raises.
-- Cancelling the await of a call cancels the coroutine in the actor; a call that the actor cancelled is `ActorLost`.
-- The actor of a long call is polled: if it twice does not know the call, the call was lost in transit: `ActorLost`.
+- When an actor's context fails, its process ends and Ray starts another: no actor continues with a failed part.
+- Errors keep their type across processes. A dead or restarting process raises `ActorLost`, whatever error Ray raises.
+- Cancelling the await of a call cancels the coroutine in the actor; a call that the actor cancelled raises `ActorLost`.
+- The actor that runs a long call is polled. If it reports twice that it does not know the call, the call was lost in
+  transit and raises `ActorLost`.
 - Proxies are picklable and may be passed to other actors.
 """
 
@@ -45,13 +46,14 @@ BROKEN_EXIT_CODE = 70
 BREAKING_S = 10.0
 """Time limit for a failed actor to close its resources."""
 STOP_TIMEOUT_S = 60.0
-"""Time limit for an actor to exit its context; then it is killed."""
+"""Time limit for an actor to exit its context; after that it is killed."""
 START_TRIES = 2
 """Number of attempts to start a local Ray."""
 PING_TIMEOUT_S = 5.0
-"""An actor to be stopped that does not report its process id within this time hangs, and is killed."""
+"""Time within which an actor that is being stopped must report its process id; otherwise it counts as hung and is
+killed."""
 WATCH_S = 15.0
-"""Interval in which the actor of a long call is polled."""
+"""Interval at which the actor that runs a long call is polled."""
 RAY_SOCKET: Final = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """Longest path that Ray creates below the folder for temporary files."""
 _NO_RAY_METRICS: Final = {
@@ -71,7 +73,7 @@ DEFAULT_MAX_CONCURRENCY = 2048
 
 
 def end_actor() -> NoReturn:
-    """End the current actor at once, so that another one starts from its disk."""
+    """End the current actor immediately, so that a replacement starts from its state on disk."""
     end = ENDING.get()
     if end is None:
         os._exit(BROKEN_EXIT_CODE)
@@ -117,7 +119,7 @@ class Runtime(Protocol):
         ...
 
     async def stop(self, actor: object) -> None:
-        """Exit the actor's context and end it. Idempotent; a dead actor is not an error."""
+        """Exit the actor's context and end the actor. Idempotent; a dead actor is not an error."""
         ...
 
     def found(self, actor: object) -> bool:
@@ -129,13 +131,13 @@ class Runtime(Protocol):
         ...
 
     async def restart(self, actor: object, process_id: int) -> None:
-        """Kill the process of an actor that hangs; another is started. Idempotent."""
+        """Kill the process of a hung actor; a new one is started. Idempotent."""
         ...
 
 
 class InlineRuntime:
-    """Runtime whose actors are plain instances in this process, for unit tests, virtual time and the baseline of the
-    orchestration bench."""
+    """Runtime whose actors are plain instances in this process, for unit tests, virtual time and the orchestration
+    bench's baseline."""
 
     isolates_actors: ClassVar[bool] = False
 
@@ -164,7 +166,7 @@ class InlineRuntime:
         return os.getpid(), 0
 
     async def restart(self, actor: object, process_id: int) -> None:
-        """Do nothing: an instance in this process cannot hang alone."""
+        """Do nothing: an instance in this process cannot hang on its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,8 @@ class _Raised:
 
 
 class _Life:
-    """Enters an instance's context, holds it open and exits it, in one task. The process ends if the context fails."""
+    """Enters an instance's context, holds it open and exits it, all in one task. The process ends if the context
+    fails."""
 
     def __init__(self, instance: object) -> None:
         self._instance: Any = instance
@@ -190,11 +193,11 @@ class _Life:
         return self._entered.done() and self._entered.exception() is not None
 
     async def entered(self) -> None:
-        """Wait until the context is open. Raises the error of entering."""
+        """Wait until the context is open. Raises any error from entering it."""
         await asyncio.shield(self._entered)
 
     async def close(self) -> None:
-        """Exit the context, or cancel its entering. Raises the error of exiting."""
+        """Exit the context, or cancel entering it. Raises any error from exiting."""
         self._closing.set()
         if not self._entered.done():
             self._task.cancel()
@@ -245,7 +248,7 @@ class Host:
         self._running: set[str] = set()
 
     async def open(self) -> object:
-        """Enter the instance's context unless it is open. Returns None, or the error of entering."""
+        """Enter the instance's context unless it is open. Returns None, or the error from entering it."""
         try:
             await self._opened()
         except Exception as error:  # noqa: BLE001 - raised in the caller with its type
@@ -264,12 +267,12 @@ class Host:
             self._running.discard(call_id)
 
     async def knows(self, call_id: str) -> bool:
-        """Return True if this call is running here."""
+        """Return True if this call is running in this actor."""
         return call_id in self._running
 
     async def stats(self, *, begin: bool) -> tuple[int, int]:
-        """Return the process id and the number of calls received. With `begin`, start to enter an instance that is not
-        open, or whose entering failed, without waiting for it."""
+        """Return the process id and the number of calls received. With `begin`, start entering an instance whose
+        context is not open or failed to open, without waiting for it."""
         if begin and not self._closed:
             self._begun()
         return os.getpid(), self._calls
@@ -371,8 +374,8 @@ async def _unless_forgotten(name: str, reference: Any, ask: Callable[[], Any]) -
 
 class RayRuntime:
     """Runtime whose actors are named, detached Ray actors (with a local Ray they still die with the driver). Ray
-    restarts them without limit unless their `Resources` forbid it, and never retries calls: that is left to callers,
-    which know the idempotent ones."""
+    restarts them without limit unless their `Resources` forbid it, and never retries calls: that is left to the
+    callers, which know which calls are idempotent."""
 
     isolates_actors: ClassVar[bool] = True
 
@@ -436,14 +439,14 @@ class RayRuntime:
         return cast("ActorProxy", actor)._name in self._found  # noqa: SLF001 - the proxy is ours
 
     async def find(self, cls: type[T], name: str) -> T:
-        """Return the named actor, spawned by another process. Raises ActorLost when there is none."""
+        """Return the named actor, which another process spawned. Raises ActorLost if there is none."""
         require_async(cls)
         proxy = ActorProxy(self._prefix + name)
         await proxy._resolved()  # noqa: SLF001 - the proxy is ours
         return cast("T", proxy)
 
     async def kill(self, actor: object) -> None:
-        """Kill the actor on any host, without a restart. Idempotent."""
+        """Kill the actor, whichever host it is on, without restarting it. Idempotent."""
         import ray
 
         with suppress(ActorLost):
@@ -482,7 +485,7 @@ class RayRuntime:
         return answer
 
     async def restart(self, actor: object, process_id: int) -> None:
-        """Kill the process of an actor that hangs; Ray starts another. Idempotent. The actor must be on this host."""
+        """Kill the process of a hung actor; Ray starts a new one. Idempotent. The actor must be on this host."""
         # By signal, because a stopped process does not react to Ray.
         with suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)

@@ -30,7 +30,7 @@ class DurationsConfig(BaseModel):
     median_s: float = Field(default=50.0, gt=0)
     """Median of the lognormal distribution."""
     cap_s: float = Field(default=600.0, gt=0)
-    """Upper bound of a duration; longer draws are cut to it."""
+    """Upper bound of a duration; longer draws are clipped to it."""
     recorded_s: tuple[float, ...] = ()
     """Durations of recorded rollouts, each equally likely; mean and median are then ignored. Empty: draw from the
     lognormal distribution."""

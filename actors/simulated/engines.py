@@ -2,7 +2,7 @@
 
 Invariants:
 - There is one push at a time; a snapshot of an earlier epoch than the newest one is not served.
-- A worker learns of changes by one long-polling call, not by a call per turn.
+- A worker learns of changes through one long-polling call, not by a call per turn.
 - With a directory, the served version is journalled, and a restarted actor serves it again.
 - A drain waits for every worker, except those that have not called for `FORGOTTEN_S`.
 """
@@ -60,7 +60,7 @@ class SimulatedEnginesStatus:
 
 
 class SimulatedEngineGroup:
-    """Actor in place of the engine group, which serves the versions pushed to it."""
+    """Actor that replaces the engine group and serves the versions pushed to it."""
 
     def __init__(
         self, config: SimulatedEnginesConfig, *, observing: ActorTelemetry, directory: RunDirectory | None = None
@@ -126,7 +126,7 @@ class SimulatedEngineGroup:
             return self._served.version
 
     async def watch(self, load: WorkerLoad, *, after: int) -> Served:
-        """Return the served state as soon as its number is above `after`, at the latest after `WATCH_S`."""
+        """Return the served state as soon as its number exceeds `after`, or after `WATCH_S` at the latest."""
         self._hear(load)
         if self._served.number < after:
             # The journal of the previous group was lost, and the worker would ignore lower numbers.
@@ -140,14 +140,14 @@ class SimulatedEngineGroup:
         return self._served
 
     async def idle(self, load: WorkerLoad, number: int) -> None:
-        """Record that this worker has seen change `number` and runs nothing."""
+        """Record that this worker has seen change `number` and is running nothing."""
         self._hear(load)
         if number == self._served.number:
             self._idle.add(load.worker)
             self._has_drained.set()
 
     async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
-        """Return whether turns can begin, as soon as that differs from `unlike`, at the latest after `timeout_s`."""
+        """Return True if turns can begin. Waits until the result differs from `unlike`, for at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._served.reachable is unlike:
@@ -181,7 +181,7 @@ class SimulatedEngineGroup:
 
 
 class EngineWatch(ResourceOwner):
-    """View of the engines in one worker process; an async context manager."""
+    """One worker process's view of the engines; an async context manager."""
 
     def __init__(self, group: SimulatedEngineGroup, worker: str) -> None:
         super().__init__()

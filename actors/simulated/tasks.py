@@ -1,4 +1,4 @@
-"""Tasks of the simulated agent, which consist of a probability of success.
+"""Tasks for the simulated agent, each of which consists of a probability of success.
 
 Invariants:
 - A task's probability of success depends only on the seed and its id.

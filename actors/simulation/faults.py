@@ -1,13 +1,14 @@
-"""Fault injection for `headrace simulate --faults SEED`: a run in virtual time under a storm of faults, and its checks.
+"""Fault injection for `headrace simulate --faults SEED`: a run in virtual time under a storm of faults, followed by
+checks.
 
 The ordinary actors run over simulated backends, with a real ledger, real checkpoints and a real sandbox ledger in a
 folder. Actors and drivers are killed; calls are delayed, lost, repeated and reordered; actors are cut off or slowed
-down; hosts and engines go down, the disk is full, the wall clock jumps, files are lost, damaged or foreign.
+down; hosts and engines go down, the disk fills up, the wall clock jumps, and files are lost, damaged or foreign.
 
 Invariants:
 - The same seed gives the same history: randomness comes only from the seed, time from the event loop.
-- A storm ends, and afterwards the run must end with all its steps in the ledger; otherwise the report has a problem.
-- The checks read files and the simulated host, not the reports of actors.
+- Every storm ends. The run must then finish with all its steps in the ledger; otherwise the report lists a problem.
+- The checks read files and the simulated host, not the actors' reports.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 PATIENCE_S: Final = 6 * 3600.0
 """Time that the run may take after the storm; a run of a few steps needs minutes."""
 LEASES_S: Final = 3 * LEASE_S
-"""Time after which every lease of a sandbox has expired and a sweep has run."""
+"""Time after which every sandbox lease has expired and a sweep has run."""
 SETTLE_S: Final = 600.0
 """Time beyond all deadlines of rollouts that are being cancelled."""
 OUTAGE_S: Final = 900.0
@@ -75,7 +76,7 @@ MEMORY: Final = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storm:
-    """Plan of one run and of the faults that it meets. Times in seconds, probabilities from 0 to 1."""
+    """Plan of one run and the faults injected into it. Times are in seconds, probabilities from 0 to 1."""
 
     plan: SimulationPlan
     calls: CallFaults
@@ -194,8 +195,8 @@ def prepare_storm(path: Path, plan: SimulationPlan) -> RunDirectory:
 
 
 def storm_config(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
-    """Return a configuration with evaluations during training and with timeouts that the run can reach: a run without
-    progress ends and is resumed."""
+    """Return a configuration with evaluations during training and with timeouts short enough to be reached: a run
+    without progress ends and is resumed."""
     rollout = {
         "queue_timeout_s": OUTAGE_S,
         "boot_timeout_s": OUTAGE_S,
@@ -245,7 +246,7 @@ class History:
             random.setstate(before)
 
     async def run(self) -> None:
-        """Start one driver after the other until the run is done; then check for leaked sandboxes and tasks."""
+        """Start one driver after another until the run is done; then check for leaked sandboxes and tasks."""
         loop = asyncio.get_running_loop()
         self.cloud = SimulatedProvider(self.storm.host)
         lives = self.storm.driver_deaths

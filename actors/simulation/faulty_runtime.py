@@ -1,11 +1,11 @@
-"""Runtime with fault injection for virtual time: calls are delayed, lost, repeated or reordered, and actors killed.
+"""Runtime with fault injection for virtual time: calls are delayed, lost, repeated or reordered, and actors are killed.
 
 Invariants:
 - Randomness comes from one seed and time from the event loop, so that a history repeats under a virtual-time loop.
 - A killed actor has no further effect: its tasks are cancelled, its calls are not delivered, its open files are closed
   without a commit (`Incarnation.at_death`). Its callers get ActorLost; a new incarnation starts from its disk.
 - A call whose request or answer was lost ends with ActorLost after `runtime.WATCH_S`, as over Ray.
-- Actors are restarted until `stop` is called, also when entering their context fails.
+- Actors are restarted until `stop` is called, even when entering their context fails.
 - Arguments and results are copied, so that no two actors share an object.
 """
 
@@ -84,7 +84,7 @@ class Incarnation:
         self.instance: Any = None
         self.life: asyncio.Task[None] | None = None
         self.over = asyncio.Event()
-        """Set when its context has ended or it died."""
+        """Set when its context has ended or it has died."""
 
     def _end_itself(self) -> None:
         self.cell.kill("it ended itself")
@@ -127,7 +127,7 @@ class Incarnation:
 
 
 class Cell:
-    """One named actor through all its incarnations."""
+    """One named actor across all its incarnations."""
 
     def __init__(self, runtime: FaultyRuntime, name: str, make: Callable[[], object]) -> None:
         self.name = name
@@ -140,7 +140,7 @@ class Cell:
         self.closing = asyncio.Event()
 
     async def live(self) -> None:
-        """Run one incarnation after the other until the actor is stopped."""
+        """Run one incarnation after another until the actor is stopped."""
         while not self.stopped:
             self.lives += 1
             incarnation = self.current = Incarnation(self, self.lives)
@@ -198,7 +198,7 @@ class Proxy:
 
 @dataclass(slots=True)
 class FaultyRuntime:
-    """Runtime of one driver, whose death is `kill_all`; satisfies `runtime.Runtime`; an async context manager.
+    """Runtime of one driver, which `kill_all` kills. It satisfies `runtime.Runtime` and is an async context manager.
 
     `note` is called for every event of the history with its kind, the affected actor and details.
     """
@@ -210,9 +210,9 @@ class FaultyRuntime:
     cut_off: set[str] = field(default_factory=set)
     """Actors that are currently unreachable."""
     slowed: dict[str, float] = field(default_factory=dict)
-    """Factor of the latency by actor."""
+    """Latency factor of each slowed actor, by name."""
     is_dead: bool = False
-    """True after the driver was killed."""
+    """True after the driver has been killed."""
     isolates_actors: ClassVar[bool] = True
     _lives: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _found: set[str] = field(default_factory=set)
@@ -260,7 +260,7 @@ class FaultyRuntime:
         return cast("T", Proxy(self.cells[name]))
 
     def found(self, actor: object) -> bool:
-        """Return whether a restarted service found the actor alive."""
+        """Return True if a restarted service found the actor alive."""
         return cast("Proxy", actor)._cell.name in self._found  # noqa: SLF001 - the proxy is ours
 
     async def stop(self, actor: object) -> None:
@@ -287,7 +287,7 @@ class FaultyRuntime:
             cell.kill("it was killed by its guard")
 
     def calm(self) -> None:
-        """Deliver all calls from now on."""
+        """Deliver all calls from now on, with ordinary latency only."""
         self.faults = replace(NO_FAULTS, delay_s=self.faults.delay_s, restart_s=self.faults.restart_s)
         self.cut_off.clear()
         self.slowed.clear()
@@ -362,7 +362,7 @@ class FaultyRuntime:
         await asyncio.sleep(seconds)
 
     async def _lose(self, cell: Cell) -> None:
-        """Raise ActorLost after the time in which the caller asks twice for a lost call."""
+        """Raise ActorLost after the time in which the caller polls twice for a lost call."""
         await asyncio.sleep(2 * WATCH_S)
         raise ActorLost(f"actor {cell.name} does not know a call")
 
@@ -374,7 +374,7 @@ class FaultyRuntime:
 
 
 async def _execute(incarnation: Incarnation, method: str, made_of: bytes, answer: asyncio.Future[bytes]) -> None:
-    """Execute a request. Like in `runtime.Host`, a call waits until its actor has been entered."""
+    """Execute a request. As in `runtime.Host`, a call waits until its actor has been entered."""
     args, kwargs = pickle.loads(made_of)
     try:
         await incarnation.cell.entered.wait()

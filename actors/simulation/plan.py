@@ -1,8 +1,8 @@
 """Plan of a simulation, and the ordinary configs of the actors derived from it.
 
 Invariants:
-- A plan that cannot work is refused before anything runs, on one line that names what to change.
-- Timeouts are far beyond the plan's durations, so that no rollout of a plan fails because of a timeout.
+- A plan that cannot work is refused before anything runs, with a one-line message that names what to change.
+- Timeouts are far longer than the plan's durations, so that no rollout of a plan fails because of a timeout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
 
 LEASE_S: Final = 3600.0
-"""Lease of simulated sandboxes, long because the heartbeats of ten thousand sandboxes are expensive."""
+"""Lease duration of simulated sandboxes, long because the heartbeats of ten thousand sandboxes are expensive."""
 PAGE: Final = "docs/simulate.md"
 MOST_WARMUP_STEPS: Final = 30
 UNLIMITED_PER_S: Final = 1e6
@@ -100,7 +100,7 @@ class SimulationPlan(BaseModel):
     pacing: PacingConfig = PacingConfig()
     """Adaptive concurrency, which needs a caller that reports the load to the dispatcher."""
     buffer: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of the recipe's [buffer], e.g. `{ zero_variance = "filter" }`."""
+    """Additional keys of the recipe's [buffer], e.g. `{ zero_variance = "filter" }`."""
 
     @property
     def warmup_steps(self) -> int:
@@ -114,7 +114,7 @@ class SimulationPlan(BaseModel):
 
     @property
     def ideal_s(self) -> float:
-        """Lower bound of a step's time: that of the learner, or that of a batch of rollouts on all slots."""
+        """Lower bound of a step's time: the longer of the learner's time and a batch's time on all slots."""
         return max(self.learner_s, self.batch_size * self.mean_s / self.slots)
 
     @property
@@ -142,7 +142,7 @@ class SimulationPlan(BaseModel):
         return DispatcherConfig(slots_per_worker=-(-self.slots // self.workers), pacing=self.pacing)
 
     def rollout_config(self) -> RolloutConfig:
-        """Return timeouts that exceed the time of a drain or of many pauses."""
+        """Return a rollout config whose timeouts exceed the duration of a drain or of many pauses."""
         patience_s = 100 * (self.longest_s + self.learner_s + self.push_s + self.evaluate_s + 60.0)
         return RolloutConfig(
             queue_timeout_s=patience_s,
@@ -197,12 +197,12 @@ PRESETS: Final[Mapping[str, SimulationPlan]] = {
         push_s=10.0,
     )
 }
-"""Presets by name. `swe64` has software engineering tasks, batches of 8 x 8 rollouts of mean 10 and at most 30 minutes,
-and a learner step of 4 minutes (figures published by users of other systems)."""
+"""Presets by name. `swe64` has software engineering tasks, batches of 8 x 8 rollouts that last 10 minutes on average
+and at most 30 minutes, and learner steps of 4 minutes (figures published by users of other systems)."""
 
 
 def make_plan(preset: str, changes: Mapping[str, Any], overrides: Sequence[str] = ()) -> SimulationPlan:
-    """Return a preset with changed keys; `overrides` are `key=value` or `table.key=value` with TOML values. Raises
+    """Return a preset with `changes` applied; `overrides` are `key=value` or `table.key=value` with TOML values. Raises
     ConfigError."""
     if preset not in PRESETS:
         raise ConfigError(f"--preset {preset}: unknown preset; choose one of: {', '.join(sorted(PRESETS))}")

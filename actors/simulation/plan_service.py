@@ -72,7 +72,7 @@ def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -
 
 def prepare_plan(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
     """Create the run directory of the plan, and return its configuration. One held-out rollout is evaluated before the
-    first step and one after the last. Raises ConfigError, also for `chances`, which a recipe cannot express."""
+    first step and one after the last. Raises ConfigError, including for `chances`, which a recipe cannot express."""
     if plan.chances:
         raise ConfigError("chances: not supported in real time, where each task draws its own; remove the key")
     config = plan_config(plan, directory.path)

@@ -1,4 +1,4 @@
-"""Statistics of a simulated run, computed from its ledger and not from the reports of its actors.
+"""Statistics of a simulated run, computed from its ledger rather than from its actors' reports.
 
 Invariants:
 - Staleness is recomputed from the version spans of the stored trajectories and the version at which each step began.

@@ -5,7 +5,7 @@ Invariants:
 - Threads, sockets, pipes and subprocesses are refused, because virtual time would advance before they answer.
 - When all tasks wait and no timer is set, Deadlock is raised immediately. Standstill is raised when tasks are always
   ready, so that time never advances.
-- The `random` module is seeded and its earlier state restored, so that a history repeats.
+- The `random` module is seeded and its earlier state restored afterwards, so that a history repeats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_TURNS: Final = 100_000
-"""Maximum number of iterations of the loop without an advance of time."""
+"""Maximum number of loop iterations without time advancing."""
 FEW_TIMERS: Final = 100
 """Number of cancelled timers below which the heap is never cleaned."""
 MOST_NAMED: Final = 8

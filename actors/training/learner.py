@@ -2,12 +2,14 @@
 
 Invariants:
 - A new incarnation opens a new epoch from the newest complete checkpoint, and pushes its weights before it takes a
-  batch. Engines that serve weights which repeating the undone steps leads to keep them until the learner has caught up:
-  what they sample meanwhile is as fresh as before the crash.
-- Order of a step: commit durable, then push. Order of a checkpoint: directory renamed, then the ledger row.
-- The next step runs while the weights of the last one are sent; at most one push is running.
-- A batch is never given back after its step began. A failed step is tried again: in place after a refused row, else by
-  a new process. After `buffer.batch_tries` tries the run ends with the batch and the reason.
+  batch. Engines may already serve weights that the learner will reproduce by repeating the undone steps; they keep
+  those weights until it has caught up, and what they sample meanwhile is as fresh as before the crash.
+- A step is committed durably before its weights are pushed. A checkpoint's directory is renamed before its ledger row
+  is written.
+- The next step runs while the weights of the last one are being sent; at most one push runs at a time.
+- A batch is never given back after its step has begun. A failed step is retried: in place after a refused row,
+  otherwise by a new process. After `buffer.batch_tries` tries the run ends with an error that names the batch and the
+  reason.
 """
 
 from __future__ import annotations
@@ -62,18 +64,18 @@ class RewardControl(StrEnum):
     TRUE = "true"
     """The evaluator's rewards."""
     SHUFFLED = "shuffled"
-    """The negative control: rewards and advantages are shuffled over the batch, so that nothing can be learned."""
+    """The negative control: rewards and advantages are shuffled within the batch, so that nothing can be learned."""
 
 
 class Stage(StrEnum):
     """Stage of the learner loop."""
 
     WAITING = "waiting"
-    """Waiting for a batch, or for the call of `run`."""
+    """Waiting for a batch, or for `run` to be called."""
     OPENING = "opening"
     """Loading a checkpoint."""
     STEPPING = "stepping"
-    """An optimizer step, with its commit."""
+    """Running an optimizer step and committing it."""
     PUSHING = "pushing"
     """Waiting for the previous push, or taking the snapshot of the next one."""
     SAVING = "saving"
@@ -85,7 +87,7 @@ ENDING_STAGES = frozenset({Stage.OPENING, Stage.STEPPING, Stage.SAVING})
 
 
 class LearnerLoopConfig(BaseModel):
-    """Length of the learner loop, and its checkpoints."""
+    """Config of the learner loop: its length and its checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -111,14 +113,15 @@ class LearnerStatus:
     process_id: int
     stage: Stage = Stage.WAITING
     stage_s: float = 0.0
-    """Seconds in this stage so far."""
+    """Seconds spent in this stage so far."""
     stages: int = 0
-    """Number of stages that ended, openings excluded."""
+    """Number of stages that have ended, excluding openings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEnd:
-    """End of the loop: `used_up` when the buffer has no further batch, else all steps are done or it was drained."""
+    """Outcome of the loop: `used_up` if the buffer has no further batch; otherwise all steps are done or the loop was
+    drained."""
 
     version: PolicyVersion
     used_up: bool
@@ -143,7 +146,7 @@ class _Clock:
 
 
 class LearnerLoop:
-    """Owner of the only learner of its process."""
+    """Actor that owns the only learner in its process."""
 
     def __init__(
         self,
@@ -189,11 +192,11 @@ class LearnerLoop:
         await self._stack.aclose()
 
     async def run(self) -> TrainingEnd:
-        """Train until `steps` updates are done, the data set is used up, or `drain` was called. A call made while
-        another one runs waits for the same end.
+        """Train until `steps` updates are done, the data set has been used up, or `drain` has been called. A call made
+        while another is running waits for the same outcome.
 
-        Raises NonFiniteRun (K skipped steps in a row), LedgerBehind (the ledger does not know the checkpoint's
-        batches), EngineUnavailable (no engine took a push), ActorGone.
+        Raises NonFiniteRun (too many consecutive skipped steps), LedgerBehind (the ledger does not know the
+        checkpoint's batches), EngineUnavailable (no engine accepted a push), ActorGone.
         """
         try:
             return await self._running("run", self._train)
@@ -234,8 +237,8 @@ class LearnerLoop:
         return TrainingEnd(version=self._version, used_up=used_up)
 
     async def open(self) -> None:
-        """Open a new epoch from the newest checkpoint and push its weights; does nothing when this incarnation has done
-        so."""
+        """Open a new epoch from the newest checkpoint and push its weights; does nothing if this incarnation has
+        already done so."""
         async with self._opening:
             if self._version is not None:
                 return
@@ -250,7 +253,7 @@ class LearnerLoop:
             self._version = version
 
     async def drain(self) -> None:
-        """Let `run` end after the current step: save and return."""
+        """Make `run` save and return after the current step."""
         self._draining.set()
 
     async def status(self) -> LearnerStatus:
@@ -388,8 +391,8 @@ def _now() -> float:
 
 
 def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:
-    """Return the batch with its (reward, advantage) pairs permuted over its items; the permutation depends on seed and
-    batch only."""
+    """Return the batch with its (reward, advantage) pairs permuted over its items; the permutation depends only on the
+    seed and the batch."""
     pairs = [(item.reward, item.advantage) for item in batch.items]
     random.Random(f"{seed} {batch.lease.batch_id}").shuffle(pairs)
     items = tuple(

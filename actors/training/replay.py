@@ -1,10 +1,10 @@
 """The replay buffer actor: a `ReplayStore` in the run's directory, or in memory.
 
 Invariants:
-- A broken store ends this process, so that Ray starts a new one that folds itself from the disk again.
-- One dispatcher gets orders at a time: the one that reconciled last.
-- Orders begin with the version that the engines serve; while that is over the bound, as after a fork, they wait until
-  the engines serve another.
+- A broken store ends this process, so that Ray starts a new one that rebuilds its state from disk.
+- Only one dispatcher gets orders: the one that reconciled last.
+- Orders begin with the version that the engines are serving. While that version exceeds the staleness bound, as after a
+  fork, no orders are issued until the engines serve another version.
 - A run whose data set is used up ends normally; a run whose tasks are all parked ends with an error.
 """
 
@@ -50,7 +50,7 @@ IN_MEMORY = "in memory"
 
 
 def parked_line(parked: Mapping[TaskId, str]) -> str:
-    """Return how many tasks are parked, and the last one with its failure; empty when none is."""
+    """Return a line with the number of parked tasks, the last of them and its failure; empty if none is parked."""
     if not parked:
         return ""
     task, failure = list(parked.items())[-1]
@@ -58,8 +58,7 @@ def parked_line(parked: Mapping[TaskId, str]) -> str:
 
 
 def refuse_all_parked(parked: Mapping[TaskId, str], *, tasks: int, step: int) -> None:
-    """Raise TasksParked when all tasks of a run, which gets no further batch after `step` optimizer updates, are
-    parked."""
+    """Raise TasksParked if a run that gets no further batch after `step` optimizer updates has all its tasks parked."""
     if len(parked) == tasks:
         raise TasksParked(
             f"no task is left to train on after {step} steps: {parked_line(parked)}; `headrace report` names the "
@@ -70,7 +69,8 @@ def refuse_all_parked(parked: Mapping[TaskId, str], *, tasks: int, step: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """Attempts to start, and attempts to cancel: over the staleness bound, or left out when their group was sealed."""
+    """Attempts to start, and attempts to cancel because they exceed the staleness bound or were left out when their
+    group was sealed."""
 
     orders: tuple[RolloutOrder, ...]
     to_cancel: tuple[tuple[RolloutId, int], ...]
@@ -78,15 +78,15 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """Recorded result of one evaluation rollout: the number of its last attempt, and its reward if it has one, with
-    whether that attempt solved the task."""
+    """Recorded result of one evaluation rollout: the number of its last attempt, its reward if it has one, and whether
+    that attempt solved the task."""
 
     attempts: int
     reward: float | None
     solved: bool = False
 
     def after(self, attempt: int, reward: float | None, *, solved: bool) -> Evaluated:
-        """Return the result with one more attempt. The first reward counts."""
+        """Return the result after one more attempt. The first reward counts."""
         if self.reward is not None:
             reward, solved = self.reward, self.solved
         return Evaluated(attempts=max(self.attempts, attempt), reward=reward, solved=solved)
@@ -96,8 +96,8 @@ NEVER_EVALUATED = Evaluated(attempts=0, reward=None)
 
 
 class Replay:
-    """The only owner of the run's ledger. Without a directory it is in memory, over `tasks`; `clock` gives Unix
-    seconds."""
+    """Sole owner of the run's ledger. Without a directory, the ledger is in memory and covers `tasks`; `clock` returns
+    Unix seconds."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ class Replay:
         await self._stack.aclose()
 
     async def issue(self, limit: int, dispatcher: str, *, timeout_s: float) -> Issued:
-        """Issue up to `limit` attempts, durable; waits up to `timeout_s` for the first. Nothing is issued before a
-        learner opened, nor to a dispatcher that another one has replaced."""
+        """Issue up to `limit` attempts durably; wait up to `timeout_s` for the first. Nothing is issued before a
+        learner has opened an epoch, or to a dispatcher that another one has replaced."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._opened.wait()
@@ -154,8 +154,8 @@ class Replay:
     async def cancellations(
         self, known: list[tuple[RolloutId, int]], *, timeout_s: float
     ) -> tuple[tuple[RolloutId, int], ...] | None:
-        """Return the attempts to cancel, as soon as there are others than `known`; None when there are none within
-        `timeout_s`."""
+        """Return the attempts to cancel, as soon as there are any that are not in `known`; None if there are none
+        within `timeout_s`."""
         with self._ending():
             return await self._store.cancellations(known, timeout_s=timeout_s)
 
@@ -168,8 +168,8 @@ class Replay:
             return await self._store.abandon(attempts)
 
     async def reconcile(self, carried: list[tuple[RolloutId, int]], dispatcher: str) -> int:
-        """Withdraw every attempt in flight that is not `carried`; return how many. From now on orders go to this
-        dispatcher only: nobody would run those that an earlier one still waits for."""
+        """Withdraw every attempt in flight that is not in `carried`, and return their number. From now on orders go
+        only to this dispatcher: nobody would run the orders that an earlier dispatcher is still waiting for."""
         if dispatcher != self._orders.dispatcher:
             self._orders.interrupt()
         self._orders.dispatcher = dispatcher
@@ -177,7 +177,7 @@ class Replay:
             return await self._store.keep_in_flight(carried)
 
     async def engines(self, *, serving: bool) -> None:
-        """Record whether any engine serves from now on; while none does, nothing is issued and no task is charged."""
+        """Record whether any engine is serving from now on; while none is, nothing is issued and no task is charged."""
         with self._ending():
             await self._store.engines(serving=serving)
 
@@ -208,13 +208,13 @@ class Replay:
         return version
 
     async def lies_ahead(self, version: PolicyVersion) -> bool:
-        """Return whether a resumed learner will reach the weights of `version` by repeating steps: engines that serve
-        them need no push, and what they sample is not stale when it is trained."""
+        """Return True if a resumed learner will reach the weights of `version` by repeating steps: engines that serve
+        them need no push, and what they sample will not be stale when it is trained."""
         with self._ending():
             return self._store.lies_ahead(version)
 
     async def served(self, version: PolicyVersion) -> None:
-        """Record that the engines serve this version now: attempts issued from now on begin with it."""
+        """Record that the engines are now serving this version: attempts issued from now on begin with it."""
         with self._ending():
             self._orders.serve(version, always_interrupt=self._config.mode != "async")
 
@@ -242,12 +242,12 @@ class Replay:
             await self._store.evaluations.end(tag, step, summary)
 
     async def ended_evaluations(self) -> dict[str, float | None]:
-        """Return the success of evaluations that have ended, by tag."""
+        """Return the success rates of evaluations that have ended, by tag."""
         with self._ending():
             return await self._store.evaluations.ended()
 
     async def export(self, folder: Path) -> None:
-        """Copy the ledger, trajectories too, into a folder that `ledger verify` reads. Raises OSError."""
+        """Copy the ledger, including its trajectories, into a folder that `ledger verify` can read. Raises OSError."""
         with self._ending():
             await self._store.export(folder)
 
@@ -267,7 +267,7 @@ class Replay:
 
 
 class _Orders:
-    """Orders for one dispatcher at a time, with the version that the engines serve."""
+    """Orders for one dispatcher at a time, with the version that the engines are serving."""
 
     def __init__(self, store: ReplayStore) -> None:
         self._store = store

@@ -51,8 +51,8 @@ def orchestration(
     json: Json = True, rollouts: Annotated[int, typer.Option(min=200, help="Number of measured rollouts.")] = 2048
 ) -> None:
     """Measure Ray's CPU and calls per rollout: real dispatcher, worker, pool, evaluator and buffer, and an agent that
-    returns at once; then 1,024 rollouts of 20 simulated turns, 512 in flight, with a learner; then the memory of the
-    whole service with 2,000 in flight."""
+    returns immediately; then 1,024 rollouts of 20 simulated turns, 512 in flight, with a learner; then the memory of
+    the whole service with 2,000 in flight."""
     from benches.load import measure_load, measure_memory
     from benches.orchestration import measure
 
@@ -65,8 +65,8 @@ def orchestration(
 
 @app.command()
 def gateway(json: Json = True) -> None:
-    """Measure processor time and memory of agent-sized turns, bridges against full re-renders, latency against a direct
-    connection, and 2,000 first turns at once."""
+    """Measure processor time and memory of agent-sized turns, bridges compared with full re-renders, latency compared
+    with a direct connection, and 2,000 simultaneous first turns."""
     from benches.gateway.figures import measure
 
     _print(asdict(asyncio.run(measure())))
@@ -77,10 +77,10 @@ def push(
     json: Json = True,
     parts: Annotated[str, typer.Option(help="Comma-separated parts to measure; all by default.")] = "",
 ) -> None:
-    """Measure pushes of weights into embedded engines. `bandwidth`: 1 GB and 100 MB against a plain gloo broadcast that
-    is copied into parameters, with the seconds of every phase; `stall`: closed gates at 1 GB with 64 turns in flight;
-    `overlap`: throughput of the quickstart's model with a push every 10 s over that without, in two waves, in one, and
-    drained. Needs 5 GB of memory and 1 GB in the temporary folder."""
+    """Measure weight pushes into embedded engines. `bandwidth`: 1 GB and 100 MB against a plain gloo broadcast that is
+    copied into parameters, with the seconds of every phase; `stall`: closed gates at 1 GB with 64 turns in flight;
+    `overlap`: throughput of the quickstart's model with a push every 10 s, relative to that without pushes, in two
+    waves, in one, and drained. Needs 5 GB of memory and 1 GB in the temporary folder."""
     from benches.push.figures import PARTS, measure
 
     wanted = parts.split(",") if parts else list(PARTS)
@@ -101,7 +101,7 @@ def replay(
     preset: Annotated[str, typer.Option(help="Preset of the plan, as for `headrace simulate`.")] = "swe64",
 ) -> None:
     """Run a simulated plan in scaled time with the real service over Ray, and the same plan in virtual time. Exit code
-    3: the ledger shows a violated bound, or anything lost or trained twice."""
+    3: the ledger shows that the bound was violated, or that anything was lost or trained twice."""
     from benches.scaled_replay import replay as replay_plan
     from headrace.actors.simulation.plan import make_plan
 
@@ -167,10 +167,10 @@ def months(
     days: Annotated[int, typer.Option(min=1, help="Length of the long run, 360 steps of 64 rollouts a day.")] = 90,
     folder: Annotated[Path | None, typer.Option(help="Folder for the runs: 2 GB for 90 days.")] = None,
 ) -> None:
-    """Measure the cost of resuming a run of months, compared with one of a day: the time from the start of `resume` to
-    the first order, the longest gap of any actor while each is restarted, the longest wait of an offer during a
-    checkpoint, and the buffer's memory; with files of today's and of the previous format. Exit code 3: a figure exceeds
-    its limit."""
+    """Measure the cost of resuming a months-long run, compared with a day-long one: the time from the start of `resume`
+    to the first order, the longest gap of any actor while each is restarted, the longest wait of an offer during a
+    checkpoint, and the buffer's memory; with files in today's format and in the previous one. Exit code 3: a figure
+    exceeds its limit."""
     from benches.months_bench import measure
 
     with tempfile.TemporaryDirectory(prefix="headrace-months-", dir=folder) as place:
@@ -207,8 +207,8 @@ def cheats(
     json: Json = True,
     repositories: Annotated[str, typer.Option(help="Comma-separated repositories; all by default.")] = "",
 ) -> None:
-    """Grade cheating and honest patches of small repositories with tests of every kind in local sandboxes. Exit code 3:
-    a cheat was rewarded, or an honest patch was rejected."""
+    """Grade cheating and honest patches for small repositories, with tests of every kind, in local sandboxes. Exit code
+    3: a cheat was rewarded, or an honest patch was rejected."""
     from benches.cheating.cheat_bench import all_pairs, measure
 
     pairs = all_pairs()

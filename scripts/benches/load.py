@@ -75,7 +75,7 @@ def load_plan(*, rollouts: int, in_flight: int, turn_s: float) -> SimulationPlan
 
 
 def measure_load(folder: Path, *, turn_s: float, rollouts: int = 1024, in_flight: int = 512) -> dict[str, Any]:
-    """Measure a pass over Ray and the same inline; report the difference."""
+    """Measure a pass over Ray and the same pass inline; report the difference."""
     plan = load_plan(rollouts=rollouts, in_flight=in_flight, turn_s=turn_s)
     inline = asyncio.run(run_load(plan, InlineRuntime(), RunDirectory(path=folder / "inline")))
     directory = RunDirectory(path=folder / "ray")

@@ -41,8 +41,8 @@ QUEUE_S: Final = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongAgents:
-    """Result of the run. `stalls` counts warnings and ends, `infra` the attempts of training and evaluation that ended
-    as infrastructure failures. Seconds are real."""
+    """Result of the run. `stalls` counts stall warnings and stalls that ended the run, `infra` the training and
+    evaluation attempts that ended as infrastructure failures. Seconds are real time."""
 
     completed: bool
     stalls: int

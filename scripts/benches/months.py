@@ -1,11 +1,13 @@
-"""The generator of a run directory after days of training: ledger, trajectories, checkpoints, metrics and evaluations.
+"""The generator of a run directory that looks like one after days of training: ledger, trajectories, checkpoints,
+metrics and evaluations.
 
 Invariants:
-- The directory is like one of the service: rows are the buffer's own records, written through its own tables, and
-  `ledger verify` is clean. It is not an input of training.
-- Steps take four minutes and train 64 rollouts of 8 groups; a week is one incarnation of the learner. The run looks
-  killed: it has steps after the newest checkpoint, a leased batch, sealed, waiting and running rollouts.
-- Nothing is random: the same days give the same directory, except the times, which end now.
+- The directory is like one that the service writes: rows are the buffer's own records, written through its own tables,
+  and `ledger verify` is clean. It is not meant to be trained from.
+- Steps take four minutes and train 64 rollouts from 8 groups; each incarnation of the learner lasts a week. The run
+  looks as if it had been killed: it has steps after the newest checkpoint, a leased batch, sealed, waiting and running
+  rollouts.
+- Nothing is random: the same number of days gives the same directory, except for the times, which end now.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECIPE: Final = ROOT / "scripts" / "recipes" / "simulated.toml"
 SCHEMA_2: Final = ROOT / "tests" / "golden" / "ledger_v2" / "ledger.db"
-"""Ledger from which the tables of the older format are copied."""
+"""Ledger from which the older format's tables are copied."""
 STEP_S: Final = 240.0
 STEPS_PER_DAY: Final = int(86400 / STEP_S)
 STEPS_PER_EPOCH: Final = 7 * STEPS_PER_DAY
@@ -86,17 +88,17 @@ CHECKPOINTS_KEPT: Final = 3
 TOKENS: Final = 4
 REWARDS: Final = (1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
 AGAIN_EVERY: Final = 16
-"""One in this number of rollouts had a first attempt that failed with infra."""
+"""One in this many rollouts had a first attempt that failed because of infrastructure."""
 METRIC_LINES_PER_STEP: Final = 16
 STEPS_LEFT: Final = 60
-"""Number of steps that a resumed run has still to make."""
+"""Number of steps that a resumed run still has to make."""
 STEPS_AT_ONCE: Final = 100
 """Number of steps written in one transaction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Place of a group in the run: its ordinal, the step that trains it (1 is the first), and its task."""
+    """Position of a group in the run: its ordinal, the step that trains it (1 is the first), and its task."""
 
     ordinal: int
     step: int
@@ -120,7 +122,7 @@ class Months:
         self.counts: dict[TaskId, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def version(self, step: int) -> PolicyVersion:
-        """Return the version that step `step` made."""
+        """Return the version that step `step` produced."""
         return PolicyVersion(1 + max(0, step - 1) // STEPS_PER_EPOCH, step)
 
     def trained_at(self, step: int) -> PolicyVersion:
@@ -142,8 +144,8 @@ class Months:
         ]
 
     def step_records(self, step: int) -> tuple[list[Record], list[StoredTrajectory]]:
-        """Return the records of one batch, from its groups to its commit, and extend the chain. Call it in the order of
-        steps."""
+        """Return the records of one batch, from its groups to its commit, and extend the chain. Must be called in step
+        order."""
         closed, batch_id = step <= self.saved, BatchId(f"b{step:06d}")
         records: list[Record] = []
         if (step - 1) % STEPS_PER_EPOCH == 0:
@@ -237,7 +239,7 @@ class Months:
         return records, stored
 
     def _open(self, place: Place) -> tuple[list[Record], list[StoredTrajectory]]:
-        """Return the records of an open group: four members wait, three run, one is not issued yet."""
+        """Return the records of an open group: four members wait, three run, one has not been issued yet."""
         rollouts, attempts, tokens = self._members(place, RolloutState.WAITING, None, infra=False)
         version, counts = self.version(self.steps), self.counts[place.task]
         opened_at_s = self._now - 500
@@ -400,7 +402,7 @@ def _attempts(
     *,
     again: bool,
 ) -> list[AttemptRecord]:
-    """Return the attempt with this result; with `again`, after one that failed."""
+    """Return the attempt with this result; with `again`, it follows a failed attempt."""
     result = AttemptRecord(
         rollout_id=rollout_id,
         attempt=1 + again,
@@ -542,7 +544,7 @@ class _OldLedger:
 def write_run(
     runs_dir: Path, name: str, *, days: float, older: bool = False, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, RunDirectory]:
-    """Write the run directory; `older`: in the previous version's format. Raises ConfigError, OSError."""
+    """Write the run directory; `older` selects the previous version's format. Raises ConfigError, OSError."""
     steps = _saved_steps(days) + AFTER_CHECKPOINT
     sizes = (f"training.steps={steps + STEPS_LEFT}", f"evaluation.every_steps={EVALUATE_EVERY}", "evaluation.tasks=64")
     config, directory = prepare(RunRequest(recipe=RECIPE, runs_dir=runs_dir, name=name, overrides=(*sizes, *overrides)))

@@ -1,12 +1,12 @@
-"""The bench of resuming a run of months, compared with the same run after a day: `scripts/bench months`.
+"""The bench of resuming a months-long run, compared with the same run after a day: `scripts/bench months`.
 
 Invariants:
-- Each figure is of a real resume over Ray, of a directory that `months` wrote and that was not opened before.
-- `resume_s` is from the start of the process to the first order, including Ray's start; `verify` is not run.
-- Every actor is killed once, and the service too; a gap counts wherever it is, before or after.
-- `checkpoint_stall_s` is of the store itself, with consecutive offers while a checkpoint is taken.
-- After the resume, the checks cover records of the run itself: a step, a checkpoint and an evaluation that are newer
-  than the generated ones, a report, and a ledger that is still clean.
+- Each figure comes from a real resume over Ray, of a directory that `months` wrote and that has not been opened before.
+- `resume_s` is the time from the start of the process to the first order, including Ray's start; `verify` is not run.
+- Every actor is killed once, and so is the service; a gap counts wherever it occurs, before or after.
+- `checkpoint_stall_s` is measured on the store itself, with consecutive offers while a checkpoint is being taken.
+- After the resume, the checks cover records of the run itself: a step, a checkpoint and an evaluation newer than the
+  generated ones, a report, and a ledger that is still clean.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _RAY_START = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Costs of one run directory. `migration_s` is None if the files have today's format; `blocked` is the actor with
+    """Costs of one run directory. `migration_s` is None if the files are in today's format; `blocked` is the actor with
     the longest gap."""
 
     resume_s: float
@@ -87,7 +87,7 @@ class Costs:
 
 
 def measure(folder: Path, *, days: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """Return all figures; `problems` are those over their limits."""
+    """Return all figures; `problems` lists those that exceed their limits."""
     costs: dict[str, Costs] = {}
     for name, of_days, older in (("one_day", 1, False), ("months", days, False), ("months_old_format", days, True)):
         began_s = time.monotonic()
@@ -124,7 +124,7 @@ def measure(folder: Path, *, days: int, say: Callable[[str], object]) -> dict[st
 
 
 def measure_run(config: RunConfig, directory: RunDirectory) -> Costs:
-    """Resume the run, kill every actor once, end it; then take a checkpoint."""
+    """Resume the run, kill every actor once, and end the run; then take a checkpoint."""
     began_s = time.monotonic()
     migrated = bring_up_to_date(directory.path)
     migration_s = None if migrated is None else time.monotonic() - began_s
@@ -159,7 +159,7 @@ def measure_run(config: RunConfig, directory: RunDirectory) -> Costs:
 
 
 def first_order_s(directory: RunDirectory, since_s: float) -> float:
-    """Return when the first attempt since `since_s` was issued, as Unix time. Raises TimeoutError."""
+    """Return the Unix time at which the first attempt since `since_s` was issued. Raises TimeoutError."""
     query = "SELECT min(issued_at_s) FROM attempts WHERE issued_at_s > ?"
     uri = f"{(directory.path / 'ledger.db').as_uri()}?mode=ro"
     while time.time() < since_s + FIRST_ORDER_S:
@@ -326,7 +326,7 @@ def soak_months(folder: Path, days: int, say: Callable[[str], object]) -> Months
 
 
 def main(days: int, json: Path | None) -> None:
-    """For `scripts/soak`."""
+    """Run the months-long soak for `scripts/soak`."""
     with tempfile.TemporaryDirectory(prefix="headrace-soak-") as folder:
         report = soak_months(Path(folder), days, typer.echo)
     document = orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2)

@@ -1,6 +1,6 @@
-"""The orchestration bench: rollouts whose agent returns at once, with the real actors over Ray and inline.
+"""The orchestration bench: rollouts whose agent returns immediately, with the real actors over Ray and inline.
 
-The reported CPU is that of all processes of the run over Ray, minus that of the idle cluster in the same time, minus
+The reported CPU is that of all processes of the run over Ray, minus that of the idle cluster over the same time, minus
 that of the same work under the inline runtime (at most 3 ms and 2 calls per rollout).
 """
 
@@ -81,7 +81,7 @@ def report(over_ray: Measured, inline: Measured) -> dict[str, Any]:
 
 
 async def _pass(runtime: Runtime, directory: RunDirectory, rollouts: int) -> Measured:
-    """Spawn the actors, warm them up by filling the slots once, run `rollouts`, and measure."""
+    """Spawn the actors, warm them up by filling the slots once, run `rollouts` rollouts, and measure."""
     async with AsyncExitStack() as stack:
 
         async def spawn(cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
@@ -119,7 +119,7 @@ async def _pass(runtime: Runtime, directory: RunDirectory, rollouts: int) -> Mea
 
 
 def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, evaluator: Evaluator) -> WorkerParts:
-    """Return the parts of a worker whose agent returns at once without calling the policy."""
+    """Return the parts of a worker whose agent returns immediately without calling the policy."""
     return WorkerParts(
         pool=pool,
         evaluator=evaluator,

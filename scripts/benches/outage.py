@@ -1,6 +1,6 @@
 """The bench of outages, `scripts/bench outage`: a real run over Ray that loses its engines, then its buffer.
 
-One sandbox host breaks every command meanwhile; none of this may be charged to tasks.
+Meanwhile, one sandbox host breaks every command; none of this may be charged to tasks.
 
 Invariants:
 - The clocks are those of `scripts/bench longagents`: the recipe of Claude Code in scaled time. Engines, sandboxes,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from headrace.actors.run.service import Service
 
 GATE_WAITS: Final = 20
-"""Length of the engines' outage, in waits of a turn for an engine."""
+"""Length of the engines' outage, as a multiple of the time that a turn waits for an engine."""
 BUFFER_AWAY_S: Final = 30.0
 KILL_EVERY_S: Final = 0.5
 HOSTS: Final = 4
@@ -60,7 +60,7 @@ BEFORE_STEPS: Final = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
     """Result of the run. `charged` counts failed attempts by what they were charged to, `issued_while_down` the
-    attempts that began while no engine was available, at most `inventory`. Seconds are real."""
+    attempts that began while no engine was available, at most `inventory`. Seconds are real time."""
 
     completed: bool
     parked: int
@@ -88,7 +88,7 @@ class Outage:
 
 @dataclass(slots=True, kw_only=True)
 class Outages:
-    """Cause of the outages during a run. `gate_waits` and `buffer_away_s` are their lengths."""
+    """Causes the outages during a run. `gate_waits` and `buffer_away_s` are their lengths."""
 
     gate_wait_s: float
     gate_waits: float = GATE_WAITS
@@ -98,7 +98,7 @@ class Outages:
     kills: int = 0
 
     async def happen(self, service: Service) -> None:
-        """Cause one outage after the other, each after some steps."""
+        """Cause one outage after another, each after some steps."""
         runtime = RayRuntime()
         if not await until_back(lambda: service.reached(BEFORE_STEPS)):
             return

@@ -2,7 +2,7 @@
 
 Invariants:
 - Time is read from the process tree: each process and its ended children. Sandboxes are the processes below the
-  launcher; their split by purpose is the launcher's own account of the commands it ran.
+  launcher; their split by purpose follows the launcher's own account of the commands that it ran.
 - The parts add up to the tree's total; the machine's own count (`/proc/stat`) is reported too, and is larger if
   anything else runs.
 - The cost of the start is reported separately.
@@ -46,7 +46,7 @@ OVERRIDES: Final = (
     "evaluation.tasks=1",
     "evaluation.samples=1",
 )
-"""Overrides of the quickstart: only the first of its evaluations and checkpoints, whose cost is per step."""
+"""Overrides of the quickstart: only its first evaluation and checkpoint run, because their cost is per step."""
 LAUNCHER: Final = "headrace-launch"
 PURPOSES: Final = {
     "train.write": "prepare",

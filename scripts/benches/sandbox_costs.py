@@ -3,8 +3,8 @@
 Invariants:
 - Everything is measured with the provider's defaults and every guarantee that `headrace doctor` finds; the report names
   them.
-- Processor time includes the launcher, its ended children (each sandbox's first process and its descendants) and this
-  process; idle time is not subtracted because the launcher has none.
+- Processor time includes the launcher, its ended children (each sandbox's first process and that process's descendants)
+  and this process; idle time is not subtracted because the launcher has none.
 - A repeated figure is a median, reported with its minimum and maximum.
 """
 
@@ -103,7 +103,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 async def _boot_rate(provider: LocalProvider, boots: int, width: int) -> float:
-    """Return boots per second with `width` concurrent ones; the sandboxes live until all have booted."""
+    """Return boots per second with `width` concurrent boots; the sandboxes stay alive until all have booted."""
     gate = asyncio.Semaphore(width)
     refs: list[SandboxRef] = []
 

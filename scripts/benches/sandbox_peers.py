@@ -1,7 +1,7 @@
 """The costs of bwrap and runc on this machine, for comparison in `scripts/bench sandbox`.
 
-Invariant: the programs are called as by hand, with the host's programs read-only and no network; one that is not
-installed or does not run here is reported with the reason, never as zero.
+Invariant: the two programs are called as one would by hand, with the host's programs read-only and without network
+access; a program that is not installed or does not run here is reported with the reason, never as zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_MESSAGE: Final = 300
 
 
 class PeerFailed(Exception):
-    """The program is installed but fails here; the message is its own."""
+    """The program is installed but fails here; the message is the program's own."""
 
 
 async def measure_peers(
@@ -131,7 +131,7 @@ class _RuncBundles:
 
 
 async def _run(*command: str) -> None:
-    """Run a command. Raises a PeerFailed with its standard error."""
+    """Run a command. Raises PeerFailed with its standard error."""
     with tempfile.TemporaryFile() as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -162,7 +162,7 @@ async def _p50_ms(call: Callable[[], Awaitable[None]], count: int) -> float:
 
 
 async def _rates(call: Callable[[], Awaitable[None]], boots: int, widths: Sequence[int]) -> dict[str, float]:
-    """Return calls per second by the number of concurrent ones."""
+    """Return calls per second by the number of concurrent calls."""
     rates = {}
     for width in widths:
 

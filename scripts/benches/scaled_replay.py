@@ -1,8 +1,9 @@
-"""The bench of the simulation, `scripts/bench replay`: a plan in scaled time over Ray, and the same in virtual time.
+"""The bench of the simulation, `scripts/bench replay`: a plan in scaled time over Ray, and the same plan in virtual
+time.
 
 Invariants:
-- Both run the same plan, with the same seed, and durations scaled by the same factor. Only in one of them do calls,
-  disk and processor take time.
+- Both run the same plan, with the same seed, and durations scaled by the same factor. Only in real time do calls, the
+  disk and the processor take time.
 - The figures of both are read from their ledgers by the same code.
 """
 
@@ -26,8 +27,8 @@ AGREEMENT: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Result of a plan that was run twice. `minute_s` is the real time of a simulated minute, `wall_s` that of the
-    whole real run."""
+    """Result of running a plan twice. `minute_s` is the real duration of a simulated minute, `wall_s` that of the whole
+    real run."""
 
     plan: SimulationPlan
     minute_s: float
@@ -80,8 +81,8 @@ class Replayed:
 
 
 def replay(plan: SimulationPlan, folder: Path, *, minute_s: float, quiet: bool = False) -> Replayed:
-    """Run the plan in real time, a simulated minute in `minute_s`, and in virtual time. Raises ConfigError and the
-    errors that end a run."""
+    """Run the plan in real time, where a simulated minute takes `minute_s`, and in virtual time. Raises ConfigError and
+    the errors that end a run."""
     real_plan = scaled(plan, minute_s / MINUTE_S)
     directory = RunDirectory(path=folder / "replay")
     config = prepare_plan(real_plan, directory)
@@ -91,7 +92,7 @@ def replay(plan: SimulationPlan, folder: Path, *, minute_s: float, quiet: bool =
 
 
 def compare(plan: SimulationPlan, directory: RunDirectory, *, minute_s: float, wall_s: float) -> Replayed:
-    """Compare a run of the scaled plan that has ended with the same in virtual time. Raises LedgerRefused."""
+    """Compare a completed run of the scaled plan with the same plan in virtual time. Raises LedgerRefused."""
     virtual, _ = run_plan(scaled(plan, minute_s / MINUTE_S))
     real = read_statistics(directory.path, warmup_steps=plan.warmup_steps)
     return Replayed(plan=plan, minute_s=minute_s, real=real, virtual=virtual, wall_s=wall_s)

@@ -1,14 +1,14 @@
 """The soak test `scripts/soak --kills N`: real runs over Ray with simulated backends, whose processes are killed.
 
 Invariants are checked after each SIGKILL. Every tenth kill is followed by another fault: engines that are unavailable
-for minutes, a process that is stopped for minutes, a file that is lost, damaged or foreign.
+for minutes, a process that is stopped for minutes, or a file that is lost, damaged or foreign.
 
 Invariants:
-- A process is killed by its id, and only if the driver that was started here is its ancestor.
+- A process is killed by its id, and only if it is a descendant of the driver that was started here.
 - The same seed chooses the same victims, pauses and faults; their effects depend on timing.
-- The checks read files and the system: the ledger during the run, processes that a dead driver leaves, the memory of
-  living processes. A run that does not end with all its steps is a problem; one that ends with a transient error is
-  resumed, as with `--restarts`.
+- The checks read files and the system: the ledger during the run, processes that a dead driver leaves behind, and the
+  memory of live processes. A run that does not end with all its steps is a problem; one that ends with a transient
+  error is resumed, as with `--restarts`.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 DRIVER: Final = "driver"
 DRIVER_SHARE: Final = 0.06
-"""Share of the driver in all kills."""
+"""Share of kills that hit the driver."""
 AT_ONCE_SHARE: Final = 0.4
 """Share of kills that do not wait for the next step."""
 WARM_S: Final = 10.0
 """Time after which a process has loaded everything it needs."""
 GROWTH_BYTES: Final = 64 << 20
-"""More growth than this in a run of minutes is a leak."""
+"""Memory growth above which a run of minutes counts as leaking."""
 MOST_RESTARTS: Final = 10
-"""Limit of restarts of one run, after transient failures."""
+"""Maximum number of restarts of one run after transient failures."""
 FAULT_EVERY: Final = 10
-"""Number of kills between two other faults."""
+"""Number of kills between two faults of other kinds."""
 OUTAGE_S: Final = (60.0, 150.0)
 MAX_STALENESS: Final = 2
 RECIPE: Final = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "simulated.toml"
@@ -93,7 +93,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakPlan:
-    """Plan of a soak: `kills` in as many runs as needed, each of `steps` steps; one of `faults` after every
+    """Plan of a soak: `kills` spread over as many runs of `steps` steps as needed, with one of `faults` after every
     `fault_every` kills."""
 
     folder: Path
@@ -107,8 +107,8 @@ class SoakPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakReport:
     """Result of a soak; `problems` is empty when all checks passed. `restarts` followed transient failures.
-    `growth_mib` is the largest growth of a process of this name after its first seconds, `watched_s` the longest time
-    that one of them was watched."""
+    `growth_mib` is, by process name, the largest memory growth of one process after its first seconds; `watched_s` is
+    the longest time for which such a process was watched."""
 
     seed: int
     kills: dict[str, int]
@@ -129,7 +129,7 @@ class SoakReport:
 
 @dataclass(slots=True)
 class Memory:
-    """Growth of the resident memory of processes by name, since they were warm."""
+    """Growth of the resident memory of processes since they warmed up, by name."""
 
     first: dict[psutil.Process, tuple[str, float, int]] = field(default_factory=dict)
     growth_bytes: dict[str, int] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class Soak:
         self._ended: Counter[str] = Counter()
 
     def run(self) -> SoakReport:
-        """Start runs until all kills are done and the last run has ended, or a problem was found."""
+        """Start runs until all kills are done and the last run has ended, or a problem has been found."""
         began_s = time.monotonic()
         while self._kills.total() < self._plan.kills and not self._problems:
             self._runs += 1
@@ -325,7 +325,7 @@ class Soak:
         self._say(f"{line} step {report.steps:3}, undone {report.steps_rolled_back:3}, {clean}")
 
     def _check_end(self, directory: RunDirectory, code: int | None) -> None:
-        """Check that the run ended by itself, with all its steps."""
+        """Check that the run ended on its own, with all its steps."""
         name = directory.path.name
         if code != 0:
             self._problem(f"{name} ended with {code}: {log_of(directory).read_text(errors='replace').strip()[-2000:]}")

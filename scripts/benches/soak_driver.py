@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from headrace.actors.record.run_directory import RunDirectory
 
 ANSWER_S: Final = 300.0
-"""Time without an answer or a step after which the run counts as stuck."""
+"""Time without an answer or a step after which the run is considered stuck."""
 END_S: Final = 300.0
 GONE_S: Final = 60.0
-"""Time by which the children of a dead driver must have ended."""
+"""Time within which the children of a dead driver must end."""
 RAY_AGENTS: Final = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")
 """Ray processes that try for a minute to reach a dead head before they end."""
 
@@ -40,7 +40,7 @@ class Driver:
         self._answers = os.fdopen(read, "rb")
 
     def ask(self, question: str) -> Any:
-        """Return the answer; None when the run ends without one. Raises TimeoutError."""
+        """Return the answer, or None if the run ends without one. Raises TimeoutError."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(question.encode() + b"\n")

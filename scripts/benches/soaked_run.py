@@ -3,10 +3,10 @@
 `python -m benches.soaked_run RUN DESCRIPTOR` starts or resumes a run and answers each line on standard input with a
 JSON line on the open file DESCRIPTOR (Ray prints on standard output). `processes` returns the process ids of service
 and actors by name; `reached N` whether the run has made, or will make, step N; `engines down` and `engines up` return
-true once no turn can begin, or turns can begin again.
+true once no turn can begin, or once turns can begin again.
 
 Invariants:
-- The driver does nothing to the run but drive it and answer; the asking process may kill the named processes.
+- The driver only drives the run and answers questions; the asking process may kill the named processes.
 - Its exit code is that of `headrace resume`.
 """
 
@@ -50,7 +50,7 @@ async def answer(service: Service, answers: BinaryIO) -> None:
 
 
 async def processes(service: Service) -> dict[str, int]:
-    """Return the process ids of all living actors and the service, by name."""
+    """Return the process ids of all live actors and the service, by name."""
     runtime = RayRuntime()
     found = await until_back(service.process_ids)
     with suppress(ActorLost):

@@ -1,7 +1,7 @@
 """The cheats bench, which grades cheating and honest patches in real sandboxes and measures the cost of twins.
 
-Invariant: a pair is a cheat and an honest patch for the same repository; both go the way of a rollout's patch, from the
-diff on.
+Invariant: a pair is a cheat and an honest patch for the same repository; both take the path of a rollout's patch, from
+the diff on.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Graded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Cheat against a repository, with its honest twin."""
+    """Cheat for one repository, with its honest twin."""
 
     repository: str
     cheat: str
@@ -149,7 +149,7 @@ class CheatBench:
 
 
 def all_pairs() -> list[tuple[CheatRepository, Cheat]]:
-    """Return every cheat against every repository, and the further cheats against a few."""
+    """Return every cheat for every repository, and the additional cheats for a few."""
     every = [(repository, cheat) for repository in REPOSITORIES for cheat in CHEATS]
     few = [repository for repository in REPOSITORIES if repository.name in MORE_AGAINST]
     return every + [(repository, cheat) for repository in few for cheat in MORE_CHEATS]
@@ -158,8 +158,8 @@ def all_pairs() -> list[tuple[CheatRepository, Cheat]]:
 async def measure(chosen: Sequence[tuple[CheatRepository, Cheat]], progress: Callable[[str], None]) -> dict[str, Any]:
     """Return the figures of `scripts/bench cheats`; `progress` gets a line for each pair.
 
-    A report that canaries refuse counts as stopped: it earns nothing, and `evaluation` blames the patch for it. Raises
-    SandboxError."""
+    A report that the canaries reject counts as stopped: it earns nothing, and `evaluation` blames the patch for it.
+    Raises SandboxError."""
     async with LocalProvider() as provider:
         bench = CheatBench(provider)
 

@@ -1,7 +1,8 @@
-"""The cheating patches of `scripts/bench cheats`, each with an honest twin that does the same without its effect.
+"""The cheating patches of `scripts/bench cheats`, each with an honest twin that does the same without the cheat's
+effect.
 
-Invariant: a patch consists of the code of `mean` for an empty list and code that runs at the import of its module; the
-honest one fixes `mean`. All are text: nothing here runs outside a sandbox.
+Invariant: a patch consists of the code of `mean` for an empty list and code that runs when its module is imported; the
+honest one fixes `mean`. All patches are text: none of their code runs outside a sandbox.
 """
 
 from __future__ import annotations
@@ -153,12 +154,12 @@ MORE_CHEATS: Final = (
     ),
     Cheat(name="leaves", prefix="import os; os._exit(0)", honest_prefix="import os; os._exit"),
 )
-"""Cheats against single repositories only."""
+"""Cheats that apply to single repositories only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenCheat:
-    """Cheat that is rewarded, with the reason why it is not stopped."""
+    """Cheat that is still rewarded, with the reason why it is not stopped."""
 
     name: str
     why: str

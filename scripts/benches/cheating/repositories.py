@@ -1,7 +1,7 @@
 """The git repositories of `scripts/bench cheats`: one function to fix, and tests of every kind that pytest runs.
 
-Invariant: `mean` of an empty list raises in every repository and must be 0.0; a patch changes the module of `mean` and
-nothing else, so that each cheat can be laid over each repository.
+Invariant: `mean` of an empty list raises in every repository and must be 0.0; a patch changes only the module that
+defines `mean`, so that each cheat can be applied to each repository.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class CheatRepository:
     head: str = ""
     """Beginning of the original module."""
     fails: str = FAILS
-    """Code of the original module for an empty list."""
+    """Code with which the original module handles an empty list."""
 
     def source(self, branch: str | None = None, prefix: str | None = None) -> str:
-        """Return the module with `branch` as the code of `mean` for an empty list, and `prefix` run at its import."""
+        """Return the module with `branch` as the code of `mean` for an empty list, and `prefix` as code that runs on
+        import."""
         head = self.head if prefix is None else prefix
         return (
             f"{head}\n\n{self.define} mean(numbers):\n    if not numbers:\n        {branch or self.fails}\n"

@@ -1,7 +1,7 @@
 """The scripted engine of the gateway bench: SGLang's /generate and Anthropic's API with prepared answers.
 
 Invariants:
-- Every answer takes `delay_s`, and next to no processor time.
+- Every answer takes `delay_s`, and uses almost no processor time.
 - `/v1/messages` is the direct connection: the agent's request is read and answered without a gateway in between.
 """
 
@@ -27,8 +27,8 @@ _VERSION = "1.0"
 
 
 class ScriptedEngine:
-    """HTTP server of prepared answers, an async context manager that sets `url`. `delay_s` may be changed at any
-    time."""
+    """HTTP server that returns prepared answers; an async context manager that sets `url`. `delay_s` may be changed at
+    any time."""
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.delay_s = 0.0

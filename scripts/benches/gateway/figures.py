@@ -1,9 +1,9 @@
 """The figures of the gateway bench, each with its counterpart without the gateway or without bridges.
 
 Invariants:
-- Both use this gateway's own renderer. The full re-render reuses nothing from one turn to the next: no ids of texts, no
-  JSON of tools.
-- Both are processor time of this process, all threads.
+- Both use this gateway's own renderer. The full re-render reuses nothing from one turn to the next: neither token ids
+  of texts nor the tools' JSON.
+- Both are processor times of this process, including all threads.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ REPEATS: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """Costs of rendering. `ratio`: bridges over full re-renders, for the long conversation, which ends with `tokens`.
-    `full_ms_per_turn`: a full re-render, on average over the turns of an agent-sized conversation."""
+    """Costs of rendering. `ratio`: cost of bridges relative to full re-renders, for the long conversation, which ends
+    with `tokens`. `full_ms_per_turn`: a full re-render, on average over the turns of an agent-sized conversation."""
 
     ratio: float
     tokens: int
@@ -118,20 +118,20 @@ class GatewayFigures:
 
     Agent-sized turns (18 tools, system prompt of 30 KB, 4 KB of tool output, 20 turns, `tokens_per_session` at the end;
     Anthropic's API, streaming, every answer with a call, session log on): `cpu_ms_per_turn` is the median of
-    `cpu_ms_by_batch`; `direct_cpu_ms_per_turn` is the time of agent and engine alone, and `full_rerender_ms_per_turn`
-    that of our renderer without caches and bridges. `cpu_ms_per_session`: to finish a session.
-    `memory_mb_per_trajectory`: growth of the resident memory by an unfinished session.
+    `cpu_ms_by_batch`; `direct_cpu_ms_per_turn` is the time of the agent and the engine alone, and
+    `full_rerender_ms_per_turn` that of our renderer without caches and bridges. `cpu_ms_per_session` is the time to
+    finish a session, and `memory_mb_per_trajectory` the resident memory that each unfinished session adds.
 
-    `rerender_ratio`: rendering and tokenizing of 90 turns up to `rerender_tokens` by bridges, over the same with a full
-    re-render of every turn.
+    `rerender_ratio`: time to render and tokenize 90 turns, up to `rerender_tokens`, with bridges, relative to the time
+    with a full re-render of every turn.
 
     `added_p50_ms`, `added_p99_ms`: 64 agents with prompts of at most 4 KB, 200 ms in the engine, 300 ms between turns;
-    the percentile through the gateway less that of the direct connection (`direct_p50_ms`, `direct_p99_ms`).
+    the percentile through the gateway minus that of the direct connection (`direct_p50_ms`, `direct_p99_ms`).
 
     `loop_block_max_ms`: the longest callback of the event loop (`loop`), in processor time of its thread, while 2,000
-    agents take their first turn at once; `collection_max_ms`: the longest garbage collection meanwhile, in any thread,
-    by the wall clock; `burst_s`: until all have their answer. `memory_mb_2000_sessions`: resident memory when all have
-    grown to `tokens_2000_sessions` each."""
+    agents take their first turn at once; `collection_max_ms`: the longest garbage collection in the meantime, in any
+    thread, in wall time; `burst_s`: the time until all have their answers. `memory_mb_2000_sessions`: resident memory
+    when all have grown to `tokens_2000_sessions` each."""
 
     cpu_ms_per_turn: float
     cpu_ms_by_batch: tuple[float, ...]

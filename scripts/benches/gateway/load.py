@@ -2,10 +2,10 @@
 
 Invariants:
 - Agents and engine share this process; the gateway has its own, and only its processor time counts.
-- Sessions are opened before the measurement and finished after it: each must have trained all its sampled tokens, in
+- Sessions are opened before the measurement and finished after it: all tokens sampled in a session must be trained, in
   one row.
 - The session log is on.
-- It echoes answers as Claude Code does: arguments parsed and written again, id and signature unchanged.
+- Agents echo answers as Claude Code does: arguments are parsed and re-serialized, id and signature are unchanged.
 - An answer that is not a complete turn with a call ends the measurement.
 """
 
@@ -107,7 +107,7 @@ class MeasuredAgent:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCost:
     """Cost of an agent-sized turn: `cpu_ms` by batch; `direct_cpu_ms` is the time of agent and engine without a
-    gateway. `session_cpu_ms`: to open and finish a session."""
+    gateway. `session_cpu_ms` is the time to open and finish a session."""
 
     cpu_ms: tuple[float, ...]
     direct_cpu_ms: float
@@ -193,7 +193,7 @@ class Bench:
         return _latencies(direct), _latencies(through)
 
     async def burst(self) -> Burst:
-        """Start 2,000 agents at once, then grow them all to 36,000 tokens."""
+        """Start 2,000 agents at once, then grow all their sessions to 36,000 tokens."""
         self._engine.delay_s = ENGINE_S
         async with self._gateway(watch=True) as (gateway, client, http):
             agents, _ = await self._open(http, client, MANY, request_head())

@@ -1,7 +1,8 @@
 """The model directory of the gateway bench, without weights: a realistic tokenizer and a chat template like Qwen3's.
 
 Invariants:
-- Everything is generated from text in every Python installation: nothing is downloaded, and two runs get equal files.
+- Everything is generated from text that comes with every Python installation: nothing is downloaded, and two runs get
+  equal files.
 - A token of prose or code has between 3 and 4 characters, as with a real vocabulary.
 """
 

@@ -1,7 +1,7 @@
 """The gateway process of the gateway bench, which reports its processor time, memory and longest callback.
 
 Invariants:
-- Nothing runs in that process but the gateway and, on request, a probe.
+- Only the gateway and, on request, a probe run in that process.
 - It uses uvloop, as the gateway does; with `watch`, asyncio's own loop, because uvloop's callbacks cannot be timed.
 - A callback's time is the processor time of the loop's thread from its start to its end, including garbage collection
   and system calls, excluding other threads and processes.
@@ -38,9 +38,9 @@ _PROBE_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Measurement of the process. `cpu_s`: of all threads since the start. `memory_mb`: resident, after a full garbage
-    collection. The others cover the time since the last probe: the longest callback of the loop (thread time) and the
-    longest garbage collection of any thread (wall time)."""
+    """Measurement of the process. `cpu_s` is the processor time of all threads since the start; `memory_mb` is the
+    resident memory after a full garbage collection. The others cover the time since the last probe: the longest
+    callback of the loop (thread time) and the longest garbage collection of any thread (wall time)."""
 
     cpu_s: float
     memory_mb: float

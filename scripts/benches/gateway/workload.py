@@ -3,7 +3,7 @@
 Invariants:
 - An agent-sized turn has 18 tools, a system prompt of 30 KB and 4,000 characters of tool output; after 20 of them a
   conversation has about 36,000 tokens.
-- Conversations share only tools and system prompt, so that cached texts of one do not serve another.
+- Conversations share only the tools and the system prompt, so that texts cached for one are of no use to another.
 - A seed determines every text.
 """
 
@@ -59,7 +59,7 @@ class Answer:
 
 
 class Texts:
-    """Generator of pieces of prose and code, from a seed."""
+    """Seeded generator of pieces of prose and code."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

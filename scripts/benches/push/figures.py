@@ -1,4 +1,4 @@
-"""The parts of the push bench, whose figures `scripts/bench push` prints as one object.
+"""The parts of the push bench; `scripts/bench push` prints their figures as one object.
 
 Invariants:
 - A part is one function that takes an empty folder and returns its own keys; parts are independent of each other.
@@ -37,8 +37,8 @@ def measure(parts: Sequence[str], folder: Path) -> dict[str, Any]:
 def measure_bandwidth(folder: Path) -> dict[str, Any]:
     """Measure pushes of 1 GB and 100 MB into one engine (sender, HTTP, gloo, storage, swap: the push's phase
     `broadcast`), and plain broadcasts of the same buckets that are copied into parameters. `bandwidth_ratio` is the
-    push's bandwidth over the plain one's; the seconds of all phases are medians too, `load` with the file's SHA-256 and
-    `verify` with the engine's own checksums."""
+    push's bandwidth relative to the plain broadcast's. The seconds of all phases are medians too; `load` includes the
+    file's SHA-256, and `verify` the engine's own checksums."""
     figures: dict[str, Any] = {"rounds": ROUNDS, "bucket_bytes": PushConfig().bucket_bytes}
     for key, total_bytes in BYTES_BY_KEY.items():
         measured = asyncio.run(compare(folder / f"model{key}", total_bytes))

@@ -1,4 +1,5 @@
-"""The cost of pushes for generation: throughput of the quickstart's model with a push every 10 s over that without."""
+"""The cost of pushes for generation: throughput of the quickstart's model with a push every 10 s, relative to that
+without pushes."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ ENGINES = 2
 
 
 def measure_overlap(folder: Path) -> dict[str, Any]:
-    """Return `overlap_throughput_ratio`: throughput in a window with a push in two waves over that in the preceding
-    window without, the median of the rounds; and the same with one wave, and with drained turns. The learner computes
-    nothing meanwhile."""
+    """Return `overlap_throughput_ratio`: throughput in a window with a push in two waves, relative to that in the
+    preceding window without a push, as the median over the rounds; and the same with one wave, and with drained turns.
+    The learner computes nothing meanwhile."""
     folder.mkdir(exist_ok=True)
     return asyncio.run(_measure(folder))
 

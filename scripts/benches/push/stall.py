@@ -13,14 +13,14 @@ from headrace.policies.push.contract import PushConfig, PushReport
 TOTAL_BYTES = 10**9
 TURNS = 64
 DECODED_AT_ONCE = 16
-"""Limit of concurrently decoded turns, since a step of this model is slow on one core."""
+"""Limit on concurrently decoded turns, because a step of this model is slow on one core."""
 TURN_TOKENS = 96
 ROUNDS = 5
 
 
 def measure_stall(folder: Path) -> dict[str, Any]:
-    """Return `stall_ratio`, the time of a closed gate over transfer plus pause (in which the engine ends its step), the
-    median over engines and rounds, in two waves; and its parts."""
+    """Return `stall_ratio`, the time that a gate is closed divided by transfer time plus pause (in which the engine
+    finishes its step), as the median over engines and rounds in two waves; and the parts of this ratio."""
     path = write_random_model(folder / "model", TOTAL_BYTES)
     reports = asyncio.run(_measure(path.parent, folder))
     parts = [part for report in reports for part in report.engines]

@@ -4,7 +4,7 @@ Invariants:
 - Turns go through `EnginePool`, and pushes close its gates: admission, waiting and continuation are real.
 - All processes end with the context.
 - The embedded engine can load the directory: fp32 weights, and the tiny policy's tokenizer.
-- The size of the weights is within one per cent of the given one, through the width of the feed-forward layers.
+- The width of the feed-forward layers is chosen so that the weights' size is within one per cent of the requested one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def write_random_model(directory: Path, total_bytes: int) -> Path:
 
 
 def config_of(total_bytes: int) -> Qwen3Config:
-    """Return the config with as many layers as fit, and the width that fills them."""
+    """Return the config with as many layers as fit, and the width that fills the remaining size."""
     layers = max(1, round(total_bytes / LAYER_BYTES))
 
     def config(wide: int) -> Qwen3Config:
@@ -98,7 +98,7 @@ class PoolGate:
         self._pool.close_gate(engine_id, lease_s)
 
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
-        """The pool repeats the aborts itself."""
+        """Open the engine's gate. Returns no aborts to repeat: the pool repeats them itself."""
         await self._pool.open_gate(engine_id, cache_namespace)
         return ()
 
@@ -125,7 +125,7 @@ class PushTestbed:
 
     @asynccontextmanager
     async def busy(self, agents: int, max_new_tokens: int) -> AsyncIterator[None]:
-        """Run agents that take one turn after another, and one that hangs for ever without a turn."""
+        """Run agents that take one turn after another, and one that hangs forever without taking a turn."""
         async with asyncio.TaskGroup() as tasks:
             running: list[asyncio.Task[object]] = [
                 tasks.create_task(self._agent(max_new_tokens)) for _ in range(agents)
@@ -138,7 +138,7 @@ class PushTestbed:
                     task.cancel()
 
     async def until_in_flight(self, turns: int) -> None:
-        """Wait until the engines together have this number of requests."""
+        """Wait until the engines have this number of requests in total."""
         while True:
             loads = [await engine.load() for engine in self.engines]
             if sum(load.running + load.waiting for load in loads) >= turns:
