@@ -89,7 +89,7 @@ class PushJournal:
         self._append({"push_id": report.push_id, "phase": "ended", "outcomes": outcomes})
 
     def broken(self) -> BrokenPush | None:
-        """Return the last push if it was interrupted."""
+        """Return the last push if it was interrupted, otherwise None."""
         lines = self._last_push()
         if not lines or lines[-1]["phase"] == "ended":
             return None
@@ -112,8 +112,8 @@ class PushJournal:
         )
 
     def newest(self) -> WeightsSnapshot | None:
-        """Return the snapshot that all engines should hold. Return None if there is none, its files are gone or the
-        record is damaged; the next push replaces the record."""
+        """Return the snapshot that all engines should hold. None if there is none, its files are gone or the record is
+        damaged; the next push replaces the record."""
         path = self._directory / "newest.json"
         if not path.exists():
             return None
