@@ -13,7 +13,7 @@ Invariants:
 - The newest snapshot is journalled before its push begins, and every phase before it is entered: a restarted group
   knows the state that its predecessor left, takes over the engines that outlived it, and brings all of them up to that
   snapshot.
-- Routing tables are published periodically: a restarted gateway has one within a supervision interval.
+- Routing tables are published periodically: a restarted gateway receives one within a supervision interval.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class PushJournal:
         self._append({"push_id": report.push_id, "phase": "ended", "outcomes": outcomes})
 
     def broken(self) -> BrokenPush | None:
-        """Return the last push if it was interrupted."""
+        """Return the last push if it was interrupted, otherwise None."""
         lines = self._last_push()
         if not lines or lines[-1]["phase"] == "ended":
             return None

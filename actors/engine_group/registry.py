@@ -190,7 +190,7 @@ class EngineRegistry:
         return entry
 
     def stands(self, engine_id: EngineId, *states: EngineState) -> bool:
-        """Return True if there is an engine of that name in one of these states. Callers that have awaited something
+        """Return True if there is an engine with that name in one of these states. Callers that have awaited something
         check this before they change the state."""
         entry = self._entries.get(engine_id)
         return entry is not None and entry.state in states

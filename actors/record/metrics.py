@@ -109,9 +109,9 @@ class PushMetric(Metric):
     tokens_recomputed: int
     """Number of tokens recomputed after the pauses."""
     gate_s: Sequence[float]
-    """Seconds for which new requests were held back, by engine."""
+    """Seconds during which new requests were held back, by engine."""
     paused_s: Sequence[float]
-    """Seconds for which generation was paused, by engine."""
+    """Seconds during which generation was paused, by engine."""
     gb_per_s: Sequence[float | None]
     """Transfer rate by engine in GB/s; null for an engine that received nothing."""
     stall_share: float | None
@@ -216,7 +216,7 @@ class StationsMetric(Metric):
     """Load of each station by name: `queue`, `boot`, `sandbox`, `engine`, `simulator`, `evaluator`, `learner`."""
     pacing: Mapping[str, int | str] = field(default_factory=dict, metadata=INLINE)
     """Keys present only with `dispatcher.pacing.enabled`: `rollout_limit` (current limit on rollouts in flight) and
-    `slowed_by` (reason of the last decrease, empty without one)."""
+    `slowed_by` (reason for the last decrease; empty if there was none)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

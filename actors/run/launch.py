@@ -153,8 +153,8 @@ def refuse_absent_sglang(engines: EnginesConfig) -> None:
 
 
 def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-    """Read or generate the training and held-out tasks. Raises TaskFileError, ConfigError (also when they overlap) and
-    the errors raised for the hosts in `sandbox.remote.urls`."""
+    """Read or generate the training and held-out tasks. Raises TaskFileError, ConfigError (including when they overlap)
+    and the errors raised for the hosts in `sandbox.remote.urls`."""
     section, seed = config.tasks, config.service.seed
     if section.train is not None and section.heldout is not None:
         train, heldout = load_tasks(section.train), load_tasks(section.heldout)

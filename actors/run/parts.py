@@ -110,7 +110,7 @@ class ServiceParts(ResourceOwner):
 
     @asynccontextmanager
     async def _starting(self) -> AsyncIterator[None]:
-        """Stop the actors that the block started when it fails, and raise the first cause. Actors that were already
+        """If the block fails, stop the actors that it started, and raise the first cause. Actors that were already
         running stay alive: they belong to the run, and the next service finds them."""
         try:
             yield
@@ -123,8 +123,8 @@ class ServiceParts(ResourceOwner):
 
     @asynccontextmanager
     async def _guarded(self, supervision: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[asyncio.TaskGroup]:
-        """Guard every actor and run `supervision` during the block. Raises DiskFull when the disk is full, whatever
-        failed because of it, otherwise the first cause."""
+        """Guard every actor and run `supervision` during the block. Raises DiskFull if the disk is full, whatever
+        failed because of that, and otherwise the first cause."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 beside = [tasks.create_task(supervision)]

@@ -56,7 +56,7 @@ class ResumePreparation:
         self._config, self._directory, self._say = config, directory, say
         self._from_start, self._retry_batch = from_start, retry_batch
         self.report: dict[str, Any] | None = None
-        """The report as JSON, None before `prepare`."""
+        """The report as JSON; None before `prepare` has run."""
 
     def prepare(self) -> None:
         """Compute, print and save the report. Raises LedgerRefused, LedgerMismatch, BatchUntrainable, OSError."""

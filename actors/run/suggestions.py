@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def suggestion(model: type[BaseModel], path: Sequence[str]) -> str | None:
-    """Return the dotted key of `model` that is nearest to the unknown one, None when no key is similar. Similar keys of
-    the same table come first, then keys of the same name, then similar keys of other tables."""
+    """Return the dotted key of `model` that is nearest to the unknown one, or None if no key is similar. Similar keys
+    of the same table come first, then keys of the same name, then similar keys of other tables."""
     *table, name = path
     keys = list(_keys(model))
     beside = [key for key in keys if key[:-1] == tuple(table)]

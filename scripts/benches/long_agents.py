@@ -1,8 +1,8 @@
 """The bench of half-hour agents in scaled time with the real service, gateway and engines: `scripts/bench longagents`.
 
 Invariants:
-- The clocks are those of `scripts/recipes/claude_code.toml`: those of the workload are divided by 60, those of the
-  machine (health, lease, hang) by 10, with a minimum of 2 s; starts, boots and transfers are not scaled.
+- The clocks are those of `scripts/recipes/claude_code.toml`: the workload's clocks are divided by 60, the machine's
+  (health, lease, hang) by 10, with a minimum of 2 s; starts, boots and transfers are not scaled.
 - Agent and learner wait instead of working; every turn goes through the real gateway to an embedded engine, and every
   step pushes weights into it.
 - The figures are read from ledger and metrics after the run.

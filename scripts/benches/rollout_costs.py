@@ -5,7 +5,7 @@ Invariants:
   launcher; their split by purpose follows the launcher's own account of the commands that it ran.
 - The parts add up to the tree's total; the machine's own count (`/proc/stat`) is reported too, and is larger if
   anything else runs.
-- The cost of the start is reported separately.
+- The startup cost is reported separately.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class _Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayFigures:
-    """Output of `scripts/bench gateway`. Processor times are of the gateway's own process, all threads.
+    """Output of `scripts/bench gateway`. Processor times are those of the gateway's own process, including all threads.
 
     Agent-sized turns (18 tools, system prompt of 30 KB, 4 KB of tool output, 20 turns, `tokens_per_session` at the end;
     Anthropic's API, streaming, every answer with a call, session log on): `cpu_ms_per_turn` is the median of

@@ -2,7 +2,8 @@
 
 Invariants:
 - Only the gateway and, on request, a probe run in that process.
-- It uses uvloop, as the gateway does; with `watch`, asyncio's own loop, because uvloop's callbacks cannot be timed.
+- It uses uvloop, as the gateway does; with `watch`, it uses asyncio's own loop, because uvloop's callbacks cannot be
+  timed.
 - A callback's time is the processor time of the loop's thread from its start to its end, including garbage collection
   and system calls, excluding other threads and processes.
 """
