@@ -1,7 +1,7 @@
 """Errors of the buffer. All are picklable (plain message) and name the setting or the fix.
 
 ReplayError
-├── StaleEpoch            a call of an older learner incarnation
+├── StaleEpoch            a call from an older learner incarnation
 ├── LeaseError            a batch that is not leased to the caller, or committed out of order
 ├── BatchUntrainable      a batch ended the learner as often as it may be tried
 ├── VersionMismatch       a version that is not the one that the ledger expects next
@@ -28,7 +28,7 @@ class ReplayError(Exception):
 
 
 class StaleEpoch(ReplayError):
-    """A newer learner incarnation is open; the caller must end."""
+    """A newer learner incarnation is open; the caller must stop."""
 
 
 class LeaseError(ReplayError):
@@ -64,7 +64,7 @@ class LedgerInUse(LedgerError):
 
 
 class LedgerBroken(LedgerError):
-    """A write failed: the files on disk are consistent, but this store must not answer any more."""
+    """A write failed: the files on disk are consistent, but this store must not answer any more calls."""
 
 
 class LedgerMismatch(LedgerError):
@@ -72,7 +72,7 @@ class LedgerMismatch(LedgerError):
 
 
 class CheckpointMissing(LedgerMismatch):
-    """The ledger recorded a checkpoint, and a learner would begin without one; nothing was changed."""
+    """The ledger recorded a checkpoint, but a learner would begin without one; nothing was changed."""
 
 
 class LedgerBehind(LedgerMismatch):
@@ -80,7 +80,7 @@ class LedgerBehind(LedgerMismatch):
 
 
 class ExportRefused(ReplayError):
-    """The export cannot be written; nothing is left of it."""
+    """The export cannot be written; partial output has been removed."""
 
 
 class CodecError(ReplayError):

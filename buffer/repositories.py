@@ -16,8 +16,10 @@ _STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestIds:
-    """FAIL_TO_PASS and PASS_TO_PASS rows: pytest runs the files of these ids after `test_patch` is applied. Reward 1
-    when every id passed; a missing one did not. An id is cut at its first blank, as SWE-bench writes them."""
+    """FAIL_TO_PASS and PASS_TO_PASS rows: pytest runs the files of these ids after `test_patch` is applied. The reward
+    is 1 when every id passed; a missing id counts as not passed. An id is cut at its first blank, as SWE-bench writes
+    them.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     __test__: ClassVar[bool] = False
@@ -31,7 +33,9 @@ class TestIds:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """`remote_env_info.f2p_script`: Python source that ends in `sys.exit(pytest.main(...))`, run as a file outside the
-    repository. Reward 1 when a test passed, none failed, and none was skipped that runs on the untouched repository."""
+    repository. The reward is 1 when at least one test passed, none failed, and no test that runs on the untouched
+    repository was skipped.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -41,7 +45,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """`eval_cmd`: a shell command that runs pytest. Scored as a script is; its exit code is ignored."""
+    """`eval_cmd`: a shell command that runs pytest. It is scored like a script; its exit code is ignored."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -78,7 +82,7 @@ class RepositorySpec:
     workdir: str
     grader: Grader
     base_commit: str = ""
-    """Commit that is checked out first, where the image's HEAD is another one."""
+    """Commit that is checked out first, if it differs from the image's HEAD."""
     prepare: tuple[str, ...] = ()
     """Shell commands run as root in `workdir` before the agent starts, and again in every clean sandbox."""
     python: str = "/usr/bin/python3"
@@ -94,14 +98,15 @@ class RepositorySpec:
 
 
 def required_ids(grader: TestIds | Script | Command | Swepro) -> tuple[str, ...]:
-    """Return the test ids that must pass, without duplicates; empty where the grader names none."""
+    """Return the test ids that must pass, without duplicates; empty if the grader names none."""
     if isinstance(grader, TestIds | Swepro):
         return tuple(dict.fromkeys((*grader.fail_to_pass, *grader.pass_to_pass)))
     return ()
 
 
 def why_unusable(spec: RepositorySpec) -> str | None:
-    """Return key and reason of the first invalid value that the types allow; None when there is none."""
+    """Return the key and reason for the first value that is invalid although its type is right; None if there is none.
+    """
     grader = spec.grader
     if not is_plain_path(spec.workdir):
         return f"workdir: {spec.workdir!r} must be an absolute path without '.' or '..'"
@@ -123,6 +128,6 @@ def why_unusable(spec: RepositorySpec) -> str | None:
 
 
 def is_plain_path(path: str) -> bool:
-    """Return whether a path is absolute, without empty parts, `.` and `..`."""
+    """Return whether a path is absolute and has no empty, `.` or `..` parts."""
     parts = path.split("/")
     return len(parts) > 1 and parts[0] == "" and all(parts[1:]) and not {".", ".."} & set(parts) and "\0" not in path

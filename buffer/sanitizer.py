@@ -17,7 +17,7 @@ from headrace.buffer.types import BatchId, CheckpointRef
 from headrace.buffer.versions import PolicyVersion
 
 MAX_TEXT = 65_536
-"""Largest number of characters of one text: agents write some of them, and a row must stay small."""
+"""Maximum number of characters in one string: agents write some of them, and a row must stay small."""
 MAX_WHOLE = 2**63 - 1
 
 
@@ -27,7 +27,7 @@ def clean_text(text: object) -> str:
 
 
 def plain_int(value: object, *, most: int = MAX_WHOLE) -> int:
-    """Return a whole number from 0 to `most`, also given one of numpy. Raises TypeError, ValueError."""
+    """Return an integer from 0 to `most`, converted from numpy if necessary. Raises TypeError, ValueError."""
     number = int(operator.index(cast("SupportsIndex", value)))
     if not 0 <= number <= most:
         # Python refuses to print a number of thousands of digits.
@@ -37,7 +37,7 @@ def plain_int(value: object, *, most: int = MAX_WHOLE) -> int:
 
 
 def plain_float(value: object) -> float:
-    """Return a finite float, also given one of numpy. Raises TypeError, ValueError, OverflowError."""
+    """Return a finite float, converted from numpy if necessary. Raises TypeError, ValueError, OverflowError."""
     number = float(cast("SupportsFloat", value))
     if not math.isfinite(number):
         raise ValueError(f"{number} is not a finite number")
@@ -53,8 +53,9 @@ def plain_version(version: PolicyVersion) -> PolicyVersion:
 
 
 def plain_checkpoint(ref: CheckpointRef) -> CheckpointRef:
-    """Return the reference with Python texts and numbers; the name of a folder need not be UTF-8. Raises
-    VersionMismatch."""
+    """Return the reference with plain Python strings and numbers; a folder's name need not be UTF-8. Raises
+    VersionMismatch.
+    """
     return CheckpointRef(
         path=clean_text(ref.path),
         version=plain_version(ref.version),
@@ -64,8 +65,9 @@ def plain_checkpoint(ref: CheckpointRef) -> CheckpointRef:
 
 
 def plain_metrics(metrics: object) -> tuple[dict[str, float], int]:
-    """Return the metrics that are numbers, and how many are not: a completed step must be recorded whatever its
-    metrics. NaN and infinities stay."""
+    """Return the metrics that are numbers, and the number of those that are not: a completed step must be recorded
+    whatever its metrics are. NaN and infinities stay.
+    """
     kept: dict[str, float] = {}
     items = list(metrics.items()) if isinstance(metrics, Mapping) else []
     for name, value in items:

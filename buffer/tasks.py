@@ -42,10 +42,11 @@ class EvaluatorKind(StrEnum):
     """As `patch`, but `check` only computes: it runs as another user and binds `result` to plain data, which is
     compared with `expected` outside the sandbox. The agent's code cannot gain by manipulating its process."""
     REPOSITORY = "repository"
-    """The change of a git repository is filtered, applied to a clean copy and graded by its tests (`repository`); a
-    `check` with `expected`, where given, is compared too."""
+    """The agent's changes to a git repository are filtered, applied to a clean copy and graded by its tests
+    (`repository`). If `check` and `expected` are given, its result is compared as well.
+    """
     PLUGIN = "plugin"
-    """A function of another package scores the files that the agent left (`plugin`; docs/extending.md)."""
+    """A function in another package scores the files that the agent left (`plugin`; docs/extending.md)."""
     NONE = "none"
     """Reward 1 for every finished rollout, no sandbox: for measuring the orchestration only."""
     SIMULATED = "simulated"
@@ -73,8 +74,9 @@ class EvaluatorSpec:
     repository: RepositorySpec | None = None
     python: str = PYTHON
     plugin: str = ""
-    """Function of the kind plugin: `package.module:function`, or the name of an entry point. The function defines the
-    meaning of `check` and `expected`."""
+    """Function for the kind `plugin`: `package.module:function`, or the name of an entry point. The function defines
+    the meaning of `check` and `expected`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,7 @@ class SimulatedVerdict:
         return verdict
 
     def expected(self) -> str:
-        """Return the text that `parse` reads."""
+        """Return the string that `parse` reads."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -145,7 +147,7 @@ def write_tasks(path: Path, tasks: Iterable[Task]) -> None:
 
 
 def task_digest(task: Task) -> str:
-    """Return the SHA-256 over every field of a task, hexadecimal; equal exactly when the tasks are."""
+    """Return the SHA-256 of all fields of a task, in hexadecimal; two digests are equal exactly when the tasks are."""
     return hashlib.sha256(_canonical(task).encode()).hexdigest()
 
 
@@ -238,7 +240,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _check_values(task: Task, *, where: str) -> None:
-    """Check what the types do not express. Raises TaskFileError."""
+    """Check what the types cannot express. Raises TaskFileError."""
     evaluator = task.evaluator
     for key, text in (("id", task.id), ("instruction", task.instruction), ("image", task.image)):
         if not text:
@@ -279,7 +281,7 @@ def _data_path_above(path: str, evaluator: EvaluatorSpec) -> str | None:
 
 
 def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
-    """Check that what this kind of evaluator needs is given, and nothing that only another kind uses."""
+    """Check that everything this kind of evaluator needs is given, and nothing that only another kind uses."""
     is_repository = evaluator.kind is EvaluatorKind.REPOSITORY
     if is_repository != (evaluator.repository is not None):
         raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")

@@ -27,11 +27,12 @@ RolloutId = NewType("RolloutId", str)
 BatchId = NewType("BatchId", str)
 
 MAX_REWARD = 1e6
-"""Bound of a reward's absolute value. The ledger adds up squares of rewards, which must stay exact enough to be
-recomputed; a reward beyond this is a defect of the evaluator, for example an overflow."""
+"""Bound on a reward's absolute value. The ledger sums squares of rewards, which must stay exact enough to be
+recomputed. A larger reward is a bug in the evaluator, for example an overflow.
+"""
 
 SOLVED_REWARD = 1.0
-"""Least reward of a solved task, where only a reward is known."""
+"""Smallest reward of a solved task, used when only a reward is known."""
 
 
 def check_reward(value: object) -> float:
@@ -57,15 +58,15 @@ class Cause(StrEnum):
     FAILED = "failed"
     """The evaluator decided that the task is not solved. The reward may be any number."""
     BUDGET = "budget"
-    """The agent used up turns, tokens or time; the evaluator still ran."""
+    """The agent used up its turns, tokens or time; the evaluator still ran."""
     INVALID = "invalid"
-    """The model's output was unusable (format, patch does not apply): reward 0."""
+    """The model's output was unusable (wrong format, or a patch that does not apply): reward 0."""
     INFRA = "infra"
-    """Sandbox, engine, gateway or network failed: no reward, a new attempt."""
+    """The sandbox, engine, gateway or network failed: no reward, and a new attempt."""
     EVALUATOR = "evaluator"
     """The evaluator itself failed: no reward, another evaluation, then a new attempt."""
     POISON = "poison"
-    """`max_attempts` attempts failed for infrastructure: parked and reported."""
+    """`max_attempts` attempts failed because of infrastructure: parked and reported."""
     CANCELLED = "cancelled"
     """Cancelled by policy (staleness, shutdown)."""
 
@@ -110,7 +111,7 @@ class VersionSpan:
 
     @classmethod
     def from_json(cls, start: int, end: int, version: str, stale_kv: bool = False) -> VersionSpan:
-        """Return the span of a JSON form; session logs of the first versions lack `stale_kv`."""
+        """Return the span from its JSON form; session logs of the first versions lack `stale_kv`."""
         return cls(start=start, end=end, version=PolicyVersion.parse(version), stale_kv=stale_kv)
 
     def to_plain(self) -> tuple[int, int, int, int, bool]:
@@ -164,7 +165,7 @@ class Purpose(StrEnum):
     TRAIN = "train"
     """Training: it enters groups and batches."""
     EVALUATION = "evaluation"
-    """Evaluation of a held-out task: never in a batch or the inventory."""
+    """Evaluation on a held-out task: never in a batch or the inventory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +180,7 @@ class RolloutOrder:
     purpose: Purpose = Purpose.TRAIN
     traceparent: str = ""
     avoid: tuple[str, ...] = ()
-    """Hosts to avoid for its sandbox, as long as there are others."""
+    """Hosts that its sandbox should avoid as long as there are others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -205,11 +206,11 @@ class ReceiptStatus(StrEnum):
     ACCEPTED = "accepted"
     """Accepted and durable."""
     DUPLICATE = "duplicate"
-    """The result of this attempt is known already; counted."""
+    """The result of this attempt is already known; counted."""
     LATE = "late"
     """A newer attempt exists, or the rollout is closed; refused and counted."""
     UNKNOWN = "unknown"
-    """No such rollout; refused and counted."""
+    """The rollout does not exist; refused and counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,11 +48,11 @@ class VersionTree:
         self.forks[epoch] = parent
 
     def following(self, epoch: int, fork: PolicyVersion | None) -> VersionTree:
-        """Return the same tree with another fork of one epoch."""
+        """Return the same tree with a different fork for one epoch."""
         return VersionTree(self.forks | {epoch: fork})
 
     def repeats(self, version: PolicyVersion) -> bool:
-        """Return whether all steps of its epoch up to this version repeat those of an earlier epoch."""
+        """Return whether all steps of the version's epoch up to this version repeat those of an earlier epoch."""
         fork = self.forks[version.epoch]
         return fork is not None and version.step <= fork.step
 
@@ -69,11 +69,11 @@ class VersionTree:
         return distance + abs(left.step - right.step)
 
     def leads_to(self, earlier: PolicyVersion, later: PolicyVersion) -> bool:
-        """Return whether the weights of `later` came from those of `earlier`, or are the same."""
+        """Return whether the weights of `later` were trained from those of `earlier`, or are the same."""
         return self.staleness(later, earlier) == later.step - earlier.step
 
     def _climb(self, version: PolicyVersion) -> tuple[PolicyVersion, int]:
-        """Return the place on the line of an earlier epoch, and the number of updates to there."""
+        """Return the position on an earlier epoch's line, and the number of updates back to it."""
         fork = self.forks[version.epoch]
         if fork is None:
             raise ValueError(f"version {version} shares no ancestor with the other")

@@ -1,6 +1,6 @@
 """The current condition of a run, from its ledger: parked tasks and outages.
 
-Invariant: it reads two small tables, whatever the size of the ledger, and changes nothing.
+Invariant: reading it takes two small tables, whatever the size of the ledger, and changes nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from headrace.buffer.ledger.schema import SCHEMA_VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParkedTask:
-    """A task that is not issued any more. `parked_at_s` is Unix time, None in ledgers of older versions; `hosts` are
-    those it failed on since it last finished."""
+    """A task that is no longer issued. `parked_at_s` is Unix time, or None in ledgers written by older versions;
+    `hosts` are those it has failed on since it last finished.
+    """
 
     task_id: str
     parked_at_s: float | None
@@ -28,7 +29,7 @@ class ParkedTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOutage:
-    """An outage that has not ended: orders are held. `since_s` is Unix time."""
+    """An outage that has not ended, so orders are being held back. `since_s` is Unix time."""
 
     component: str
     reason: str
@@ -44,7 +45,9 @@ class Condition:
 
 
 def read_condition(run_dir: Path) -> Condition:
-    """Read the condition of a run, which may be running; empty before anything was recorded. Raises LedgerRefused."""
+    """Read the condition of a run, which may still be running. It is empty before anything has been recorded. Raises
+    LedgerRefused.
+    """
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
         return Condition()

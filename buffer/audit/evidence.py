@@ -4,8 +4,8 @@ Invariants:
 - A ledger of an older schema is migrated in a copy; the file does not change.
 - Databases are opened read-only, so a killed process's write-ahead log is read, and neither it nor the database is
   changed. (SQLite may create an index of the log, `*-shm`, beside it.)
-- Records of closed groups and undone steps are included; nothing comes from the memory of a running buffer.
-- The ledger is read before its archive: rows that move meanwhile are in both, and the ledger's ones count.
+- Records of closed groups and undone steps are included; nothing is taken from a running buffer's memory.
+- The ledger is read before its archive: rows that are moved in between appear in both, and the ledger's copies count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from headrace.buffer.versions import PolicyVersion, VersionTree
 _COMPLETE = re.compile(r"\d+\.\d+")
 B = TypeVar("B")
 READINGS: Final = 20
-"""Largest number of readings of the checkpoints, until none is saved or removed meanwhile."""
+"""Maximum number of times the checkpoints are read to get a reading during which none is saved or removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +77,16 @@ class Steps:
 
     @property
     def surviving(self) -> list[CommitRecord]:
-        """Steps that no resume undid, in order."""
+        """Steps that no resume has undone, in order."""
         return [commit for commit in self.commits if commit.rolled_back_by is None]
 
     @property
     def undone(self) -> list[CommitRecord]:
-        """Steps of the surviving path that a return to the newest checkpoint undoes; none without a checkpoint."""
+        """Steps of the surviving path that a return to the newest checkpoint would undo; empty without a checkpoint."""
         return _undone(self.commits, self.witnesses)
 
     def tree(self) -> VersionTree:
-        """Return a new version tree of all epochs with their forks."""
+        """Return a new version tree with all epochs and their forks."""
         tree = VersionTree()
         for epoch in self.epochs:
             known = epoch.follows is not None and epoch.follows.epoch in tree.forks
@@ -104,14 +104,16 @@ class Closed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence(Steps):
-    """All rows in memory, for runs of days, or the open rows of longer runs. All rows of longer runs are `streamed`."""
+    """All rows in memory, for runs that last days, or only the open rows of longer runs. To read all rows of a longer
+    run, use `streamed`.
+    """
 
     groups: tuple[GroupRecord, ...]
     rollouts: tuple[RolloutRecord, ...]
     attempts: tuple[AttemptRecord, ...]
     batches: tuple[BatchRecord, ...]
     closed: Closed | None = None
-    """Totals of the rows that are left out; None when all rows are here."""
+    """Totals of the rows that are left out; None when all rows are included."""
 
     def histories(self) -> Iterator[GroupHistory]:
         """Yield groups with members and attempts, in the order of sealing, unsealed ones last."""
@@ -151,8 +153,10 @@ class StreamedEvidence(Steps):
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return whether anything was recorded: false without a ledger, and for one whose process died while it created the
-    file. Raises LedgerRefused when it is not readable, or is missing although there are checkpoints or trajectories."""
+    """Return whether anything has been recorded: false without a ledger, or if the process died while creating the
+    file. Raises LedgerRefused when the ledger is not readable, or is missing although there are checkpoints or
+    trajectories.
+    """
     path = run_dir / "ledger.db"
     if path.is_file():
         try:
@@ -181,8 +185,9 @@ def read_evidence(run_dir: Path) -> Evidence:
 
 def read_open(run_dir: Path) -> Evidence:
     """Read the rows outside the archive, so that the time does not depend on the length of the run: open groups, the
-    steps that a resume may undo, and the newest checkpoint. Reads everything where that checkpoint returns to archived
-    steps, or there is no checkpoint yet. Raises LedgerRefused."""
+    steps that a resume may undo, and the newest checkpoint. Reads everything if that checkpoint returns to archived
+    steps, or if there is no checkpoint yet. Raises LedgerRefused.
+    """
     with _reading(run_dir) as database:
         _, newest = _at_one_moment(database, run_dir, _newest_witness, lambda: begin(database))
         totals = totals_of(database)
@@ -210,8 +215,9 @@ def _in_memory(evidence: StreamedEvidence) -> Evidence:
 
 @contextmanager
 def streamed(run_dir: Path) -> Iterator[StreamedEvidence]:
-    """Open the evidence that `verify` needs, as it was at one moment. Raises LedgerRefused when there is no ledger that
-    this headrace can read."""
+    """Open a consistent snapshot of the evidence that `verify` needs. Raises LedgerRefused when there is no ledger that
+    this headrace can read.
+    """
     path = run_dir / "ledger.db"
     with _reading(run_dir) as database:
         archive = path.with_name(ARCHIVE)
@@ -252,8 +258,9 @@ def begin(database: sqlite3.Connection) -> None:
 
 
 def begin_with_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, list[str]]:
-    """Begin one read transaction over a ledger and the archive beside it. Return whether there is one that fits the
-    ledger, attached as `archive`, and what is wrong with it."""
+    """Begin one read transaction over a ledger and the archive beside it. Return whether a matching archive exists (it
+    is then attached as `archive`), and any problems with it.
+    """
     while True:
         there, damage = path.is_file(), ""
         attached = {name for _, name, _ in database.execute("PRAGMA database_list")}
@@ -289,7 +296,9 @@ def begin_with_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, 
 
 @contextmanager
 def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open the ledger in today's schema; an older one is migrated in a copy outside the run directory."""
+    """Open the ledger in the current schema; a ledger of an older schema is migrated in a copy outside the run
+    directory.
+    """
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
         raise LedgerRefused(f"{run_dir} has no ledger.db, or an empty one: name the directory of a run")
@@ -379,7 +388,7 @@ def read_trajectories(
 
 
 def read_trajectory(database: sqlite3.Connection, rollout_id: str, attempt: int) -> Trajectory | None:
-    """Return a trajectory of an open trajectory file; None when it is missing or damaged."""
+    """Return a trajectory from an open trajectory file; None when it is missing or damaged."""
     query = "SELECT data FROM trajectories WHERE rollout_id = ? AND attempt = ?"
     try:
         row = database.execute(query, (rollout_id, attempt)).fetchone()
@@ -389,8 +398,9 @@ def read_trajectory(database: sqlite3.Connection, rollout_id: str, attempt: int)
 
 
 def read_only(path: Path) -> sqlite3.Connection:
-    """Open a connection that changes nothing. On a read-only disk SQLite cannot create an index of the log; where there
-    is no log, it reads the file as it is."""
+    """Open a connection that changes nothing. On a read-only disk SQLite cannot create an index for the write-ahead
+    log; if there is no log, it reads the file as it is.
+    """
     return sqlite3.connect(_uri(path), uri=True, isolation_level=None)
 
 
@@ -401,7 +411,7 @@ def _uri(path: Path) -> str:
 
 
 def _witnesses(root: Path) -> tuple[list[Witness], list[str]]:
-    """Return the records of all checkpoints, and which cannot be read."""
+    """Return the records of all checkpoints, and a description of each that cannot be read."""
     found, damage = [], []
     for path in _checkpoints(root):
         try:
@@ -412,7 +422,7 @@ def _witnesses(root: Path) -> tuple[list[Witness], list[str]]:
 
 
 def _newest_witness(root: Path) -> tuple[list[Witness], list[str]]:
-    """Return the record of the newest checkpoint alone, and what is wrong with it."""
+    """Return the record of the newest checkpoint only, and any problems with it."""
     newest = max(_checkpoints(root), key=lambda path: PolicyVersion.parse(path.name), default=None)
     if newest is None:
         return [], []

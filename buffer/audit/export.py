@@ -1,7 +1,8 @@
 """The export of a run's ledger to Parquet files, for notebooks and other programs.
 
 Invariants:
-- Reading only: it works on a run whose process was killed and on one that is running, and changes neither.
+- The export only reads: it works on a run whose process was killed and on one that is still running, and changes
+  neither.
 - The folder appears complete or not at all. There is one file per table, with the table's own columns;
   `trajectories.parquet` has a row for each token sequence that can be read.
 - Memory is bounded by `ROWS_AT_ONCE` trajectories and `TABLE_ROWS_AT_ONCE` rows, however long the run. Closed groups
@@ -136,7 +137,7 @@ def export_schema() -> Any:
 
 
 def _write_trajectories(tables: JoinedRows, run_dir: Path, folder: Path) -> tuple[int, int]:
-    """Return how many token sequences were written, and how many attempts could not be read."""
+    """Write the token sequences. Return how many were written, and how many attempts could not be read."""
     parquet = _parquet()
     schema = export_schema()
     written = unreadable = 0
@@ -179,7 +180,7 @@ def _flush(writer: Any, rows: list[dict[str, Any]], schema: Any) -> int:
 
 
 def _trajectories(tables: JoinedRows, run_dir: Path) -> Iterator[tuple[str, int, Trajectory | None]]:
-    """Yield every attempt that has a trajectory, by file; None for one that is missing or damaged."""
+    """Yield every attempt that has a trajectory, file by file, with None for a missing or damaged trajectory."""
     stored = tables.select("attempts", ("DISTINCT trajectory_file",), where="trajectory_file IS NOT NULL")
     for number in sorted({number for (number,) in stored}):
         order = "rollout_id, attempt"

@@ -3,8 +3,8 @@
 Invariants:
 - A row of the ledger overrides the archive's row of the same key, and a group in the ledger overrides all rows of the
   same group in the archive. Rows whose number the ledger has not assigned yet do not count (see `archive`).
-- The ledger is read before the archive: rows that move meanwhile are in both.
-- Only requested rows are in memory: `histories` reads some groups at a time.
+- The ledger is read before the archive: rows that are moved in between appear in both.
+- Only requested rows are held in memory: `histories` reads a few groups at a time.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class GroupHistory:
     attempts: Mapping[RolloutId, Sequence[AttemptRecord]]
 
     def current(self, rollout: RolloutRecord) -> AttemptRecord | None:
-        """Return the current attempt of a member; None before the first."""
+        """Return a member's current attempt; None before its first."""
         tries = self.attempts.get(rollout.rollout_id, ())
         return next((attempt for attempt in tries if attempt.attempt == rollout.attempt), None)
 
     def first_result(self, rollout: RolloutRecord) -> AttemptRecord | None:
-        """Return the first attempt of a member with a reward."""
+        """Return a member's first attempt that has a reward."""
         tries = self.attempts.get(rollout.rollout_id, ())
         return next((attempt for attempt in tries if attempt.reward is not None), None)
 
@@ -69,7 +69,9 @@ def histories_of(
 
 
 class JoinedRows:
-    """Rows of an open connection whose `main` is the ledger, in a transaction; the archive is attached as `archive`."""
+    """Rows read through an open connection, in a transaction. Its `main` database is the ledger; the archive is
+    attached as `archive`.
+    """
 
     def __init__(self, database: sqlite3.Connection, *, attached: bool) -> None:
         self._database = database
@@ -126,7 +128,7 @@ class JoinedRows:
 
 
 def _archived(numbers: dict[str, int]) -> dict[str, str]:
-    """Return, by table, the condition on the rows of the archive that count."""
+    """Return, by table, the condition that selects the archive's rows that count."""
     future = f"SELECT group_id FROM archive.groups WHERE ordinal >= {numbers['next_ordinal']}"
     not_these = f"SELECT group_id FROM main.groups UNION {future}"
     rollouts = (

@@ -2,8 +2,8 @@
 
 Invariants:
 - Every finished attempt is in exactly one decile of duration and has exactly one fate.
-- A cancelled attempt has no duration, only the time it had run: it counts in the decile of that time, which is a lower
-  bound.
+- A cancelled attempt has no duration, only the time it had been running. It counts in the decile of that time, which is
+  a lower bound.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class DecileReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A group that was sealed with unfinished members. Means are over first results; None without any. Durations are
-    from issue to offer."""
+    """A group that was sealed with unfinished members. Means are over first results, or None if there are none.
+    Durations are from issue to offer.
+    """
 
     group_id: GroupId
     task_id: TaskId
@@ -68,9 +69,10 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Ends of all attempts: `causes` counts those that ended, `evicted` how often a rollout exceeded the bound, whether
-    it was issued again or ended by it. `deciles` are shortest first, empty before anything finished. `left_out` is in
-    the order of opening."""
+    """How all attempts ended. `causes` counts those that ended; `evicted` counts how often a rollout exceeded the
+    bound, whether or not it was issued again. `deciles` are ordered from the shortest, and empty before anything has
+    finished. `left_out` is in the order of opening.
+    """
 
     deciles: tuple[DecileReport, ...]
     left_out: tuple[LeftOut, ...]

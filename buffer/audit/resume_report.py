@@ -1,11 +1,11 @@
 """The report on what a resume will do, from the run directory before anything is changed.
 
 Invariants:
-- Reading only (see `evidence`). Batches are reported as `open_epoch` treats them: steps after the newest checkpoint are
-  undone, and their batches are issued again, the same ones in the same order, then the batch that was leased, then the
-  queued ones, and no fresh batch before them.
-- Its time and memory depend on the open groups, not on the length of the run: closed groups are counted by the ledger's
-  totals. Deciles are of open groups.
+- The report only reads (see `evidence`). Batches are reported as `open_epoch` treats them: steps after the newest
+  checkpoint are undone, and their batches are issued again, the same ones in the same order, then the batch that was
+  leased, then the queued ones, and no fresh batch before them.
+- Time and memory depend on the open groups, not on the length of the run: closed groups are counted by the ledger's
+  totals. Deciles cover open groups only.
 - Lost rollouts are those that `ledger verify` finds lost in open groups: rollouts whose state their history does not
   support, and trained work that the ledger does not know. Their number must be 0.
 - A rollout's duration is that of its last attempt with a result. For an attempt in flight only a lower bound is known:
@@ -36,8 +36,9 @@ DECILES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurationDecile:
-    """Rollouts of open groups whose attempt took up to `upper_s` (None: no bound) and longer than the previous decile;
-    `again` are among the kept."""
+    """Rollouts of open groups whose attempt took up to `upper_s` (None: no bound) and longer than those in the previous
+    decile. The rollouts counted in `again` are among those in `kept`.
+    """
 
     upper_s: float | None
     kept: int
@@ -47,15 +48,17 @@ class DurationDecile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport:
-    """Rollouts by their future: `trained` stay trained; `sealed` and `waiting` are kept as they are; `again` are in
-    batches that are issued again; `restarted` were in flight and get a new attempt; `pending` wait for an attempt;
-    `ended` were evicted, filtered, cancelled or poison. `over_bound` of `again` are over the staleness bound at the
-    step their batch would be trained at: that batch is dissolved, and they are run again or evicted.
+    """Rollouts by what a resume does with them. `trained` stay trained; `sealed` and `waiting` are kept as they are;
+    `again` are in batches that are issued again; `restarted` were in flight and get a new attempt; `pending` wait for
+    an attempt; `ended` were evicted, filtered, cancelled or poison. Of those in `again`, `over_bound` are over the
+    staleness bound at the step their batch would be trained at: that batch is dissolved, and they are run again or
+    evicted.
 
     `checkpoint` is None when the run starts from the beginning. `checkpoint_is_foreign` means that it holds steps that
     the ledger does not know. `recorded` is the newest checkpoint in the ledger. `untrainable` names the batch that
-    would end the learner again, with the reason; it is empty when there is none. `epoch` is the learner incarnation
-    that opens."""
+    would crash the learner again, with the reason; it is empty when there is none. `epoch` is the learner incarnation
+    that will be opened.
+    """
 
     run: str
     checkpoint: str | None
@@ -80,7 +83,7 @@ class ResumeReport:
 
     @property
     def kept(self) -> int:
-        """Number of rollouts with a result that stays."""
+        """Number of rollouts whose result is kept."""
         return self.trained + self.sealed + self.waiting + self.again
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def resume_report(run_dir: Path, *, max_staleness: int, batch_tries: int = 2) ->
 
 
 class _Plan:
-    """Plan of `open_epoch` at the newest checkpoint, from the evidence."""
+    """What `open_epoch` would do at the newest checkpoint, derived from the evidence."""
 
     def __init__(self, evidence: Evidence, checked: VerifyReport, max_staleness: int, batch_tries: int) -> None:
         self.evidence, self.checked, self.max_staleness = evidence, checked, max_staleness

@@ -1,7 +1,7 @@
 """The checks of `headrace ledger verify`, recomputed from rows and checkpoints without the buffer's own logic.
 
 Invariants:
-- Reading only (see `evidence`): it works on a run whose process was killed and on one that is running.
+- The checks only read (see `evidence`): they work on a run whose process was killed and on one that is still running.
 - The surviving path, every rollout's state, every staleness and the hash chain are derived again from attempts,
   commits and forks, and compared with the stored values; so are baselines and advantages (`verify_groups`).
 - A resumed line counts as the line before it only as far as the hash chains of their steps agree.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], object]
 
 PROGRESS_GROUPS: Final = 4096
-"""Number of groups between two reports of progress."""
+"""Number of groups checked between two progress reports."""
 _LIVE = frozenset({RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
 _UNTRAINED_ENDS = {
     GroupState.OPEN: {RolloutState.WAITING},
@@ -96,8 +96,9 @@ def verify(run_dir: Path, progress: Progress | None = None) -> VerifyReport:
 
 
 def audit(evidence: Evidence | StreamedEvidence, progress: Progress | None = None) -> VerifyReport:
-    """Check evidence that was read before; trajectories are read here. `progress` is called with the number of groups
-    checked and of all groups."""
+    """Check evidence that has already been read; trajectories are read here. `progress` is called with the number of
+    groups checked so far and the total number of groups.
+    """
     return _Audit(evidence).report(progress)
 
 
@@ -110,7 +111,7 @@ def lost_rollouts(evidence: Evidence | StreamedEvidence) -> dict[RolloutId, str]
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """A rollout's place in a step of the surviving path."""
+    """Position of a rollout in a step of the surviving path."""
 
     commit: CommitRecord
     attempt: int
@@ -180,7 +181,9 @@ class _Audit:
         )
 
     def _surviving_path(self) -> list[CommitRecord]:
-        """Return the surviving steps, from the forks: each epoch keeps the steps up to the chain it was opened at."""
+        """Return the surviving steps, derived from the forks: each epoch keeps the steps up to the chain at which it
+        was opened.
+        """
         if self.evidence.closed is not None:
             return self.evidence.surviving
         path: list[CommitRecord] = []
@@ -222,7 +225,7 @@ class _Audit:
                 )
 
     def _read_batches(self) -> None:
-        """Collect the digests of batches, and the places of their members."""
+        """Collect the digests of batches and the positions of their members."""
         steps: dict[BatchId, list[CommitRecord]] = {}
         for commit in self.path:
             steps.setdefault(commit.batch_id, []).append(commit)
@@ -381,7 +384,7 @@ class _Audit:
                 self.problems.append(f"checkpoint {name}: batch {batch_id} is not the ledger's")
 
     def _known_lost(self, rollout: RolloutRecord) -> bool:
-        """Return whether an operator accepted the loss of a result that the weights of a checkpoint contain already."""
+        """Return whether an operator accepted the loss of a result that the weights of a checkpoint already contain."""
         return rollout.state is RolloutState.TRAINED and (rollout.rollout_id, rollout.attempt) in self.retried
 
     def _lose(self, rollout_id: RolloutId, why: str) -> None:

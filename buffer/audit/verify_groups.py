@@ -33,7 +33,7 @@ _WITH_ADVANTAGE = frozenset({RolloutState.SEALED, RolloutState.LEASED, RolloutSt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sealed:
-    """A sealed group with its evidence. `finishes` are the first results that were in when it was sealed."""
+    """A sealed group with its evidence. `finishes` are the first results that had arrived when it was sealed."""
 
     group: GroupRecord
     members: Sequence[RolloutRecord]
@@ -50,12 +50,14 @@ class _Sealed:
 
 
 class GroupAudit:
-    """Finds contradictions in groups, as plain sentences: `check` each group once, in the order of sealing, then
-    `finish`."""
+    """Finds contradictions in groups and describes them in plain sentences. Call `check` once for each group, in the
+    order of sealing, then `finish`.
+    """
 
     def __init__(self, retried: Collection[tuple[str, int | None]], *, has_history: bool = True) -> None:
-        """`retried` are the attempts (rollout, number) whose lost results an operator issued again. Without the groups
-        that were sealed before, scales are not checked."""
+        """`retried` are the attempts (rollout, number) that an operator issued again because their results were lost.
+        Without the groups that were sealed earlier (`has_history` is false), scales are not checked.
+        """
         self._retried, self._has_history = retried, has_history
         self._sizes: dict[int, list[GroupId]] = defaultdict(list)
         self._history: dict[TaskId | None, Sums] = defaultdict(lambda: (0.0, 0))
@@ -102,7 +104,9 @@ class GroupAudit:
                 counts["infra"] += attempt.cause in FAILED
 
     def finish(self, tasks: Iterable[TaskRecord] | None) -> Iterator[str]:
-        """Yield the contradictions over all groups: sizes, and the counts of each task record, unless that is None."""
+        """Yield the contradictions across all groups: in sizes and in each task record's counts. None skips the task
+        records.
+        """
         size = max(self._sizes, default=0)
         for found, groups in self._sizes.items():
             for group_id in groups if found != size else ():

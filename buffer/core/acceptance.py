@@ -4,11 +4,12 @@ Invariants:
 - A rule maps a `GroupView` to the time from which it accepts if no further member finishes; it has no memory and no
   clock.
 - Rules are monotone: a member that finishes earlier never makes the group wait longer.
-- Times run while the store is open: for a group that was open when the store was opened again they restart then, so
-  that a stop seals no group and leaves no member out.
-- The rule in force is always `effective_since`: no member is running, or enough finished and the rule accepts.
+- Timers run only while the store is open. When the store is reopened they restart for groups that are still open, so
+  that a stop neither seals a group nor leaves a member out.
+- The rule in force is always `effective_since`: either no member is running, or enough have finished and the rule
+  accepts.
 
-A rule is written as text: `all`, `count(6)`, `fraction(0.75) & grace(120)`, `all | expiring(1)`.
+A rule is written as a string: `all`, `count(6)`, `fraction(0.75) & grace(120)`, `all | expiring(1)`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ LONGEST_TEXT: Final = 200
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
     """Input of a rule. `size` is the number of members, `running` counts those without a result yet. `opened_at_s` is
-    when its first attempt was issued, or when the store was opened again since. `updates_left` is the number of
-    optimizer updates that the oldest finished member may still wait; None: not known."""
+    when its first attempt was issued, or when the store was last reopened after that. `updates_left` is the number of
+    optimizer updates for which the oldest finished member may still wait; None: not known.
+    """
 
     size: int
     finished: int
@@ -41,8 +43,9 @@ class GroupView:
 @dataclass(frozen=True, slots=True)
 class AcceptanceRule:
     """Rule by which a group is sealed. `first | second` accepts when either does, `first & second` when both do.
-    `since` returns the time from which it accepts, `ALWAYS` or `NEVER`; `expires` means that it depends on versions
-    too."""
+    `since` returns the time from which it accepts, `ALWAYS` or `NEVER`; `expires` means that it also depends on
+    versions.
+    """
 
     text: str
     since: Callable[[GroupView], float]
@@ -80,12 +83,12 @@ def every_member() -> AcceptanceRule:
 
 
 def count(members: int) -> AcceptanceRule:
-    """Return the rule that so many members have finished."""
+    """Return the rule that is met once this many members have finished."""
     return AcceptanceRule(f"count({members})", lambda group: ALWAYS if group.finished >= members else NEVER)
 
 
 def fraction(share: float) -> AcceptanceRule:
-    """Return the rule that this share of the group's size, rounded up, has finished."""
+    """Return the rule that is met once this share of the group's size, rounded up, has finished."""
     return AcceptanceRule(
         f"fraction({share})",
         # 0.28 * 25 is 7.000000000000001.
@@ -94,12 +97,14 @@ def fraction(share: float) -> AcceptanceRule:
 
 
 def deadline(seconds: float) -> AcceptanceRule:
-    """Return the rule that so many seconds have passed since the group's first attempt or the opening of the store."""
+    """Return the rule that is met this many seconds after the group's first attempt or the opening of the store."""
     return AcceptanceRule(f"deadline({seconds})", lambda group: group.opened_at_s + seconds)
 
 
 def grace(seconds: float) -> AcceptanceRule:
-    """Return the rule that a member has finished, and none within so many seconds since, nor was the store opened."""
+    """Return the rule that is met once a member has finished and, for this many seconds since, no other member has
+    finished and the store has not been reopened.
+    """
 
     def since(group: GroupView) -> float:
         return max(group.last_finished_at_s, group.opened_at_s) + seconds if group.finished else NEVER
@@ -108,7 +113,9 @@ def grace(seconds: float) -> AcceptanceRule:
 
 
 def expiring(updates: int) -> AcceptanceRule:
-    """Return the rule that the oldest finished member may wait for at most so many more optimizer updates."""
+    """Return the rule that is met while the oldest finished member may wait for at most this many more optimizer
+    updates.
+    """
 
     def since(group: GroupView) -> float:
         return ALWAYS if group.updates_left is not None and group.updates_left <= updates else NEVER
@@ -124,7 +131,8 @@ def effective_since(rule: AcceptanceRule, group: GroupView, min_members: int) ->
 
 
 def parse_rule(text: str, limits: Limits | None = None) -> AcceptanceRule:
-    """Parse a rule. Raises ValueError when the text is not a rule, or one that can never be met within `limits`."""
+    """Parse a rule. Raises ValueError when the text is not a rule, or is a rule that can never be met within `limits`.
+    """
     if len(text) > LONGEST_TEXT:
         raise ValueError(f"the rule has {len(text)} characters: use at most {LONGEST_TEXT}")
     try:

@@ -19,7 +19,7 @@ from headrace.buffer.core.acceptance import AcceptanceRule, GroupView
 AdvantageKind = Literal["grpo", "centered"]
 SCALE_EPSILON = 1e-6
 SCALE_FLOOR = 0.1
-"""Least scale that is taken from history."""
+"""Smallest scale that is taken from history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -36,7 +36,7 @@ def zero_variance(rewards: Sequence[float]) -> bool:
 
 
 def mean(rewards: Sequence[float]) -> float:
-    """Return the mean; for equal rewards exactly their value. Raises ValueError without any."""
+    """Return the mean; for equal rewards it is exactly their value. Raises ValueError if there are no rewards."""
     return rewards[0] if zero_variance(rewards) else math.fsum(rewards) / len(rewards)
 
 
@@ -49,7 +49,8 @@ def deviation_square_sum(rewards: Sequence[float]) -> float:
 def full_scale(rewards: Sequence[float]) -> float:
     """Return the scale of `grpo` for a complete group: population deviation + 1e-6 (DeepSeekMath, arXiv:2402.03300).
 
-    It is 1 for equal rewards: their advantages are 0 anyway, and a member that is issued again may get another reward.
+    It is 1 for equal rewards: their advantages are 0 anyway, and a member that is issued again may get a different
+    reward.
     """
     if zero_variance(rewards):
         return 1.0
@@ -72,7 +73,7 @@ def baseline(
     this member had finished at once (leave-one-out, arXiv:2402.14740).
 
     `others` are those that had finished when the group was sealed, at least one. `expiring` counts as true from the
-    sealing on. A member that is running or has ended without a result is in no prefix.
+    sealing on. A member that is still running or has ended without a result is never counted.
     """
     ordered = sorted(others)
     for prefix in range(min_members - 1, len(ordered)):

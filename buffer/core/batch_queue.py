@@ -1,9 +1,4 @@
-"""The queue of batches to be issued again, with the count of their tries.
-
-Invariants:
-- A queued batch is issued again as it was (id and ordered members), or dissolved.
-- A dissolved batch leaves its members as free sealed rollouts; those over the bound are evicted.
-"""
+"""The queue of batches to be issued again, with the number of times each has been tried."""
 
 from __future__ import annotations
 
@@ -25,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class BatchQueue:
-    """Batches to be issued again as they were, with the count of their tries."""
+    """Batches to be issued again as they were, with the number of times each has been tried."""
 
     def __init__(self, state: ReplayState, config: BufferConfig, history: TaskHistory) -> None:
         self._state, self._config, self._history = state, config, history
         self._bound = config.bound
 
     def requeue(self, batches: Sequence[BatchRecord]) -> None:
-        """Put batches in front of the queue, in this order; those in the queue already may be among them."""
+        """Put batches at the front of the queue, in this order; some of them may already be in the queue."""
         named = {batch.batch_id for batch in batches}
         order = [*batches, *(batch for batch in self._state.path.queue() if batch.batch_id not in named)]
         for place, batch in enumerate(order):
@@ -44,7 +39,9 @@ class BatchQueue:
                     self._state.put(replace(group, closed=False))
 
     def left_behind(self) -> list[BatchRecord]:
-        """Return the batches that a learner left: those leased, then those queued, with the tries that count."""
+        """Return the batches that a learner left behind: the leased ones, then the queued ones, with the tries that
+        count.
+        """
         # Only the oldest lease was being trained. Where learners die one after the other in different steps, the
         # batches are not the reason.
         leases, queue = self._state.path.leases(), self._state.path.queue()
@@ -61,7 +58,7 @@ class BatchQueue:
             self._state.move(member.rollout_id, RolloutState.SEALED, batch_id=None)
 
     def settle(self, version: PolicyVersion) -> None:
-        """Dissolve the batches at the front of the queue that cannot be trained at `version` as they were."""
+        """Dissolve the batches at the front of the queue that can no longer be trained as they were at `version`."""
         tree = self._state.path.expected_tree
         for batch in self._state.path.queue():
             over = [
@@ -77,7 +74,7 @@ class BatchQueue:
                 evict(self._state, self._history, rollout_id, version)
 
     def refuse_untrainable(self) -> None:
-        """Raise BatchUntrainable when the next batch was tried as often as it may be."""
+        """Raise BatchUntrainable when the next batch has already been tried as often as allowed."""
         batch = next(iter(self._state.path.queue()), None)
         if batch is not None and batch.tries >= self._config.batch_tries:
             raise BatchUntrainable(untrainable(batch, self._state.attempts))

@@ -4,14 +4,14 @@ Invariants:
 - No member is leased whose staleness at the batch's version exceeds the bound, by committed steps alone; a commit is
   accepted only at that version, in the order taken. Hence nothing is trained over the bound.
 - A lease counts as a try of its batch until it is committed or given back: a learner that dies in a step leaves the
-  count behind. After `batch_tries` the batch is not issued any more, and `take` says why.
+  count behind. After `batch_tries` tries the batch is no longer issued, and `take` says why.
 - Only the newest epoch takes and commits; every surviving step extends the hash chain of the one before.
 - A released or rolled-back batch is issued again as the same batch (id and ordered members), before any fresh one,
   unless a member exceeds the bound: then that member is evicted and the others become free sealed rollouts.
 - Fresh batches hold the stalest rollouts first, then those sealed first: a rollout that finished late through no fault
   of its own is trained before it exceeds the bound.
-- A step that repeats an undone one leads to the same place in the version tree, so that a resume makes nothing stale.
-  Rollouts in no batch are judged at the version that the queued batches lead to: they cannot be trained before.
+- A step that repeats an undone one leads to the same position in the version tree, so that a resume makes nothing
+  stale. Rollouts in no batch are judged at the version that the queued batches lead to: they cannot be trained before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class BatchBook:
 
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
         """Lease the first queued batch that may be trained at `version`, which `lease_at` accepted, else a fresh one.
-        Return None when there is none yet, or the batch must wait until the leases before it are committed."""
+        Return None when there is no batch yet, or when it must wait until the leases before it have been committed.
+        """
         path = self._state.path
         self._queue.settle(version)
         # Free sealed rollouts are judged at the first version at which they can be trained.
@@ -85,7 +86,7 @@ class BatchBook:
         return self._lease(batch, members, version, now)
 
     def lease_at(self, version: PolicyVersion, epoch: int) -> BatchRecord | None:
-        """Return the lease at `version`, if it was taken already. Changes nothing.
+        """Return the lease at `version`, if it has already been taken. Changes nothing.
 
         Otherwise `version` must be the head plus the outstanding leases. Raises StaleEpoch, VersionMismatch.
         """
@@ -103,7 +104,9 @@ class BatchBook:
         return None
 
     def refuse_exhausted(self) -> None:
-        """Raise DataExhausted when no batch can be filled any more. For a data set without further groups to open."""
+        """Raise DataExhausted when no batch can be filled any more. Called when the data set has no further groups to
+        open.
+        """
         counts = {state: len(rollouts) for state, rollouts in self._state.by_state.items()}
         left = sum(counts[state] for state in (RolloutState.PENDING, RolloutState.IN_FLIGHT, RolloutState.WAITING))
         left += self._state.free_count()
@@ -140,8 +143,10 @@ class BatchBook:
                 self._state.put(replace(ahead, version=version, members=members))
 
     def step_failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
-        """Record why the step on a leased batch failed. Return why it may not be tried again, empty when it may: with
-        `again` that try begins and counts now, else with the next learner. Raises StaleEpoch, LeaseError."""
+        """Record why the step on a leased batch failed. Return why it may not be tried again, or an empty string when
+        it may. With `again` the next try begins now and counts; otherwise it begins with the next learner. Raises
+        StaleEpoch, LeaseError.
+        """
         batch = replace(self._leased(lease), failure=clean_text(reason))
         allowed = batch.tries < self._config.batch_tries
         self._state.count("steps_failed")

@@ -26,7 +26,7 @@ FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A result as the ledger stores it; every text and number in it can be stored."""
+    """A result as the ledger stores it; every string and number in it can be stored."""
 
     outcome: Outcome
     trained: tuple[TrainedTokens, ...] = ()
@@ -38,8 +38,8 @@ class Account:
 
 
 def classify(result: RolloutResult, tree: VersionTree, *, masked: bool = False) -> Account:
-    """Return the result as the ledger counts it. With `masked`, tokens that cannot be trained count too, for example
-    those of an evaluation sampled at temperature 0.
+    """Return the result as the ledger counts it. With `masked`, tokens that cannot be trained on also count, for
+    example those of an evaluation sampled at temperature 0.
 
     A failure has no reward, whatever the worker reports; a result that contradicts itself or cannot be stored counts as
     an infra failure.
@@ -61,7 +61,7 @@ def classify(result: RolloutResult, tree: VersionTree, *, masked: bool = False) 
 
 
 def _plain_outcome(outcome: Outcome) -> Outcome:
-    """Return an outcome that can be stored. Raises ValueError, TypeError."""
+    """Return the outcome in a form that can be stored. Raises ValueError, TypeError."""
     plain = Outcome(
         reward=None,
         solved=bool(outcome.solved),
@@ -96,7 +96,7 @@ def trained_tokens(
 
 
 def stale_kv_tokens(trajectory: Trajectory) -> int:
-    """Return the number of trained tokens that were sampled on keys and values of older weights."""
+    """Return the number of trained tokens that were sampled with keys and values from older weights."""
     return sum(
         int(row.loss_mask_T[span.start : span.end].sum())
         for row in trajectory.rows

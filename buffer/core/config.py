@@ -27,7 +27,7 @@ class BufferConfig(BaseModel):
     """`async` paces by inventory; `sync` starts only what the current batch needs, when the newest version is served;
     `one-step-off` starts what the next batch needs while the learner trains the one before."""
     max_attempts: int = Field(default=3, ge=1)
-    """A rollout whose infrastructure fails this often is poison and left out."""
+    """A rollout whose infrastructure fails this often becomes poison and is left out."""
     min_members: int = Field(default=2, ge=2)
     """A group in which fewer members finish is dropped."""
     max_in_flight: int | None = Field(default=None, ge=1)
@@ -50,17 +50,19 @@ class BufferConfig(BaseModel):
     max_evictions: int = Field(default=2, ge=0)
     """Number of times that a rollout over the staleness bound is issued again."""
     park_after: int = Field(default=2, ge=1)
-    """A task is parked, that is not issued any more, when so many of its rollouts in a row became poison."""
+    """A task is parked (no longer issued) once this many of its rollouts in a row have become poison."""
     curriculum: Curriculum = "none"
     """`frontier` prefers, among the next few tasks of a pass, those that are solved half of the time."""
     passes: int | None = Field(default=None, ge=1)
-    """Passes over the data; None: no end. After the last one `take` raises DataExhausted once no batch is left."""
+    """Number of passes over the data; None: unlimited. After the last one, `take` raises DataExhausted once no batch is
+    left.
+    """
     keep_trajectories: bool = False
     """Keep trajectory files that no checkpoint directory needs any more, for exports. They grow without limit."""
 
     @property
     def bound(self) -> StalenessBound:
-        """Bound on the staleness of what may be trained."""
+        """Bound on the staleness of rollouts that may be trained."""
         return StalenessBound(self.max_staleness)
 
     @model_validator(mode="after")

@@ -1,10 +1,11 @@
 """The order in which training tasks get their groups: passes over the data, and curricula.
 
 Invariants:
-- Each pass is a permutation of its own, which depends on the seed, the number of the pass and the tasks only.
-- Each pass opens each task once, except parked ones; the next pass begins when the last task of this one was opened.
-- The next task depends on the seed and on the task records, hence on the ledger only: a resumed run continues as the
-  first one would have.
+- Each pass has its own permutation, which depends only on the seed, the pass number and the tasks.
+- Each pass opens each task once, except parked ones; the next pass begins once the last task of this one has been
+  opened.
+- The next task depends only on the seed and the task records, hence only on the ledger: a resumed run continues as the
+  original one would have.
 - A curriculum chooses among the next few tasks of the pass; it starves none.
 """
 
@@ -29,8 +30,9 @@ WINDOW: Final = 8
 
 
 class TaskStream:
-    """The training tasks, in an order of their own for each pass. Raises ValueError without tasks or with a duplicate
-    id."""
+    """The training tasks, in a different order for each pass. Raises ValueError if there are no tasks or an id is
+    duplicated.
+    """
 
     def __init__(self, tasks: Sequence[Task], *, seed: int) -> None:
         if not tasks:
@@ -56,7 +58,7 @@ class TaskStream:
 
 
 class TaskCursor:
-    """Position in the passes over the data; `passes` of them, or endless."""
+    """Position in the passes over the data. There are `passes` of them, or unlimited ones when it is None."""
 
     def __init__(self, state: ReplayState, stream: TaskStream, *, curriculum: Curriculum, passes: int | None) -> None:
         self._state, self._stream = state, stream
@@ -64,7 +66,7 @@ class TaskCursor:
         self._begin(max((task.last_pass for task in state.tasks.values()), default=0))
 
     def left(self) -> int | None:
-        """Return how many more groups may be opened; None: no end."""
+        """Return how many more groups may be opened; None: unlimited."""
         self._skip_parked()
         able = len(self._stream) - len(self._state.parked)
         if self._passes is None and able:

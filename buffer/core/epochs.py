@@ -1,8 +1,9 @@
-"""Epochs: learner incarnations, opened at checkpoints, with the later steps undone.
+"""Epochs: learner incarnations, each opened at a checkpoint with the later steps undone.
 
 Invariants:
 - Only the newest epoch may take, commit and save.
-- Opening an epoch puts the batches of undone steps, and those that the learner before left, back into the queue.
+- Opening an epoch puts the batches of undone steps, and those that the previous learner left behind, back into the
+  queue.
 - A checkpoint is accepted only where its hash chain and version are those of a step on the surviving path.
 """
 
@@ -41,9 +42,10 @@ class Epochs:
         return head
 
     def open(self, checkpoint: CheckpointRef | None, now: float, *, from_start: bool = False) -> PolicyVersion:
-        """Open an epoch at `checkpoint` (None: from the start), and undo the steps after it. Where a checkpoint was
+        """Open an epoch at `checkpoint` (None: from the start), and undo the steps after it. If a checkpoint has been
         recorded, None is accepted only with `from_start`. Raises LedgerMismatch, LedgerBehind, CheckpointMissing, with
-        nothing changed."""
+        nothing changed.
+        """
         checkpoint = checkpoint and plain_checkpoint(checkpoint)
         if checkpoint is None and not from_start:
             self.refuse_without_checkpoint()
@@ -86,8 +88,9 @@ class Epochs:
             )
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
-        """Return whether opening at `checkpoint` undoes steps that were forgotten, or whose batches were: recall them
-        from the ledger's archive first."""
+        """Return whether opening at `checkpoint` undoes steps that have been forgotten, or whose batches have been;
+        these must first be recalled from the ledger's archive.
+        """
         chain = checkpoint.chain if checkpoint else ""
         commits = list(self._state.path.commits.values())
         places = [place for place, commit in enumerate(commits) if commit.chain == chain]
@@ -114,7 +117,7 @@ class Epochs:
         self._state.close_covered(sequence)
 
     def _sequence_of(self, checkpoint: CheckpointRef) -> int:
-        """Return the last step that `checkpoint` covers, 0 for none. Raises LedgerBehind, LedgerMismatch."""
+        """Return the last step that `checkpoint` covers; 0 if it covers none. Raises LedgerBehind, LedgerMismatch."""
         path = self._state.path
         covered = [number for number, commit in path.commits.items() if commit.chain == checkpoint.chain]
         sequence = covered[0] if covered else 0

@@ -62,7 +62,7 @@ class GroupBook:
             )
 
     def start(self, rollout: RolloutRecord, version: PolicyVersion, now: float) -> RolloutRecord:
-        """Start the next attempt of a pending rollout, which is in flight from now on."""
+        """Start the next attempt of a pending rollout, which is in flight from then on."""
         attempt = rollout.attempt + 1
         self._state.put(AttemptRecord(rollout_id=rollout.rollout_id, attempt=attempt, version=version, issued_at_s=now))
         return self._state.move(rollout.rollout_id, RolloutState.IN_FLIGHT, attempt=attempt)
@@ -94,7 +94,7 @@ class GroupBook:
         return Receipt(rollout_id=attempt.rollout_id, attempt=attempt.attempt, status=status)
 
     def abandon(self, rollout_id: RolloutId, attempt: int, cause: Cause, detail: str, now: float) -> bool:
-        """End an attempt that nobody runs any more. Return False when it is not in flight."""
+        """End an attempt that nobody is running any more. Return False when it is not in flight."""
         if self._judge(rollout_id, attempt) is not ReceiptStatus.ACCEPTED:
             self._sealing.aborted.pop((rollout_id, attempt), None)
             return False
@@ -104,7 +104,8 @@ class GroupBook:
 
     def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
         """Return the attempts whose result could not be trained at `version` or later: those in flight that were issued
-        at a version over the bound, and those of members that their group was sealed without."""
+        at a version over the bound, and those of members that were unfinished when their group was sealed.
+        """
         path = self._state.path
         over_bound = (
             self._state.attempts[rollout_id].key
@@ -115,7 +116,7 @@ class GroupBook:
         return (*over_bound, *self._sealing.aborted)
 
     def orphans(self, carried: Collection[tuple[RolloutId, int]]) -> list[tuple[RolloutId, int]]:
-        """Return the attempts in flight, or to be cancelled, that are not among those `carried`."""
+        """Return the attempts that are in flight or to be cancelled and are not among `carried`."""
         running = [self._state.attempts[rollout].key for rollout in self._state.by_state[RolloutState.IN_FLIGHT]]
         return [key for key in (*running, *self._sealing.aborted) if key not in carried]
 

@@ -4,7 +4,7 @@ Invariants:
 - No step of the surviving path is touched: the hash chain, what was trained and the statistics of sealed groups stay.
 - A dropped batch is never issued again, and none of its members is trained: they end as filtered (`batch_dropped`).
 - A lost result costs its rollout a new attempt and nothing else: no failure, no eviction. A member of a sealed group
-  keeps its baseline and its first reward; one of an open group has not finished any more.
+  keeps its baseline and its first reward; one of an open group counts as unfinished again.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Interventions:
         return dropped
 
     def retry_lost(self, lost: Mapping[RolloutId, str], now: float) -> tuple[RolloutId, ...]:
-        """Issue rollouts whose results are lost again; the values of `lost` say why. Trained rollouts stay trained.
-        Return those that get a new attempt. Steps on them must have been undone where a new learner would train them
-        again."""
+        """Reissue rollouts whose results are lost; the values of `lost` say why. Trained rollouts stay trained. Return
+        those that get a new attempt. Steps on them must have been undone where a new learner would train them again.
+        """
         known = {rollout_id: why for rollout_id, why in lost.items() if rollout_id in self._state.rollouts}
         for batch in (*self._state.path.leases(), *self._state.path.queue()):
             if any(member.rollout_id in known for member in batch.members):
@@ -102,8 +102,7 @@ class Interventions:
             self._state.put(replace(batch, tries=0, failure=""))
 
     def unpark(self, tasks: Sequence[str] | None, now: float) -> tuple[TaskId, ...]:
-        """Release parked tasks, all of them when None, with a clean record. Raises TaskNotParked, with nothing
-        changed."""
+        """Release parked tasks (None: all of them) with a clean record. Raises TaskNotParked, with nothing changed."""
         parked = dict(self._state.parked)
         chosen = list(parked) if tasks is None else [TaskId(task) for task in dict.fromkeys(tasks)]
         if strangers := [task for task in chosen if task not in parked]:
@@ -121,7 +120,7 @@ class Interventions:
         return f"now: {', '.join(batches)}" if batches else "now: none"
 
     def _unfinish(self, rollout_id: RolloutId, now: float) -> None:
-        """Issue a member of an open group again: its reward counts in the task's history only so far."""
+        """Reissue a member of an open group: its old reward no longer counts in the task's history."""
         attempt = self._as_counted(rollout_id)
         self._history.unfinished(self._state.group_of(rollout_id).task_id, attempt)
         self._state.put(
@@ -140,8 +139,9 @@ class Interventions:
         self._state.move(rollout_id, RolloutState.PENDING, reward=None, first_reward=None)
 
     def _as_counted(self, rollout_id: RolloutId) -> AttemptRecord:
-        """Return the attempt as the buffer counted it. Where a result was acknowledged and never reached the disk, only
-        the rollout's own row is left of it."""
+        """Return the attempt as the buffer counted it. If a result was acknowledged but never reached the disk, only
+        the rollout's own row remains.
+        """
         attempt, rollout = self._state.attempts[rollout_id], self._state.rollouts[rollout_id]
         if attempt.offered:
             return attempt

@@ -2,9 +2,9 @@
 
 Invariants:
 - A task is charged only with failures on different hosts at different times. Until then a failure counts against the
-  host it happened on, or against the engines.
-- While no engine serves, and while the system is failing, no task is charged: an attempt that ended in such an outage,
-  or ran during a part of it, is charged to the outage.
+  host on which it happened, or against the engines.
+- While no engine is serving, or the system is failing, no task is charged: an attempt that ended in such an outage, or
+  was running during part of it, is charged to the outage.
 - The system is failing while more than half of the attempts that ended in the last `WINDOW_S` failed, over at least
   `LEAST_TASKS` tasks. Failures that an outage of the engines, a dead worker or a suspect host explains do not count.
 - Outages are records, so that they survive restarts. The window is not a record: it fills again after a restart.
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import TaskId
 
 WINDOW_S: Final = 600.0
-"""Age up to which ends of attempts decide whether the system is failing."""
+"""Age limit of the attempt ends that decide whether the system is failing."""
 LEAST_TASKS: Final = 5
-"""Least number of failing tasks from which the system counts as failing."""
+"""Minimum number of failing tasks for the system to count as failing."""
 PROBE_S: Final = 60.0
 """Time between probes while the system is failing; the success of a probe ends the outage."""
 APART_S: Final = 60.0
@@ -65,12 +65,12 @@ class RecentEnds:
         self.ends.append(_End(now, task_id, failed))
 
     def forget(self, now: float) -> None:
-        """Forget ends that are older than the window, or of a clock that was set back since."""
+        """Forget ends that are older than the window, or were recorded before the clock was set back."""
         while self.ends and not 0.0 <= now - self.ends[0].at_s <= WINDOW_S:
             self.ends.popleft()
 
     def failing(self) -> str:
-        """Return why the system counts as failing; empty while it does not."""
+        """Return why the system counts as failing; empty while it is not failing."""
         failed = [end.task_id for end in self.ends if end.failed]
         tasks = len(set(failed))
         if tasks < LEAST_TASKS or 2 * len(failed) <= len(self.ends):
@@ -85,7 +85,7 @@ class Outages:
         self._state, self._history, self._recent = state, history, recent
 
     def engines(self, *, serving: bool, now: float) -> None:
-        """Record whether any engine serves from now on; idempotent."""
+        """Record whether any engine is serving from now on; idempotent."""
         current = self._open(Component.ENGINES)
         if serving and current is not None:
             self._end(current, now)
@@ -107,8 +107,9 @@ class Outages:
             self._recent.probed_s = now
 
     def to_spare(self) -> Collection[TaskId]:
-        """Return the tasks that a probe should avoid: they failed lately, possibly through their own fault, so that
-        their failure says little about the system."""
+        """Return the tasks that a probe should avoid: they have failed recently, possibly through their own fault, so
+        another failure would say little about the system.
+        """
         if self._open(Component.SYSTEM) is None:
             return ()
         return {end.task_id for end in self._recent.ends if end.failed}
@@ -126,16 +127,16 @@ class Outages:
         return tuple(dict.fromkeys((*self._recent.hosts.avoided(now), *failed_on)))
 
     def suspects(self) -> Mapping[str, str]:
-        """Return the hosts that get only one probe a minute, with the reason."""
+        """Return the hosts that get only one probe a minute, with the reason for each."""
         return self._recent.hosts.suspects()
 
     def held(self) -> str:
-        """Return why no attempts begin; empty while they do."""
+        """Return why no attempts may begin; empty while they may."""
         held = (self._open(component) for component in Component)
         return "; ".join(f"{outage.reason}, since {utc(outage.began_at_s)}" for outage in held if outage is not None)
 
     def charge(self, attempt: AttemptRecord, task_id: TaskId, *, engine_failed: bool, now: float) -> Charge | None:
-        """Return what an attempt that ended now is charged to; None when it did not fail."""
+        """Return what is charged for an attempt that has just ended; None when it did not fail."""
         assert attempt.cause is not None
         if attempt.cause not in FAILED:
             return None
@@ -148,7 +149,7 @@ class Outages:
         return Charge.TASK if apart(self._history.failed_on(task_id, attempt.host, now)) else Charge.HOST
 
     def ended(self, attempt: AttemptRecord, task_id: TaskId, now: float) -> None:
-        """Add the end of an attempt to the window, after it was charged."""
+        """Add the end of an attempt to the window, after it has been charged."""
         if not attempt.offered or attempt.cause is Cause.CANCELLED:
             return
         failed = attempt.charged_to is not None
@@ -166,7 +167,7 @@ class Outages:
         self._update(now)
 
     def _update(self, now: float) -> None:
-        """Begin or end the outage of the system, as the window requires."""
+        """Begin or end the system outage, as the window requires."""
         self._recent.forget(now)
         reason, current = self._recent.failing(), self._open(Component.SYSTEM)
         if reason and current is None:
@@ -184,7 +185,7 @@ class Outages:
         return PROBE_S - since_s if since_s >= 0 else 0.0
 
     def _ran_during(self, attempt: AttemptRecord, component: Component) -> bool:
-        """Return whether there was an outage of the component at any time of the attempt."""
+        """Return whether the component had an outage at any time during the attempt."""
         return any(
             outage.component is component
             and outage.began_at_s <= (attempt.ended_at_s or 0.0)

@@ -4,7 +4,7 @@ Invariants:
 - A record is frozen; the core replaces it and hands the replacement to the shell, so that ledger and core hold equal
   records.
 - A rollout is in exactly one `RolloutState`; the states add up to all rollouts of all opened groups (conservation).
-- `*_at_s` are seconds since the Unix epoch, given by the caller.
+- `*_at_s` are seconds since the Unix epoch, supplied by the caller.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class RolloutState(StrEnum):
     PENDING = "pending"
     """It waits for its first or next attempt."""
     IN_FLIGHT = "in_flight"
-    """Its current attempt was issued."""
+    """Its current attempt has been issued."""
     WAITING = "waiting"
-    """It finished, and its group is open."""
+    """It has finished, and its group is still open."""
     SEALED = "sealed"
     """It has its advantage; with a `batch_id` it is reserved for that queued batch."""
     LEASED = "leased"
@@ -38,17 +38,17 @@ class RolloutState(StrEnum):
     TRAINED = "trained"
     """It is in a committed batch (also when that step was skipped)."""
     EVICTED = "evicted"
-    """It exceeded the staleness bound more often than it may be issued again."""
+    """It exceeded the staleness bound and had no reissues left."""
     FILTERED = "filtered"
     """It has nothing to train on; `reason` is a `FilterReason`."""
     POISON = "poison"
-    """`max_attempts` of its attempts failed for infrastructure."""
+    """`max_attempts` of its attempts failed because of infrastructure."""
     CANCELLED = "cancelled"
     """It was unfinished when its group was sealed, and `unfinished = "abort"`."""
 
 
 OUTAGES_KEPT = 64
-"""Number of newest outages that a core knows; the ledger has all."""
+"""Number of newest outages that a core keeps; the ledger has all of them."""
 
 FINAL = frozenset(
     {RolloutState.TRAINED, RolloutState.EVICTED, RolloutState.FILTERED, RolloutState.POISON, RolloutState.CANCELLED}
@@ -111,11 +111,12 @@ class Action(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
     """A group of rollouts of one task. `ordinal` counts the groups opened, `seal_order` those sealed. Times of its rule
-    run from `opened_at_s`, which is set anew when the store is opened again while the group is open. `closed`: nothing
-    can change any more short of a return to an older checkpoint; the core has forgotten it.
+    run from `opened_at_s`, which is reset when the store is reopened while the group is open. `closed`: nothing can
+    change any more except by a return to an older checkpoint; the core has forgotten the group.
 
     `rule`, `min_members` and `advantage` are those it was sealed by. The group is complete when each member finished or
-    is poison: groups with a `seal_order` of at least `complete_before` were sealed after that."""
+    is poison: groups with a `seal_order` of at least `complete_before` were sealed after that.
+    """
 
     group_id: GroupId
     ordinal: int
@@ -172,7 +173,7 @@ class RolloutRecord:
 
     @property
     def running(self) -> bool:
-        """True if it has no result that counts yet, and may still get one."""
+        """True if it has no result that counts yet but may still get one."""
         return self.first_reward is None and self.state not in FINAL
 
 
@@ -192,25 +193,25 @@ class Charge(StrEnum):
     HOST = "host"
     """The host it ran on: the task has failed nowhere else, or not at another time."""
     ENGINES = "engines"
-    """A failure of engine or gateway, while others served."""
+    """A failure of an engine or the gateway while other engines were serving."""
     WORKER = "worker"
-    """Its worker died. It is not counted."""
+    """Its worker died. The failure does not count."""
     OUTAGE = "outage"
-    """No engine served, or the system was failing. It is not counted."""
+    """No engine was serving, or the system was failing. The failure does not count."""
 
 
 class Component(StrEnum):
     """Component that an outage affects."""
 
     ENGINES = "engines"
-    """No engine serves."""
+    """No engine is serving."""
     SYSTEM = "system"
     """Most attempts fail, over several tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostFailures:
-    """Times of a task's first and last failure on a host since it last finished."""
+    """Times of a task's first and last failure on a host since the task last finished."""
 
     host: str
     first_at_s: float
@@ -234,9 +235,10 @@ class OutageRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """An attempt of a rollout. `version` was served when it was issued. `offered` is true for a result and false for an
-    abandoned attempt. `solved` is the evaluator's verdict, false without a reward. `host` is where its sandbox ran,
-    empty when that is unknown."""
+    """An attempt of a rollout. `version` was the one being served when it was issued. `offered` is true for a result
+    and false for an abandoned attempt. `solved` is the evaluator's verdict, false without a reward. `host` is where its
+    sandbox ran, empty when that is unknown.
+    """
 
     rollout_id: RolloutId
     attempt: int
@@ -272,9 +274,10 @@ class BatchMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """A batch. `version` is the one it is trained at; `queue_order` is its place among batches to be issued again.
-    `closed` as in `GroupRecord`. `tries` counts the steps that were begun on it since one was committed, the one under
-    way too; `failure` is why the last one failed, empty when the learner's process died in it."""
+    """A batch. `version` is the one it is trained at; `queue_order` is its position among batches to be issued again.
+    `closed` is as in `GroupRecord`. `tries` counts the steps begun on it since one was last committed, including the
+    one under way; `failure` is why the last one failed, empty when the learner's process died in it.
+    """
 
     batch_id: BatchId
     ordinal: int
@@ -348,7 +351,8 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """A finished evaluation rollout. `version` is the requested one, `sampled` the versions that really sampled it."""
+    """A finished evaluation rollout. `version` is the requested one, `sampled` the versions that actually sampled it.
+    """
 
     rollout_id: RolloutId
     attempt: int
@@ -403,7 +407,9 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterventionRecord:
-    """Entry of the operators' journal, in order. `attempt` is set for a rollout. `detail` is for people."""
+    """Entry of the operators' journal, in order. `attempt` is set when the subject is a rollout. `detail` is for human
+    readers.
+    """
 
     sequence: int
     action: Action
@@ -447,9 +453,10 @@ Record = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """State that a core is folded from. `closed` counts the rollouts of closed groups, whose records are not here, nor
-    are those of `steps_closed` surviving steps and `evaluations_closed` evaluation rollouts. Batches before
-    `first_batch` are in the ledger only."""
+    """State that a core is folded from. `closed` counts the rollouts of closed groups. Their records are not included,
+    nor are those of `steps_closed` surviving steps and `evaluations_closed` evaluation rollouts. Batches before
+    `first_batch` are in the ledger only.
+    """
 
     records: tuple[Record, ...] = ()
     evaluations: frozenset[tuple[RolloutId, int]] = frozenset()

@@ -65,14 +65,15 @@ class Inventory:
 
     @property
     def total(self) -> int:
-        """Number of rollouts in stock. Pending ones count: their groups are open, so they will run."""
+        """Number of rollouts in stock. Pending ones count, because their groups are open and they will run."""
         return self.pending + self.in_flight + self.waiting + self.sealed + self.leased
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStatus:
-    """Counts for people and metrics. `rollouts` counts all rollouts of the run by state, `counters` those refused,
-    filtered and undone. `parked` are tasks that are not issued any more, with their last failure."""
+    """Counts for people and metrics. `rollouts` counts all rollouts of the run by state; `counters` counts those
+    refused, filtered and undone. `parked` are tasks that are no longer issued, with their last failure.
+    """
 
     head: PolicyVersion | None
     admit: int
@@ -87,7 +88,7 @@ class BufferStatus:
     chain: str
     parked: Mapping[TaskId, str]
     held: str = ""
-    """Reason why no attempts begin now; empty while they do."""
+    """Reason why no attempts may begin now; empty while they may."""
     suspects: Mapping[str, str] = field(default_factory=dict)
     """Hosts that fail significantly more often than the others, with the reason; they get one attempt a minute."""
 
@@ -105,7 +106,7 @@ class ReplayBuffer:
         self.fold(snapshot or Snapshot())
 
     def fold(self, snapshot: Snapshot) -> None:
-        """Replace the whole state by that of a snapshot."""
+        """Replace the whole state with that of a snapshot."""
         self.state = ReplayState(snapshot)
         history = TaskHistory(self.state, park_after=self.config.park_after)
         self._sealing = Sealing(self.state, self.config, parse_rule(self.config.rule), history)
@@ -120,8 +121,9 @@ class ReplayBuffer:
         )
 
     def restart_clocks(self, now: float) -> None:
-        """Measure the `deadline` and `grace` of open groups from now on, because the store was opened again and the
-        stop must not count."""
+        """Restart the timers of open groups for `deadline` and `grace`, because the store has been reopened and the
+        time it was stopped must not count.
+        """
         self._sealing.restart_clocks(now)
 
     def tick(self, now: float) -> None:
@@ -129,7 +131,7 @@ class ReplayBuffer:
         self._sealing.tick(now)
 
     def due_at(self) -> float | None:
-        """Return when `tick` will next have something to do if nothing happens before."""
+        """Return when `tick` will next have something to do if nothing happens first."""
         return self._sealing.due_at()
 
     def drain(self) -> tuple[Record, ...]:
@@ -137,7 +139,8 @@ class ReplayBuffer:
         return self.state.drain()
 
     def inventory(self, in_flight: int | None = None) -> Inventory:
-        """Return the rollouts in stock; `in_flight` counts if it is more than the ledger knows of."""
+        """Return the rollouts in stock. `in_flight` is used if it is larger than the number that the ledger knows of.
+        """
         size = {state: len(rollouts) for state, rollouts in self.state.by_state.items()}
         return Inventory(
             pending=size[RolloutState.PENDING],
@@ -155,11 +158,11 @@ class ReplayBuffer:
         return allowed if cap is None else max(0, min(allowed, cap - stock.in_flight))
 
     def issue(self, limit: int, version: PolicyVersion, now: float) -> tuple[RolloutOrder, ...]:
-        """Issue up to `limit` attempts, at most `admit()`: pending rollouts first, those issued again before all
-        others, then new groups.
+        """Issue up to `limit` attempts, but no more than `admit()` allows: pending rollouts first, those issued again
+        before all others, then new groups.
 
-        `version` is the one the engines serve; nothing is issued while no attempt `may_begin` with it. In an outage
-        nothing is issued, or one probe.
+        `version` is the one the engines serve; nothing is issued while no attempt `may_begin` with it. During an outage
+        at most one probe is issued.
         """
         version = plain_version(version)
         self.tick(now)
@@ -187,8 +190,9 @@ class ReplayBuffer:
         return tuple(orders)
 
     def engines(self, *, serving: bool, now: float) -> None:
-        """Record whether any engine serves from now on: while none does, no attempt begins and no task is charged.
-        Idempotent."""
+        """Record whether any engine is serving from now on: while none is, no attempt begins and no task is charged.
+        Idempotent.
+        """
         self.outages.engines(serving=serving, now=now)
 
     def may_begin(self, version: PolicyVersion) -> bool:
@@ -210,21 +214,23 @@ class ReplayBuffer:
         return receipt
 
     def abandon(self, attempts: Iterable[tuple[RolloutId, int]], now: float) -> int:
-        """Count attempts as infra failures because their runner is gone. Return how many were in flight."""
+        """Record attempts as infrastructure failures because their runner is gone. Return how many were in flight."""
         return self._abandon(attempts, Cause.INFRA, "abandoned: its worker is gone", now)
 
     def withdraw(self, attempts: Iterable[tuple[RolloutId, int]], now: float) -> int:
-        """End attempts that no runner received, because their order, dispatcher or driver was lost. They count as no
-        failure. Return how many were in flight."""
+        """End attempts that no runner received, because their order, dispatcher or driver was lost. They do not count
+        as failures. Return how many were in flight.
+        """
         return self._abandon(attempts, Cause.CANCELLED, "withdrawn: nobody runs it", now)
 
     def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]], now: float) -> int:
-        """Withdraw every attempt in flight that is not `carried`. Return how many."""
+        """Withdraw every attempt in flight that is not in `carried`. Return how many were withdrawn."""
         return self.withdraw(self._groups.orphans(carried), now)
 
     def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
         """Return the attempts whose result could not be trained at `version` or later: those issued at a version over
-        the bound, and those of members that their group was sealed without."""
+        the bound, and those of members that were unfinished when their group was sealed.
+        """
         return self._groups.to_cancel(version)
 
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
@@ -249,8 +255,9 @@ class ReplayBuffer:
 
     def open_epoch(self, checkpoint: CheckpointRef | None, now: float, *, from_start: bool = False) -> PolicyVersion:
         """Open a learner incarnation at `checkpoint`: older leases end, later steps are undone. Return its first
-        version. Raises LedgerMismatch, LedgerBehind, and CheckpointMissing when it is None where one was recorded, and
-        not `from_start`."""
+        version. Raises LedgerMismatch, LedgerBehind, and CheckpointMissing when `checkpoint` is None although one has
+        been recorded, unless `from_start`.
+        """
         return self.epochs.open(checkpoint, now, from_start=from_start)
 
     def record_evaluation(
@@ -285,7 +292,7 @@ class ReplayBuffer:
         return Receipt(rollout_id=rollout_id, attempt=attempt, status=ReceiptStatus.ACCEPTED)
 
     def status(self) -> BufferStatus:
-        """Return the counts, closed groups included."""
+        """Return the counts, including closed groups."""
         rollouts = Counter(self.state.closed)
         rollouts.update({state: len(ids) for state, ids in self.state.by_state.items()})
         path = self.state.path
@@ -328,7 +335,8 @@ class ReplayBuffer:
         return max(0, room) if left is None else min(max(0, room), left)
 
     def _next_rollout(self, now: float) -> RolloutRecord | None:
-        """Return the rollout whose attempt is next. A probe is of a task that did not fail lately, if there is one."""
+        """Return the rollout whose attempt is next. A probe uses a task that has not failed recently, if there is one.
+        """
         spared = self.outages.to_spare()
         if not spared:
             return self.state.next_pending() or self._open_group(now)

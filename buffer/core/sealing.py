@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 
 class Sealing:
-    """Watches open groups and seals them. `aborted` holds attempts that still run although their rollout is
-    cancelled."""
+    """Watches open groups and seals them. `aborted` holds attempts that are still running although their rollout has
+    been cancelled.
+    """
 
     def __init__(self, state: ReplayState, config: BufferConfig, rule: AcceptanceRule, history: TaskHistory) -> None:
         self._state, self._config, self._rule, self._history = state, config, rule, history
@@ -45,7 +46,7 @@ class Sealing:
             self.watch(group_id)
 
     def watch(self, group_id: GroupId) -> None:
-        """Compute when an open group is due, after a change in it."""
+        """Compute when an open group is due, after it has changed."""
         members = self._state.rollouts_of(group_id)
         finished = [self._state.attempts[member.rollout_id] for member in members if member.finished]
         opened = self._state.groups[group_id].opened_at_s
@@ -69,13 +70,13 @@ class Sealing:
             heappush(self._queue, (since, group_id))
 
     def restart_clocks(self, now: float) -> None:
-        """Measure the times of rules from now on, for every open group."""
+        """Restart the timers of the rules of all open groups."""
         for group_id in self._state.open_groups():
             self._state.put(replace(self._state.groups[group_id], opened_at_s=now))
             self.watch(group_id)
 
     def due_at(self) -> float | None:
-        """Return when the next group is due if nothing happens before."""
+        """Return when the next group is due if nothing happens first."""
         while self._queue and self._due.get(self._queue[0][1]) != self._queue[0][0]:
             heappop(self._queue)
         return self._queue[0][0] if self._queue else None
@@ -101,7 +102,7 @@ class Sealing:
                 self._filter(rollout, FilterReason.GROUP_DROPPED)
 
     def arrive(self, rollout_id: RolloutId) -> None:
-        """Seal a member of a sealed group that finished late or again."""
+        """Seal a member that finished late, or finished again, in a sealed group."""
         rollout, group = self._state.rollouts[rollout_id], self._state.group_of(rollout_id)
         self._seal_member(rollout, flat=False)
         self.completed(group.group_id)

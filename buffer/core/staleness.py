@@ -58,7 +58,7 @@ def stalest(tree: VersionTree, trained_at: PolicyVersion, sampled: Iterable[Poli
 
 
 def evict(state: ReplayState, history: TaskHistory, rollout_id: RolloutId, version: PolicyVersion) -> None:
-    """Issue a rollout that is over the bound at `version` again, or end it."""
+    """Reissue or end a rollout that is over the bound at `version`."""
     rollout, group = state.rollouts[rollout_id], state.group_of(rollout_id)
     forked = not state.path.prediction.tree.leads_to(state.attempts[rollout_id].version, version)
     if not forked:

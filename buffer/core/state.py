@@ -4,9 +4,10 @@ Invariants:
 - Records change only through `put`, which updates every index and remembers the newest record for the shell, so that no
   index can drift.
 - `drain` returns each changed record once; writing them over the rows of the ledger makes it equal to this state.
-- Only `close_covered` scans all rollouts: with ten thousand in flight a call costs what it changes.
+- Only `close_covered` scans all rollouts: even with ten thousand rollouts in flight, the cost of a call is proportional
+  to what it changes.
 - Closed groups are forgotten: all their members are final and a recorded checkpoint covers what was trained. Only their
-  numbers stay.
+  counts are kept.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ Versions = tuple[PolicyVersion, ...]
 
 
 class ReplayState:
-    """Read its fields freely; change them with `put` only. Names with an underscore are indices."""
+    """State of the core. Its fields may be read freely but changed only with `put`. Names with an underscore are
+    indices.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.groups: dict[GroupId, GroupRecord] = {}
@@ -106,7 +109,7 @@ class ReplayState:
         return moved
 
     def task(self, task_id: TaskId) -> TaskRecord:
-        """Return the record of a task, an empty one when nothing is known of it."""
+        """Return the record of a task, or an empty one when nothing is known about it."""
         return self.tasks.get(task_id) or TaskRecord(task_id=task_id)
 
     def group_of(self, rollout_id: RolloutId) -> GroupRecord:
@@ -132,7 +135,7 @@ class ReplayState:
         return None
 
     def next_pending_but(self, spared: Collection[TaskId]) -> RolloutRecord | None:
-        """Return the next pending rollout of a task that is not in `spared`. Looks at all that are pending."""
+        """Return the next pending rollout of a task that is not in `spared`. Scans all pending rollouts."""
         pending = (self.rollouts[rollout_id] for rollout_id in self.by_state[RolloutState.PENDING])
         others = (rollout for rollout in pending if self.groups[rollout.group_id].task_id not in spared)
         return min(others, key=self._priority, default=None)
@@ -182,7 +185,7 @@ class ReplayState:
             self.path.forget_batch(batch)
 
     def forget_evaluations(self, keys: Collection[tuple[RolloutId, int]]) -> None:
-        """Remove the answers that the ledger moved to its archive; only their number stays."""
+        """Remove the answers that the ledger has moved to its archive; only their number is kept."""
         self.evaluations.difference_update(keys)
         self.evaluations_closed += len(keys)
 

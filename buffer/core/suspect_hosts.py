@@ -39,7 +39,7 @@ class HostRecords:
         return suspects
 
     def avoided(self, now: float) -> tuple[str, ...]:
-        """Return the hosts that an attempt beginning now must avoid; a host that is due for a probe is omitted once."""
+        """Return the hosts that an attempt beginning now must avoid. A host that is due for a probe is omitted once."""
         avoided = []
         for host in self.suspects():
             since_s = now - self._probed_s.setdefault(host, now)

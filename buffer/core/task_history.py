@@ -1,4 +1,4 @@
-"""The history of each task, written with each change, so that it survives restarts and closed groups.
+"""The history of each task, written on every change so that it survives restarts and the closing of groups.
 
 Invariants:
 - Statistics of rewards come from complete groups only: those whose members all finished or are poison. Groups that a
@@ -103,7 +103,7 @@ class TaskHistory:
             self.release(task_id)
 
     def release(self, task_id: TaskId) -> bool:
-        """Unpark a task, with its failures cleared. Return False when it is not parked."""
+        """Unpark a task and clear its failures. Return False when it is not parked."""
         task = self._state.task(task_id)
         if not task.parked:
             return False
@@ -117,7 +117,7 @@ class TaskHistory:
         self._state.put(replace(task, evicted=task.evicted + 1))
 
     def cancelled(self, task_id: TaskId) -> None:
-        """Record that a rollout of a task was aborted at the sealing of its group."""
+        """Record that a rollout of a task was aborted when its group was sealed."""
         task = self._state.task(task_id)
         self._state.put(replace(task, cancelled=task.cancelled + 1))
 

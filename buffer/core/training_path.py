@@ -20,15 +20,18 @@ from headrace.buffer.versions import PolicyVersion, VersionTree
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """State of the path after the leased and queued batches: its last version, and the tree with the steps that it will
-    have repeated."""
+    """State of the path after the leased and queued batches: its last version, and the tree with the steps that will
+    have been repeated.
+    """
 
     version: PolicyVersion
     tree: VersionTree
 
 
 class TrainingPath:
-    """Read its fields freely; only `ReplayState` changes them. Names with an underscore are indices."""
+    """State of the training path. Its fields may be read freely; only `ReplayState` changes them. Names with an
+    underscore are indices.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.batches: dict[BatchId, BatchRecord] = {}
@@ -134,7 +137,7 @@ class TrainingPath:
         return self.prediction.version if self._by_state[BatchState.QUEUED] or is_repeating else version
 
     def lies_ahead(self, version: PolicyVersion) -> bool:
-        """Return whether the queued batches lead to the weights of `version`, and have not reached them yet."""
+        """Return whether the queued batches lead to the weights of `version` and have not reached them yet."""
         head = self.head
         if head is None or version.epoch not in self.tree.forks or version.step <= head.step:
             return False
@@ -159,7 +162,8 @@ class TrainingPath:
         del self.batches[batch.batch_id], self._by_state[batch.state][batch.batch_id]
 
     def forget_steps(self, before: int, checkpoints: Collection[PolicyVersion]) -> None:
-        """Remove the steps and checkpoints that the ledger moved to its archive; only the number of steps stays."""
+        """Remove the steps and checkpoints that the ledger has moved to its archive; only the number of steps is kept.
+        """
         for sequence in [sequence for sequence in self.commits if sequence < before]:
             del self.commits[sequence]
             self.steps_closed += 1
@@ -178,8 +182,9 @@ class UndoneSteps:
         self._by_chain.setdefault(commit.chain, {})[commit.sequence] = commit
 
     def matches(self, tree: VersionTree, trained_at: PolicyVersion, chain: str) -> list[CommitRecord]:
-        """Return the undone steps from the place of `trained_at` to `chain`, oldest first. They differ at most in
-        having been skipped."""
+        """Return the undone steps from the position of `trained_at` to `chain`, oldest first. They differ only in
+        whether they were skipped.
+        """
         known = self._by_chain.get(chain, {})
         return [commit for commit in known.values() if tree.staleness(commit.trained_at, trained_at) == 0]
 
@@ -191,8 +196,9 @@ class UndoneSteps:
         return next(done, None)
 
     def predict(self, tree: VersionTree, head: PolicyVersion, chain: str, batches: Sequence[BatchRecord]) -> Prediction:
-        """Return the result of training these batches in order, from `head` and `chain` on: each step as it went
-        before, and not skipped where it is new."""
+        """Return the predicted result of training these batches in order, starting from `head` and `chain`: a repeated
+        step goes as it did before, and a new one is assumed not to be skipped.
+        """
         version = head
         for batch in batches:
             chain = extend_chain(chain, digest_of(batch))

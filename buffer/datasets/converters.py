@@ -1,4 +1,4 @@
-"""The registry of converters of data sets to headrace tasks, by the name of their form.
+"""The registry of converters from data sets to headrace tasks, by the name of the data format.
 
 Invariant: each row becomes a task, or a refusal with the reason; `load_tasks` can read the written file.
 """

@@ -2,8 +2,8 @@
 
 Rows of three forms: flat SWE-bench and SWE-Gym rows (FAIL_TO_PASS, PASS_TO_PASS, test_patch), and rows with `metadata`
 that hold `swepro`, `eval_cmd` or `remote_env_info` (with `f2p_script`, or the fields of a flat row). Invariants:
-- A row becomes a task that can be graded, or a refusal with its line and the reason, before anything boots. Of several
-  graders the first of swepro, eval_cmd, f2p_script, test ids counts.
+- A row becomes a task that can be graded, or a refusal with its line and the reason, before anything boots. If a row
+  has several graders, the first of swepro, eval_cmd, f2p_script and test ids is used.
 - No part of the grader is in the instruction or in the files that the agent sees; the gold patch is not stored at all.
 - Scripts named by path are read from the folder of the data file or below it, and from nowhere else.
 """
@@ -201,7 +201,7 @@ def _script(name: str, folder: Path) -> str:
 
 
 def _ids(given: list[str] | str, name: str) -> tuple[str, ...]:
-    """Return the test ids of a list, or of the JSON text of one, as SWE-bench has it."""
+    """Return the test ids from a list, or from a JSON string of one, as in SWE-bench."""
     ids = given
     if isinstance(given, str):
         try:

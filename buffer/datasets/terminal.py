@@ -2,9 +2,9 @@
 
 Invariants:
 - A task is a pure function of its combination (kind, the given values, the finding): the same combination has the same
-  id, files and check everywhere and for ever.
+  id, files and check everywhere and forever.
 - The split of a combination is decided by its hash alone, so training and held-out tasks never share a combination.
-- The finding is never in the instruction, only in the files. A check accepts exactly one content of the whole
+- The finding is never in the instruction, only in the files. A check accepts exactly one state of the whole
   `/workspace`; for a repair it accepts code that computes the right totals for counts that the agent has not seen.
 """
 
@@ -24,7 +24,7 @@ WORKSPACE = "/workspace"
 HIDDEN_COUNTS = (0, 1, 7, 12, 1000, -3)
 """Arguments for the repaired `total`; the agent sees only the test for 1."""
 HELD_OUT_SHARE = 4
-"""One in so many combinations is held out."""
+"""One combination in this many is held out."""
 
 WORDS = (
     "apple", "bread", "cider", "dates", "fudge", "grape", "honey", "icing", "jelly", "chili", "lemon", "mango",
@@ -36,7 +36,7 @@ NAMES = ("ash", "box", "elm", "fir", "gum", "haw", "ivy", "jay", "oak", "pin", "
 CONSTANTS = ("RATE", "COST", "SIZE", "STEP", "UNIT", "GAIN", "LOAD", "BASE")
 """Names of the constant in calc.py."""
 NUMBERS = tuple(str(number) for number in range(11, 100, 3))
-"""Right values of that constant."""
+"""Correct values of that constant."""
 WRONG_NUMBER = "10"
 """Its value before the repair."""
 
@@ -137,7 +137,7 @@ class Problem:
         return calc_test(1, self.finding) if self.kind is Kind.REPAIR else self.finding
 
     def act(self, finding: str) -> str:
-        """Return the command that solves the task if `finding` is right; with another one it is a wrong guess."""
+        """Return the command that solves the task if `finding` is right. With any other finding it is a wrong guess."""
         first, second = self.given
         match self.kind:
             case Kind.WRITE:
@@ -150,11 +150,11 @@ class Problem:
                 return f'sed -i "s/= .*/= {finding}/" calc.py; exit'
 
     def files(self) -> dict[str, str]:
-        """Return the text by file name under /workspace, before the agent starts."""
+        """Return the contents by file name under /workspace before the agent starts."""
         return self._files()[0]
 
     def expected(self) -> dict[str, str]:
-        """Return the text by file name under /workspace in the only accepted result."""
+        """Return the contents by file name under /workspace in the only accepted result."""
         return self._files()[1]
 
     def _files(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -222,7 +222,7 @@ sys.path.insert(0, "{WORKSPACE}")
 from calc import total
 result = [total(count) for count in {list(HIDDEN_COUNTS)}]
 """
-"""Check that only computes: the totals are compared where no code of the agent runs."""
+"""Check that only computes: the totals are compared where none of the agent's code runs."""
 
 
 def calc_source(constant: str, value: str) -> str:

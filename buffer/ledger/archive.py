@@ -33,7 +33,7 @@ GROUPS_AT_ONCE: Final = 64
 """Groups moved in one transaction, which takes a few milliseconds, so that other writes can run in between."""
 STATE: Final = "rollouts_"
 STEPS, SKIPPED, EVALUATIONS = "steps", "steps_skipped", "evaluations"
-"""Names of totals, beside those of rollouts by state and the next numbers."""
+"""Names of totals, besides those of rollouts by state and the next numbers."""
 _NEXT: Final = {
     "next_ordinal": ("groups", "ordinal", 0),
     "next_seal": ("groups", "seal_order", 1),
@@ -66,11 +66,12 @@ _OF_THESE: Final = f"rollout_id IN (SELECT rollout_id FROM rollouts WHERE {_THES
 
 
 class Archive:
-    """Archive of one open ledger, whose connection it uses too; `path` None: in memory. The file is created when the
-    first rows are archived."""
+    """Archive of one open ledger, whose connection it shares. If `path` is None, it is kept in memory. The file is
+    created when the first rows are archived.
+    """
 
     def __init__(self, ledger: sqlite3.Connection, path: Path | None) -> None:
-        """Raise LedgerRefused when the archive is of another run, or not readable."""
+        """Raise LedgerRefused when the archive belongs to another run, or is not readable."""
         self._ledger, self._path = ledger, path
         self._database: sqlite3.Connection | None = None
         if path is not None and path.exists():
@@ -83,8 +84,9 @@ class Archive:
             self._database = None
 
     def lacks(self, chain: str) -> bool:
-        """Return whether a return to the step with this hash chain undoes rows that are in no file any more, because
-        the archive was lost or replaced by a new one."""
+        """Return whether a return to the step with this hash chain undoes rows that are no longer in any file, because
+        the archive was lost or replaced with a new one.
+        """
         sequence = self.sequence_of(chain)
         if sequence is None:
             return self._database is None and totals_of(self._ledger).get(STEPS, 0) > 0
@@ -160,7 +162,7 @@ class Archive:
         return self._both(TABLES[EvaluationRecord].select("WHERE tag = ?"), tag)
 
     def ended_evaluations(self) -> dict[str, float | None]:
-        """Return the success of evaluations that have ended, by tag."""
+        """Return the success rates of evaluations that have ended, by tag."""
         return dict(self._both("SELECT tag, json_extract(summary, '$.success') FROM ended_evaluations"))
 
     def sequence_of(self, chain: str) -> int | None:
@@ -300,7 +302,7 @@ def next_numbers(ledger: sqlite3.Connection, *, of: str = "") -> dict[str, int]:
 
 
 def _prepare(database: sqlite3.Connection, meta: Mapping[str, str]) -> None:
-    """Create the tables, or check that they exist and are of this run. Raises ValueError, sqlite3.DatabaseError."""
+    """Create the tables, or check that they exist and belong to this run. Raises ValueError, sqlite3.DatabaseError."""
     (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
     (schema,) = database.execute("PRAGMA user_version").fetchone()
     if not tables and not schema:
@@ -354,7 +356,7 @@ def _insert(
 
 
 def _members(batches: Mapping[str, str]) -> list[str]:
-    """Return the rollouts of batches, whose members are JSON."""
+    """Return the rollouts of batches whose members are given as JSON."""
     return [rollout_id for text in batches.values() for rollout_id, *_ in json.loads(text)]
 
 

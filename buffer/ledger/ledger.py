@@ -66,8 +66,9 @@ class StoredTrajectory:
 
 
 class Ledger:
-    """Ledger of one run, opened by `open` or `in_memory`; `close` it. After an error of `write` it must not be used any
-    more."""
+    """Ledger of one run, opened with `open` or `in_memory` and closed with `close`. After `write` has failed, the
+    ledger must not be used any more.
+    """
 
     def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: FileLock | None, path: Path) -> None:
         self._database, self._blobs, self._lock, self._path = database, blobs, lock, path
@@ -170,8 +171,7 @@ class Ledger:
         )
 
     def load_or_close(self) -> Snapshot:
-        """Load for the first time after `open`. Closes the ledger and raises LedgerRefused when its rows are
-        damaged."""
+        """Perform the first load after `open`. Closes the ledger and raises LedgerRefused when its rows are damaged."""
         try:
             return self.load()
         except sqlite3.DatabaseError as error:
@@ -195,7 +195,7 @@ class Ledger:
             )
 
     def ended_evaluations(self) -> dict[str, float | None]:
-        """Return the success of evaluations that have ended, by tag."""
+        """Return the success rates of evaluations that have ended, by tag."""
         return self._archive.ended_evaluations()
 
     def archive_groups(self) -> bool:
@@ -217,8 +217,7 @@ class Ledger:
         return self._archive.lacks(chain)
 
     def recall(self, chain: str) -> None:
-        """Bring back and open the rows that a return to the step with this hash chain undoes, if there is such a
-        step."""
+        """Bring back and open the rows that a return to the step with this hash chain undoes, if such a step exists."""
         sequence = self._archive.sequence_of(chain)
         if sequence is not None:
             self._archive.recall(sequence)
@@ -294,8 +293,9 @@ class Ledger:
 
 
 class BlobFiles:
-    """Trajectory files `trajectories/000001.db`, ...: the newest is written, older ones are only read. Without a
-    directory they are in memory."""
+    """Trajectory files `trajectories/000001.db`, ...: only the newest is written to. Without a directory they are in
+    memory.
+    """
 
     def __init__(self, directory: Path | None, file_bytes: int) -> None:
         self._directory, self._file_bytes = directory, file_bytes
@@ -314,7 +314,7 @@ class BlobFiles:
             ) from error
 
     def write(self, trajectories: Sequence[StoredTrajectory]) -> int:
-        """Make blobs durable; return the number of their file."""
+        """Make blobs durable. Return the number of the file they were written to."""
         if self._directory is not None and self._path(self._current).stat().st_size >= self._file_bytes:
             self._open.pop(self._current).close()
             self._current += 1
@@ -411,8 +411,9 @@ def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Pa
 
 
 def bring_up_to_date(run_dir: Path) -> int | None:
-    """Migrate the ledger of a stopped run; return its schema when that was an older one. Raises
-    LedgerRefused, LedgerInUse."""
+    """Migrate the ledger of a stopped run. Return its previous schema, or None if it was up to date. Raises
+    LedgerRefused, LedgerInUse.
+    """
     with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro", uri=True)) as database:
         try:
             (schema,) = database.execute("PRAGMA user_version").fetchone()
@@ -447,7 +448,7 @@ def check_schema(schema: int, application: int, path: Path) -> None:
 
 @contextmanager
 def _as_oserror(path: Path) -> Iterator[None]:
-    """Raise errors of a copy as OSError, because they concern its disk, not the ledger."""
+    """Raise errors during a copy as OSError, because they concern the destination disk, not the ledger."""
     try:
         yield
     except sqlite3.Error as error:

@@ -33,7 +33,7 @@ MIN_FREE_BYTES = 8 << 20
 
 
 def filesystem_magic(directory: Path) -> int:
-    """Return the `f_type` of the file system of `directory`; 0 on other systems than Linux. Raises OSError."""
+    """Return the `f_type` of `directory`'s file system; 0 on systems other than Linux. Raises OSError."""
     if sys.platform != "linux":
         return 0
     buffer = ctypes.create_string_buffer(512)

@@ -1,4 +1,4 @@
-"""The migration of ledgers of older schemas to the newest one.
+"""The migration of ledgers from older schemas to the newest one.
 
 Invariants:
 - All steps of a migration are one transaction: a ledger has the old schema or the new one, never a mixture.
@@ -145,7 +145,7 @@ _STAYS = {
 
 
 def is_whole(ledger: sqlite3.Connection) -> bool:
-    """True if the ledger still has all rows itself, as a just migrated one does."""
+    """True if the ledger still has all rows itself, as one that has just been migrated does."""
     (totals,) = ledger.execute("SELECT count(*) FROM totals").fetchone()
     return not totals
 
@@ -213,8 +213,9 @@ def _count_closed_rows(ledger: sqlite3.Connection, first: int) -> None:
 
 
 def _ended_evaluations(metrics: Path) -> Iterator[tuple[str, int, bytes, float]]:
-    """Yield tag, step, summary and time of the ended evaluations, which older versions stored in the metrics only.
-    Invalid lines are ignored."""
+    """Yield the tag, step, summary and time of each ended evaluation; older versions stored these only in the metrics.
+    Invalid lines are ignored.
+    """
     if not metrics.is_file():
         return
     with metrics.open("rb") as file:

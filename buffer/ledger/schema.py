@@ -137,8 +137,9 @@ CREATE TABLE IF NOT EXISTS trajectories (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table of a kind of record: key columns first; `read` and `conversions` (by place) are for columns that are not
-    plain values."""
+    """Table for one kind of record, with the key columns first. `read` and `conversions` (by position) are for columns
+    that are not plain values.
+    """
 
     name: str
     record: Callable[..., Record]
@@ -169,7 +170,7 @@ class Table:
         return values
 
     def load(self, row: Iterable[object]) -> Record:
-        """Return the record of a row of `select`."""
+        """Return the record for a row returned by `select`."""
         pairs = zip(self.columns, row, strict=True)
         return self.record(
             **{column: self.read[column](value) if column in self.read else value for column, value in pairs}

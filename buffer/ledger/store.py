@@ -2,7 +2,7 @@
 
 Invariants:
 - Every call returns after its changes are durable (see `writer`).
-- Texts and numbers are cleaned or refused before the core changes (`classification`, `sanitizer`): one result that
+- Strings and numbers are cleaned or refused before the core changes (`classification`, `sanitizer`): one result that
   cannot be stored affects no other.
 """
 
@@ -47,8 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 class ReplayStore:
-    """Replay buffer of one run, made by `open`; an async context manager. `evaluations` records held-out evaluations,
-    `operators` changes stopped runs."""
+    """Replay buffer of one run, created with `open`; an async context manager. `evaluations` records held-out
+    evaluations, `operators` changes stopped runs.
+    """
 
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer, self._core, self._clock = writer, writer.core, writer.clock
@@ -95,7 +96,7 @@ class ReplayStore:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Wait for a running transaction and close the files; idempotent. Later calls raise LedgerBroken."""
+        """Wait for the current transaction and close the files; idempotent. Later calls raise LedgerBroken."""
         await self._writer.aclose()
 
     async def issue(self, limit: int, version: PolicyVersion, *, timeout_s: float = 0.0) -> tuple[RolloutOrder, ...]:
@@ -138,21 +139,23 @@ class ReplayStore:
         return await self._writer.change(offer_all)
 
     async def abandon(self, attempts: Sequence[tuple[RolloutId, int]]) -> int:
-        """Count attempts as infra failures because their runner is gone. Return how many were in flight."""
+        """Record attempts as infrastructure failures because their runner is gone. Return how many were in flight."""
         return await self._writer.change(lambda: self._core.abandon(attempts, self._clock()))
 
     async def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]]) -> int:
-        """Withdraw every attempt in flight that is not `carried`. Return how many."""
+        """Withdraw every attempt in flight that is not in `carried`. Return how many were withdrawn."""
         return await self._writer.change(lambda: self._core.keep_in_flight(carried, self._clock()))
 
     async def engines(self, *, serving: bool) -> None:
-        """Record whether any engine serves from now on: while none does, no attempt begins. Idempotent."""
+        """Record whether any engine is serving from now on: while none is, no attempt begins. Idempotent."""
         await self._writer.change(lambda: self._core.engines(serving=serving, now=self._clock()))
 
     async def take(self, version: PolicyVersion, epoch: int, *, timeout_s: float) -> Batch | None:
-        """Lease the next batch, to be trained at `version`; waits up to `timeout_s`, then None. Repeating it is safe.
+        """Lease the next batch, to be trained at `version`; waits up to `timeout_s`, then returns None. Repeating the
+        call is safe.
 
-        Raises StaleEpoch (also while waiting, when a newer learner opens), VersionMismatch, DataExhausted."""
+        Raises StaleEpoch (also while waiting, when a newer learner opens), VersionMismatch, DataExhausted.
+        """
         record = await self._writer.until(lambda: self._core.take(version, epoch, self._clock()), timeout_s)
         if record is None:
             return None
@@ -180,8 +183,9 @@ class ReplayStore:
         await self._writer.change(lambda: self._core.commit(lease, report, self._clock()))
 
     async def step_failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
-        """Record why the step on a batch failed. Return why it is not tried again, empty when it is. Raises StaleEpoch,
-        LeaseError."""
+        """Record why the step on a batch failed. Return why the step is not tried again, or an empty string when it is.
+        Raises StaleEpoch, LeaseError.
+        """
         return await self._writer.change(lambda: self._core.batches.step_failed(lease, reason, again=again))
 
     async def step_interrupted(self, lease: BatchLease) -> None:
@@ -238,21 +242,23 @@ class ReplayStore:
         return self._core.may_begin(version)
 
     def lies_ahead(self, version: PolicyVersion) -> bool:
-        """Return whether the queued batches lead to the weights of `version`, and have not reached them yet."""
+        """Return whether the queued batches lead to the weights of `version` and have not reached them yet."""
         self._writer.check()
         return self._core.state.path.lies_ahead(version)
 
     def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
         """Return the attempts whose result could not be trained at `version` or later: those issued at a version over
-        the bound, and those of members that their group was sealed without."""
+        the bound, and those of members that were unfinished when their group was sealed.
+        """
         self._writer.check()
         return self._core.to_cancel(version)
 
     async def cancellations(
         self, known: Collection[tuple[RolloutId, int]], *, timeout_s: float
     ) -> tuple[tuple[RolloutId, int], ...] | None:
-        """Return the attempts to cancel at the newest version, as soon as there are others than `known`; None when
-        there are none within `timeout_s`."""
+        """Return the attempts to cancel at the newest version as soon as there are any besides `known`; None when there
+        are none within `timeout_s`.
+        """
 
         def look() -> tuple[tuple[RolloutId, int], ...] | None:
             self._core.tick(self._clock())
@@ -294,7 +300,7 @@ class EvaluationStore:
         await writer.write_alone(lambda: writer.ledger.end_evaluation(tag, step, summary, writer.clock()))
 
     async def ended(self) -> dict[str, float | None]:
-        """Return the success of evaluations that have ended, by tag."""
+        """Return the success rates of evaluations that have ended, by tag."""
         return await self._writer.write_alone(self._writer.ledger.ended_evaluations)
 
 
@@ -313,7 +319,7 @@ class Operators:
         await self._writer.change(self._core.operators.retry_batches)
 
     async def unpark(self, tasks: Sequence[str] | None) -> tuple[TaskId, ...]:
-        """Issue parked tasks again, all when None. Raises TaskNotParked."""
+        """Issue parked tasks again (None: all of them). Raises TaskNotParked."""
         return await self._writer.change(lambda: self._core.operators.unpark(tasks, self._writer.clock()))
 
     async def refuse_lost_history(self, checkpoint: CheckpointRef | None) -> None:
@@ -323,9 +329,10 @@ class Operators:
     async def retry_lost(
         self, lost: Mapping[RolloutId, str], checkpoint: CheckpointRef | None
     ) -> tuple[RolloutId, ...]:
-        """Issue rollouts whose results are lost (and why) again; return those that get a new attempt. Where steps after
-        `checkpoint`, from which the next learner continues, trained one of them, undo those steps now. Raises
-        LedgerMismatch, LedgerBehind."""
+        """Reissue rollouts whose results are lost; the values of `lost` say why. Return those that get a new attempt.
+        If steps after `checkpoint`, from which the next learner continues, trained one of them, undo those steps now.
+        Raises LedgerMismatch, LedgerBehind.
+        """
         writer = self._writer
         await writer.recall(lambda: writer.ledger.recall_groups_of(lost))
         await writer.recall_steps_after(checkpoint)

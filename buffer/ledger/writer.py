@@ -2,8 +2,8 @@
 
 Invariants:
 - A call returns after its change is durable. Calls that arrive while a transaction is being written share the next one.
-- The core is never ahead of the disk for long: when a write fails, whatever the reason, or a change of the core breaks
-  off half-way, the writer has ended and every later call raises LedgerBroken. Opening the store again folds the core
+- The core is never ahead of the disk for long: when a write fails for any reason, or a change to the core is
+  interrupted half-way, the writer ends and every later call raises LedgerBroken. Opening the store again folds the core
   from the disk.
 - All SQLite work runs in one thread; the event loop never waits for the disk, except to recall from the archive. In
   memory it runs in place (virtual time has no threads).
@@ -36,7 +36,7 @@ SHORTEST_WAIT_S = 0.001
 
 
 class LedgerWriter:
-    """Owner of the core, the ledger and the thread of the ledger. `clock` gives seconds since the Unix epoch."""
+    """Owner of the core, the ledger and the ledger's thread. `clock` gives seconds since the Unix epoch."""
 
     def __init__(
         self, core: ReplayBuffer, ledger: Ledger, executor: ThreadPoolExecutor | None, clock: Callable[[], float]
@@ -53,7 +53,7 @@ class LedgerWriter:
         self._closed = False
 
     async def aclose(self) -> None:
-        """Wait for a running transaction and close the files; idempotent. Later calls raise LedgerBroken."""
+        """Wait for the current transaction and close the files; idempotent. Later calls raise LedgerBroken."""
         if self._closed:
             return
         self._closed = True
@@ -70,15 +70,17 @@ class LedgerWriter:
                     executor.shutdown(wait=False)
 
     async def change(self, change: Callable[[], T]) -> T:
-        """Apply a change of the core; it is durable when this returns. Raises LedgerBroken, and typed errors of the
-        core."""
+        """Apply a change to the core; it is durable when this returns. Raises LedgerBroken, and typed errors of the
+        core.
+        """
         result = self.apply(change)
         await self._flush()
         return result
 
     def apply(self, change: Callable[[], T]) -> T:
-        """Apply a change of the core, to be written with the next transaction. If it ends neither well nor in a typed
-        error, the writer ends."""
+        """Apply a change to the core, to be written with the next transaction. If it raises anything but a typed error,
+        the writer ends.
+        """
         self.check()
         try:
             result = change()
@@ -119,16 +121,16 @@ class LedgerWriter:
             return await self.read(work)
 
     async def read(self, work: Callable[[], T]) -> T:
-        """Run work in the thread of the ledger. The writer ends when it fails."""
+        """Run work in the ledger's thread. If it fails, the writer ends."""
         with self._ending_on_failure():
             return await self.in_thread(work)
 
     async def copy(self, work: Callable[[], T]) -> T:
-        """Run work in a thread of its own, beside transactions."""
+        """Run work in a separate thread, alongside transactions."""
         return await self.in_thread(work, self._copier)
 
     async def copy_alone(self, work: Callable[[], T]) -> T:
-        """Run work between two transactions. The writer does not end when it fails."""
+        """Run work between two transactions. If it fails, the writer does not end."""
         self.check()
         async with self._writing:
             return await self.in_thread(work)
@@ -193,12 +195,13 @@ class LedgerWriter:
             self.core.fold(snapshot)
 
     def check(self) -> None:
-        """Raise LedgerBroken when the writer has ended."""
+        """Raise LedgerBroken if the writer has ended."""
         if self._broken is not None:
             raise LedgerBroken(f"the store has ended: {self._broken}")
 
     async def _flush(self) -> None:
-        """Return when everything applied so far is durable. The first caller writes for all who wait."""
+        """Return when everything applied so far is durable. The first caller writes on behalf of all that are waiting.
+        """
         wanted = self._applied
         async with self._writing:
             self.check()

@@ -1,1 +1,1 @@
-"""Primitives that need nothing else of headrace: durable files, file locks, databases, registries."""
+"""Primitives that depend on nothing else in headrace: durable files, file locks, databases, registries."""

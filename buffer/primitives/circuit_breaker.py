@@ -2,9 +2,9 @@
 
 Invariants:
 - `failures_to_open` failures open it, and so does a failed probe. While it is open, no call may begin.
-- When its delay is over it is half-open: one probe may begin. A successful probe closes it.
-- Calls with a name: the probe has no time limit, and one that ends with neither result makes room for the next. Calls
-  that began before the breaker opened no longer count.
+- When its delay is over the breaker is half-open: one probe may begin. A successful probe closes it.
+- Calls with a name: the probe has no time limit, and one that ends with neither success nor failure makes room for the
+  next. Calls that began before the breaker opened no longer count.
 - Calls without a name: every result counts, and a probe has one delay to report; then the next may begin.
 """
 
@@ -30,9 +30,10 @@ class BreakerState(StrEnum):
 class CircuitBreaker:
     """Breaker of one resource. Times are seconds of one monotonic clock.
 
-    Without `window_s`, failures count that have no success between them. With it, failures within that window count
-    whatever succeeded between them. Each opening doubles the delay from `open_s` up to `longest_open_s` (by default the
-    delay does not grow); a window without a failure, or without `window_s` a success, makes it `open_s` again."""
+    Without `window_s`, only failures with no success between them count. With it, all failures within the window count,
+    even with successes between them. Each opening doubles the delay from `open_s` up to `longest_open_s` (by default
+    the delay does not grow); a window without a failure, or without `window_s` a success, makes it `open_s` again.
+    """
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class CircuitBreaker:
 
     @property
     def delay_s(self) -> float:
-        """Seconds from the last opening, or the next one, to its probe."""
+        """Seconds from the last opening, or from the next one, until its probe."""
         # Bounded exponent: the power would overflow for a resource that never recovers.
         return min(self.open_s * 2.0 ** min(max(0, self._openings - 1), 30), self.longest_open_s)
 
@@ -102,7 +103,8 @@ class CircuitBreaker:
             self._open_until_s, self._probe = now + self.delay_s, None
 
     def ended(self, call: Hashable) -> None:
-        """Record that a call ended without a result: it was cancelled, or refused for a reason of its own.
-        Idempotent."""
+        """Record that a call ended without a result, because it was cancelled or refused for an unrelated reason.
+        Idempotent.
+        """
         if call == self._probe:
             self._probe = None

@@ -21,7 +21,7 @@ class PartRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registry(Generic[T]):
-    """All plug-ins of one kind. `kind` names it in messages, `group` is the group of its entry points."""
+    """All plug-ins of one kind. `kind` names it in messages, `group` is their entry-point group."""
 
     kind: str
     group: str

@@ -62,7 +62,7 @@ class SingleFlight(Generic[R]):
                 running.task.cancel()
 
     def cancel(self, key: Hashable) -> None:
-        """Cancel the run for `key` and its waiters, if there is one."""
+        """Cancel the run for `key`, if there is one, and its waiters."""
         if running := self._running.get(key):
             running.task.cancel()
 
@@ -72,7 +72,7 @@ class SingleFlight(Generic[R]):
             running.task.cancel()
 
     async def ended(self) -> None:
-        """Wait until no run is active."""
+        """Wait until no run is active any more."""
         if self._running:
             await asyncio.wait([running.task for running in self._running.values()])
 
