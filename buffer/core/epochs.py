@@ -44,8 +44,7 @@ class Epochs:
     def open(self, checkpoint: CheckpointRef | None, now: float, *, from_start: bool = False) -> PolicyVersion:
         """Open an epoch at `checkpoint` (None: from the start), and undo the steps after it. If a checkpoint has been
         recorded, None is accepted only with `from_start`. Raises LedgerMismatch, LedgerBehind, CheckpointMissing, with
-        nothing changed.
-        """
+        nothing changed."""
         checkpoint = checkpoint and plain_checkpoint(checkpoint)
         if checkpoint is None and not from_start:
             self.refuse_without_checkpoint()
@@ -89,8 +88,7 @@ class Epochs:
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
         """Return whether opening at `checkpoint` undoes steps that have been forgotten, or whose batches have been;
-        these must first be recalled from the ledger's archive.
-        """
+        these must first be recalled from the ledger's archive."""
         chain = checkpoint.chain if checkpoint else ""
         commits = list(self._state.path.commits.values())
         places = [place for place, commit in enumerate(commits) if commit.chain == chain]

@@ -115,8 +115,7 @@ class GroupRecord:
     change any more except by a return to an older checkpoint; the core has forgotten the group.
 
     `rule`, `min_members` and `advantage` are those it was sealed by. The group is complete when each member finished or
-    is poison: groups with a `seal_order` of at least `complete_before` were sealed after that.
-    """
+    is poison: groups with a `seal_order` of at least `complete_before` were sealed after that."""
 
     group_id: GroupId
     ordinal: int
@@ -237,8 +236,7 @@ class OutageRecord:
 class AttemptRecord:
     """An attempt of a rollout. `version` was the one being served when it was issued. `offered` is true for a result
     and false for an abandoned attempt. `solved` is the evaluator's verdict, false without a reward. `host` is where its
-    sandbox ran, empty when that is unknown.
-    """
+    sandbox ran, empty when that is unknown."""
 
     rollout_id: RolloutId
     attempt: int
@@ -276,8 +274,7 @@ class BatchMember:
 class BatchRecord:
     """A batch. `version` is the one it is trained at; `queue_order` is its position among batches to be issued again.
     `closed` is as in `GroupRecord`. `tries` counts the steps begun on it since one was last committed, including the
-    one under way; `failure` is why the last one failed, empty when the learner's process died in it.
-    """
+    one under way; `failure` is why the last one failed, empty when the learner's process died in it."""
 
     batch_id: BatchId
     ordinal: int
@@ -408,8 +405,7 @@ class TaskRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterventionRecord:
     """Entry of the operators' journal, in order. `attempt` is set when the subject is a rollout. `detail` is for human
-    readers.
-    """
+    readers."""
 
     sequence: int
     action: Action
@@ -455,8 +451,7 @@ Record = (
 class Snapshot:
     """State that a core is folded from. `closed` counts the rollouts of closed groups. Their records are not included,
     nor are those of `steps_closed` surviving steps and `evaluations_closed` evaluation rollouts. Batches before
-    `first_batch` are in the ledger only.
-    """
+    `first_batch` are in the ledger only."""
 
     records: tuple[Record, ...] = ()
     evaluations: frozenset[tuple[RolloutId, int]] = frozenset()
