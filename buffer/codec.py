@@ -55,8 +55,7 @@ def refuse_unstorable(trajectory: Trajectory) -> None:
 
 def _refuse_array(array: object, kinds: str, bounds: np.iinfo[np.int32] | np.finfo[np.float32] | None) -> None:
     """Raise CodecError unless an array is one-dimensional, with numbers of these kinds within the bounds of the stored
-    type.
-    """
+    type."""
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
         raise CodecError(f"a row holds {getattr(array, 'dtype', type(array).__name__)} where {kinds!r} is expected")
     if bounds is None or array.dtype == bounds.dtype or not array.size:

@@ -18,8 +18,7 @@ _STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
 class TestIds:
     """FAIL_TO_PASS and PASS_TO_PASS rows: pytest runs the files of these ids after `test_patch` is applied. The reward
     is 1 when every id passed; a missing id counts as not passed. An id is cut at its first blank, as SWE-bench writes
-    them.
-    """
+    them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     __test__: ClassVar[bool] = False
@@ -34,8 +33,7 @@ class TestIds:
 class Script:
     """`remote_env_info.f2p_script`: Python source that ends in `sys.exit(pytest.main(...))`, run as a file outside the
     repository. The reward is 1 when at least one test passed, none failed, and no test that runs on the untouched
-    repository was skipped.
-    """
+    repository was skipped."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 

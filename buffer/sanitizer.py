@@ -54,8 +54,7 @@ def plain_version(version: PolicyVersion) -> PolicyVersion:
 
 def plain_checkpoint(ref: CheckpointRef) -> CheckpointRef:
     """Return the reference with plain Python strings and numbers; a folder's name need not be UTF-8. Raises
-    VersionMismatch.
-    """
+    VersionMismatch."""
     return CheckpointRef(
         path=clean_text(ref.path),
         version=plain_version(ref.version),
@@ -66,8 +65,7 @@ def plain_checkpoint(ref: CheckpointRef) -> CheckpointRef:
 
 def plain_metrics(metrics: object) -> tuple[dict[str, float], int]:
     """Return the metrics that are numbers, and the number of those that are not: a completed step must be recorded
-    whatever its metrics are. NaN and infinities stay.
-    """
+    whatever its metrics are. NaN and infinities stay."""
     kept: dict[str, float] = {}
     items = list(metrics.items()) if isinstance(metrics, Mapping) else []
     for name, value in items:

@@ -43,8 +43,7 @@ class EvaluatorKind(StrEnum):
     compared with `expected` outside the sandbox. The agent's code cannot gain by manipulating its process."""
     REPOSITORY = "repository"
     """The agent's changes to a git repository are filtered, applied to a clean copy and graded by its tests
-    (`repository`). If `check` and `expected` are given, its result is compared as well.
-    """
+    (`repository`). If `check` and `expected` are given, its result is compared as well."""
     PLUGIN = "plugin"
     """A function in another package scores the files that the agent left (`plugin`; docs/extending.md)."""
     NONE = "none"
@@ -75,8 +74,7 @@ class EvaluatorSpec:
     python: str = PYTHON
     plugin: str = ""
     """Function for the kind `plugin`: `package.module:function`, or the name of an entry point. The function defines
-    the meaning of `check` and `expected`.
-    """
+    the meaning of `check` and `expected`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

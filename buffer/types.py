@@ -28,8 +28,7 @@ BatchId = NewType("BatchId", str)
 
 MAX_REWARD = 1e6
 """Bound on a reward's absolute value. The ledger sums squares of rewards, which must stay exact enough to be
-recomputed. A larger reward is a bug in the evaluator, for example an overflow.
-"""
+recomputed. A larger reward is a bug in the evaluator, for example an overflow."""
 
 SOLVED_REWARD = 1.0
 """Smallest reward of a solved task, used when only a reward is known."""

@@ -1,1 +1,1 @@
-"""Model of a run: engines, learners, weights and objectives."""
+"""The model side of a run: engines, learners, weights and objectives."""

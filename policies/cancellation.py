@@ -1,4 +1,4 @@
-"""Waits for work that must finish although its caller is cancelled."""
+"""Waits for work that must finish even if its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def outlast(work: asyncio.Task[Any]) -> asyncio.CancelledError | None:
-    """Wait until `work`, which must be bounded in time, is done despite cancellations, and return the last of these."""
+    """Wait until `work` is done, despite cancellations, and return the last of them. `work` must be bounded in time."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:

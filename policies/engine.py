@@ -22,8 +22,8 @@ EngineId = NewType("EngineId", str)
 RequestId = NewType("RequestId", str)
 
 MAX_TOKEN_CHARACTERS = 256
-"""Upper bound of a token's length in all vocabularies in use. A longer text than this for each token of a context does
-not fit it, and need not be tokenized."""
+"""Upper bound on a token's length, in characters, in all vocabularies in use. A text longer than this times the number
+of tokens in a context does not fit and need not be tokenized."""
 
 
 class PauseMode(StrEnum):
@@ -34,7 +34,7 @@ class PauseMode(StrEnum):
     ABORT = "abort"
     """They return at once with the tokens so far."""
     IN_PLACE = "in_place"
-    """They keep their KV cache: the rest is sampled on stale keys and values."""
+    """They keep their KV cache: the rest is sampled with stale keys and values."""
 
 
 class FinishReason(StrEnum):
@@ -43,9 +43,9 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """A stop token or stop string."""
     LENGTH = "length"
-    """The limit max_new_tokens or the context."""
+    """The max_new_tokens limit or the context length."""
     ABORT = "abort"
-    """An abort of the request; the tokens so far are kept."""
+    """The request was aborted; the tokens so far are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,9 @@ class Completion:
 class EngineInfo:
     """State and features of an engine. `running` and `waiting` are numbers of requests. `ranks` is the number of its
     processes that join a weight group (its tensor-parallel size). `update_session`: weights are sent between begin and
-    end. `version_spans`: a reply has the version of each token; without it, only a pause that aborts keeps a reply to
-    one version. `snapshot_checksums`: its checksums are computed as a sender's are, and can be compared with them."""
+    end. `version_spans`: a reply has the version of each token; without this, only a pause that aborts ensures that a
+    reply has a single version. `snapshot_checksums`: its checksums are computed as a sender's are, and can be compared
+    with them."""
 
     server_version: str
     version: PolicyVersion

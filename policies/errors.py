@@ -3,11 +3,11 @@
 PolicyError
 |- ModelInvalid            a model directory or snapshot cannot be used
 |- EngineError             a call to an inference engine failed
-|  |- EngineUnavailable    no connection, connection lost, or a 5xx reply
-|  |  `- EngineDown        nothing listens there: the request never arrived
+|  |- EngineUnavailable    no connection, a lost connection, or a 5xx reply
+|  |  `- EngineDown        nothing is listening there: the request never arrived
 |  |- EngineTimeout        no reply within the deadline
 |  |- EngineRefused        a 4xx reply: `status`, `message`
-|  |  |- SessionAlreadyOpen  a weight update session is open already
+|  |  |- SessionAlreadyOpen  a weight update session is already open
 |  |  |- NoSession         no weight update session is open
 |  |  |- UnknownGroup      the engine is not in a process group of that name
 |  |  |- FlushRefused      requests use the cache: pause them by retract or abort first
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 
 class PolicyError(Exception):
-    """Base of all errors of policies, except the learner's."""
+    """Base class of all errors in policies, except the learner's."""
 
 
 class ModelInvalid(PolicyError):
@@ -40,15 +40,15 @@ class EngineError(PolicyError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine is unavailable: no connection, a connection lost during a call, or a 5xx reply."""
+    """The engine is unavailable: there is no connection, it was lost during a call, or the reply was a 5xx."""
 
 
 class EngineDown(EngineUnavailable):
-    """Nothing listens at the engine's address: the request never arrived."""
+    """Nothing is listening at the engine's address: the request never arrived."""
 
 
 class EngineTimeout(EngineError):
-    """The engine did not reply within the deadline that the message names."""
+    """The engine did not reply within the deadline given in the message."""
 
 
 class EngineRefused(EngineError):
@@ -64,11 +64,11 @@ class EngineRefused(EngineError):
 
 
 class SessionAlreadyOpen(EngineRefused):
-    """A weight update session is open already, by another client or because it was not ended."""
+    """A weight update session is already open, because another client opened it or it was not ended."""
 
 
 class NoSession(EngineRefused):
-    """Weights were sent, or a session was to be ended, without an open session."""
+    """Weights were sent, or the end of a session was requested, without an open session."""
 
 
 class UnknownGroup(EngineRefused):
@@ -76,7 +76,7 @@ class UnknownGroup(EngineRefused):
 
 
 class FlushRefused(EngineRefused):
-    """Requests use the cache: pause them by retract or abort first, or let them end."""
+    """Requests are using the cache: pause them by retract or abort first, or let them finish."""
 
 
 class WeightsMixed(EngineRefused):
@@ -92,7 +92,7 @@ class RequestInvalid(EngineError):
 
 
 class EngineStartFailed(EngineError):
-    """An engine process ended, or did not answer in time, before it announced its address."""
+    """An engine process exited, or failed to announce its address in time."""
 
 
 class EngineSettingsInvalid(EngineStartFailed):
@@ -128,15 +128,15 @@ class TemplateRefused(TokenizerInvalid):
 
 
 class LearnerError(Exception):
-    """Base of all errors that a learner raises itself."""
+    """Base class of all errors that a learner itself raises."""
 
 
 class LearnerAlreadyOpen(LearnerError):
-    """The process has a learner already; Megatron and the default process group are process-wide."""
+    """The process already has a learner; Megatron and the default process group are process-wide."""
 
 
 class LearnerNotOpen(LearnerError):
-    """The learner has no model: `open` was not called, failed, or `close` was."""
+    """The learner has no model: `open` was not called or failed, or `close` was called."""
 
 
 class RowUnusable(LearnerError):
@@ -148,8 +148,8 @@ class CheckpointUnreadable(LearnerError):
 
 
 class CheckpointDamaged(CheckpointUnreadable):
-    """Files of a checkpoint directory are missing, truncated, altered, or contradict each other."""
+    """Files in a checkpoint directory are missing, truncated, altered, or contradict each other."""
 
 
 class NonFiniteRun(LearnerError):
-    """`max_skipped_in_a_row` steps in a row were skipped: the run diverged."""
+    """`max_skipped_in_a_row` steps in a row were skipped: the run has diverged."""

@@ -58,7 +58,7 @@ class Learner(Protocol):
     """Trains a policy. `open` is called once per process, before all other methods."""
 
     async def open(self, resume: CheckpointRef | None, *, epoch: int) -> LearnerState:
-        """Load the model or the checkpoint; versions of this incarnation are `epoch.step`."""
+        """Load the model or the checkpoint. The versions of this incarnation are `epoch.step`."""
         ...
 
     async def step(self, batch: Batch) -> StepReport:
@@ -66,7 +66,7 @@ class Learner(Protocol):
         ...
 
     async def snapshot(self) -> WeightsSnapshot:
-        """Write and return the current weights; the next step may begin at once."""
+        """Write and return the current weights; the next step may begin immediately afterwards."""
         ...
 
     async def save(self) -> CheckpointRef:

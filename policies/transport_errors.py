@@ -1,4 +1,4 @@
-"""Describes errors of HTTP connections in plain words, without class names."""
+"""Describes HTTP connection errors in plain words, without class names."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from headrace.buffer.ledger.schema import SCHEMA_VERSION
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParkedTask:
     """A task that is no longer issued. `parked_at_s` is Unix time, or None in ledgers written by older versions;
-    `hosts` are those it has failed on since it last finished.
-    """
+    `hosts` are those it has failed on since it last finished."""
 
     task_id: str
     parked_at_s: float | None
@@ -46,8 +45,7 @@ class Condition:
 
 def read_condition(run_dir: Path) -> Condition:
     """Read the condition of a run, which may still be running. It is empty before anything has been recorded. Raises
-    LedgerRefused.
-    """
+    LedgerRefused."""
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
         return Condition()

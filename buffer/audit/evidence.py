@@ -105,8 +105,7 @@ class Closed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence(Steps):
     """All rows in memory, for runs that last days, or only the open rows of longer runs. To read all rows of a longer
-    run, use `streamed`.
-    """
+    run, use `streamed`."""
 
     groups: tuple[GroupRecord, ...]
     rollouts: tuple[RolloutRecord, ...]
@@ -155,8 +154,7 @@ class StreamedEvidence(Steps):
 def has_begun(run_dir: Path) -> bool:
     """Return whether anything has been recorded: false without a ledger, or if the process died while creating the
     file. Raises LedgerRefused when the ledger is not readable, or is missing although there are checkpoints or
-    trajectories.
-    """
+    trajectories."""
     path = run_dir / "ledger.db"
     if path.is_file():
         try:
@@ -186,8 +184,7 @@ def read_evidence(run_dir: Path) -> Evidence:
 def read_open(run_dir: Path) -> Evidence:
     """Read the rows outside the archive, so that the time does not depend on the length of the run: open groups, the
     steps that a resume may undo, and the newest checkpoint. Reads everything if that checkpoint returns to archived
-    steps, or if there is no checkpoint yet. Raises LedgerRefused.
-    """
+    steps, or if there is no checkpoint yet. Raises LedgerRefused."""
     with _reading(run_dir) as database:
         _, newest = _at_one_moment(database, run_dir, _newest_witness, lambda: begin(database))
         totals = totals_of(database)
@@ -216,8 +213,7 @@ def _in_memory(evidence: StreamedEvidence) -> Evidence:
 @contextmanager
 def streamed(run_dir: Path) -> Iterator[StreamedEvidence]:
     """Open a consistent snapshot of the evidence that `verify` needs. Raises LedgerRefused when there is no ledger that
-    this headrace can read.
-    """
+    this headrace can read."""
     path = run_dir / "ledger.db"
     with _reading(run_dir) as database:
         archive = path.with_name(ARCHIVE)
@@ -259,8 +255,7 @@ def begin(database: sqlite3.Connection) -> None:
 
 def begin_with_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, list[str]]:
     """Begin one read transaction over a ledger and the archive beside it. Return whether a matching archive exists (it
-    is then attached as `archive`), and any problems with it.
-    """
+    is then attached as `archive`), and any problems with it."""
     while True:
         there, damage = path.is_file(), ""
         attached = {name for _, name, _ in database.execute("PRAGMA database_list")}
@@ -297,8 +292,7 @@ def begin_with_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, 
 @contextmanager
 def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
     """Open the ledger in the current schema; a ledger of an older schema is migrated in a copy outside the run
-    directory.
-    """
+    directory."""
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
         raise LedgerRefused(f"{run_dir} has no ledger.db, or an empty one: name the directory of a run")
@@ -399,8 +393,7 @@ def read_trajectory(database: sqlite3.Connection, rollout_id: str, attempt: int)
 
 def read_only(path: Path) -> sqlite3.Connection:
     """Open a connection that changes nothing. On a read-only disk SQLite cannot create an index for the write-ahead
-    log; if there is no log, it reads the file as it is.
-    """
+    log; if there is no log, it reads the file as it is."""
     return sqlite3.connect(_uri(path), uri=True, isolation_level=None)
 
 

@@ -70,8 +70,7 @@ def histories_of(
 
 class JoinedRows:
     """Rows read through an open connection, in a transaction. Its `main` database is the ledger; the archive is
-    attached as `archive`.
-    """
+    attached as `archive`."""
 
     def __init__(self, database: sqlite3.Connection, *, attached: bool) -> None:
         self._database = database

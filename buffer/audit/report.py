@@ -52,8 +52,7 @@ class DecileReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
     """A group that was sealed with unfinished members. Means are over first results, or None if there are none.
-    Durations are from issue to offer.
-    """
+    Durations are from issue to offer."""
 
     group_id: GroupId
     task_id: TaskId
@@ -71,8 +70,7 @@ class LeftOut:
 class Acceptance:
     """How all attempts ended. `causes` counts those that ended; `evicted` counts how often a rollout exceeded the
     bound, whether or not it was issued again. `deciles` are ordered from the shortest, and empty before anything has
-    finished. `left_out` is in the order of opening.
-    """
+    finished. `left_out` is in the order of opening."""
 
     deciles: tuple[DecileReport, ...]
     left_out: tuple[LeftOut, ...]

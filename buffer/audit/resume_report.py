@@ -37,8 +37,7 @@ DECILES = 10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurationDecile:
     """Rollouts of open groups whose attempt took up to `upper_s` (None: no bound) and longer than those in the previous
-    decile. The rollouts counted in `again` are among those in `kept`.
-    """
+    decile. The rollouts counted in `again` are among those in `kept`."""
 
     upper_s: float | None
     kept: int
@@ -57,8 +56,7 @@ class ResumeReport:
     `checkpoint` is None when the run starts from the beginning. `checkpoint_is_foreign` means that it holds steps that
     the ledger does not know. `recorded` is the newest checkpoint in the ledger. `untrainable` names the batch that
     would crash the learner again, with the reason; it is empty when there is none. `epoch` is the learner incarnation
-    that will be opened.
-    """
+    that will be opened."""
 
     run: str
     checkpoint: str | None

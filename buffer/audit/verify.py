@@ -97,8 +97,7 @@ def verify(run_dir: Path, progress: Progress | None = None) -> VerifyReport:
 
 def audit(evidence: Evidence | StreamedEvidence, progress: Progress | None = None) -> VerifyReport:
     """Check evidence that has already been read; trajectories are read here. `progress` is called with the number of
-    groups checked so far and the total number of groups.
-    """
+    groups checked so far and the total number of groups."""
     return _Audit(evidence).report(progress)
 
 
@@ -182,8 +181,7 @@ class _Audit:
 
     def _surviving_path(self) -> list[CommitRecord]:
         """Return the surviving steps, derived from the forks: each epoch keeps the steps up to the chain at which it
-        was opened.
-        """
+        was opened."""
         if self.evidence.closed is not None:
             return self.evidence.surviving
         path: list[CommitRecord] = []

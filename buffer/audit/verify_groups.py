@@ -51,13 +51,11 @@ class _Sealed:
 
 class GroupAudit:
     """Finds contradictions in groups and describes them in plain sentences. Call `check` once for each group, in the
-    order of sealing, then `finish`.
-    """
+    order of sealing, then `finish`."""
 
     def __init__(self, retried: Collection[tuple[str, int | None]], *, has_history: bool = True) -> None:
         """`retried` are the attempts (rollout, number) that an operator issued again because their results were lost.
-        Without the groups that were sealed earlier (`has_history` is false), scales are not checked.
-        """
+        Without the groups that were sealed earlier (`has_history` is false), scales are not checked."""
         self._retried, self._has_history = retried, has_history
         self._sizes: dict[int, list[GroupId]] = defaultdict(list)
         self._history: dict[TaskId | None, Sums] = defaultdict(lambda: (0.0, 0))
@@ -105,8 +103,7 @@ class GroupAudit:
 
     def finish(self, tasks: Iterable[TaskRecord] | None) -> Iterator[str]:
         """Yield the contradictions across all groups: in sizes and in each task record's counts. None skips the task
-        records.
-        """
+        records."""
         size = max(self._sizes, default=0)
         for found, groups in self._sizes.items():
             for group_id in groups if found != size else ():

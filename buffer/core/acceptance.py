@@ -29,8 +29,7 @@ LONGEST_TEXT: Final = 200
 class GroupView:
     """Input of a rule. `size` is the number of members, `running` counts those without a result yet. `opened_at_s` is
     when its first attempt was issued, or when the store was last reopened after that. `updates_left` is the number of
-    optimizer updates for which the oldest finished member may still wait; None: not known.
-    """
+    optimizer updates for which the oldest finished member may still wait; None: not known."""
 
     size: int
     finished: int
@@ -44,8 +43,7 @@ class GroupView:
 class AcceptanceRule:
     """Rule by which a group is sealed. `first | second` accepts when either does, `first & second` when both do.
     `since` returns the time from which it accepts, `ALWAYS` or `NEVER`; `expires` means that it also depends on
-    versions.
-    """
+    versions."""
 
     text: str
     since: Callable[[GroupView], float]
@@ -103,8 +101,7 @@ def deadline(seconds: float) -> AcceptanceRule:
 
 def grace(seconds: float) -> AcceptanceRule:
     """Return the rule that is met once a member has finished and, for this many seconds since, no other member has
-    finished and the store has not been reopened.
-    """
+    finished and the store has not been reopened."""
 
     def since(group: GroupView) -> float:
         return max(group.last_finished_at_s, group.opened_at_s) + seconds if group.finished else NEVER
@@ -114,8 +111,7 @@ def grace(seconds: float) -> AcceptanceRule:
 
 def expiring(updates: int) -> AcceptanceRule:
     """Return the rule that is met while the oldest finished member may wait for at most this many more optimizer
-    updates.
-    """
+    updates."""
 
     def since(group: GroupView) -> float:
         return ALWAYS if group.updates_left is not None and group.updates_left <= updates else NEVER

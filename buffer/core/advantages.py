@@ -50,8 +50,7 @@ def full_scale(rewards: Sequence[float]) -> float:
     """Return the scale of `grpo` for a complete group: population deviation + 1e-6 (DeepSeekMath, arXiv:2402.03300).
 
     It is 1 for equal rewards: their advantages are 0 anyway, and a member that is issued again may get a different
-    reward.
-    """
+    reward."""
     if zero_variance(rewards):
         return 1.0
     return math.sqrt(deviation_square_sum(rewards) / len(rewards)) + SCALE_EPSILON

@@ -40,8 +40,7 @@ class BatchQueue:
 
     def left_behind(self) -> list[BatchRecord]:
         """Return the batches that a learner left behind: the leased ones, then the queued ones, with the tries that
-        count.
-        """
+        count."""
         # Only the oldest lease was being trained. Where learners die one after the other in different steps, the
         # batches are not the reason.
         leases, queue = self._state.path.leases(), self._state.path.queue()

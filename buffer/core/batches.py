@@ -47,8 +47,7 @@ class BatchBook:
 
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
         """Lease the first queued batch that may be trained at `version`, which `lease_at` accepted, else a fresh one.
-        Return None when there is no batch yet, or when it must wait until the leases before it have been committed.
-        """
+        Return None when there is no batch yet, or when it must wait until the leases before it have been committed."""
         path = self._state.path
         self._queue.settle(version)
         # Free sealed rollouts are judged at the first version at which they can be trained.
@@ -105,8 +104,7 @@ class BatchBook:
 
     def refuse_exhausted(self) -> None:
         """Raise DataExhausted when no batch can be filled any more. Called when the data set has no further groups to
-        open.
-        """
+        open."""
         counts = {state: len(rollouts) for state, rollouts in self._state.by_state.items()}
         left = sum(counts[state] for state in (RolloutState.PENDING, RolloutState.IN_FLIGHT, RolloutState.WAITING))
         left += self._state.free_count()
@@ -145,8 +143,7 @@ class BatchBook:
     def step_failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
         """Record why the step on a leased batch failed. Return why it may not be tried again, or an empty string when
         it may. With `again` the next try begins now and counts; otherwise it begins with the next learner. Raises
-        StaleEpoch, LeaseError.
-        """
+        StaleEpoch, LeaseError."""
         batch = replace(self._leased(lease), failure=clean_text(reason))
         allowed = batch.tries < self._config.batch_tries
         self._state.count("steps_failed")

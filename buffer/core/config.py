@@ -55,8 +55,7 @@ class BufferConfig(BaseModel):
     """`frontier` prefers, among the next few tasks of a pass, those that are solved half of the time."""
     passes: int | None = Field(default=None, ge=1)
     """Number of passes over the data; None: unlimited. After the last one, `take` raises DataExhausted once no batch is
-    left.
-    """
+    left."""
     keep_trajectories: bool = False
     """Keep trajectory files that no checkpoint directory needs any more, for exports. They grow without limit."""
 

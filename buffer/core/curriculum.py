@@ -31,8 +31,7 @@ WINDOW: Final = 8
 
 class TaskStream:
     """The training tasks, in a different order for each pass. Raises ValueError if there are no tasks or an id is
-    duplicated.
-    """
+    duplicated."""
 
     def __init__(self, tasks: Sequence[Task], *, seed: int) -> None:
         if not tasks:

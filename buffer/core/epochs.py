@@ -89,8 +89,7 @@ class Epochs:
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
         """Return whether opening at `checkpoint` undoes steps that have been forgotten, or whose batches have been;
-        these must first be recalled from the ledger's archive.
-        """
+        these must first be recalled from the ledger's archive."""
         chain = checkpoint.chain if checkpoint else ""
         commits = list(self._state.path.commits.values())
         places = [place for place, commit in enumerate(commits) if commit.chain == chain]

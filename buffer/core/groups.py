@@ -104,8 +104,7 @@ class GroupBook:
 
     def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
         """Return the attempts whose result could not be trained at `version` or later: those in flight that were issued
-        at a version over the bound, and those of members that were unfinished when their group was sealed.
-        """
+        at a version over the bound, and those of members that were unfinished when their group was sealed."""
         path = self._state.path
         over_bound = (
             self._state.attempts[rollout_id].key

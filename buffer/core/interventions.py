@@ -70,8 +70,7 @@ class Interventions:
 
     def retry_lost(self, lost: Mapping[RolloutId, str], now: float) -> tuple[RolloutId, ...]:
         """Reissue rollouts whose results are lost; the values of `lost` say why. Trained rollouts stay trained. Return
-        those that get a new attempt. Steps on them must have been undone where a new learner would train them again.
-        """
+        those that get a new attempt. Steps on them must have been undone where a new learner would train them again."""
         known = {rollout_id: why for rollout_id, why in lost.items() if rollout_id in self._state.rollouts}
         for batch in (*self._state.path.leases(), *self._state.path.queue()):
             if any(member.rollout_id in known for member in batch.members):
@@ -140,8 +139,7 @@ class Interventions:
 
     def _as_counted(self, rollout_id: RolloutId) -> AttemptRecord:
         """Return the attempt as the buffer counted it. If a result was acknowledged but never reached the disk, only
-        the rollout's own row remains.
-        """
+        the rollout's own row remains."""
         attempt, rollout = self._state.attempts[rollout_id], self._state.rollouts[rollout_id]
         if attempt.offered:
             return attempt

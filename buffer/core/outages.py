@@ -108,8 +108,7 @@ class Outages:
 
     def to_spare(self) -> Collection[TaskId]:
         """Return the tasks that a probe should avoid: they have failed recently, possibly through their own fault, so
-        another failure would say little about the system.
-        """
+        another failure would say little about the system."""
         if self._open(Component.SYSTEM) is None:
             return ()
         return {end.task_id for end in self._recent.ends if end.failed}
@@ -136,7 +135,7 @@ class Outages:
         return "; ".join(f"{outage.reason}, since {utc(outage.began_at_s)}" for outage in held if outage is not None)
 
     def charge(self, attempt: AttemptRecord, task_id: TaskId, *, engine_failed: bool, now: float) -> Charge | None:
-        """Return what is charged for an attempt that has just ended; None when it did not fail."""
+        """Return the party charged for an attempt that has just ended; None when it did not fail."""
         assert attempt.cause is not None
         if attempt.cause not in FAILED:
             return None

@@ -237,8 +237,7 @@ class OutageRecord:
 class AttemptRecord:
     """An attempt of a rollout. `version` was the one being served when it was issued. `offered` is true for a result
     and false for an abandoned attempt. `solved` is the evaluator's verdict, false without a reward. `host` is where its
-    sandbox ran, empty when that is unknown.
-    """
+    sandbox ran, empty when that is unknown."""
 
     rollout_id: RolloutId
     attempt: int
@@ -276,8 +275,7 @@ class BatchMember:
 class BatchRecord:
     """A batch. `version` is the one it is trained at; `queue_order` is its position among batches to be issued again.
     `closed` is as in `GroupRecord`. `tries` counts the steps begun on it since one was last committed, including the
-    one under way; `failure` is why the last one failed, empty when the learner's process died in it.
-    """
+    one under way; `failure` is why the last one failed, empty when the learner's process died in it."""
 
     batch_id: BatchId
     ordinal: int
@@ -408,8 +406,7 @@ class TaskRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterventionRecord:
     """Entry of the operators' journal, in order. `attempt` is set when the subject is a rollout. `detail` is for human
-    readers.
-    """
+    readers."""
 
     sequence: int
     action: Action
@@ -455,8 +452,7 @@ Record = (
 class Snapshot:
     """State that a core is folded from. `closed` counts the rollouts of closed groups. Their records are not included,
     nor are those of `steps_closed` surviving steps and `evaluations_closed` evaluation rollouts. Batches before
-    `first_batch` are in the ledger only.
-    """
+    `first_batch` are in the ledger only."""
 
     records: tuple[Record, ...] = ()
     evaluations: frozenset[tuple[RolloutId, int]] = frozenset()

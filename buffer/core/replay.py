@@ -72,8 +72,7 @@ class Inventory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStatus:
     """Counts for people and metrics. `rollouts` counts all rollouts of the run by state; `counters` counts those
-    refused, filtered and undone. `parked` are tasks that are no longer issued, with their last failure.
-    """
+    refused, filtered and undone. `parked` are tasks that are no longer issued, with their last failure."""
 
     head: PolicyVersion | None
     admit: int
@@ -122,8 +121,7 @@ class ReplayBuffer:
 
     def restart_clocks(self, now: float) -> None:
         """Restart the timers of open groups for `deadline` and `grace`, because the store has been reopened and the
-        time it was stopped must not count.
-        """
+        time it was stopped must not count."""
         self._sealing.restart_clocks(now)
 
     def tick(self, now: float) -> None:
@@ -191,8 +189,7 @@ class ReplayBuffer:
 
     def engines(self, *, serving: bool, now: float) -> None:
         """Record whether any engine is serving from now on: while none is, no attempt begins and no task is charged.
-        Idempotent.
-        """
+        Idempotent."""
         self.outages.engines(serving=serving, now=now)
 
     def may_begin(self, version: PolicyVersion) -> bool:
@@ -219,8 +216,7 @@ class ReplayBuffer:
 
     def withdraw(self, attempts: Iterable[tuple[RolloutId, int]], now: float) -> int:
         """End attempts that no runner received, because their order, dispatcher or driver was lost. They do not count
-        as failures. Return how many were in flight.
-        """
+        as failures. Return how many were in flight."""
         return self._abandon(attempts, Cause.CANCELLED, "withdrawn: nobody runs it", now)
 
     def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]], now: float) -> int:
@@ -229,8 +225,7 @@ class ReplayBuffer:
 
     def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
         """Return the attempts whose result could not be trained at `version` or later: those issued at a version over
-        the bound, and those of members that were unfinished when their group was sealed.
-        """
+        the bound, and those of members that were unfinished when their group was sealed."""
         return self._groups.to_cancel(version)
 
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
@@ -256,8 +251,7 @@ class ReplayBuffer:
     def open_epoch(self, checkpoint: CheckpointRef | None, now: float, *, from_start: bool = False) -> PolicyVersion:
         """Open a learner incarnation at `checkpoint`: older leases end, later steps are undone. Return its first
         version. Raises LedgerMismatch, LedgerBehind, and CheckpointMissing when `checkpoint` is None although one has
-        been recorded, unless `from_start`.
-        """
+        been recorded, unless `from_start`."""
         return self.epochs.open(checkpoint, now, from_start=from_start)
 
     def record_evaluation(

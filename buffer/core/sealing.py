@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 class Sealing:
     """Watches open groups and seals them. `aborted` holds attempts that are still running although their rollout has
-    been cancelled.
-    """
+    been cancelled."""
 
     def __init__(self, state: ReplayState, config: BufferConfig, rule: AcceptanceRule, history: TaskHistory) -> None:
         self._state, self._config, self._rule, self._history = state, config, rule, history

@@ -54,8 +54,7 @@ Versions = tuple[PolicyVersion, ...]
 
 class ReplayState:
     """State of the core. Its fields may be read freely but changed only with `put`. Names with an underscore are
-    indices.
-    """
+    indices."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.groups: dict[GroupId, GroupRecord] = {}

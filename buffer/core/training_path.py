@@ -21,8 +21,7 @@ from headrace.buffer.versions import PolicyVersion, VersionTree
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """State of the path after the leased and queued batches: its last version, and the tree with the steps that will
-    have been repeated.
-    """
+    have been repeated."""
 
     version: PolicyVersion
     tree: VersionTree
@@ -30,8 +29,7 @@ class Prediction:
 
 class TrainingPath:
     """State of the training path. Its fields may be read freely; only `ReplayState` changes them. Names with an
-    underscore are indices.
-    """
+    underscore are indices."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.batches: dict[BatchId, BatchRecord] = {}
@@ -183,8 +181,7 @@ class UndoneSteps:
 
     def matches(self, tree: VersionTree, trained_at: PolicyVersion, chain: str) -> list[CommitRecord]:
         """Return the undone steps from the position of `trained_at` to `chain`, oldest first. They differ only in
-        whether they were skipped.
-        """
+        whether they were skipped."""
         known = self._by_chain.get(chain, {})
         return [commit for commit in known.values() if tree.staleness(commit.trained_at, trained_at) == 0]
 
@@ -197,8 +194,7 @@ class UndoneSteps:
 
     def predict(self, tree: VersionTree, head: PolicyVersion, chain: str, batches: Sequence[BatchRecord]) -> Prediction:
         """Return the predicted result of training these batches in order, starting from `head` and `chain`: a repeated
-        step goes as it did before, and a new one is assumed not to be skipped.
-        """
+        step goes as it did before, and a new one is assumed not to be skipped."""
         version = head
         for batch in batches:
             chain = extend_chain(chain, digest_of(batch))

@@ -67,8 +67,7 @@ _OF_THESE: Final = f"rollout_id IN (SELECT rollout_id FROM rollouts WHERE {_THES
 
 class Archive:
     """Archive of one open ledger, whose connection it shares. If `path` is None, it is kept in memory. The file is
-    created when the first rows are archived.
-    """
+    created when the first rows are archived."""
 
     def __init__(self, ledger: sqlite3.Connection, path: Path | None) -> None:
         """Raise LedgerRefused when the archive belongs to another run, or is not readable."""
@@ -85,8 +84,7 @@ class Archive:
 
     def lacks(self, chain: str) -> bool:
         """Return whether a return to the step with this hash chain undoes rows that are no longer in any file, because
-        the archive was lost or replaced with a new one.
-        """
+        the archive was lost or replaced with a new one."""
         sequence = self.sequence_of(chain)
         if sequence is None:
             return self._database is None and totals_of(self._ledger).get(STEPS, 0) > 0

@@ -67,8 +67,7 @@ class StoredTrajectory:
 
 class Ledger:
     """Ledger of one run, opened with `open` or `in_memory` and closed with `close`. After `write` has failed, the
-    ledger must not be used any more.
-    """
+    ledger must not be used any more."""
 
     def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: FileLock | None, path: Path) -> None:
         self._database, self._blobs, self._lock, self._path = database, blobs, lock, path
@@ -294,8 +293,7 @@ class Ledger:
 
 class BlobFiles:
     """Trajectory files `trajectories/000001.db`, ...: only the newest is written to. Without a directory they are in
-    memory.
-    """
+    memory."""
 
     def __init__(self, directory: Path | None, file_bytes: int) -> None:
         self._directory, self._file_bytes = directory, file_bytes
@@ -412,8 +410,7 @@ def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Pa
 
 def bring_up_to_date(run_dir: Path) -> int | None:
     """Migrate the ledger of a stopped run. Return its previous schema, or None if it was up to date. Raises
-    LedgerRefused, LedgerInUse.
-    """
+    LedgerRefused, LedgerInUse."""
     with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro", uri=True)) as database:
         try:
             (schema,) = database.execute("PRAGMA user_version").fetchone()

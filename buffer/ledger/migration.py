@@ -214,8 +214,7 @@ def _count_closed_rows(ledger: sqlite3.Connection, first: int) -> None:
 
 def _ended_evaluations(metrics: Path) -> Iterator[tuple[str, int, bytes, float]]:
     """Yield the tag, step, summary and time of each ended evaluation; older versions stored these only in the metrics.
-    Invalid lines are ignored.
-    """
+    Invalid lines are ignored."""
     if not metrics.is_file():
         return
     with metrics.open("rb") as file:

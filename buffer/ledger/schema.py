@@ -138,8 +138,7 @@ CREATE TABLE IF NOT EXISTS trajectories (
 @dataclass(frozen=True, slots=True)
 class Table:
     """Table for one kind of record, with the key columns first. `read` and `conversions` (by position) are for columns
-    that are not plain values.
-    """
+    that are not plain values."""
 
     name: str
     record: Callable[..., Record]

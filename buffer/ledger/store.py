@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 
 class ReplayStore:
     """Replay buffer of one run, created with `open`; an async context manager. `evaluations` records held-out
-    evaluations, `operators` changes stopped runs.
-    """
+    evaluations, `operators` changes stopped runs."""
 
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer, self._core, self._clock = writer, writer.core, writer.clock
@@ -184,8 +183,7 @@ class ReplayStore:
 
     async def step_failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
         """Record why the step on a batch failed. Return why the step is not tried again, or an empty string when it is.
-        Raises StaleEpoch, LeaseError.
-        """
+        Raises StaleEpoch, LeaseError."""
         return await self._writer.change(lambda: self._core.batches.step_failed(lease, reason, again=again))
 
     async def step_interrupted(self, lease: BatchLease) -> None:
@@ -248,8 +246,7 @@ class ReplayStore:
 
     def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
         """Return the attempts whose result could not be trained at `version` or later: those issued at a version over
-        the bound, and those of members that were unfinished when their group was sealed.
-        """
+        the bound, and those of members that were unfinished when their group was sealed."""
         self._writer.check()
         return self._core.to_cancel(version)
 
@@ -257,8 +254,7 @@ class ReplayStore:
         self, known: Collection[tuple[RolloutId, int]], *, timeout_s: float
     ) -> tuple[tuple[RolloutId, int], ...] | None:
         """Return the attempts to cancel at the newest version as soon as there are any besides `known`; None when there
-        are none within `timeout_s`.
-        """
+        are none within `timeout_s`."""
 
         def look() -> tuple[tuple[RolloutId, int], ...] | None:
             self._core.tick(self._clock())
@@ -331,8 +327,7 @@ class Operators:
     ) -> tuple[RolloutId, ...]:
         """Reissue rollouts whose results are lost; the values of `lost` say why. Return those that get a new attempt.
         If steps after `checkpoint`, from which the next learner continues, trained one of them, undo those steps now.
-        Raises LedgerMismatch, LedgerBehind.
-        """
+        Raises LedgerMismatch, LedgerBehind."""
         writer = self._writer
         await writer.recall(lambda: writer.ledger.recall_groups_of(lost))
         await writer.recall_steps_after(checkpoint)

@@ -71,16 +71,14 @@ class LedgerWriter:
 
     async def change(self, change: Callable[[], T]) -> T:
         """Apply a change to the core; it is durable when this returns. Raises LedgerBroken, and typed errors of the
-        core.
-        """
+        core."""
         result = self.apply(change)
         await self._flush()
         return result
 
     def apply(self, change: Callable[[], T]) -> T:
         """Apply a change to the core, to be written with the next transaction. If it raises anything but a typed error,
-        the writer ends.
-        """
+        the writer ends."""
         self.check()
         try:
             result = change()

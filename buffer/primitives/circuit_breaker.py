@@ -32,8 +32,7 @@ class CircuitBreaker:
 
     Without `window_s`, only failures with no success between them count. With it, all failures within the window count,
     even with successes between them. Each opening doubles the delay from `open_s` up to `longest_open_s` (by default
-    the delay does not grow); a window without a failure, or without `window_s` a success, makes it `open_s` again.
-    """
+    the delay does not grow); a window without a failure, or without `window_s` a success, makes it `open_s` again."""
 
     def __init__(
         self,
@@ -104,7 +103,6 @@ class CircuitBreaker:
 
     def ended(self, call: Hashable) -> None:
         """Record that a call ended without a result, because it was cancelled or refused for an unrelated reason.
-        Idempotent.
-        """
+        Idempotent."""
         if call == self._probe:
             self._probe = None

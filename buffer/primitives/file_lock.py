@@ -19,8 +19,7 @@ class FileLock:
     def __init__(self, file: Path | int, *, blocking: bool = True, mode: int = 0o666) -> None:
         """Lock `file`: a path, created with `mode` less the umask if it is missing, or an open descriptor (for example
         of a folder), which this lock closes. Raises BlockingIOError when `blocking` is false and another descriptor
-        holds the lock, OSError when the file cannot be opened; nothing stays open then.
-        """
+        holds the lock, OSError when the file cannot be opened; nothing stays open then."""
         if isinstance(file, Path):
             file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
         try:

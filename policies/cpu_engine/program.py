@@ -2,7 +2,7 @@
 
 Invariants:
 - HTTP runs in the main thread, torch in one other thread, and weight transfers in their own threads.
-- The address is announced when the engine is ready for requests, by an atomic write of `{"url", "pid"}`.
+- The address is announced with an atomic write of `{"url", "pid"}` once the engine is ready for requests.
 - With `parent_pid` the process dies with its parent.
 
 Start it with `python -m headrace.policies.cpu_engine --model DIR` or through `EngineProcess`.
@@ -60,7 +60,7 @@ class CpuEngineConfig(BaseModel):
     max_prefill_tokens: int = Field(default=4096, gt=0)
     """Maximum number of padded tokens in one prefill."""
     group_timeout_s: float = Field(default=20.0, gt=0)
-    """Time limit for the formation of a weight group, and for the transfer of one bucket."""
+    """Time limit for forming a weight group, and for transferring one bucket."""
     parent_pid: int | None = None
     """Process id of the parent; the engine ends when the parent does."""
 

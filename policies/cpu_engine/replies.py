@@ -17,7 +17,7 @@ MISSING_WHEN_QUEUED = (
 
 
 def finish_json(finish: Finish) -> Json:
-    """Return SGLang's finish_reason."""
+    """Return the `finish_reason` in SGLang's format."""
     if isinstance(finish, Stopped):
         return {"type": "stop", "matched": finish.matched}
     if isinstance(finish, LengthReached):
@@ -49,8 +49,8 @@ def generation_json(
     latency_s: float,
     now_s: float,
 ) -> Json:
-    """Return the reply of /generate for one sequence. As in SGLang, it lacks some keys if the request was aborted in
-    the queue."""
+    """Return the reply to /generate for one sequence. As in SGLang, it lacks some keys if the request was aborted while
+    queued."""
     finish = generation.finish
     assert finish is not None
     spans: list[Json] = []
@@ -87,7 +87,7 @@ def generation_json(
 
 
 def loads_json(running: int, waiting: int, used_tokens: int, total_tokens: int, max_running: int) -> Json:
-    """Return the reply of /v1/loads."""
+    """Return the reply to /v1/loads."""
     usage = used_tokens / total_tokens
     load = {
         "dp_rank": 0,

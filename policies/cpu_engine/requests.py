@@ -3,8 +3,8 @@
 Invariants:
 - A parsed request can be run: its ids are in the vocabulary, prompt and output fit the context, and its sampling
   parameters are finite.
-- A key of SGLang that this engine does not support is refused with a clear message, never ignored. As in SGLang,
-  unknown keys at the top level are ignored and unknown sampling keys refused.
+- An SGLang key that this engine does not support is refused with a clear message, never ignored. As in SGLang, unknown
+  keys at the top level are ignored and unknown sampling keys refused.
 - `extra_key`, which names a part of SGLang's prefix cache, is accepted and has no effect: nothing is cached between
   requests, so every prefix is computed with the current weights.
 """
@@ -69,7 +69,7 @@ class Sampling(BaseModel):
     stop: str | list[str] | None = None
     """Strings that end the output when its text contains one of them."""
     stop_token_ids: list[int] | None = None
-    """Ids that end the output, in addition to the model's."""
+    """Ids that end the output, in addition to the model's own."""
     ignore_eos: bool = False
     """Do not end the output at any id."""
     no_stop_trim: bool = False
@@ -100,7 +100,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Sequence to continue."""
+    """Sequence of tokens to continue."""
 
     request_id: str
     input_ids: tuple[int, ...]
@@ -168,7 +168,7 @@ def read_inputs(
 
 
 def check_sizes(text: object, ids: object, limits: Limits) -> None:
-    """Refuse oversized inputs by their length alone: reading them would delay other requests."""
+    """Refuse oversized inputs based on their length alone: reading them would delay other requests."""
     most = max(MAX_SEQUENCES, limits.context_tokens)
     if any(isinstance(items, list) and len(items) > most for items in (text, ids)):
         raise RequestInvalid(
@@ -286,7 +286,7 @@ class UpdateWeights(BaseModel):
     group_name: str = "weight_update_group"
     """Group from which the weights are received."""
     flush_cache: bool = True
-    """Refused while requests run. There is nothing to flush: this engine caches nothing between requests."""
+    """Refused while requests are running. There is nothing to flush: this engine caches nothing between requests."""
     abort_all_requests: bool = False
     """Abort all waiting requests."""
     weight_version: str | None = None
@@ -303,11 +303,11 @@ class UpdateFromDisk(BaseModel):
     model_path: str = Field(min_length=1)
     """Directory with config.json and model.safetensors of the same model."""
     flush_cache: bool = True
-    """Refused while requests run, as in UpdateWeights."""
+    """Refused while requests are running, as in UpdateWeights."""
     abort_all_requests: bool = False
     """Abort all requests first."""
     weight_version: str | None = None
-    """Label of the weights after the swap; None keeps the present one."""
+    """Label of the weights after the swap; None keeps the current one."""
 
 
 class UpdateVersion(BaseModel):
@@ -316,6 +316,6 @@ class UpdateVersion(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     new_version: str
-    """New label of the present weights."""
+    """New label of the current weights."""
     abort_all_requests: bool = True
     """Abort all requests first, as SGLang does by default."""

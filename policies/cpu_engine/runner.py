@@ -61,7 +61,7 @@ class Runner:
         self._long: LongPrefill | None = None
 
     def swap(self, weights: Qwen3Weights, version: str | None) -> Qwen3Weights:
-        """Use `weights` from now on, and return the previous ones. A `version` of None keeps the label."""
+        """Use `weights` from now on, and return the previous ones. If `version` is None, the label is kept."""
         old, self.model.weights = self.model.weights, weights
         self.version = self.version if version is None else version
         return old
@@ -70,7 +70,7 @@ class Runner:
         self.version = version
 
     def step(self, scheduler: Scheduler) -> list[Generation]:
-        """Run a portion of a long prefill, or one prefill of all admitted prompts, or decode one token of each running
+        """Run a portion of a long prefill, prefill all admitted prompts, or decode one token for each running
         generation. Returns the finished generations."""
         for move in scheduler.moves:
             self.cache.move(move.source, move.target, move.length)
@@ -148,7 +148,7 @@ def sample(logits_BV: Tensor, samplings: Sequence[Sampling], noise_BV: Tensor) -
 
 
 def truncate(weights_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Set the weights outside top_k and top_p to zero; the most likely id always stays."""
+    """Set the weights outside top_k and top_p to zero; the most likely id is always kept."""
     ordered, order = weights_BV.sort(dim=-1, descending=True)
     vocabulary = ordered.shape[1]
     top_p = torch.tensor([item.top_p for item in samplings])[:, None]

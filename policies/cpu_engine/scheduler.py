@@ -41,7 +41,8 @@ class LengthReached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aborted:
-    """Finish by an abort. `queued` is True if it had no cache row then; SGLang's reply lacks some keys in that case."""
+    """Finish by an abort. `queued` is True if it had no cache row at that time; SGLang's reply lacks some keys in that
+    case."""
 
     queued: bool
 
@@ -57,11 +58,11 @@ class Generation:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
-    """The label of the weights that sampled each output token."""
+    """Label of the weights that sampled each output token."""
     retractions: int = 0
     arrived_paused: bool = False
     abort_asked: bool = False
-    """It was aborted during a pause in place, and finishes when the pause ends."""
+    """It was aborted during a pause in place and will finish when the pause ends."""
     finish: Finish | None = None
 
     @property
@@ -115,7 +116,7 @@ class Scheduler:
 
     @property
     def drained(self) -> bool:
-        """True if nothing is sampled: all rows are free, or paused."""
+        """True if nothing is being sampled: all rows are free, or paused."""
         return self.paused or not self.running
 
     def knows(self, request_id: str) -> bool:
@@ -155,8 +156,8 @@ class Scheduler:
         return finished
 
     def abort(self, request_id: str | None) -> list[Generation]:
-        """Abort the request of this id (None: all), except those that arrived during the present pause. A request with
-        a row that is paused in place finishes when the pause ends."""
+        """Abort the request with this id (None: all requests), except those that arrived during the current pause. A
+        request with a row that is paused in place finishes when the pause ends."""
         chosen = [
             item
             for item in (*self.running, *self.waiting)
@@ -171,11 +172,11 @@ class Scheduler:
         return self._abort([item for item in chosen if not item.abort_asked])
 
     def drop(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Finish generations whose client disconnected."""
+        """Finish generations whose client has disconnected."""
         return self._abort([item for item in generations if item.finish is None])
 
     def pause(self, mode: PauseMode) -> list[Generation]:
-        """Stop sampling, and return the generations that finish because of it. `retract` frees all rows and keeps the
+        """Stop sampling, and return the generations that finish as a result. `retract` frees all rows and keeps the
         tokens, `in_place` keeps both."""
         self.paused = True
         if mode is PauseMode.IN_PLACE:

@@ -1,8 +1,8 @@
 """HTTP server of the CPU engine, with SGLang's routes.
 
 Invariants:
-- Every reply is JSON, or empty where SGLang's is; a bad request gets a 400 with the reason and changes nothing.
-- Bodies are parsed in the event loop's thread; the torch thread gets valid values only.
+- Every reply is JSON, or empty if SGLang's is; a bad request gets a 400 with the reason and changes nothing.
+- Bodies are parsed in the event loop's thread; the torch thread receives only valid values.
 - The requests of a client that disconnects are dropped.
 """
 

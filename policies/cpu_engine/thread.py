@@ -1,4 +1,4 @@
-"""Torch thread of the engine, which alone uses scheduler, runner and cache.
+"""The engine's torch thread, the only one that uses the scheduler, runner and cache.
 
 Invariants:
 - Other threads act only through `submit`: their functions run in this thread, between two steps.
@@ -88,7 +88,7 @@ class EngineThread:
         return generations, futures
 
     def drop(self, generations: Sequence[Generation]) -> Future[None]:
-        """Finish generations whose client disconnected."""
+        """Finish generations whose client has disconnected."""
         return self.submit(lambda: self._deliver(self.scheduler.drop(generations)))
 
     def abort(self, request_id: str | None) -> Future[None]:
@@ -101,7 +101,7 @@ class EngineThread:
         return self.submit(lambda: self._deliver(self.scheduler.resume()))
 
     def hold(self) -> Future[None]:
-        """Admit no requests until `release`. The future is done when nothing is sampled any more."""
+        """Admit no requests until `release`. The future is done once nothing is being sampled any more."""
         drained: Future[None] = Future()
         drained.set_running_or_notify_cancel()
 

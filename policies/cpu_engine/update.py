@@ -1,17 +1,16 @@
-"""Weight updater of the CPU engine: sessions, process groups, reception into staging memory, and the swap between two
-steps.
+"""The CPU engine's weight updater: sessions, process groups, reception into staging memory, and the swap between steps.
 
 Invariants:
 - `begin` lets running requests finish, unless a pause holds them, and no request is admitted before `end`.
 - A bucket is checked against the model's shapes before it is received, and received in a separate thread: the torch
   thread and the event loop are not blocked.
-- The reply to a bucket means that it was received. It is loaded while the next one is received; an error of loading is
-  reported with the next reply, at the latest with that of the bucket that carries the version.
+- The reply to a bucket means that it has been received. It is loaded while the next one is being received; a loading
+  error is reported with the next reply, at the latest with the reply to the bucket that carries the version.
 - The weights change at once, with the bucket that carries a version. Buckets without a following version are dropped at
-  `end`, so a sender that died between two buckets has no effect. A failed reception changes nothing, but the group is
+  `end`, so a sender that dies between two buckets has no effect. A failed reception changes nothing, but the group is
   lost.
 - `checksums` are computed on request from the live weights, converted back to the dtype in which they were sent: they
-  show errors of the transfer as well as tensors loaded to the wrong place.
+  reveal transfer errors as well as tensors loaded into the wrong position.
 - The memory is allocated at the first update and reused: an engine holds two sets of weights and two buckets (one is
   received while the other is loaded). Only an abandoned transfer occupies a third set, until its collective ends.
 - A bucket of fp32 tensors in storage order is received in place; all others are received into a buffer.
@@ -62,7 +61,8 @@ NOT_FLUSHED = (
 
 
 class Staging:
-    """Staging memory of one engine. It has one writer at a time; the torch thread may call `recycle` meanwhile."""
+    """One engine's staging memory. It has one writer at a time, but the torch thread may call `recycle` concurrently.
+    """
 
     def __init__(self, config: Qwen3Config) -> None:
         self._config = config
@@ -104,7 +104,7 @@ class Staging:
             self._spare = spare
 
     def recycle(self, old: Qwen3Weights) -> None:
-        """Make the set that was live until now the spare one, unless a writer has allocated another meanwhile."""
+        """Make the previously live set the spare one, unless a writer has allocated another in the meantime."""
         old.forget()
         with self._exchanging:
             if self._spare is None:
@@ -121,7 +121,7 @@ class Staging:
 
 
 def place_of(spare: Qwen3Weights, bucket: Bucket) -> Tensor | None:
-    """Return the bytes in which this bucket can be received in place, if it can."""
+    """Return the memory in which this bucket can be received in place; None if it cannot."""
     if set(bucket.dtypes) != {"float32"}:
         return None
     place = spare.place(bucket.names)
@@ -161,8 +161,8 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """Bucket that is being loaded from its buffer into the spare set, and owns both until it is done. Other parts of
-    the set may be received meanwhile."""
+    """Loading of a bucket from its buffer into the spare set. It owns both until it is done, but other parts of the set
+    may be received in the meantime."""
 
     future: Future[None]
     spare: Qwen3Weights
@@ -186,7 +186,7 @@ class WeightUpdater:
         self._loading: Loading | None = None
 
     async def begin(self) -> None:
-        """Open the session. Returns when nothing runs."""
+        """Open the session. Returns once nothing is running."""
         if self._open:
             raise RequestInvalid("A weight update session is already open; call /end_weight_update first.")
         self._open, self._session = True, object()
@@ -214,8 +214,8 @@ class WeightUpdater:
         return self._engine.release()
 
     async def init_group(self, body: InitGroup) -> None:
-        """Join a group. Waits for rank 0, at most `group_timeout_s`. A group that is formed after that, or after the
-        caller was cancelled, is left again."""
+        """Join a group, waiting for rank 0 for at most `group_timeout_s`. If the group is formed after that, or after
+        the caller has been cancelled, the engine leaves it again."""
         if body.backend != "gloo":
             raise RequestInvalid(f"a CPU engine does not support backend {body.backend}; use gloo")
         if body.rank_offset >= body.world_size:
@@ -313,7 +313,7 @@ class WeightUpdater:
         return held
 
     async def relabel(self, body: UpdateVersion) -> None:
-        """Change the version label of the present weights, from the next token on."""
+        """Change the version label of the current weights, starting with the next token."""
         if body.abort_all_requests:
             await asyncio.wrap_future(self._engine.abort(None))
         await asyncio.wrap_future(self._engine.submit(lambda: self._engine.runner.relabel(body.new_version)))
@@ -338,7 +338,7 @@ class WeightUpdater:
         return self._groups[name]
 
     async def _receive(self, bucket: Bucket, body: UpdateWeights) -> None:
-        """Receive one bucket and start to load it into the spare set."""
+        """Receive one bucket and start loading it into the spare set."""
         group = self._group(body.group_name)
         try:
             spare = self._staging.take_spare() if self._loading is None else self._loading.spare
@@ -362,7 +362,7 @@ class WeightUpdater:
         self._loading = Loading(future=future, spare=spare, buffer=buffer)
 
     async def _loaded(self) -> None:
-        """Wait until the last bucket is loaded."""
+        """Wait until the last bucket has been loaded."""
         loading, self._loading = self._loading, None
         if loading is not None:
             async with self._writing(loading.spare):
@@ -372,8 +372,8 @@ class WeightUpdater:
 
     @asynccontextmanager
     async def _writing(self, spare: Qwen3Weights) -> AsyncIterator[Qwen3Weights]:
-        """Return the spare set to staging when it was written. After a cancellation it is abandoned, because its writer
-        thread may still run."""
+        """Return the spare set to staging once it has been written. After a cancellation it is abandoned, because its
+        writer thread may still be running."""
         try:
             yield spare
         except ModelInvalid as error:
@@ -386,7 +386,7 @@ class WeightUpdater:
         self._staging.put_spare(spare)
 
     async def _apply(self, version: str | None) -> None:
-        """Swap the spare set and the live one between two steps."""
+        """Swap the spare and live sets between two steps."""
         runner = self._engine.runner
         async with self._writing(self._staging.take_spare()) as spare:
             await in_thread(lambda: self._staging.complete(spare, runner.model.weights))
@@ -413,7 +413,7 @@ def leave_late(joining: Future[WeightGroup]) -> None:
 
 
 def receive(group: WeightGroup, pieces: list[Tensor]) -> None:
-    """Receive all pieces, blocking. Raises GroupFailed; the group is destroyed then, with its threads and sockets."""
+    """Receive all pieces, blocking. Raises GroupFailed, after destroying the group with its threads and sockets."""
     try:
         for piece in pieces:
             finish_broadcast(group, start_broadcast(group, piece))

@@ -6,7 +6,7 @@ Invariants:
 - `headrace.json` contains the batches since the previous checkpoint in the order of their steps, including skipped
   ones, and the hash chain over all batches of the run up to here: folding the batches over `previous_chain` gives
   `chain`.
-- Checkpoints are ordered by version; a later epoch is later.
+- Checkpoints are ordered by version: those of a later epoch come later.
 - `headrace.json` is written last and lists every other file with its size and CRC-32, so that missing, truncated or
   altered files are found before anything is loaded. A damaged directory is renamed to `aside-<name>`, never removed.
 
@@ -53,7 +53,7 @@ class SteppedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Content of `headrace.json`."""
+    """Contents of `headrace.json`."""
 
     version: PolicyVersion
     previous_chain: str
@@ -63,7 +63,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAside:
-    """Damaged checkpoint, and the path to which it was renamed."""
+    """Damaged checkpoint and the path to which it was renamed."""
 
     name: str
     reason: str
@@ -142,7 +142,7 @@ def check_checkpoint(path: Path) -> CheckpointRef:
 
 def usable_checkpoint(root: Path) -> Usable:
     """Return the newest undamaged checkpoint, after reading all of its files. Newer damaged ones are renamed. Raises
-    CheckpointUnreadable for one of a newer headrace."""
+    CheckpointUnreadable for one written by a newer version of headrace."""
     aside: list[SetAside] = []
     for path in reversed(list_checkpoints(root)):
         try:
@@ -153,7 +153,7 @@ def usable_checkpoint(root: Path) -> Usable:
 
 
 def set_aside(path: Path, reason: str) -> SetAside:
-    """Rename a checkpoint so that no run resumes from it."""
+    """Rename a checkpoint so that no run will resume from it."""
     names = (f"{ASIDE}{path.name}", *(f"{ASIDE}{path.name}-{number}" for number in range(2, 1000)))
     kept_as = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(kept_as)

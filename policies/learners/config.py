@@ -1,4 +1,4 @@
-"""Config of the learners."""
+"""Configuration of the learners."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LearnerConfig(BaseModel):
     clip_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum norm of the gradient; a larger one is scaled down."""
     objective: str = "grpo"
-    """Loss of the policy: `grpo` (with truncated importance weights and a directional clip), or an objective of another
+    """Policy loss: `grpo` (with truncated importance weights and a directional clip), or an objective from another
     package (docs/extending.md)."""
     eps_low: float = Field(default=0.2, gt=0, le=1)
     """A token with negative advantage has no gradient when current / behaviour is below 1 - eps_low."""
@@ -43,12 +43,12 @@ class LearnerConfig(BaseModel):
     token_budget: int = Field(default=16384, gt=0)
     """Maximum number of padded tokens (rows x longest row) in a micro-batch."""
     max_skipped_in_a_row: int = Field(default=3, gt=0)
-    """Number of steps in a row with a non-finite gradient after which the run ends."""
+    """Number of consecutive steps with a non-finite gradient after which the run ends."""
     keep_checkpoints: int = Field(default=3, gt=0)
     """Number of newest checkpoints to keep."""
     seed: int = 0
     """Random seed of torch and Megatron. The model has no dropout, so steps do not depend on it."""
     kind: Literal["megatron", "simulated"] = "megatron"
-    """Kind of the learner. `simulated` takes time instead of computing, and ignores the keys above."""
+    """Kind of learner. `simulated` takes time instead of computing, and ignores the keys above."""
     simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()
     """Settings of the simulated learner."""

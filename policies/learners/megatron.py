@@ -4,8 +4,8 @@ Invariants:
 - A process has one open learner; a second `open` raises LearnerAlreadyOpen.
 - All torch work, including the import, runs in one dedicated thread in the order of the calls, and never blocks the
   event loop.
-- A cancelled call loses its result, but work that has begun is finished by the thread. `step` with the same batch,
-  `snapshot` and `save` then return that result.
+- A cancelled call loses its result, but the thread finishes any work that has begun. A later `step` with the same
+  batch, `snapshot` or `save` then returns that result.
 - Importing this module does not import torch.
 """
 
@@ -66,12 +66,12 @@ class MegatronLearner:
         return await self._in_thread(lambda: self._opened().snapshot())
 
     async def save(self) -> CheckpointRef:
-        """See `Learner.save`. Raises LearnerNotOpen, or OSError without leaving a checkpoint; the next save tries
-        again."""
+        """See `Learner.save`. Raises LearnerNotOpen, or OSError. In the latter case no checkpoint is left behind, and
+        the next save tries again."""
         return await self._in_thread(lambda: self._opened().save())
 
     async def close(self) -> None:
-        """Finish running work, end the process group, and allow another learner in this process. Idempotent."""
+        """Finish running work, destroy the process group, and allow another learner in this process. Idempotent."""
         await self._in_thread(self._close)
 
     async def _in_thread(self, work: Callable[[], Answer]) -> Answer:

@@ -1,10 +1,11 @@
 """Saves and loads model and optimizer with megatron-core's distributed checkpointing.
 
 Invariants:
-- The format on disk is Megatron's `torch_dist`: `dist_checkpointing.load` reads it, also with another parallel size.
-- Saving stays in this process and thread: Megatron's writer forks workers and spawns a manager, which is not safe in a
+- The format on disk is Megatron's `torch_dist`: `dist_checkpointing.load` reads it, even with a different parallel
+  size.
+- Saving runs in this process and thread: Megatron's writer forks workers and spawns a manager, which is not safe in a
   process with Ray's threads.
-- Saving and loading are exact to the bit.
+- Saving and loading are bit-exact.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Synchronous part of the Megatron learner, which uses torch and is called from one thread.
+"""Synchronous part of the Megatron learner; it uses torch and is called from one thread.
 
 Invariants:
 - Weights, moments and version change only at the end of a step whose gradient is finite; an earlier failure does not
   change them.
-- A batch is trained once: a step with the last batch again (whose result was lost in a cancelled call) returns the same
-  report.
+- A batch is trained once: repeating the step with the last batch (because a cancelled call lost its result) returns the
+  same report.
 - Every batch, including a skipped one, is added in order to the hash chain and to the next checkpoint's manifest.
 """
 
@@ -126,7 +126,7 @@ class MegatronTrainer:
         return self._last_report
 
     def snapshot(self) -> WeightsSnapshot:
-        """Write the weights for the sender, and remove the file of the snapshot before the last."""
+        """Write the weights for the sender, and remove the file of the snapshot before last."""
         if self._last_snapshot is not None and self._last_snapshot.version == self._version:
             return self._last_snapshot
         directory = self._config.snapshot_dir
@@ -144,7 +144,8 @@ class MegatronTrainer:
         return self._last_snapshot
 
     def save(self) -> CheckpointRef:
-        """Write the checkpoint of the current version, unless it exists because only skipped steps followed it."""
+        """Write the checkpoint of the current version, unless it already exists because only skipped steps have
+        followed it."""
         root = self._config.checkpoint_dir
         if (root / str(self._version)).exists():
             return checkpoints.read_checkpoint(root / str(self._version))
@@ -170,12 +171,12 @@ class MegatronTrainer:
         return checkpoints.read_checkpoint(final)
 
     def close(self) -> None:
-        """End the process group; the trainer is unusable afterwards."""
+        """Destroy the process group; the trainer is unusable afterwards."""
         megatron_world.stop()
 
     def _accumulate(self, rows: list[WeightedRow]) -> tuple[float, LossSums]:
-        """Accumulate the gradient of all rows in Megatron's buffers, and return the loss and its sums over trained
-        tokens."""
+        """Accumulate the gradient of all rows in Megatron's buffers. Return the loss and its sums over trained tokens.
+        """
         self._ddp.zero_grad_buffer()
         lengths = [len(row.row.tokens_T) for row in rows]
         clip = ClipConfig(
@@ -205,7 +206,7 @@ class MegatronTrainer:
 
 
 def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> MegatronTrainer:
-    """Start the world and load the model or the checkpoint; if that fails, end the world again."""
+    """Start the world and load the model or the checkpoint. If that fails, stop the world again."""
     if resume is not None:
         found = checkpoints.read_checkpoint(Path(resume.path))
         if (found.version, found.chain) != (resume.version, resume.chain):

@@ -1,8 +1,8 @@
-"""Process-wide state of Megatron: process group, model-parallel groups and random state.
+"""Megatron's process-wide state: process group, model-parallel groups and random state.
 
 Invariants:
-- A process has one world, whose rendezvous listens on a free port of 127.0.0.1 only.
-- `stop` ends everything that `start` began, even if it failed.
+- A process has one world, whose rendezvous listens only on a free port on 127.0.0.1.
+- `stop` undoes everything that `start` began, even if `start` failed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def start(seed: int) -> torch.device:
 
 
 def stop() -> None:
-    """End the groups; a process that exits with an open gloo group aborts."""
+    """Destroy the groups; a process that exits with an open gloo group aborts."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""Objectives of the learner, by the name in a recipe: headrace's own, and those of other packages."""
+"""Registry of the learner's objectives, by their names in recipes: headrace's own and those from other packages."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Policy loss: GRPO with truncated importance weights and a directional clip, both on current / behaviour.
+"""Policy loss: GRPO with truncated importance weights and a directional clip, both on the ratio current / behaviour.
 
 Shapes: B rows, T padded tokens, V vocabulary, N trained tokens of the micro-batch in row-major order.
 
 Invariants:
-- The ratio is to the policy that sampled the token (by the behaviour log-probability stored with it). With one update
-  per batch, current / proximal is always 1, so clipping it would have no effect.
+- The ratio is relative to the policy that sampled the token (using the behaviour log-probability stored with it). With
+  one update per batch, current / proximal is always 1, so clipping it would have no effect.
 - A token whose ratio has passed the clip in the direction of its advantage has exactly zero gradient.
 - The loss is a sum: the caller's weights define the reduction, so splitting a batch changes nothing.
 - A trajectory contributes the mean over its trained tokens in all its rows, and a batch the mean over its trajectories:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightedRow:
-    """Row with the values that its tokens share. `weight` multiplies the loss of each trained token."""
+    """Row with the values shared by its tokens. `weight` multiplies the loss of each trained token."""
 
     row: Row
     advantage: float

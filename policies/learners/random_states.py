@@ -1,4 +1,4 @@
-"""States of all random generators of a learner's process: Python's, numpy's, torch's, each GPU's and Megatron's.
+"""States of all random generators in a learner's process: Python's, numpy's, torch's, each GPU's and Megatron's.
 
 Invariant: `restore_random_states(random_states())` does not change what is drawn next. The values are plain data and
 tensors, which checkpoints load without running code.
@@ -32,8 +32,8 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any] | torch.Tensor) -> None:
-    """Restore the states. Older checkpoints contain torch's state only; with another number of GPUs, their generators
-    keep their seeds."""
+    """Restore the states. Older checkpoints contain only torch's state. If the number of GPUs differs, the GPUs'
+    generators keep their seeds."""
     if isinstance(states, torch.Tensor):
         torch.set_rng_state(states)
         return

@@ -2,9 +2,9 @@
 tests.
 
 Invariants:
-- Time is read only from the running event loop, and nothing is random: with a virtual-time loop a history repeats.
-- A token carries the version that was served at the end of its share of the turn's time. A turn's time does not pass
-  while engines are paused.
+- Time is read only from the running event loop, and nothing is random: with a virtual-time loop, a run is reproducible.
+- A token carries the version that was being served at the end of its share of the turn's time. A turn's time does not
+  advance while engines are paused.
 - The learner's checkpoints are those of `checkpoints`, without weights, so that `ledger verify` can use them.
 """
 
@@ -44,7 +44,7 @@ class PushMode(StrEnum):
     PAUSE = "pause"
     """All turns stop during the push."""
     DRAIN = "drain"
-    """No rollout begins until those in flight have ended and the push is over."""
+    """No rollout begins until those in flight have finished and the push is over."""
 
 
 class SimulatedEnginesConfig(BaseModel):
@@ -54,11 +54,11 @@ class SimulatedEnginesConfig(BaseModel):
 
     push: PushMode = PushMode.OVERLAP
     """Treatment of generation during a push: `overlap` continues it, `pause` stops all turns, and `drain` lets rollouts
-    in flight end first and begins none until the push is over."""
+    in flight finish first and begins none until the push is over."""
     push_s: float = Field(default=10.0, ge=0)
     """Duration of one push."""
     gate_wait_s: float = Field(default=20.0, gt=0)
-    """Time for which a turn waits for engines that are down, before it fails."""
+    """Time for which a turn waits for engines that are down before it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Served:
     reachable: bool = True
     """True if turns may begin; running turns continue."""
     gate_wait_s: float = 20.0
-    """Time for which a turn waits until it may begin."""
+    """Time for which a turn waits to begin."""
 
 
 class SimulatedEngine:
@@ -87,12 +87,12 @@ class SimulatedEngine:
         self.generating = 0
         """Number of running turns."""
         self.turns = 0
-        """Number of turns that ended."""
+        """Number of turns that have ended."""
         self.generated_s = 0.0
-        """Total time of turns that ended, without their pauses."""
+        """Total time of turns that have ended, excluding their pauses."""
 
     def set_served(self, served: Served) -> None:
-        """Change the state of the engines, unless a newer one is set."""
+        """Change the state of the engines, unless a newer one has been set."""
         if served.number <= self.served.number:
             return
         self.served = served
@@ -106,7 +106,8 @@ class SimulatedEngine:
             await self._changed.wait()
 
     async def generate(self, tokens: int, seconds: float, *, first_id: int = 0) -> Completion:
-        """Generate `tokens` tokens, with ids from `first_id`, in `seconds` of generation. Raises EngineDown."""
+        """Generate `tokens` tokens, with ids starting at `first_id`, in `seconds` of generation time. Raises
+        EngineDown."""
         while self.served.version is None:
             await self._changed.wait()
         if not self.served.reachable:
@@ -155,8 +156,8 @@ class SimulatedEngine:
         return [(start, end, served) for start, end, (_, served) in zip(starts, ends, changes, strict=True)]
 
     def _spans(self, tokens: int, seconds: float, began: float, since: int) -> tuple[VersionSpan, ...]:
-        """Divide a turn's time into equal shares for the tokens; each has the version served at the end of its
-        share."""
+        """Divide a turn's time into equal shares for the tokens; each token has the version being served at the end of
+        its share."""
         if tokens and since == len(self._history) - 1 and self.served.version is not None:
             return (VersionSpan(start=0, end=tokens, version=self.served.version),)
         spans: list[VersionSpan] = []
@@ -187,11 +188,11 @@ class SimulatedLearnerConfig(BaseModel):
     seed: int = 0
     """Set by the run; unused, because simulated steps are not random."""
     hang_at_step: int | None = Field(default=None, ge=1)
-    """Number of a step that hangs, once in a run directory, to test the watchdog."""
+    """Number of the step that hangs, once per run directory, to test the watchdog."""
     hangs_again: bool = False
-    """Let that step hang for every new learner."""
+    """Make that step hang for every new learner."""
     weights: Path | None = None
-    """Weights (safetensors) that are pushed to real engines as every version; set by the run. None if the engines are
+    """Weights (safetensors) that are pushed to real engines for every version; set by the run. None if the engines are
     simulated too."""
     checkpoint_dir: Path | None = None
     """Directory for checkpoints (without weights); set by the run. None keeps them in memory."""
@@ -216,7 +217,7 @@ class SimulatedLearner:
         return LearnerState(parent=parent, step=step, chain=self._previous_chain)
 
     async def step(self, batch: Batch) -> StepReport:
-        """See `Learner.step`. Takes `step_s`. Raises LearnerNotOpen."""
+        """See `Learner.step`. Lasts `step_s` seconds. Raises LearnerNotOpen."""
         version = self._opened()
         began_s = asyncio.get_running_loop().time()
         if version.step + 1 == self._config.hang_at_step and self._hangs():
@@ -242,7 +243,7 @@ class SimulatedLearner:
         return WeightsSnapshot(version=version, shards=(WeightsShard(path=NOWHERE, sha256=digest),))
 
     async def save(self) -> CheckpointRef:
-        """See `Learner.save`. Takes `save_s`. Raises LearnerNotOpen."""
+        """See `Learner.save`. Lasts `save_s` seconds. Raises LearnerNotOpen."""
         version = self._opened()
         await asyncio.sleep(self._config.save_s)
         manifest = Manifest(
@@ -265,8 +266,8 @@ class SimulatedLearner:
         self._version = None
 
     def _hangs(self) -> bool:
-        """Return True if this attempt at `hang_at_step` hangs: always without a run directory or with `hangs_again`,
-        else the first time only."""
+        """Return True if this attempt at `hang_at_step` hangs: always if there is no run directory or `hangs_again` is
+        set, otherwise only the first time."""
         root = self._config.checkpoint_dir
         if root is None or self._config.hangs_again:
             return True

@@ -1,15 +1,16 @@
-"""Trains the tiny policy's starting point by supervised learning on noisy demonstrations of the training split.
+"""Trains the tiny policy's starting point by supervised learning on noisy demonstrations from the training split.
 
 Invariants:
 - On one machine and torch version, the result depends only on the config (including the seed): one thread, no clock.
-- There are two phases. The practice uses mostly good demonstrations, until the model can copy what it read. The second
-  phase uses deliberately poor ones: most look in the wrong place, guess, or show another task's command. Looking in the
-  right place first is left to reinforcement learning.
+- There are two phases. The practice phase uses mostly good demonstrations, until the model can copy what it has read.
+  The second phase uses deliberately poor ones: most look in the wrong place, guess, or show another task's command.
+  Looking in the right place first is left to reinforcement learning.
 - Most wrong demonstrations are as long as the right ones. A trajectory's gradient is the mean over its tokens, so that
-  short failures and long successes would together suppress their common tokens, until a kind of task is lost.
+  short failures and long successes would together suppress their common tokens until the model could no longer solve
+  one kind of task.
 - Held-out combinations are never shown.
 
-This is a development tool, which needs transformers. Its result is stored in scripts/models/tiny.
+This is a development tool that needs transformers. Its result is stored in scripts/models/tiny.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ class WarmStartConfig(BaseModel):
     seed: int = 0
     """Random seed for initial weights and demonstrations."""
     practice_steps: int = Field(default=500, ge=0)
-    """Number of updates on good demonstrations. Copying is learned within 300; without it, the success in a kind of
-    task may stay at 0."""
+    """Number of updates on good demonstrations. Copying is learned within 300; without it, the success rate on one kind
+    of task may stay at 0."""
     noise_steps: int = Field(default=200, ge=1)
     """Number of updates on poor demonstrations, after the practice."""
     batch_size: int = Field(default=64, ge=1)
     """Number of demonstrations in one update."""
     learning_rate: float = Field(default=2e-3, gt=0)
-    """Maximum of AdamW's learning rate, from `warmup_steps` to the first half; then it decreases linearly to 0."""
+    """AdamW's peak learning rate, held from the end of the warm-up to the halfway point; it then decreases linearly to
+    0."""
     warmup_steps: int = Field(default=30, ge=1)
-    """Number of updates up to that maximum."""
+    """Number of updates until the peak learning rate is reached."""
     practice_look_share: float = Field(default=0.9, ge=0, le=1)
     """Share of practice demonstrations that look first and act on the result; the others guess."""
     look_share: float = Field(default=0.28, ge=0, le=1)
@@ -64,7 +66,7 @@ class WarmStartConfig(BaseModel):
     other_share: float = Field(default=0.10, ge=0, le=1)
     """Share of poor demonstrations that show another task's command. The remaining ones guess at once."""
     wrong_share: float = Field(default=0.04, ge=0, le=1)
-    """Share, of the demonstrations that look in the right place, that then act on something else."""
+    """Share of the demonstrations looking in the right place that then act on something else."""
     max_observation_bytes: int = Field(default=48, ge=1)
     """Maximum size of a command's output, as in ShellAgentConfig."""
 
@@ -84,14 +86,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """Ids of a conversation; `trained[i]` is True if token i is the policy's."""
+    """Token ids of a conversation; `trained[i]` is True if the policy produces token i."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
 
 
 class Demonstrator:
-    """Generator of noisy demonstrations, with the kinds of tasks in turn."""
+    """Generator of noisy demonstrations that cycles through the kinds of tasks."""
 
     def __init__(self, config: WarmStartConfig, tokenizer: ChatTokenizer) -> None:
         self._config = config
@@ -127,7 +129,7 @@ class Demonstrator:
         return problem.act(self._chance.choice(guesses(problem)))
 
     def spell(self, problem: Problem, *turns: str) -> Demonstration:
-        """Return the conversation of a command, or of a command, its output and another command."""
+        """Return the conversation for one command, or for a command, its output and a second command."""
         tokens = list(self._tokenizer.render([Message(role="user", content=problem.instruction)]))
         trained = [False] * len(tokens)
         for position, text in enumerate(turns):
@@ -168,14 +170,14 @@ def train(config: WarmStartConfig, tokenizer: ChatTokenizer) -> Any:
 
 
 def learning_rate_at(config: WarmStartConfig, step: int) -> float:
-    """Return the learning rate of a step, see `WarmStartConfig.learning_rate`."""
+    """Return the learning rate at a step; see `WarmStartConfig.learning_rate`."""
     rise = min(1.0, (step + 1) / config.warmup_steps)
     fall = min(1.0, 2 * (config.steps - step) / config.steps)
     return config.learning_rate * rise * fall
 
 
 def _loss(model: Any, batch: Sequence[Demonstration], pad_id: int) -> Tensor:
-    """Return the mean cross-entropy over the policy's tokens of the batch."""
+    """Return the mean cross-entropy over the policy's tokens in the batch."""
     import torch
 
     length = max(len(shown.tokens) for shown in batch)

@@ -1,1 +1,1 @@
-"""Policy network and its files: config, weights and forward pass."""
+"""The policy network and its files: config, weights and forward pass."""

@@ -1,7 +1,7 @@
 """Converts the weights of a Qwen3 model between the names and layouts of Hugging Face and megatron-core.
 
 Invariants:
-- The conversion only renames, reorders and concatenates, so a round trip is exact to the bit.
+- The conversion only renames, reorders and concatenates, so a round trip is bit-exact.
 - It is one to one: a missing name, an unknown one or a wrong shape is refused, never ignored.
 
 Layouts (megatron-core `SelfAttention` and `MLP`): `linear_qkv` contains, for each group, its query heads, its key head

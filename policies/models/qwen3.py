@@ -56,7 +56,7 @@ class LayerWeights:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Qwen3Weights:
     """Set of weights in fp32. `slots` are its parameters by Hugging Face name, as views of `memory`; `dtypes` contains
-    the original dtype of each parameter that was loaded since `forget`."""
+    the original dtype of each parameter that has been loaded since `forget`."""
 
     memory: Tensor
     slots: Mapping[str, Tensor]
@@ -86,7 +86,7 @@ class Qwen3Weights:
         )
 
     def place(self, names: Sequence[str]) -> Tensor | None:
-        """Return the memory of these parameters, if they are adjacent in this order."""
+        """Return the memory of these parameters if they are adjacent in this order, else None."""
         end = first = self.slots[names[0]].storage_offset()
         for name in names:
             if self.slots[name].storage_offset() != end:
@@ -112,12 +112,12 @@ class Qwen3Weights:
         self.dtypes[name] = dtype
 
     def missing(self) -> list[str]:
-        """Return the names of parameters that were not loaded since `forget`."""
+        """Return the names of parameters that have not been loaded since `forget`."""
         return [name for name in self.slots if name not in self.dtypes]
 
     def complete(self, other: Qwen3Weights | None) -> None:
-        """Prepare the set to run, with parameters that were not loaded copied from another set. Raises ModelInvalid if
-        there is none."""
+        """Make the set ready to run by copying parameters that were not loaded from another set. Raises ModelInvalid if
+        there is no other set."""
         for name in self.missing():
             if other is None:
                 raise ModelInvalid(f"parameter {name} is missing")
@@ -155,7 +155,7 @@ def layer_weights(config: Qwen3Config, memory: Tensor, slots: Mapping[str, Tenso
 
 
 def load_file(weights: Qwen3Weights, path: Path) -> list[str]:
-    """Load all parameters from a model.safetensors, and return names in the file that the model lacks. Raises
+    """Load all parameters from a model.safetensors, and return the names in the file that are not in the model. Raises
     ModelInvalid naming the file."""
     from safetensors import SafetensorError, safe_open
 
@@ -172,7 +172,7 @@ def load_file(weights: Qwen3Weights, path: Path) -> list[str]:
 
 
 def read_weights(config: Qwen3Config, path: Path) -> Qwen3Weights:
-    """Read the weights of a model.safetensors. Raises ModelInvalid naming the file."""
+    """Read the weights from a model.safetensors. Raises ModelInvalid naming the file."""
     weights = Qwen3Weights.allocate(config)
     load_file(weights, path)
     weights.complete(None)

@@ -33,7 +33,7 @@ LAYER_PARAMETERS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-"""Parameters of a layer in the order of `Qwen3Config.shapes`, where those of one matrix are adjacent."""
+"""Parameters of a layer in the order of `Qwen3Config.shapes`, in which those of one matrix are adjacent."""
 
 
 class Qwen3Config(BaseModel):
@@ -60,9 +60,9 @@ class Qwen3Config(BaseModel):
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     max_position_embeddings: int = Field(default=32_768, gt=0)
-    """Longest sequence for which the positions are defined."""
+    """Maximum sequence length for which positions are defined."""
     tie_word_embeddings: bool = False
-    """Use the embedding as the head."""
+    """Use the embedding as the output head."""
 
     @classmethod
     def read(cls, path: Path) -> Qwen3Config:
@@ -136,8 +136,8 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def check_model_files(directory: Path) -> None:
-    """Raise ModelInvalid (TokenizerMismatch if the tokenizer does not fit), with file, reason and fix on one line, if
-    the directory cannot be loaded."""
+    """Raise ModelInvalid (TokenizerMismatch if the tokenizer does not match) if the directory cannot be loaded. The
+    message gives file, reason and fix on one line."""
     for name in FILES:
         path = directory / name
         if not path.is_file():

@@ -2,7 +2,7 @@
 
 Invariants:
 - Ids depend only on this file and the task family's vocabulary: 256 bytes, then the special tokens, the pieces, and
-  reserved tokens up to a multiple of 64. There are no merges: other text is spelled in bytes.
+  reserved tokens up to a multiple of 64. There are no merges: other text is encoded as bytes.
 - The files are in Hugging Face's format and load unchanged in transformers (Qwen3ForCausalLM, AutoTokenizer).
 """
 
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-"""Template with contents between role markers only, so that rendering more messages only appends."""
+"""Template that puts only role markers around contents, so that rendering more messages only appends."""
 
 VOCABULARY_MULTIPLE = 64
 MAX_CONTEXT_TOKENS = 1024
@@ -57,7 +57,7 @@ def vocabulary() -> tuple[dict[str, int], tuple[str, ...]]:
 
 
 def tokenizer_json() -> dict[str, Any]:
-    """Return the content of tokenizer.json."""
+    """Return the contents of tokenizer.json."""
     alphabet, added = vocabulary()
     return {
         "version": "1.0",
@@ -107,7 +107,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def model_config() -> dict[str, Any]:
-    """Return the content of config.json: 3 layers, width 96, 3 heads of 32 with 1 key-value head, tied embeddings."""
+    """Return the contents of config.json: 3 layers, width 96, 3 heads of 32 with 1 key-value head, tied embeddings."""
     alphabet, added = vocabulary()
     return {
         "architectures": ["Qwen3ForCausalLM"],

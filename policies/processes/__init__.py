@@ -1,1 +1,1 @@
-"""Processes of engines, which are started, supervised, and ended with their parent."""
+"""Engine processes, which are started, supervised, and stopped when their parent dies."""

@@ -1,8 +1,8 @@
-"""Ends a process when its parent dies, by the kernel's parent-death signal (Linux).
+"""Kills a process when its parent dies, using the kernel's parent-death signal (Linux).
 
 `python -I -S parent_death.py PARENT_PID COMMAND ...` does that for any program and its child processes: it forks a
-watcher, which kills the process group when the program ends, and then executes the program. It uses the standard
-library only, because it runs outside of any environment.
+watcher, which kills the process group when the program exits, and then executes the program. It uses only the standard
+library, because it runs outside any environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Request SIGKILL when the parent dies (prctl(2), PR_SET_PDEATHSIG), and exit at once if it is dead already.
+    """Request SIGKILL when the parent dies (prctl(2), PR_SET_PDEATHSIG), and exit at once if it is already dead.
 
     The kernel watches the thread that started this process, so that thread must live as long as the parent."""
     _request_signal(signal.SIGKILL)
@@ -27,7 +27,7 @@ def die_with_parent(parent_pid: int) -> None:
 def watch_group() -> None:
     """Fork a process that kills the process group, including itself, when the calling process dies.
 
-    The program's own children may not yet have requested the signal when it dies: Python needs seconds to import."""
+    The program's own children may not have requested the signal yet when it dies: Python's imports take seconds."""
     watched = os.getpid()
     if os.fork() != 0:
         return

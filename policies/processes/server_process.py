@@ -1,10 +1,10 @@
-"""Base of server processes, which are started, polled until they answer, and ended with their child processes.
+"""Base class of server processes, which are started, polled until they answer, and stopped with their child processes.
 
 Invariants:
 - Inside the context the server has answered at least once; after it, the process is reaped and its group is gone.
 - The process leads its own session, so that a signal to its group reaches only the process and its children.
 - Its output is written to a log file, whose end is included in EngineStartFailed.
-- It dies with this process, even if this is killed with kill -9.
+- It dies with this process, even if this process is killed with kill -9.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from headrace.policies.errors import EngineStartFailed
 LOG_TAIL_CHARACTERS = 2000
 ASK_AGAIN_S = 0.05
 GROUP_END_S = 5.0
-"""Time limit for the end of a killed server's children: the kernel may have much memory to free."""
+"""Time limit for a killed server's children to exit: the kernel may have much memory to free."""
 
 logger = logging.getLogger(__name__)
 
 
 def announce(path: Path, url: str) -> None:
-    """Write `{"url", "pid"}` atomically, for processes that wait until this one serves."""
+    """Write `{"url", "pid"}` atomically, for processes that wait until this one is serving."""
     replace_file(path, json.dumps({"url": url, "pid": os.getpid()}).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCommand:
-    """Arguments and complete environment of a program."""
+    """A program's arguments and its complete environment."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -59,7 +59,7 @@ class ServerConfig(BaseModel):
     directory: Path
     """Directory for the log and other files of this server; created if missing."""
     name: str = "engine"
-    """Stem of the names of those files."""
+    """Stem of those files' names."""
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = Field(default=0, ge=0, lt=65536)
@@ -145,12 +145,12 @@ class ServerProcess(ABC):
             raise
 
     async def wait(self) -> int:
-        """Wait for the end of the process, and return its exit code."""
+        """Wait for the process to exit, and return its exit code."""
         assert self._process is not None
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Terminate the process, and kill what is left of its group after `stop_timeout_s`. Idempotent."""
+        """Terminate the process, and after `stop_timeout_s` kill whatever is left of its group. Idempotent."""
         if self._process is None:
             return
         if self.alive:
@@ -223,8 +223,8 @@ class EngineProcessConfig(ServerConfig):
     max_running: int = Field(default=64, gt=0)
     """Maximum number of sequences decoded concurrently."""
     group_timeout_s: float = Field(default=21.0, gt=0)
-    """Time limit for the formation of a weight group, and for the transfer of one bucket. A second more than that of
-    the sender (`push.transfer_timeout_s`), which should pass first."""
+    """Time limit for forming a weight group, and for transferring one bucket. It is a second longer than the sender's
+    limit (`push.transfer_timeout_s`), which should expire first."""
 
 
 class EngineProcess(ServerProcess):

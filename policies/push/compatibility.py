@@ -1,10 +1,11 @@
-"""Checks that a snapshot is of the model that an engine serves, before anything is sent.
+"""Checks that a snapshot belongs to the model that an engine is serving, before anything is sent.
 
 Invariants:
 - Only headers are read. If the engine's model directory is not readable from here, the engine checks the push itself.
 - Names and shapes must be equal; floating-point dtypes may differ, because engines convert them.
-- Only engines with the same parameter names are compared, which are those of one kind and size.
-- The checksums of the majority are right. On a tie the verdict stays as it was; at first, the first engine is right.
+- Only engines with the same parameter names, that is, of the same kind and size, are compared.
+- The majority's checksums are taken as correct. On a tie the previous verdict stands; if there is none yet, the first
+  engine is taken as correct.
 """
 
 from __future__ import annotations
@@ -90,13 +91,13 @@ Sums = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True)
 class Agreement:
-    """Vote of one push."""
+    """Vote on the checksums of one push."""
 
     _votes: dict[frozenset[str], dict[Sums, list[EngineId]]] = field(default_factory=dict)
     _accepted: dict[frozenset[str], Sums] = field(default_factory=dict)
 
     def add(self, engine_id: EngineId, checksums: Mapping[str, str]) -> None:
-        """Add the checksums of an engine, by parameter."""
+        """Add an engine's checksums, by parameter."""
         names, sums = frozenset(checksums), tuple(sorted(checksums.items()))
         kind = self._votes.setdefault(names, {})
         kind.setdefault(sums, []).append(engine_id)

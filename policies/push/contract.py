@@ -1,4 +1,4 @@
-"""Config, protocols and reports of pushes. Every method of a protocol has a deadline."""
+"""Configuration, protocols and reports of pushes. Every method of a protocol has a deadline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 DEADLINE_MARGIN_S = 1.0
-"""Margin between two deadlines for one operation: the party that knows more about a failure reports it first."""
+"""Margin between two deadlines for one operation, so that the party that knows more about a failure reports it first.
+"""
 
 
 class PushConfig(BaseModel):
@@ -28,7 +29,7 @@ class PushConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     wave_size: int = Field(default=1, gt=0)
-    """Number of engines updated concurrently; the others serve meanwhile."""
+    """Number of engines updated concurrently; the others continue to serve."""
     pause_mode: PauseMode = PauseMode.RETRACT
     """Treatment of running requests: `retract` (they continue after recomputing their cache), `abort` (the gateway
     continues their partial answers), `in_place` (they continue with stale keys and values, marked in their spans). An
@@ -42,42 +43,42 @@ class PushConfig(BaseModel):
     phase_timeout_s: float = Field(default=10.0, gt=0)
     """Time limit for one engine in one phase."""
     transfer_timeout_s: float = Field(default=20.0, gt=0)
-    """Time limit of the sender for the formation of a group, and for the transfer of one bucket. The engines' limits
-    are a second longer, those of the push's calls two."""
+    """The sender's time limit for forming a group, and for transferring one bucket. The engines' limits are one second
+    longer, and those of the push's calls two seconds longer."""
     load_timeout_s: float = Field(default=300.0, gt=0)
-    """Time limit for a sender to read its shard, before the push changes any engine; about a GB is read in a second."""
+    """Time limit for a sender to read its shard, before the push changes any engine; about 1 GB is read per second."""
     gate_lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `actors/run/clocks.py`
-    """Time after which a gate opens if the push that closed it died; the push renews it meanwhile."""
+    """Time after which a gate opens if the push that closed it has died; a live push renews this lease."""
     verify: Literal["snapshot", "engines", "off"] = "snapshot"
     """Comparison of each engine's checksums: with the snapshot's (SGLang's are computed differently and are compared
     with those of the other engines), with those of the other engines only, or not at all. Among the engines the
-    majority is right; if two differ, the first one."""
+    majority is taken as correct; if two differ, the first one is."""
 
     @property
     def engine_group_timeout_s(self) -> float:
-        """Time limit of the engines for a group. The sender's limit, `transfer_timeout_s`, passes first: engines that
-        respond then see the group end, and only the silent one is left."""
+        """Time limit of the engines for a group. The sender's limit, `transfer_timeout_s`, expires first: responsive
+        engines then see the group end, and only the unresponsive one is left."""
         return self.transfer_timeout_s + DEADLINE_MARGIN_S
 
     @property
     def collective_timeout_s(self) -> float:
-        """Time limit of the push's calls that form a group or transfer a bucket. Engines that wait for another one
-        report that before."""
+        """Time limit of the push's calls that form a group or transfer a bucket. Engines that are waiting for another
+        one report this earlier."""
         return self.engine_group_timeout_s + DEADLINE_MARGIN_S
 
     @property
     def client_phase_timeout_s(self) -> float:
-        """Time limit of an engine's client; the push's own limit for a phase passes first."""
+        """Time limit of an engine's client; the push's own limit for a phase expires first."""
         return self.phase_timeout_s + DEADLINE_MARGIN_S
 
     @property
     def client_transfer_timeout_s(self) -> float:
-        """Time limit of an engine's client for the formation of a group and for a bucket."""
+        """An engine client's time limit for forming a group and for transferring a bucket."""
         return self.collective_timeout_s + DEADLINE_MARGIN_S
 
 
 class Load(Protocol):
-    """Numbers of requests, and of the tokens cached for them."""
+    """Number of requests, and of the tokens cached for them."""
 
     @property
     def running(self) -> int: ...
@@ -90,7 +91,7 @@ class Load(Protocol):
 
 
 class EngineControl(Protocol):
-    """Control interface of an engine that pushes need, as SGLangEngine has it. Every method has a deadline and raises
+    """Engine control interface that pushes need; SGLangEngine implements it. Every method has a deadline and raises
     EngineError."""
 
     @property
@@ -193,5 +194,6 @@ class PushReport:
 
     @property
     def gates_s(self) -> float:
-        """Total seconds of closed gates over the engines, which is the generation time that the push cost."""
+        """Total number of seconds for which gates were closed, over all engines: the generation time that the push
+        cost."""
         return sum(item.gate_s for item in self.engines)

@@ -3,10 +3,10 @@
 Invariants:
 - machine.py decides the next phase, transfer.py moves the bytes, and this module calls the engines: every await has a
   deadline, and the journal is written before each phase.
-- An engine's failure is data in the report. Only a corrupt snapshot, a failing journal or cancellation leave `push` as
-  an exception, and even then every engine that got no bucket is first resumed and its gate opened, however often the
-  push is cancelled meanwhile.
-- An engine that serves another model than the snapshot's is refused before it is changed.
+- An engine's failure is data in the report. Only a corrupt snapshot, a failing journal or a cancellation makes `push`
+  raise. Even then every engine that got no bucket is first resumed and its gate opened, however often the push is
+  cancelled in the meantime.
+- An engine that serves a different model from the snapshot's is refused before it is changed.
 - With `in_place` a gate always opens with the engine's version as cache namespace, flushed or not: from it clients
   determine which tokens were sampled on keys and values of other weights.
 """
@@ -51,11 +51,11 @@ async def push(
     failed: Callable[[EngineId, str], None] = lambda *_: None,
 ) -> PushReport:
     """Push one snapshot, each of its shards through its own sender. Engines `in_doubt` may hold mixed weights: they are
-    resumed only with all new ones. `failed` is called with each engine that is quarantined, and the reason, as soon as
-    that is known.
+    resumed only once they have all the new weights. `failed` is called with each quarantined engine and the reason, as
+    soon as it is known.
 
     Raises ModelInvalid when the snapshot is unreadable, SenderFailed when a sender cannot load it, PushError when it is
-    not a valid snapshot; no engine was changed then."""
+    not a valid snapshot. In these cases no engine has been changed."""
     held = HeldGates(gates, config.gate_lease_s)
     execution = PushExecution(snapshot, engines, senders, held, journal, config, in_doubt, failed)
     async with first_error(), asyncio.TaskGroup() as tasks:
@@ -133,7 +133,7 @@ class PushExecution:
         )
 
     async def _clean_up(self) -> None:
-        """Leave sessions, pauses, gates and groups, without the journal, which may have failed."""
+        """Leave sessions, pauses, gates and groups, without using the journal, which may have failed."""
         try:
             while step := self._machine.next():
                 await self._take(step)
@@ -169,7 +169,7 @@ class PushExecution:
                 self._failed(engine_id, progress.failure.message)
 
     async def _each(self, step: Step, failures: Failures) -> None:
-        """Run a phase that is one call to each engine."""
+        """Run a phase that consists of one call to each engine."""
         calls: dict[Phase, Callable[[EngineControl], Awaitable[None]]] = {
             Phase.PROBE: self._probe,
             Phase.GATE: self._gate,
@@ -304,7 +304,7 @@ class PushExecution:
 
 
 async def to_the_end(work: Coroutine[None, None, None]) -> None:
-    """Await `work` despite cancellations, which are raised afterwards."""
+    """Await `work` despite cancellations, which are re-raised afterwards."""
     # Without a task group, which would cancel it.
     running = asyncio.ensure_future(work)
     if (cancelled := await outlast(running)) is not None:

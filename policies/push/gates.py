@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """Gate that was closed. `turn` is held during calls of the gateway."""
+    """Gate that has been closed. `turn` is held during calls to the gateway."""
 
     closed_at_s: float
     opened_at_s: float | None = None
@@ -51,7 +51,7 @@ class HeldGates:
             return await self._gates.open(engine_id, cache_namespace=cache_namespace)
 
     def closed_s(self, engine_id: EngineId) -> float:
-        """Return the time for which a gate was closed, until now if it still is; 0 if it never was."""
+        """Return how long a gate was closed, or has been closed so far; 0 if it was never closed."""
         held = self._held.get(engine_id)
         if held is None:
             return 0.0

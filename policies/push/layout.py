@@ -1,8 +1,4 @@
-"""Layout of the ranks of a weight group. Pure.
-
-Invariants:
-- Rank 0 is the sender; the engines follow in order, each with as many consecutive ranks as it has processes.
-- Every engine gets the same world size, computed from the numbers of processes that the engines report."""
+"""Layout of the ranks in a weight group. Pure."""
 
 from __future__ import annotations
 

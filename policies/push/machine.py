@@ -4,7 +4,7 @@ Invariants:
 - Phases of a wave: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume, open, disband. Nothing is
   broadcast before every engine of the group has answered `begin`; after a loss a new group is formed first.
 - An engine that got a bucket and then failed is tainted: it may hold mixed weights, and is neither resumed nor opened.
-- Every other engine leaves its session, pause and closed gate in any case.
+- Every other engine always leaves its session, its pause and its closed gate.
 - Waves follow one another. A failed engine never stops the others; a dead sender stops the push.
 """
 
@@ -44,7 +44,7 @@ class Phase(StrEnum):
     RESUME = "resume"
     """Resume the requests."""
     OPEN = "open"
-    """Resume admission at the gateways, and repeat aborts requested meanwhile."""
+    """Resume admission at the gateways, and repeat aborts requested in the meantime."""
     DISBAND = "disband"
     """Leave the process group."""
 
@@ -53,11 +53,11 @@ class PushOutcome(StrEnum):
     """Outcome of a push for one engine."""
 
     UPDATED = "updated"
-    """Runs the new version."""
+    """It runs the new version."""
     QUARANTINED = "quarantined"
-    """Failed: out of routing until it is replaced or verified."""
+    """It failed: it is out of routing until it is replaced or verified."""
     BEHIND = "behind"
-    """Healthy with its old version: the push ended before its turn."""
+    """It is healthy with its old version: the push ended before its turn."""
 
 
 class Blame(StrEnum):
@@ -66,7 +66,7 @@ class Blame(StrEnum):
     ENGINE = "engine"
     """The engine itself: no answer, a refusal, a wrong checksum."""
     VICTIM = "victim"
-    """The loss of another member of its group; it is tried again once."""
+    """The loss of another member of its group; it is retried once."""
     PUSH = "push"
     """The push: its sender died, or it was cancelled."""
 
@@ -81,7 +81,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Next phase for these engines, concurrently. `attempt` counts the groups of this wave from 0."""
+    """Next phase, run concurrently on these engines. `attempt` counts this wave's groups from 0."""
 
     wave: int
     phase: Phase
@@ -91,8 +91,8 @@ class Step:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Progress of one engine. `gated`, `paused` and `session` are set before the call: it may have worked even if its
-    reply is lost."""
+    """Progress of one engine. `gated`, `paused` and `session` are set before the call: the call may have worked even if
+    its reply is lost."""
 
     probed: bool = False
     gated: bool = False
@@ -139,7 +139,7 @@ class PushMachine:
     """State machine of one push: `while (step := machine.next()): ...; machine.done(step, failures)`."""
 
     def __init__(self, waves: Sequence[Sequence[EngineId]], in_doubt: Container[EngineId] = ()) -> None:
-        """Engines `in_doubt` may already hold mixed weights: they serve only if they get all new ones."""
+        """Engines `in_doubt` may already hold mixed weights: they serve only if they get all the new weights."""
         self.waves = tuple(tuple(wave) for wave in waves)
         self.progress = {
             engine_id: Progress(got_bucket=engine_id in in_doubt) for wave in self.waves for engine_id in wave
@@ -187,13 +187,13 @@ class PushMachine:
             self._index = ORDER.index(Phase.FORM)
 
     def abandon(self, message: str) -> None:
-        """End the push: incomplete engines fail, and only the steps out of gates, pauses and sessions remain."""
+        """End the push: incomplete engines fail, and only the steps for leaving gates, pauses and sessions remain."""
         for progress in self.progress.values():
             if progress.healthy and not progress.complete:
                 progress.failure = Failure(blame=Blame.PUSH, message=message)
 
     def condemn(self, engine_id: EngineId, message: str) -> None:
-        """Record that an engine of an earlier wave has other weights than the rest."""
+        """Record that an engine from an earlier wave has different weights from the rest."""
         progress = self.progress[engine_id]
         progress.failure = progress.failure or Failure(blame=Blame.ENGINE, message=message)
 

@@ -4,7 +4,7 @@ Invariants:
 - A group is never the default group: it has its own TCP store at rank 0, on a free port, with the group's name as
   prefix. The store listens only on the address that its members are given.
 - The group's timeout bounds its formation and every transfer. After any failure the group is discarded.
-- `finish_broadcast` returns when the bytes were sent or received, with any backend.
+- `finish_broadcast` returns once the bytes have been sent or received, with any backend.
 
 All functions here block: call them from a separate thread.
 """
@@ -31,7 +31,7 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightGroup:
-    """Process group that was formed. It keeps `store` alive, which is the server at rank 0."""
+    """Process group that has been formed. It keeps `store`, the server at rank 0, alive."""
 
     name: str
     rank: int
@@ -122,7 +122,7 @@ def start_broadcast(group: WeightGroup, tensor: Tensor) -> dist.Work:
 
 
 def finish_broadcast(group: WeightGroup, work: dist.Work) -> None:
-    """Wait for a broadcast, at most the group's timeout. Raises GroupFailed."""
+    """Wait for a broadcast, for at most the group's timeout. Raises GroupFailed."""
     try:
         work.wait()
     except RuntimeError as error:

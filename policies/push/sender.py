@@ -1,10 +1,10 @@
-"""Sender process, which alone shares process groups with engines, and its client.
+"""Sender process, the only one that shares process groups with engines, and its client.
 
 Invariants:
 - Commands and replies are JSON objects, one per line, on stdin and stdout, and one command runs at a time. Nothing else
   is written to stdout.
 - The process is killed when a command misses its deadline or is cancelled, because a collective cannot be cancelled.
-  The next command starts a new process without snapshot and groups, with a higher `incarnation`.
+  The next command starts a new process with a higher `incarnation` and without a snapshot or groups.
 - The process ends when its stdin closes or its parent dies.
 
 Commands: ping; load {path, sha256, bucket_bytes, checksums} -> {buckets, checksums}; open_group {name, host,
@@ -50,7 +50,7 @@ class SenderConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     log_path: Path | None = None
-    """File that receives stderr; None shares that of this process."""
+    """File that receives stderr; None uses the stderr of this process."""
     start_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit from start to the first reply; importing torch takes seconds."""
 
@@ -102,7 +102,7 @@ class SenderProcess:
         return reply
 
     async def kill(self) -> None:
-        """Kill and reap the process. Idempotent; the next call starts another."""
+        """Kill and reap the process. Idempotent; the next call starts a new one."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -155,8 +155,8 @@ class SenderProcess:
 
 
 class Senders:
-    """Senders of one host, one for each shard of a snapshot. The first starts with the context, others with their first
-    command."""
+    """Senders on one host, one for each shard of a snapshot. The first starts with the context, the others with their
+    first command."""
 
     def __init__(self, config: SenderConfig) -> None:
         self._config = config
@@ -177,7 +177,7 @@ class Senders:
 
 
 class Sender:
-    """Implementation of the commands, inside the process."""
+    """Implementation of the commands, running inside the process."""
 
     def __init__(self) -> None:
         self._snapshot: Snapshot | None = None
@@ -264,7 +264,7 @@ class Sender:
 
 
 def answer(sender: Sender, line: str) -> Json:
-    """Return the reply to one line. The only place where the process handles errors."""
+    """Return the reply to one line. This is the only place where the process handles errors."""
     try:
         return sender.handle(json.loads(line))
     except GroupFailed as error:

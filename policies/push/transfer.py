@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SENDER_GRACE_S = 2.0
-"""Added to a sender's deadline, so that the group times out first: that loses the group only, and not the sender."""
+"""Margin added to a sender's deadline so that the group times out first, which loses only the group and not the sender.
+"""
 LEAVE_TIMEOUT_S = 3.0
-"""Short, because other engines of the wave may be paused meanwhile."""
+"""Time limit for leaving a group; short, because other engines of the wave may be paused in the meantime."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,11 +60,11 @@ class Failures:
 
     found: dict[EngineId, Failure] = field(default_factory=dict)
     refused: set[EngineId] = field(default_factory=set)
-    """Engines that answered with a refusal."""
+    """Engines that replied with a refusal."""
 
     @asynccontextmanager
     async def of(self, engine_id: EngineId, timeout_s: float) -> AsyncIterator[None]:
-        """Record errors and timeouts of calls of an engine inside the context."""
+        """Record errors and timeouts of calls to an engine inside the context."""
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -78,8 +79,8 @@ class Failures:
             self.refused.add(engine_id)
 
     def spare_victims(self, culprits: AbstractSet[EngineId]) -> None:
-        """Mark consequences of another engine's failure as such: refusals that came after it, and all refusals if some
-        engine was unreachable."""
+        """Mark the consequences of another engine's failure as such: refusals that came after it, or all refusals if
+        some engine was unreachable."""
         unreachable = self.found.keys() - self.refused
         for engine_id in self.refused:
             if unreachable or engine_id not in culprits:
@@ -105,7 +106,7 @@ class Group:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ShardTransfer:
-    """Shard of the snapshot with its sender and current group."""
+    """Shard of the snapshot, with its sender and current group."""
 
     file: WeightsShard
     sender: SenderProcess
@@ -158,7 +159,7 @@ class Transfer:
     async def form(
         self, names: Sequence[str], engines: Sequence[EngineControl], layout: GroupLayout, failures: Failures
     ) -> None:
-        """Form a new group of each sender and these engines."""
+        """Form a new group for each sender with these engines."""
         await self.disband()
         config = self._config
 
@@ -215,7 +216,8 @@ class Transfer:
         return taken
 
     async def disband(self) -> None:
-        """Leave the current groups, at both ends concurrently: in some transports the ends wait for each other."""
+        """Leave the current groups, on both sides concurrently: with some transports the two sides wait for each other.
+        """
         async with asyncio.TaskGroup() as tasks:
             for shard in self._shards:
                 group, shard.group = shard.group, None
@@ -268,7 +270,7 @@ class Transfer:
     async def _tell(
         self, shard: ShardTransfer, op: str, arguments: Mapping[str, object], timeout_s: float
     ) -> Mapping[str, Any]:
-        """Send a command that needs the loaded shard."""
+        """Send a command that requires the loaded shard."""
         # A dead sender is not restarted for it: that takes seconds while engines are paused, and the shard is lost.
         if not shard.is_loaded:
             raise SenderFailed(f"the sender died before {op}, and its shard and groups are lost")
@@ -298,7 +300,7 @@ class Transfer:
         failures: Failures,
     ) -> None:
         """Run a collective of the sender and all engines, and assign the blame for a failure. Raises SenderFailed or
-        GroupFailed when it is the sender's; no engine has failed then."""
+        GroupFailed when the sender is to blame; in that case no engine has failed."""
         failed: SenderFailed | GroupFailed | None = None
 
         async def send() -> None:

@@ -39,7 +39,7 @@ CHECKSUM_ELEMENTS = 256 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """Snapshot file in memory: its tensors in the order of `specs`, and their bytes (uint8) without gaps."""
+    """Snapshot file loaded into memory: its tensors in the order of `specs`, and their bytes (uint8) without gaps."""
 
     specs: Mapping[str, TensorSpec]
     data: Tensor

@@ -1,7 +1,7 @@
 """Client of one inference server with SGLang's HTTP API: SGLang (see dialects.py), or the embedded CPU engine.
 
 Invariants:
-- Every call has a deadline and raises only EngineError. A generation whose caller is cancelled is aborted on the
+- Every call has a deadline and raises only EngineError. If a caller is cancelled, its generation is aborted on the
   server.
 - Requests that would kill an SGLang server are refused here: an id outside the vocabulary, a flush within an update, an
   update from an unknown group (0.5.15), releasing memory while requests run, or resuming memory twice.
@@ -66,13 +66,13 @@ class SGLangConfig(BaseModel):
     control_timeout_s: float = Field(default=10.0, gt=0)
     """Time limit for calls without a separate one."""
     update_timeout_s: float = Field(default=30.0, gt=0)
-    """Time limit for the formation of a group, and for the reception of one bucket."""
+    """Time limit for forming a group, and for receiving one bucket."""
     abort_timeout_s: float = Field(default=2.0, gt=0)
-    """Time limit for the abort of a generation whose caller was cancelled."""
+    """Time limit for aborting a generation whose caller was cancelled."""
     foreign_version: str | None = None
     """Version for labels that are not `epoch.step`, for servers that get no pushes; None refuses such labels."""
     in_place: bool = False
-    """Pushes may be in place: output sampled on keys and values of older weights is marked `stale_kv`."""
+    """Pushes may be in place: output sampled with keys and values from older weights is marked `stale_kv`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class SGLangEngine:
         return self._transport.url
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion. Raises RequestInvalid before anything is sent, else EngineError."""
+        """Sample one completion. Raises RequestInvalid before anything is sent, or EngineError."""
         limit, timeout_s = self._config.vocab_size, self._config.generate_timeout_s
         if not len(request.input_ids) or request.max_new_tokens < 1:
             raise RequestInvalid("input_ids must not be empty and max_new_tokens must be at least 1")
@@ -208,7 +208,7 @@ class SGLangEngine:
             await self._transport.post("/end_weight_update", {})
 
     async def join_group(self, name: str, *, host: str, port: int, rank: int, world_size: int, backend: str) -> None:
-        """Join a group. Returns when it is formed, so rank 0 must join concurrently."""
+        """Join a group. Returns once it has been formed, so rank 0 must join concurrently."""
         body = {
             "master_address": host,
             "master_port": port,
@@ -226,7 +226,7 @@ class SGLangEngine:
         await self._transport.post("/destroy_weights_update_group", {"group_name": name})
 
     async def update(self, bucket: Bucket, *, group: str, version: PolicyVersion | None) -> None:
-        """Receive one flattened bucket. Returns when it is received, so rank 0 must broadcast concurrently.
+        """Receive one flattened bucket. Returns once it has been received, so rank 0 must broadcast concurrently.
 
         Raises NoSession, UnknownGroup, WeightsMixed."""
         if group not in self._groups and not (await self.dialect()).refuses_unknown_groups:
@@ -243,7 +243,7 @@ class SGLangEngine:
     async def update_from_tensors(self, serialized: Sequence[bytes], *, version: PolicyVersion | None) -> None:
         """Load tensors that were packed by SGLang's serializer, one piece for each rank, for a learner on the same
         machine, whose memory the server maps. On a CPU, pack them with torch's sharing strategy `file_system`: a server
-        that cannot open the shared memory ends. Raises NoSession, WeightsMixed."""
+        that cannot open the shared memory exits. Raises NoSession, WeightsMixed."""
         body = {"serialized_named_tensors": [base64.b64encode(piece).decode() for piece in serialized]}
         await self._update("/update_weights_from_tensor", body | update_options(version))
 
@@ -252,17 +252,17 @@ class SGLangEngine:
         await self._update("/update_weights_from_disk", {"model_path": str(model)} | update_options(version))
 
     async def relabel(self, version: PolicyVersion) -> None:
-        """Change the version of the present weights; requests continue."""
+        """Change the version of the current weights; requests continue."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._transport.post("/update_weight_version", body)
 
     async def flush(self) -> None:
-        """Flush all cached keys and values. Raises FlushRefused while requests use some."""
+        """Flush all cached keys and values. Raises FlushRefused while requests are using any."""
         await self._transport.call("POST", "/flush_cache", {})
 
     async def release_memory(self) -> None:
         """Release the memory of weights and cache, and their content, until `resume_memory`. Raises RequestInvalid if
-        the engine was not paused by retract or abort: a server with running requests would end."""
+        the engine was not paused by retract or abort: a server with running requests would crash."""
         if self._released or self._pause_mode not in (PauseMode.RETRACT, PauseMode.ABORT):
             raise RequestInvalid(f"{self.engine_id}: pause it by retract or abort, then release its memory once")
         await self._transport.call("POST", "/release_memory_occupation", {})
@@ -270,15 +270,15 @@ class SGLangEngine:
 
     async def resume_memory(self) -> None:
         """Allocate the memory again; weights must be sent next. Raises RequestInvalid if this client did not release
-        it: the server would end."""
+        it, because the server would crash."""
         if not self._released:
             raise RequestInvalid(f"{self.engine_id}: this client did not release its memory")
         await self._transport.call("POST", "/resume_memory_occupation", {})
         self._released = False
 
     async def checksums(self) -> dict[str, str]:
-        """Return checksums by the server's own parameter names. SGLang fuses some parameters, so that its checksums can
-        only be compared among engines."""
+        """Return checksums by the server's own parameter names. SGLang fuses some parameters, so its checksums can only
+        be compared among engines."""
         reply = await self._transport.post("/weights_checker", {"action": "checksum"})
         ranks = read(reply, "ranks", list)
         sums: dict[str, str] = {}
@@ -306,6 +306,6 @@ class SGLangEngine:
 
 def update_options(version: PolicyVersion | None) -> dict[str, object]:
     """Return the options of every update. The cache is flushed by a separate call, because a flush within an update
-    ends older servers."""
+    crashes older servers."""
     label = {} if version is None else {"weight_version": str(version)}
     return {"flush_cache": False, "abort_all_requests": False, **label}

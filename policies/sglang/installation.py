@@ -2,10 +2,10 @@
 """Installs SGLang for CPUs into a separate environment: `scripts/install_sglang [VERSION]`.
 
 Invariants:
-- An environment without a stamp of its pins is incomplete, and is made anew, unless a process runs from it. One
+- An environment without a stamp of its pins is incomplete. It is rebuilt unless a process is running from it. Only one
   installer at a time works on a version.
-- The environment contains nothing of headrace: the shims that a CPU server needs are added to its path at start.
-- Standard output is one line, the path of the environment's python.
+- The environment contains nothing from headrace: the shims that a CPU server needs are added to its path at startup.
+- Standard output is one line, the path of the environment's interpreter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TIMEOUT_S: Final = 1800.0
 
 
 class InstallFailed(Exception):
-    """The environment could not be made; the message ends with the output of pip or python."""
+    """The environment could not be created; the message ends with the output of pip or python."""
 
 
 def environment_directory(version: str) -> Path:
@@ -42,13 +42,13 @@ def environment_directory(version: str) -> Path:
 
 
 def environment_python(version: str = DEFAULT_VERSION) -> Path | None:
-    """Return the interpreter of a complete environment, None if it is not installed."""
+    """Return the interpreter of a complete environment, or None if it is not installed."""
     directory = environment_directory(version)
     return directory / "bin" / "python" if _is_complete(directory, version) else None
 
 
 def install(version: str) -> Path:
-    """Make the environment if it is missing, and return its python. Raises InstallFailed."""
+    """Create the environment if it is missing, and return its interpreter. Raises InstallFailed."""
     directory = environment_directory(version)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(directory.with_name(f".{directory.name}.lock")):

@@ -1,8 +1,4 @@
-"""Builds bodies of requests and parses replies. Pure.
-
-Invariants:
-- A reply is accepted only with all required keys; versions are read from its spans.
-"""
+"""Builds request bodies and parses replies. Pure."""
 
 from __future__ import annotations
 
@@ -48,8 +44,8 @@ def generate_body(request: GenerateRequest) -> dict[str, object]:
 def parse_completion(
     reply: dict[str, Any], foreign_version: str | None = None, *, expects_spans: bool = True
 ) -> Completion:
-    """Parse a /generate reply; that of a request aborted in the queue lacks some keys. `expects_spans` is False for a
-    dialect with one label for a whole reply. Raises EngineReplyInvalid."""
+    """Parse a /generate reply; the reply to a request aborted in the queue lacks some keys. `expects_spans` is False
+    for a dialect that labels a whole reply with one version. Raises EngineReplyInvalid."""
     meta = read(reply, "meta_info", dict)
     ids = tuple(read(reply, "output_ids", list))
     if not {*map(type, ids)} <= {int}:
@@ -87,7 +83,7 @@ def parse_completion(
 
 
 def _count(meta: dict[str, Any], key: str) -> int:
-    """Return a number, 0 if it is missing."""
+    """Return the number under a key; 0 if the key is missing."""
     return 0 if meta.get(key) is None else int(read(meta, key, int))
 
 
@@ -101,10 +97,10 @@ def covers(spans: tuple[VersionSpan, ...], length: int) -> bool:
 def mark_stale(completion: Completion, cache_namespace: str | None) -> tuple[VersionSpan, ...]:
     """Return the spans of a completion with `stale_kv` set, for pushes in place.
 
-    Every request carries the version that its engine had when it was sent as cache namespace. If that is the version of
-    the first token, all keys and values were computed by it. Otherwise all tokens are stale, even without cached
-    prefixes, because the prompt may have been computed in parts with a push in between. Tokens after a change of
-    version are always stale."""
+    Every request carries, as its cache namespace, the version that its engine had when the request was sent. If that is
+    the version of the first token, all keys and values were computed by it. Otherwise all tokens are stale, even
+    without cached prefixes, because the prompt may have been computed in parts with a push in between. Tokens after a
+    change of version are always stale."""
     spans = completion.spans
     stale = bool(spans) and cache_namespace != str(spans[0].version)
     marked = []

@@ -1,10 +1,10 @@
 """SGLang server process, in the environment of `scripts/install_sglang` or in another one.
 
 Invariants:
-- The server and its child processes die with this process, even if it is killed with kill -9, from the start on.
-- It inherits only those environment variables that describe the machine (paths, devices, caches).
-- It is ready when it listens itself, and answers /health with 200: weights are loaded and one warm-up generation is
-  done. /health never generates, so that it answers during pauses.
+- The server and its child processes die with this process, from the start, even if this process is killed with kill -9.
+- The server inherits only those environment variables that describe the machine (paths, devices, caches).
+- The server is ready when it is itself listening and answers /health with 200: by then the weights have been loaded and
+  one warm-up generation is done. /health never generates, so that it answers during pauses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class SGLangServerConfig(ServerConfig):
     python: Path | None = None
     """Interpreter of the environment with SGLang; None uses the one of scripts/install_sglang."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the server: `cpu` needs none of SGLang's kernels, `cuda` an environment with all its requirements."""
+    """Device of the server: `cpu` needs none of SGLang's kernels; `cuda` needs an environment with all of SGLang's
+    requirements."""
     name: str = "sglang"
     """Stem of the log file's name."""
     max_running: int | None = Field(default=None, gt=0)
@@ -52,7 +53,7 @@ class SGLangServerConfig(ServerConfig):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the served weights; `auto` uses the model's."""
     arguments: tuple[str, ...] = ()
-    """Additional options of sglang.launch_server; they override the others."""
+    """Additional options for sglang.launch_server; they override the others."""
     start_timeout_s: float = Field(default=180.0, gt=0)
     """Time limit from start to the first answer; on a CPU, imports take most of it."""
     stop_timeout_s: float = Field(default=10.0, gt=0)
@@ -69,8 +70,8 @@ class SGLangProcess(ServerProcess):
         self._port = config.port
 
     async def start(self) -> None:
-        """Start the server and wait until it answers. If its free port was taken meanwhile, try another one. Raises
-        EngineStartFailed, without leaving a process behind."""
+        """Start the server and wait until it answers. If its free port has been taken in the meantime, try another one.
+        Raises EngineStartFailed, without leaving a process behind."""
         for attempt in range(1, PORT_ATTEMPTS + 1):
             self._port = self._config.port or free_port(self._config.host)
             try:
@@ -133,7 +134,7 @@ async def installed_version(python: Path) -> str:
 
 
 def server_arguments(config: SGLangServerConfig, port: int, version: str) -> tuple[str, ...]:
-    """Return the arguments of sglang.launch_server. The user's come last, and take precedence."""
+    """Return the arguments for sglang.launch_server. The user's come last, and take precedence."""
     options = {
         "--model-path": config.model,
         "--host": config.host,
@@ -185,7 +186,7 @@ def shares_of(cores: Iterable[int], ranks: int) -> str:
 
 
 def free_port(host: str) -> int:
-    """Return a port on which nothing listens now."""
+    """Return a port on which nothing is listening now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
@@ -194,7 +195,7 @@ def free_port(host: str) -> int:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Return True if the port is taken: SGLang itself would notice only after it loaded the model."""
+    """Return True if the port is taken: SGLang itself would notice only after loading the model."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -206,7 +207,7 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Return True if the process itself listens on the port."""
+    """Return True if the process itself is listening on the port."""
     try:
         sockets: Iterable[psutil.pconn] = psutil.Process(pid).net_connections("tcp")
         return any(item.status == psutil.CONN_LISTEN and item.laddr.port == port for item in sockets)

@@ -14,7 +14,7 @@ from typing import Final
 
 TORCH: Final = "torch==2.13.0"
 TORCHVISION: Final = "torchvision==0.28.0"
-"""Release of torchvision for that torch."""
+"""Release of torchvision for that torch version."""
 DEFAULT_VERSION: Final = "0.5.23"
 
 _COMMON: Final = (
@@ -78,7 +78,8 @@ REQUIREMENTS: Final = {
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the comparable part of a version, (0, 5, 15) for `0.5.15.post1`; empty if there is no number in it."""
+    """Return the comparable part of a version, (0, 5, 15) for `0.5.15.post1`; empty if the version contains no number.
+    """
     found = re.search(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
@@ -100,7 +101,7 @@ class Dialect:
     output, which is right only if a pause aborts: the first tokens of a request that survives a push by retract or
     in_place would be labelled with later weights."""
     refuses_unknown_groups: bool
-    """An update from a group that was not joined gets a 400; before 0.5.21 it ends the server."""
+    """An update from a group that was not joined gets a 400; before 0.5.21 it crashes the server."""
     ready_route: bool
     """The route /ready answers 503 while generation is paused (since 0.5.20)."""
 

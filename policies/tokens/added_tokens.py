@@ -2,7 +2,7 @@
 
 Invariants:
 - The result of `as_data` contains no control token, and equals its input if that contains none.
-- Matches are those of the tokenizers library: the leftmost, and the longest of these.
+- Matches are those of the tokenizers library: the leftmost match, and the longest one at that position.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ControlTokens:
         )
 
     def as_data(self, text: str) -> str:
-        """Return the text with a space inside each control token, so that it stays text. Lone surrogates, which no
-        tokenizer accepts, become U+FFFD."""
+        """Return the text with a space inserted into each control token, so that the token is treated as text. Lone
+        surrogates, which no tokenizer accepts, become U+FFFD."""
         try:
             text.encode()
         except UnicodeEncodeError:

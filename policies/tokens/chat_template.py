@@ -3,7 +3,7 @@
 Invariants:
 - The text equals that of transformers' apply_chat_template: it has the same environment and variables, omits `None`
   from messages, and passes the reasoning under both its names.
-- Every error of a template with messages that it does not support is TemplateRefused.
+- Every error that a template raises for messages that it does not support becomes TemplateRefused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SharedTool(dict[str, Any]):
 
 
 class ChatTemplate:
-    """Chat template of `chat_template.jinja`, or of tokenizer_config.json. Raises TokenizerInvalid."""
+    """Chat template from `chat_template.jinja` or tokenizer_config.json. Raises TokenizerInvalid."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         sources = _sources(folder, config)

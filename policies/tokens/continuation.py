@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MARK = "quagmire4zt"
 _MAX_ENDS = 1024
-"""Bound of the cache by names of tools, which the policy writes and which are therefore unlimited."""
+"""Bound on the cache keyed by tool names, which the policy writes and which are therefore unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Continuation:
         return end.closes, behind[-1][end.closing :]
 
     def _turn(self, calls: Sequence[dict[str, Any]]) -> TemplateMessage:
-        """Return an assistant turn with the mark at all places where it may end."""
+        """Return an assistant turn with the mark everywhere that the turn may end."""
         turn: TemplateMessage = {"role": "assistant", "content": _MARK}
         if calls and self._shape.calls:
             shown = list(calls) if self._shape.parallel else [calls[-1]]

@@ -4,7 +4,7 @@ Invariants:
 - The ids equal those of the whole text. Text is split only where the tokenizer never looks across: at added tokens,
   and, if its pre-tokenizer always ends a word there, at ends of lines and before words. Both are checked with the
   tokenizer at the start; for a tokenizer that fails the check, texts are not split.
-- Where a text is split depends on the text near the split, so that prompts that differ in one line share all other
+- Where a text is split depends on the text near the split, so prompts that differ in one line share all other
   pieces.
 - The cache has at most `cache_bytes`. Several threads may use one encoder.
 - The interpreter lock is released while a piece is tokenized.
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 CACHE_BYTES = 64 * 2**20
 PIECE_MIN_CHARACTERS = 1024
 SHORT_CHARACTERS = 64
-"""Pieces of up to this length (texts between the tokens of a template), and long ones, are cached. Pieces of a length
-in between are tokenized about as fast as they are found in the cache."""
+"""Pieces of up to this length (texts between a template's tokens) and long pieces are cached. Pieces of intermediate
+length can be tokenized about as fast as they can be found in the cache."""
 PIECE_MAX_CHARACTERS = 8192
-"""Length at which a piece is split at the next possible place, whatever text follows."""
+"""Length at which a piece is split at the next possible position, whatever text follows."""
 
 _TAKEN = "/"
-"""A line that begins with this is not split off, because words of o200k include a slash of the next line."""
+"""A line that begins with this is not split off, because words in o200k include a slash from the next line."""
 _KINDS = "aZ\u00e9\u6f227\u0663.'_\u2014\u0301\U0001f600"
-"""One character of each kind that patterns of words distinguish."""
+"""One character of each kind that word patterns distinguish."""
 _LEFTS = [first + last for first, last in (*product(("a", " ", "\n"), _KINDS), *product("a", punctuation))]
 _RIGHTS = [first + last for first, last in (*product(_KINDS, ("a", " ")), *product(punctuation, "a"))]
 _GAP_LEFTS = ("a", "1a", ".\u00e9", "\u6f22", "\u0663")
@@ -116,8 +116,8 @@ class PieceEncoder:
         return ids
 
     def count(self, texts: Iterable[str], *, stop_at: int) -> int:
-        """Count the tokens of the texts, in slices of arbitrary borders, up to the slice that reaches `stop_at`. Does
-        not use the cache."""
+        """Count the tokens of the texts, in slices with arbitrary boundaries, up to the slice that reaches `stop_at`.
+        Does not use the cache."""
         number = 0
         for text in texts:
             for start in range(0, len(text), PIECE_MAX_CHARACTERS):
@@ -148,7 +148,7 @@ class PieceEncoder:
         return array("i", self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _same_in_pieces(self) -> bool:
-        """Return True if added tokens isolate their neighbours, by probes between all kinds of text."""
+        """Return True if added tokens isolate their neighbours, as probed between all kinds of text."""
         token = next(iter(self._ids_of_tokens))
         texts = [left + token + right + token for left, right in product(_PROBES, _PROBES)]
         self.cuts_tokens, self.cuts_lines = True, False

@@ -33,9 +33,9 @@ _IDS = ("callprobe1", "call1pro2")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateShape:
     """Features that a template supports. `calls`, `results` and `tools`: tool calls in an assistant turn, messages of
-    the role `tool`, and tool descriptions. `parallel`: several calls in one turn. `text_arguments`: arguments must be
-    JSON text instead of an object; `any_arguments`: text that is not valid JSON is accepted too. `short_ids`: a call id
-    must have nine letters or digits. `repeated_users`: two messages of the user may follow each other."""
+    the role `tool`, and tool descriptions. `parallel`: several calls in one turn. `text_arguments`: arguments must be a
+    JSON string instead of an object; `any_arguments`: text that is not valid JSON is accepted too. `short_ids`: a call
+    id must have nine letters or digits. `repeated_users`: two user messages may follow each other."""
 
     system: bool
     tools: bool
@@ -48,7 +48,7 @@ class TemplateShape:
     repeated_users: bool
 
     def call(self, call_id: str, name: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
-        """Return a tool call in the format of this template. `arguments` is a text if it is not a JSON object."""
+        """Return a tool call in the format of this template. `arguments` is a string if it is not a JSON object."""
         taken: object = arguments
         if isinstance(arguments, str):
             taken = arguments if self.any_arguments or self.text_arguments else {"arguments": arguments}
@@ -58,7 +58,7 @@ class TemplateShape:
 
 
 def shape_of(template: ChatTemplate) -> TemplateShape:
-    """Return the features of a template. Raises TemplateRefused if it refuses a single message of a user."""
+    """Return the features of a template. Raises TemplateRefused if it refuses a single user message."""
     template.text([USER], add_generation_prompt=True)
     style = _call_style(template)
     text_arguments, call_id = style or (False, _IDS[0])
@@ -81,7 +81,8 @@ def shape_of(template: ChatTemplate) -> TemplateShape:
 
 
 def _call_style(template: ChatTemplate) -> tuple[bool, str] | None:
-    """Return the format in which the template shows calls: True for arguments as text, and an id that it accepts."""
+    """Return the format in which the template shows calls: True if arguments are a string, and an id that the template
+    accepts."""
     for text in (False, True):
         for call_id in _IDS:
             turn = _turn(_call("fern", "sedge", text=text, call_id=call_id))

@@ -3,7 +3,7 @@
 Invariants:
 - A conversation is rendered once; later turns are only appended: history, sampled ids, `bridge`, sampled ids, and so
   on.
-- Contents are data: a control token in a text is broken up by a space before rendering, so that it stays text.
+- Contents are data: a control token in a text is broken up by a space before rendering, so that it is treated as text.
 - Ids equal those of transformers' AutoTokenizer for the same directory.
 - The features that the template supports are determined at the start: `shape`, `bridges`.
 """
@@ -43,13 +43,13 @@ class ChatTokenizer:
     they exist, the model's configs. `cache_bytes` bounds the cache of tokenized texts.
 
     `vocab_size`: all ids, including added tokens, are in `[0, vocab_size)`. `model_vocab_size`: the model may sample
-    ids below this, which is greater if its `config.json` has padding. `stop_ids` end a turn of the policy. `bridges` is
+    ids below this, which is greater if its `config.json` has padding. `stop_ids` end the policy's turn. `bridges` is
     True if `bridge` may be used, `opens_reasoning` if a turn of the policy begins inside its reasoning.
 
     Raises:
         TokenizerInvalid: a file is missing or unreadable; the message names it.
         TokenizerMismatch: the ids do not fit the model in `config.json`.
-        TemplateRefused: the chat template refuses a single message of a user.
+        TemplateRefused: the chat template refuses a single user message.
     """
 
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
@@ -96,7 +96,7 @@ class ChatTokenizer:
 
     def count(self, texts: Iterable[str], *, stop_at: int) -> int:
         """Count the tokens of the texts, until `stop_at` is reached. The texts are tokenized separately and in slices,
-        which gives slightly more tokens than as a whole."""
+        which gives slightly more tokens than tokenizing them as a whole."""
         return self._pieces.count(texts, stop_at=stop_at)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -151,7 +151,7 @@ class ChatTokenizer:
         return int(found)
 
     def _check_model(self, folder: Path) -> None:
-        """Compare with the model's own numbers and take further stop ids from generation_config.json."""
+        """Compare with the model's own values and take further stop ids from generation_config.json."""
         if (folder / "config.json").exists():
             model = _read_json(folder / "config.json")
             check_fits(self, model, source=str(folder / "config.json"))

@@ -1,4 +1,4 @@
-"""Startup hook of CPU servers, which Python runs in every process, including those that SGLang spawns.
+"""Startup hook for CPU servers, which Python runs in every process, including those that SGLang spawns.
 
 torchvision's wheels are built for CUDA: with a CPU build of torch, its library is not loaded, and the operators that it
 registers on import have no schemas. This module defines the schemas just before torchvision is imported.
@@ -20,7 +20,7 @@ _kept: list[Any] = []
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Finder that finds nothing, and is used as a hook before the import."""
+    """Finder that never finds a module; it only serves as a hook that runs before the import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
