@@ -1,1 +1,1 @@
-"""A place to run commands: no Ray, no tokens."""
+"""Sandboxes that run commands; independent of Ray and of tokens."""

@@ -1,10 +1,10 @@
-"""Interfaces of sandbox providers, sandboxes and processes, with their messages.
+"""Interfaces of sandbox providers, sandboxes and processes, and the data types that they exchange.
 
 Invariants of every provider:
 - A ref is frozen and picklable; its holder attaches to the sandbox directly, without Ray.
 - `kill` is idempotent and ends the whole process tree.
 - A command never outlives its timeout; a timeout is a typed error, never a result.
-- All output and files of a sandbox are data: limited in size, and never resolved as a path of the host.
+- A sandbox's output and files are treated as data: limited in size, and never resolved as paths on the host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Network(StrEnum):
     """Network access of a sandbox."""
 
     NONE = "none"
-    """Only a loopback interface of its own."""
+    """Only the sandbox's own loopback interface."""
     HOST = "host"
     """The host's network; only with the subprocess provider, which gives no protection."""
 
@@ -70,8 +70,8 @@ class FrozenMount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFolder:
-    """A folder of the provider's host, mounted read-only, nosuid and nodev in a sandbox of any image; its programs can
-    be run. All sandboxes share its files, without copies. A snapshot does not contain it."""
+    """A folder on the provider's host, mounted read-only, nosuid and nodev in a sandbox, whatever its image. Programs
+    in it can be run. All sandboxes share its files without copying them. A snapshot does not include it."""
 
     source: str
     """Absolute path on the host, on a file system with id-mapped mounts (ext4, xfs, btrfs, tmpfs)."""
@@ -81,8 +81,8 @@ class HostFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """A sandbox to boot. A limit of None is the provider's default. `ttl_s` is the lease, at whose end the sandbox is
-    killed unless it was renewed."""
+    """A sandbox to boot. A limit of None means the provider's default. `ttl_s` is the length of the lease; when it
+    expires without renewal, the sandbox is killed."""
 
     image: str = "host"
     cpu: float | None = None
@@ -105,7 +105,7 @@ def refuse_folders(spec: SandboxSpec, provider: str) -> None:
 
 
 AVOID_LABEL: Final = "headrace-avoid"
-"""A label with endpoints, separated by blanks, that a provider of several hosts should avoid for the sandbox."""
+"""A label that lists endpoints, separated by spaces, that a multi-host provider should avoid for the sandbox."""
 _HOSTS_AT_ENDPOINTS: Final = frozenset({"remote", "simulated"})
 
 
@@ -120,7 +120,7 @@ class SandboxRef:
 
     @property
     def host(self) -> str:
-        """The host for reports of failures: the endpoint if that names a host, otherwise the provider."""
+        """The host to name in failure reports: the endpoint if it names a host, otherwise the provider."""
         return self.endpoint if self.provider in _HOSTS_AT_ENDPOINTS else self.provider
 
 
@@ -137,8 +137,8 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """A finished command. `stdout` and `stderr` are the first `max_output_bytes` of each; `truncated` if there was
-    more."""
+    """A finished command. `stdout` and `stderr` hold the first `max_output_bytes` of each stream; `truncated` is set if
+    there was more."""
 
     exit_code: int
     stdout: bytes
@@ -153,7 +153,7 @@ class Stream(StrEnum):
     STDOUT = "stdout"
     STDERR = "stderr"
     TERMINAL = "terminal"
-    """Both streams, in the order in which a terminal shows them."""
+    """Both streams, interleaved as a terminal shows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class TerminalSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPort:
-    """A TCP service of the host."""
+    """A TCP service on the host."""
 
     host: str
     port: int
@@ -198,16 +198,16 @@ class Command:
     """A command with its user, its additional environment and its working folder."""
 
     command: str | Sequence[str]
-    """A text for `bash -c`, or a program and its arguments."""
+    """A string for `bash -c`, or a program and its arguments."""
     user: str = "root"
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
-    """The image's working folder when None."""
+    """None means the image's working folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecCommand(Command):
-    """The arguments of `Sandbox.exec`, as providers get them."""
+    """The arguments of `Sandbox.exec`, as passed to providers."""
 
     command: str
     stdin: bytes | None = None
@@ -219,7 +219,7 @@ class ExecCommand(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpawnCommand(Command):
-    """The arguments of `Sandbox.spawn`, as providers get them."""
+    """The arguments of `Sandbox.spawn`, as passed to providers."""
 
     stdin: bool = False
     terminal: TerminalSize | None = None
@@ -227,8 +227,8 @@ class SpawnCommand(Command):
 
 
 class Process(Protocol):
-    """A command that runs in the background. It ends with its sandbox, at its timeout, or by itself. If its output is
-    not read, it blocks once its pipe is full."""
+    """A command running in the background. It ends when its sandbox ends, at its timeout, or on its own. If its output
+    is not read, it blocks once its pipe is full."""
 
     @property
     def pid(self) -> int:
@@ -236,12 +236,13 @@ class Process(Protocol):
         ...
 
     def output(self) -> AsyncIterator[Output]:
-        """Yield the output, once, for one reader. Ends with both streams, or 0.2 s after the command if a daemon has
-        them open. A slow reader slows the command down, because only its pipe buffers output."""
+        """Yield the output. It can be read only once, by one reader. Ends when both streams end, or 0.2 s after the
+        command if a daemon still has them open. A slow reader slows the command down, because only its pipe buffers
+        output."""
         ...
 
     async def write_stdin(self, data: bytes) -> None:
-        """Write to standard input; waits while the command does not read. Raises SandboxFileError if it is closed."""
+        """Write to standard input; blocks while the command is not reading. Raises SandboxFileError if it is closed."""
         ...
 
     async def close_stdin(self) -> None:
@@ -249,21 +250,23 @@ class Process(Protocol):
         ...
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the command, SIGKILL to its whole process tree. Does nothing once the command has ended."""
+        """Send a signal to the command; SIGKILL is sent to its whole process tree. Does nothing once the command has
+        ended."""
         ...
 
     async def resize(self, size: TerminalSize) -> None:
-        """Change the size of the terminal. Raises SpecRefused without one."""
+        """Change the size of the terminal. Raises SpecRefused if the command has no terminal."""
         ...
 
     async def wait(self) -> int:
-        """Wait for the exit code, which is 128 + n after signal n. May be repeated. Raises ExecTimeout, SandboxGone."""
+        """Wait for the exit code, which is 128 + n after signal n. May be called repeatedly. Raises ExecTimeout,
+        SandboxGone."""
         ...
 
 
 class Sandbox(ABC):
-    """A running sandbox. Every method raises SandboxGone once it is dead, and optional methods raise Unsupported unless
-    a provider overrides them."""
+    """A running sandbox. Every method raises SandboxGone once the sandbox is dead, and optional methods raise
+    Unsupported unless a provider overrides them."""
 
     @property
     @abstractmethod
@@ -281,12 +284,13 @@ class Sandbox(ABC):
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
         exec_id: str | None = None,
     ) -> ExecResult:
-        """Run `bash -c command` in a fresh process, in the image's working folder (`/workspace` of `host`) unless `cwd`
-        names another.
+        """Run `bash -c command` in a fresh process, in the image's working folder (`/workspace` for the image `host`)
+        unless `cwd` names another.
 
-        A command that is ended by signal n has the exit code 128 + n; an unknown user or folder gives 126 and a line on
-        stderr. A second call with the same `exec_id`, from any holder of the ref, runs nothing: it waits for the first
-        result, or returns it. Raises ExecTimeout (the process tree is dead), SandboxGone, ExecResultLost, Unsupported.
+        A command that is killed by signal n has exit code 128 + n; an unknown user or folder gives exit code 126 and a
+        line on stderr. A second call with the same `exec_id`, from any holder of the ref, runs nothing: it waits for
+        the result of the first call and returns it. Raises ExecTimeout (the process tree is dead), SandboxGone,
+        ExecResultLost, Unsupported.
         """
         return await self.run_command(
             ExecCommand(
@@ -303,7 +307,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def run_command(self, command: ExecCommand) -> ExecResult:
-        """Run a command and wait for its end; the provider's part of `exec`."""
+        """Run a command and wait for it to end; the provider's part of `exec`."""
 
     async def spawn(
         self,
@@ -316,10 +320,11 @@ class Sandbox(ABC):
         terminal: TerminalSize | None = None,
         timeout_s: float | None = None,
     ) -> Process:
-        """Start a command and return at once: a text runs as with `bash -c`, a sequence is a program and its arguments.
+        """Start a command and return at once. A string is run with `bash -c`; a sequence is a program and its
+        arguments.
 
-        Without `stdin` its standard input is empty. With a terminal all three streams are that terminal's. Without
-        `timeout_s` it runs until its sandbox ends. Raises SandboxGone, Unsupported.
+        Without `stdin`, its standard input is empty. With a terminal, all three streams are connected to the terminal.
+        Without `timeout_s`, it runs until its sandbox ends. Raises SandboxGone, Unsupported.
         """
         return await self.start_process(
             SpawnCommand(
@@ -344,21 +349,21 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
-        """Create or replace a file and its parent directories, from bytes or from a file of the host, which is not
+        """Create or replace a file and its parent directories, from bytes or from a file on the host, which is not
         loaded into memory. Raises SandboxFileError."""
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
-        """`write` for several files, in one round trip where the provider can; on an error those before it are
-        written."""
+        """Write several files as `write` does, in one round trip if the provider supports it. On an error, the files
+        before the failed one have been written."""
         for path, data in files.items():
             await self.write(path, data, user=user)
 
     async def freeze(self) -> None:
-        """Kill every process but retain the file layer, which FrozenMount can show to a clean sandbox. Idempotent."""
+        """Kill every process but retain the file layer, which FrozenMount can mount in a clean sandbox. Idempotent."""
         self._refuse("freeze")
 
     async def pause(self) -> None:
-        """Stop every process where it is: processes take no processor time and commands wait. The lease still runs.
+        """Suspend every process: processes take no processor time and commands wait. The lease keeps running.
         Idempotent."""
         self._refuse("pause")
 
@@ -367,12 +372,12 @@ class Sandbox(ABC):
         self._refuse("resume")
 
     async def snapshot(self) -> ImageRef:
-        """Make an image of the file layer as it is now and end the sandbox: clones share the layer without a copy."""
+        """Make an image of the current file layer and end the sandbox. Clones share the layer without copying it."""
         self._refuse("snapshot")
 
     def expose(self, port: int, target: HostPort, prefix: str) -> AbstractAsyncContextManager[None]:
-        """Make a service of the host available at the sandbox's own 127.0.0.1:`port` while the context lasts. Only HTTP
-        requests for URL paths below `prefix` pass, all others get 403. Raises SpecRefused (the port is taken)."""
+        """Make a service on the host available at 127.0.0.1:`port` inside the sandbox while the context is open. Only
+        HTTP requests for URL paths below `prefix` pass; all others get 403. Raises SpecRefused (the port is in use)."""
         self._refuse(f"expose port {port} for {target.host}:{target.port}{prefix}")
 
     async def usage(self) -> SandboxUsage:
@@ -393,7 +398,7 @@ class Sandbox(ABC):
 
 @runtime_checkable
 class ProgramRunner(Protocol):
-    """A sandbox that runs Python programs of headrace without an interpreter in its image."""
+    """A sandbox that runs headrace's Python programs without an interpreter in its image."""
 
     async def run_program(
         self,
@@ -405,9 +410,9 @@ class ProgramRunner(Protocol):
         timeout_s: float,
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
     ) -> ExecResult:
-        """Run a Python text as `python -I -S -c program arguments...` would, in `/`, in a process that has the
-        interpreter of headrace already; it may import what `launcher.commands.PRELOADED` names, and nothing of the
-        image. Raises ExecTimeout, SandboxGone."""
+        """Run Python source as `python -I -S -c program arguments...` would, in `/`, in a process that already contains
+        headrace's interpreter. The program may import the modules in `launcher.commands.PRELOADED`, and nothing from
+        the image. Raises ExecTimeout, SandboxGone."""
         ...
 
 
@@ -426,7 +431,7 @@ class SandboxProvider(Protocol):
     async def list(self) -> list[SandboxInfo]: ...
 
     async def destroy(self, sandbox: SandboxId) -> None:
-        """Kill a sandbox by its id, for those that `list` shows but whose ref is unknown. Idempotent."""
+        """Kill a sandbox by id, for one that `list` shows but whose ref is unknown. Idempotent."""
         ...
 
     async def aclose(self) -> None: ...

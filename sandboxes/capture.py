@@ -1,4 +1,4 @@
-"""Capture of a hostile command's output: the first bytes are retained, the rest is discarded in the kernel.
+"""Capture of a hostile command's output: the first bytes are kept and the rest is discarded in the kernel.
 
 Invariants: the writer never blocks on this process, whatever it writes. Memory is bounded by `max_bytes`. A daemon that
 keeps the pipe open delays `finish` by at most its grace period.
@@ -13,13 +13,13 @@ from contextlib import suppress
 from typing import Final, Self
 
 OUTPUT_GRACE_S: Final = 0.2
-"""Time to wait for output that a daemon may hold open after its command has ended."""
+"""Time to wait for output streams that a daemon may hold open after its command has ended."""
 _READ_BYTES: Final = 1 << 16
 _DISCARD_BYTES: Final = 1 << 20
 
 
 class OutputCapture:
-    """Pipe whose write end is passed to a command. An async context manager: leaving it closes the read end."""
+    """Pipe whose write end is passed to a command. An async context manager; leaving it closes the read end."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -75,7 +75,8 @@ class OutputCapture:
 
 
 def memory_file(data: bytes) -> int:
-    """Return a descriptor of a read-only memory file with this content, for standard input without a writer."""
+    """Return a descriptor for a read-only memory file with this content, for use as standard input that needs no
+    writer."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(data)
     while view:

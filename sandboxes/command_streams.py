@@ -1,9 +1,9 @@
-"""Standard streams of a spawned command, at the caller's end: pipes, or a terminal.
+"""Standard streams of a spawned command, on the caller's side: pipes, or a terminal.
 
 Invariants:
 - Data is passed directly between the command and this process; nothing is buffered beyond the kernel's pipe.
-- A daemon that holds the output open delays its end by at most the grace period. A writer to a command that does not
-  read waits at most until the command ends.
+- A daemon that holds the output open delays the end of the output by at most the grace period. A write to a command
+  that is not reading blocks at most until the command ends.
 - Descriptors are closed when the output has ended, by `close_stdin`, or when the object is garbage-collected.
 """
 
@@ -27,8 +27,8 @@ _CTRL_D: Final = b"\x04"
 
 
 class CommandStreams:
-    """Base class of processes. `stdin` is a descriptor, or -1 without one; the descriptor of a terminal is also its
-    stream. `ended` is done when the command is, with any result or error."""
+    """Base class of processes. `stdin` is a descriptor, or -1 if there is none. For a terminal, the same descriptor
+    serves input and output. `ended` is done when the command has ended, whatever its result or error."""
 
     def __init__(self, *, stdin: int, streams: dict[Stream, int], ended: asyncio.Future[Any]) -> None:
         self._stdin = stdin
@@ -59,7 +59,7 @@ class CommandStreams:
             self._end_of(stream)
 
     async def _readable(self) -> list[Stream]:
-        """Wait for streams with data. Returns none once all have ended, or after the grace period."""
+        """Wait for streams with data. Returns an empty list once all have ended, or after the grace period."""
         if not self._open:
             return []
         loop = asyncio.get_running_loop()
@@ -124,6 +124,6 @@ class CommandStreams:
 
 
 def settle(future: asyncio.Future[None]) -> None:
-    """Complete a future unless it is done: a callback that the loop may call more than once."""
+    """Complete a future unless it is already done; used as a callback that the loop may call more than once."""
     if not future.done():
         future.set_result(None)

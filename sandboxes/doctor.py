@@ -1,4 +1,4 @@
-"""Report of the guarantees that local sandboxes have on this machine, and of those that are missing, with the reason.
+"""Report of the guarantees that local sandboxes have on this machine, and the reason for each one that is missing.
 
 Invariants: a guarantee is reported as present only if the kernel was just observed to give it; a feature that is not
 implemented is reported as such.
@@ -68,7 +68,7 @@ class Guarantee:
 
 
 def probe() -> tuple[Guarantee, ...]:
-    """Test each guarantee in a child process (about 0.1 s). Never raises for a missing guarantee."""
+    """Test each guarantee in a child process (about 0.1 s). A missing guarantee never raises an error."""
     programs = {"bash": "/bin/bash", "python3": "/usr/bin/python3"}
     reasons: dict[str, str] = dict.fromkeys(_MEANING, "not probed")
     sums: list[Guarantee] = []
@@ -98,15 +98,15 @@ def probe() -> tuple[Guarantee, ...]:
 
 
 def require_namespaces() -> None:
-    """Check that no required guarantee is missing. Raises NamespacesUnavailable with all that are."""
+    """Check that no required guarantee is missing. Raises NamespacesUnavailable, which lists all missing ones."""
     missing = [guarantee for guarantee in probe() if guarantee.required and not guarantee.present]
     if missing:
         raise NamespacesUnavailable("; ".join(f"{guarantee.name}: {guarantee.detail}" for guarantee in missing))
 
 
 def _sums(host: HostLimits, allowed: HostLimits, no_memory_limit: str) -> list[Guarantee]:
-    """Compare the maximum that all sandboxes with the default limits can use with the allowed total. `no_memory_limit`
-    is the reason why sandboxes have no memory limit, empty if they have one."""
+    """Compare the most that all sandboxes with the default limits can use together against the allowed total.
+    `no_memory_limit` is the reason why sandboxes have no memory limit, or empty if they have one."""
     config = LocalSandboxConfig()
     sandboxes = config.max_live or default_live(allowed)
     one = share(allowed, sandboxes, config.pids, config.open_files)

@@ -1,4 +1,4 @@
-"""Errors of sandboxes. Each tells whether a retry may help (`transient`) and can be pickled.
+"""Errors of sandboxes. Each states whether a retry may help (`transient`) and can be pickled.
 
 ```
 SandboxError
@@ -35,7 +35,8 @@ from typing import ClassVar
 
 
 class SandboxError(Exception):
-    """Root of the tree. `message` is one line that names the setting to change; `host` is empty or the failed host."""
+    """Root of the tree. `message` is one line that names the setting to change; `host` is the host that failed, or
+    empty."""
 
     transient: ClassVar[bool] = False
 
@@ -146,7 +147,7 @@ class LedgerRefused(PermanentSandboxError):
 
 
 class NamespacesUnavailable(PermanentSandboxError):
-    """This machine cannot isolate; `reason` names the missing guarantee and the error of the kernel."""
+    """This machine cannot isolate sandboxes; `reason` names the missing guarantee and the kernel's error."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -184,5 +185,5 @@ _BY_NAME: dict[str, type[SandboxError]] = {
 
 
 def error_from_name(name: str, message: str) -> SandboxError:
-    """Return the typed error for a name from the wire; an unknown name gives a SandboxError."""
+    """Return the typed error for a name received over the wire; an unknown name gives a SandboxError."""
     return _BY_NAME.get(name, SandboxError)(message)

@@ -1,7 +1,7 @@
-"""Detection of sandboxes that a run has left on this host, from the list of its processes alone.
+"""Detection of sandboxes that a run has left on this host, using only the host's process list.
 
 Invariants: a launcher and the first process of each of its sandboxes have the label of their run in their command line.
-Nothing else can be left, because every other process and mount of a sandbox dies with its first process.
+Nothing else can be left over, because a sandbox's other processes and mounts die with its first process.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from headrace.sandboxes.kernel.processes import parse_stat
 
 LAUNCHER_NAME: Final = "headrace-launcher"
 IDENTITY_FILE: Final = "run_id"
-"""Name of the file in a run directory that contains the run's id."""
+"""Name of the file in a run directory that holds the run's id."""
 LABEL_VARIABLE: Final = "HEADRACE_SANDBOX_LABEL"
-"""Set in the environment of every process of the subprocess provider."""
+"""Environment variable set in every process of the subprocess provider."""
 
 
 def run_label(run: Path) -> str:
     """Return the label of a run directory: a hash, because every process in a sandbox can read it. It depends on the
-    path and on the run's id. Containers that share /tmp, and machines that share a sandbox server, have different runs
-    at the same path; a copied run directory has the id of the original."""
+    path and on the run's id. Both are needed: containers that share /tmp, and machines that share a sandbox server,
+    have different runs at the same path, and a copied run directory has the original's id."""
     identity = ""
     with suppress(FileNotFoundError):
         identity = (run / IDENTITY_FILE).read_text()
@@ -31,7 +31,8 @@ def run_label(run: Path) -> str:
 
 
 def sandboxes_left(run: Path) -> int:
-    """Count living processes (launcher, sandboxes, marked ones of the subprocess provider) with the label of `run`."""
+    """Count living processes (launcher, sandboxes, processes marked by the subprocess provider) with the label of
+    `run`."""
     label = run_label(run)
     command = f"{LAUNCHER_NAME} {label}".encode()
     mark = f"\0{LABEL_VARIABLE}={label}\0".encode()

@@ -1,12 +1,12 @@
-"""Private folders of one user for sockets, secrets and locks, often below a folder that all users share.
+"""A user's private folders for sockets, secrets and locks, often below a folder that all users share.
 
 Invariants:
 - A new folder has exactly the requested mode, and so has every new parent, whatever the umask.
 - A folder of another user is never used, not even by root: its owner could replace its contents.
 - Below the folder for temporary files each user has separate folders, named by user id. If another user has taken the
   name, the next free name is used; every process of this user finds the same one.
-- The mode of a folder with a name of ours is repaired (older versions made some with the default mode). The mode of a
-  folder that the user chose is not changed: it could be a home folder, or /tmp.
+- The mode of a folder that has one of our names is repaired (older versions created some with the default mode). The
+  mode of a folder that the user chose is not changed, because it could be a home folder or /tmp.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from headrace.sandboxes.errors import FolderRefused
 
 PRIVATE: Final = 0o700
 _NAMES: Final = 9
-"""Number of names that are tried for a folder of this user before an error reports another user's folders."""
+"""Number of names tried for this user's folder before an error reports that other users have taken them."""
 _WHOLE_ID_RANGE: Final = "4294967295"
 
 
 def temporary_folder() -> Path:
-    """Return TMPDIR, or the system's folder for temporary files when it is unset. Python falls back silently when
-    TMPDIR is unusable, and Ray does not: the two would use different folders. Raises FolderRefused."""
+    """Return TMPDIR, or the system's folder for temporary files when it is unset. Python falls back silently if TMPDIR
+    is unusable, but Ray does not, so the two would use different folders. Raises FolderRefused."""
     chosen = os.environ.get("TMPDIR")
     named, fix = (
         f"TMPDIR {chosen}" if chosen else "the folder for temporary files",
@@ -52,7 +52,7 @@ def temporary_folder() -> Path:
 
 def user_folder(purpose: str, mode: int = PRIVATE) -> Path:
     """Make and return this user's `headrace-<purpose>-<user id>` below the folder for temporary files. Raises
-    FolderRefused when no name for it is left."""
+    FolderRefused if no name for it is left."""
     name = f"headrace-{purpose}-{os.geteuid()}"
     first = temporary_folder() / name
     candidates = [first, *(first.with_name(f"{name}-{number}") for number in range(2, _NAMES + 1))]
@@ -68,7 +68,8 @@ def user_folder(purpose: str, mode: int = PRIVATE) -> Path:
 
 
 def _repair_own(folder: Path, mode: int) -> bool:
-    """Narrow the mode of a folder with a name of ours; False if it, or an entry in it, belongs to another user."""
+    """Narrow the mode of a folder that has one of our names. Returns False if it, or an entry in it, belongs to another
+    user."""
     try:
         with _open_folder(folder, follow=False) as descriptor:
             status = os.fstat(descriptor)
@@ -126,7 +127,7 @@ def new_private(parent: Path, prefix: str) -> Path:
 
 @contextmanager
 def _open_folder(folder: Path, *, follow: bool = True) -> Iterator[int]:
-    """Open the folder itself, whatever replaces its name meanwhile; this needs no permission to read it."""
+    """Open the folder itself, even if its name is replaced meanwhile; this needs no read permission."""
     flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(folder, flags)
     try:

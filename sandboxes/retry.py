@@ -1,11 +1,11 @@
-"""Retry table of the sandboxes: the errors that are worth a retry, and the waits between attempts.
+"""Retry table for sandboxes: the errors that are worth a retry, and the waits between attempts.
 
 Invariants:
 - Transient errors (the tree in `errors.py`) are retried a limited number of times, permanent ones never. For a provider
   at capacity the queue's time limit applies instead.
-- A wait is drawn from 0 to its bound (full jitter), in addition to a `retry_after_s`, and never ends before it.
+- A wait is drawn from 0 to its bound (full jitter). It is added to `retry_after_s`, so it never ends before that time.
 - After an ambiguous error the sandbox may exist: only a retry with the same idempotency key finds out.
-- A retry is a boot like any other: it passes the admission again.
+- A retry is a boot like any other: it goes through admission again.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def retrying(
     out_of_time: Callable[[float], bool] = lambda _wait_s: False,
     waited_for_room: Callable[[], int] = lambda: 0,
 ) -> AsyncRetrying:
-    """Return the retry policy of one boot, which raises the last error unchanged. No attempt begins that would be
-    `out_of_time` after the wait before it. The first `waited_for_room` attempts do not count, because the provider
-    answered that it had no capacity."""
+    """Return the retry policy of one boot, which raises the last error unchanged. No further attempt begins if it would
+    be `out_of_time` after the wait. The first `waited_for_room` attempts do not count, because the provider answered
+    that it had no capacity."""
     return AsyncRetrying(
         retry=retry_if_exception(is_transient),
         stop=_Stop(config.boot_attempts, out_of_time, waited_for_room),

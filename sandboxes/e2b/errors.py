@@ -1,7 +1,8 @@
 """Conversion of the e2b SDK's exceptions to sandbox errors.
 
-Invariants: an error of the connection or a gateway (502, 503, 504, a timeout) leaves the effect on the service unknown,
-so it is ProviderUnreachable; a RateLimited has a wait of one second, because the SDK does not return the service's.
+Invariants: a connection or gateway error (502, 503, 504, a timeout) leaves the effect on the service unknown, so it
+becomes ProviderUnreachable. RateLimited always asks for a wait of one second, because the SDK does not return the
+service's own value.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from headrace.sandboxes.errors import (
 
 _STATUS: Final = re.compile(r"\s*(\d{3})\b")
 _TRANSPORTS: Final = ("httpcore", "connectrpc", "pyqwest")
-"""Packages of the SDKs' HTTP clients; those of their exceptions that the SDKs pass on are connection errors."""
+"""Packages of the SDKs' HTTP clients. Any of their exceptions that the SDKs let through are connection errors."""
 _GATEWAY: Final = frozenset({500, 502, 503, 504})
 
 
 class Step(StrEnum):
-    """Kind of operation, on which the meaning of an exception depends."""
+    """Kind of operation, which determines what an exception means."""
 
     CREATE = "create"
     """Creating a sandbox, or querying the account."""
@@ -45,7 +46,7 @@ class Step(StrEnum):
 
 @contextmanager
 def typed(step: Step) -> Iterator[None]:
-    """Convert exceptions of the SDK and its HTTP client to SandboxError."""
+    """Convert exceptions from the SDK and its HTTP client to SandboxError."""
     try:
         yield
     except SandboxError:
@@ -58,7 +59,7 @@ def typed(step: Step) -> Iterator[None]:
 
 
 def classify(error: Exception, step: Step) -> SandboxError | None:
-    """Return the sandbox error for an exception, or None for one that indicates a defect."""
+    """Return the sandbox error for an exception, or None for an exception that indicates a bug."""
     import e2b
     import httpx
 

@@ -1,13 +1,14 @@
-"""Frozen data of E2B sandboxes: killing all processes of one, and copying a path of it into a clean one.
+"""Frozen data of E2B sandboxes: kills all processes in one and copies a path from it into a clean one.
 
-E2B has no mounts, so the data is copied through this process: as a tar that is filtered here and unpacked in the clean
+E2B has no mounts, so the data is copied through this process, as a tar that is filtered here and unpacked in the clean
 sandbox.
 
 Invariants:
 - Only folders, regular files and symbolic links are copied, owned by root, without write and setuid permissions, and
-  never from or to a place outside the two paths.
-- A path that leads through a symbolic link, or holds more than `max_bytes`, is refused: that is the agent's doing.
-- Nothing that the frozen sandbox prints is trusted; the archive is read by Python's tarfile, and nothing is unpacked
+  nothing is read or written outside the two paths.
+- A path that leads through a symbolic link, or holds more than `max_bytes`, is refused, because only the agent can have
+  caused it.
+- Nothing that the frozen sandbox prints is trusted; the archive is read with Python's tarfile, and nothing is unpacked
   on this host.
 """
 
@@ -63,15 +64,15 @@ tar -cf - -C "$(dirname "$path")" -- "$(basename "$path")" 2>/dev/null | base64 
 
 
 async def kill_all(sandbox: Sandbox) -> None:
-    """Kill every process of a sandbox except its own agent (envd). Raises ExecTimeout when new ones keep appearing."""
+    """Kill every process in a sandbox except E2B's own agent (envd). Raises ExecTimeout if new ones keep appearing."""
     result = await sandbox.exec(_KILL_ALL, user="root", cwd="/", timeout_s=KILL_TIMEOUT_S)
     if result.exit_code != 0:
         raise ExecTimeout("the processes of the sandbox multiply faster than they can be killed")
 
 
 async def copy_frozen(source: Sandbox, target: Sandbox, mount: FrozenMount, *, max_bytes: int) -> None:
-    """Copy `mount.path` of a frozen sandbox to `mount.target` of a clean one. Raises FrozenPathRefused, SpecRefused
-    and the errors of `Sandbox.exec`."""
+    """Copy `mount.path` of a frozen sandbox to `mount.target` of a clean one. Raises FrozenPathRefused, SpecRefused,
+    and the errors that `Sandbox.exec` raises."""
     folder = posixpath.normpath(mount.target)
     if not mount.target.startswith("/") or folder.lstrip("/").split("/")[0] in {"", ".."} | _SYSTEM_FOLDERS:
         raise SpecRefused(f"target {mount.target!r} of frozen data: give an absolute path outside the system's folders")
@@ -97,8 +98,8 @@ async def copy_frozen(source: Sandbox, target: Sandbox, mount: FrozenMount, *, m
 
 
 def filtered(encoded: bytes, folder: str, *, max_bytes: int, truncated: bool = False) -> bytes:
-    """Return a tar of the safe members of an archive, in base64, with their first folder renamed to `folder`. Raises
-    FrozenPathRefused for one that is damaged or larger than `max_bytes`."""
+    """Return a base64-encoded tar of an archive's safe members, with their top folder renamed to `folder`. Raises
+    FrozenPathRefused for an archive that is damaged or larger than `max_bytes`."""
     if truncated:
         raise FrozenPathRefused(f"frozen data has more than {max_bytes} bytes")
     output = io.BytesIO()

@@ -1,9 +1,9 @@
 """A command in an E2B sandbox, controlled through the SDK's handle.
 
 Invariants:
-- Output is buffered in a queue of a few pieces. When it is full the SDK's reader stops, and with it, by back-pressure,
-  the command.
-- Every command has a mark in its environment, by which its whole process tree is found and killed.
+- Output is buffered in a queue of a few pieces. When it is full, the SDK's reader stops, and back-pressure stops the
+  command too.
+- Every command has a mark in its environment, which is used to find and kill its whole process tree.
 - The SDK decodes output as UTF-8: invalid bytes arrive as U+FFFD.
 """
 
@@ -24,7 +24,7 @@ _PIECE_BYTES: Final = 1 << 16
 _SWEEP_TIMEOUT_S: Final = 30.0
 _SWEEPS: Final = 5
 _SWEPT_S: Final = 0.5
-"""Time to wait for the end of a swept command before it is swept again."""
+"""Time to wait for a command to end after a sweep before the sweep is repeated."""
 _SIGKILL: Final = 9
 _SIGNALED: Final = {"killed": 137, "terminated": 143, "interrupt": 130, "hangup": 129, "segmentation fault": 139}
 _SWEEP: Final = """for _ in 1 2 3 4 5 6 7 8 9; do
@@ -40,8 +40,8 @@ exit 1"""
 
 
 def wrap(command: str, folder: str | None, stdin_path: str | None) -> str:
-    """Return a command for the SDK, which runs it with `bash -l -c`: it enters the working folder, redirects standard
-    input from a file, and executes a fresh bash."""
+    """Return a command for the SDK, which runs it with `bash -l -c`: it changes to the working folder, redirects
+    standard input from a file, and executes a fresh bash."""
     default = "cd /workspace 2>/dev/null || cd /"
     enter = default if folder is None else f"cd -- {shlex.quote(folder)} || exit 126"
     source = "" if stdin_path is None else f"exec < {shlex.quote(stdin_path)} && rm -f {shlex.quote(stdin_path)}\n"
@@ -56,7 +56,8 @@ async def sweep(sandbox: Any, mark: str) -> None:
 
 
 def exit_code_of(error: Any) -> int:
-    """Return the shell's exit code for a CommandExitException: for a signal, envd reports -1 and its name."""
+    """Return the shell's exit code for a CommandExitException: after a signal, envd reports -1 and the signal's
+    name."""
     if error.exit_code >= 0:
         return int(error.exit_code)
     return next((code for name, code in _SIGNALED.items() if name in (error.error or "")), 137)
@@ -78,7 +79,7 @@ class E2bProcess:
         self._following: asyncio.Task[None] | None = None
 
     def follow(self, handle: Any) -> None:
-        """Start the task that waits for the end of the command."""
+        """Start the task that waits for the command to end."""
         self._handle = handle
         self._following = asyncio.get_running_loop().create_task(self._follow())
 

@@ -1,10 +1,10 @@
-"""Provider `e2b`: sandboxes of e2b.dev, or of any server with its API, through the public SDK (extra `e2b`).
+"""Provider `e2b`: sandboxes at e2b.dev, or at any server with its API, through the public SDK (extra `e2b`).
 
 Invariants:
-- A ref contains all that a process needs to use its sandbox: its id, the addresses, envd's version and its access
-  token. It does not contain the API key, which a process needs to kill or renew.
-- A create that is cancelled leaves nothing; retries are left to the pool.
-- Metadata contains our labels and the idempotency key, so that a list shows which sandboxes are ours.
+- A ref contains everything that a process needs to use the sandbox: its id, its addresses, envd's version and the
+  access token. It does not contain the API key, which is needed to kill the sandbox or renew its lease.
+- A cancelled create leaves nothing behind. Retries are left to the pool.
+- Metadata contains our labels and the idempotency key, so that a listing shows which sandboxes are ours.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class E2bConfig(BaseModel):
     api_url: str = ""
     """URL of the control plane; by default `E2B_API_URL`, or e2b.dev."""
     sandbox_url: str = ""
-    """URL of envd for all sandboxes, for other servers than e2b.dev; by default `E2B_SANDBOX_URL`, or `api_url`."""
+    """URL of envd for all sandboxes, for servers other than e2b.dev; by default `E2B_SANDBOX_URL`, or `api_url`."""
     api_key_file: Path | None = None
     """File with the API key; by default the key is the value of `E2B_API_KEY`."""
     template: str = "base"
     """Template to boot for the image `host`, and for all images when `metadata_image_key` is set."""
     metadata_image_key: str = ""
-    """Metadata key that names the image; without it the image is the name of a template."""
+    """Metadata key that carries the image's name; without it, the image is the name of a template."""
     metadata: dict[str, str] = Field(default_factory=dict)
     """Metadata to send with every create."""
     internet: bool = False
-    """Give sandboxes internet access although their spec has network `none`. An agent needs it to reach the gateway,
+    """Give sandboxes internet access even though their spec has network `none`. An agent needs it to reach the gateway,
     because this provider cannot expose a service."""
     max_frozen_bytes: int = Field(default=64 << 20, gt=0)
     """Largest size of one data path that an evaluation copies from an agent's sandbox into a clean one."""
@@ -68,8 +68,8 @@ class E2bConfig(BaseModel):
 
 
 class E2bProvider:
-    """Provider for one account; an async context manager. `aclose` waits for running kills, and leaves sandboxes to
-    their leases."""
+    """Provider for one account; an async context manager. `aclose` waits for running kills, and leaves sandboxes
+    running until their leases end."""
 
     features = frozenset({Feature.FREEZE, Feature.SPAWN, Feature.PAUSE})
 
@@ -213,7 +213,7 @@ class E2bProvider:
             await self._kind.kill(sandbox, **self._options())
 
     async def list(self) -> builtins.list[SandboxInfo]:
-        """Return our sandboxes of this account."""
+        """Return our sandboxes in this account."""
         now = time.time()
         found = []
         async for row in self._pages({OURS: "1", **self._config.metadata}):

@@ -1,4 +1,4 @@
-"""Sandbox of an E2B service, through the SDK's object for it.
+"""Sandbox of an E2B service, accessed through the SDK's sandbox object.
 
 Invariants:
 - When ExecTimeout is raised, the command and its whole process tree are dead.
@@ -37,7 +37,7 @@ class _CannotRunError(SandboxError):
 
 @contextmanager
 def _cannot_run() -> Iterator[None]:
-    """Convert envd's error for an unknown user, which differs from that for a wrong token only by its message."""
+    """Convert envd's error for an unknown user, which differs from the error for a wrong token only in its message."""
     import e2b
 
     try:
@@ -49,7 +49,7 @@ def _cannot_run() -> Iterator[None]:
 
 
 class E2bSandbox(Sandbox):
-    """A sandbox of the service, by its ref. Every method raises SandboxGone once it is dead."""
+    """A sandbox of the service, identified by its ref. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, sandbox: Any, frozen: set[SandboxId] | None = None) -> None:
         self._sandbox = sandbox
@@ -60,7 +60,7 @@ class E2bSandbox(Sandbox):
         return SandboxId(self._sandbox.sandbox_id)
 
     async def run_command(self, command: ExecCommand) -> ExecResult:
-        """See `Sandbox.exec`; the command runs below a login shell."""
+        """See `Sandbox.exec`; the command runs under a login shell."""
         if command.exec_id is not None:
             raise Unsupported("exec_id: an E2B sandbox does not store results")
         started = time.monotonic()
@@ -160,7 +160,7 @@ class E2bSandbox(Sandbox):
             )
 
     async def freeze(self) -> None:
-        """See `Sandbox.freeze`. The sandbox goes on until its lease ends, without processes of the agent."""
+        """See `Sandbox.freeze`. The sandbox keeps running until its lease ends, with none of the agent's processes."""
         await kill_all(self)
         self._frozen.add(self.id)
 

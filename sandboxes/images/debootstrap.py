@@ -1,7 +1,7 @@
-"""Debian or Ubuntu root file system that is installed from the mirror of this host's own packages.
+"""Installation of a Debian or Ubuntu root file system from the mirror that this host's own packages come from.
 
-Invariants: everything happens in a separate mount namespace, so that no mount of the installation remains on the host.
-The result contains no device nodes.
+Invariants: everything happens in a separate mount namespace, so that no mount made by the installation remains on the
+host. The result contains no device nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MESSAGE_CHARACTERS: Final = 2000
 
 def install(suite: str, tree: Path) -> int:
     """Install the minimal system with bash into an empty folder and return its size in bytes. Raises ImageRefused (no
-    debootstrap on this host, no such suite), BootFailed (the mirror does not answer)."""
+    debootstrap on this host, no such suite), BootFailed (the mirror does not respond)."""
     program = shutil.which("debootstrap", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if program is None:
         raise ImageRefused("debootstrap is not installed on this host: apt-get install debootstrap")
@@ -59,8 +59,9 @@ def install(suite: str, tree: Path) -> int:
 
 
 def mirror_for(suite: str, sources: Iterable[str]) -> str | None:
-    """Return the first mirror of `suite`, or else of any suite, in the contents of apt's source files. Both forms of
-    sources.list(5) are read. Mirrors of security updates are skipped, as they hold no complete suite."""
+    """Return the first mirror of `suite` (failing that, of any suite) found in the contents of apt's source files. Both
+    forms of sources.list(5) are read. Mirrors for security updates are skipped, because they do not hold a complete
+    suite."""
     found: list[tuple[str, list[str]]] = []
     for text in sources:
         for line in text.splitlines():

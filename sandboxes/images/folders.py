@@ -1,13 +1,13 @@
 """Files of an image store: layers by digest, records of resolved images, leases, and locks.
 
 `layers/<sha256>/{tree,bytes}`, `records/<key>.json`, `leases/<owner>.json`, `locks/<key>`, `unpacking/<owner>/`, where
-an owner is `<pid>-<boot>_<pid namespace>_<start>-<random>`: a process of this boot.
+an owner is `<pid>-<boot>_<pid namespace>_<start>-<random>`, which identifies a process of this boot.
 
 Invariants:
 - Entries of `layers` are complete: they were written elsewhere, synced, then renamed. The next sweep removes the files
   of dead processes from `unpacking` and `leases`.
 - One process at a time unpacks a layer, or reads an archive (flock; the kernel releases it when its holder dies).
-- A layer with a lease of a living process is never evicted: leases are written, and victims chosen, under one lock.
+- A layer leased by a living process is never evicted: leases are written, and victims are chosen, under the same lock.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ class StoreFolder:
                 remove(left)
 
     def tree(self, digest: str) -> Path:
-        """Return the folder of a layer, named by the hex digest of its plain tar; it exists once it is published."""
+        """Return the folder of a layer, which is named by the hex digest of its plain tar and exists once the layer is
+        published."""
         return self.home / "layers" / digest / "tree"
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Wait until no other process holds `key`."""
+        """Wait until no other process holds the lock `key`, then hold it for the block."""
         with FileLock(self.home / "locks" / key):
             yield
 
@@ -65,7 +66,7 @@ class StoreFolder:
             remove(folder)
 
     def publish(self, folder: Path, digest: str, size_bytes: int) -> None:
-        """Move a finished layer into `layers`, durably; a layer that already exists there is retained."""
+        """Move a finished layer into `layers` durably; if the layer already exists there, the existing one is kept."""
         (folder / "bytes").write_text(str(size_bytes))
         (folder / "used").touch()
         layers = self.home / "layers"
@@ -99,7 +100,7 @@ class StoreFolder:
         self._write("records", f"{key}.json", json.dumps(record))
 
     def lease(self, owner: Owner, digests: Sequence[str]) -> bool:
-        """Protect layers until `release`, or until `owner`'s process is dead. Returns False if one was evicted."""
+        """Protect layers until `release`, or until `owner`'s process is dead. Returns False if one has been evicted."""
         with self.lock("eviction"):
             if not all(self.tree(digest).is_dir() for digest in digests):
                 return False
@@ -112,7 +113,7 @@ class StoreFolder:
         (self.home / "leases" / f"{owner}.json").unlink(missing_ok=True)
 
     def leased(self) -> set[str]:
-        """Return the digests of layers that a living process uses."""
+        """Return the digests of the layers that living processes have leased."""
         used: set[str] = set()
         for path in (self.home / "leases").glob("*.json"):
             if is_alive(Owner(path.stem)):
@@ -124,7 +125,8 @@ class StoreFolder:
         return sum(size for _, size, _ in self._layers())
 
     def evict(self, max_bytes: int, keep: Sequence[str] = ()) -> None:
-        """Remove the least recently used layers above `max_bytes`, except those that are leased or in `keep`."""
+        """Remove the least recently used layers until at most `max_bytes` remain, except those that are leased or in
+        `keep`."""
         with self.lock("eviction"):
             retained = self.leased() | set(keep)
             layers = sorted(self._layers())
@@ -155,14 +157,15 @@ class StoreFolder:
 
 
 def new_owner(pid: int | None = None) -> Owner:
-    """Return a new name that identifies the process it belongs to. Raises ProcessLookupError for an unknown process."""
+    """Return a new owner name that identifies a process, by default this one. Raises ProcessLookupError for an unknown
+    process."""
     number = pid or os.getpid()
     return Owner(f"{number}-{_boot()}_{_pid_namespace()}_{_start_of(number)}-{secrets.token_hex(8)}")
 
 
 def is_alive(owner: Owner) -> bool:
     """Return True unless the owner's process is known to be dead. Containers may share a folder without seeing each
-    other's processes: those of another container count as alive until the next boot."""
+    other's processes, so a process in another container counts as alive until the next boot."""
     pid, _, rest = owner.partition("-")
     boot, *namespace, start = rest.rpartition("-")[0].split("_") if "_" in rest else ("", "")
     if not pid.isdigit() or boot != _boot():
@@ -196,8 +199,9 @@ def _start_of(pid: int) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a tree of any depth; a missing one is fine, and entries that the host refuses to remove remain.
-    No link is followed, and nothing recurses: folders are moved up one by one until all are side by side."""
+    """Remove a file or a tree of any depth. A missing path is ignored, and entries that the host refuses to remove
+    remain. Links are not followed, and there is no recursion: nested folders are moved up one by one until all are
+    siblings."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return

@@ -2,13 +2,13 @@
 
 Invariants:
 - Every parent folder is opened with openat2(2) inside the layer's own folder (RESOLVE_IN_ROOT): no name, link or
-  earlier entry leads out of it. Names with `..` and absolute names are refused, hard links lead to earlier entries.
-- Only folders, regular files, symbolic and hard links are made. Device nodes and FIFOs of the archive are dropped.
+  earlier entry leads out of it. Names with `..` and absolute names are refused, and hard links lead to earlier entries.
+- Only folders, regular files, symbolic and hard links are made. Device nodes and FIFOs in the archive are dropped.
 - Ids, modes with their set-id bits, times, and `user.*` and ACL attributes are preserved. `security.*` and `trusted.*`
   are dropped, because the kernel or overlayfs would act on them.
 - Whiteouts are converted to those of overlayfs (Documentation/filesystems/overlayfs.rst): a 0/0 character device, and
-  `overlay.opaque` in the trusted and the user name space. They apply to lower layers only (OCI image-spec layer.md):
-  entries of the same layer remain, in any order.
+  `overlay.opaque` in both the `trusted.` and the `user.` namespace. They apply to lower layers only (OCI image-spec
+  layer.md): entries of the same layer remain, in any order.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ _MAX_TIME_S: Final = 1 << 33
 _PATH_ERRORS: Final = (errno.ELOOP, errno.ENAMETOOLONG, errno.EXDEV, errno.EINVAL)
 _ENTRY_ERRORS: Final = (*_PATH_ERRORS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMLINK)
 _ENTRY_BYTES: Final = 4096
-"""Bytes that an entry counts in addition to its content: its inode, and a block for a small file."""
+"""Bytes counted for an entry in addition to its content: its inode, and a block for a small file."""
 _INSIDE: Final = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 
 
 class UnpackLimits(NamedTuple):
-    """Limits of an archive, which is refused beyond either. `bytes` counts contents and 4 KiB for each entry."""
+    """Limits for an archive; one that exceeds either is refused. `bytes` counts the contents plus 4 KiB for each
+    entry."""
 
     bytes: int
     entries: int = MAX_ENTRIES
@@ -57,7 +58,7 @@ class UnpackedLayer(NamedTuple):
 
 
 def unpack(stream: TarInput, folder: str, limits: UnpackLimits, *, whiteouts: bool) -> UnpackedLayer:
-    """Unpack a tar into an empty folder. Raises ImageRefused, and OSError for refusals of the host."""
+    """Unpack a tar into an empty folder. Raises ImageRefused, and OSError for anything that the host refuses."""
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         writer = LayerWriter(root, limits, whiteouts=whiteouts)
@@ -147,7 +148,8 @@ class LayerWriter:
             self._add_hard_link(parent, name, member)
 
     def _parent(self, parts: tuple[str, ...]) -> int:
-        """Return the parent folder of an entry, made if an archive has no entry for it; it is cached for the next."""
+        """Return the parent folder of an entry, creating it if the archive has no entry for it. It is cached for the
+        next entry."""
         if parts == self._parent_parts:
             return self._parent_descriptor
         try:
@@ -176,7 +178,8 @@ class LayerWriter:
             raise
 
     def _make_folder(self, parent: int, name: str) -> int:
-        """Open the folder `name`, made unless it exists. One that replaces a whiteout hides lower layers."""
+        """Open the folder `name`, creating it if it does not exist. A folder that replaces a whiteout hides lower
+        layers."""
         existing = _status(parent, name)
         hides = existing is not None and stat.S_ISCHR(existing.st_mode)
         if existing is None or hides:
@@ -201,7 +204,7 @@ class LayerWriter:
                 os.close(descriptor)
 
     def _make_room(self, parent: int, name: str) -> None:
-        """Remove an earlier entry, which a later one replaces."""
+        """Remove an earlier entry that a later one replaces."""
         existing = _status(parent, name)
         if existing is None:
             return
@@ -245,7 +248,7 @@ class LayerWriter:
 
 
 def mark_opaque(descriptor: int) -> None:
-    """Make a folder hide the entries of lower layers at its name."""
+    """Make a folder hide the contents of the folder with the same name in lower layers."""
     os.setxattr(descriptor, "trusted.overlay.opaque", b"y")
     with suppress(OSError):
         # For mounts with `userxattr`; some file systems have no attributes in the user name space.

@@ -53,7 +53,7 @@ def find(layers: Sequence[Path], path: str) -> Path | None:
 
 
 def _step(folders: list[Path], name: str) -> tuple[Path | None, list[Path]]:
-    """Return the topmost entry called `name`, and all folders that are merged there if it is a folder."""
+    """Return the topmost entry called `name` and, if it is a folder, all the folders that are merged there."""
     merged: list[Path] = []
     for folder in folders:
         path = folder / name
@@ -72,7 +72,8 @@ def _step(folders: list[Path], name: str) -> tuple[Path | None, list[Path]]:
 
 
 def check_usable(layers: Sequence[Path]) -> None:
-    """Check that the image has a bash for this machine where commands look for it. Raises ImageRefused."""
+    """Check that the image has a bash built for this machine, at a path where commands look for it. Raises
+    ImageRefused."""
     for path in _SHELLS:
         bash = find(layers, path)
         if bash is not None and bash.is_file() and bash.stat().st_mode & 0o111:

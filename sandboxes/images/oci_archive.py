@@ -4,7 +4,8 @@ Invariants:
 - Manifests and configs are small, and their digests are checked before they are used. Layers are only located here;
   their digests are checked while they are unpacked.
 - Names in these files are looked up in a table or built from checked hex digits, and never used as a path.
-- Exactly one image is chosen: this machine's of several platforms, and the requested one of several tags.
+- Exactly one image is chosen: the one for this machine if there are several platforms, and the one with the requested
+  tag if there are several tags.
 
 Formats: OCI image-spec 1.1 (image-layout.md, image-index.md, manifest.md, config.md); the `manifest.json` of docker's
 image tarballs (docker image save).
@@ -66,7 +67,8 @@ class Blobs(NamedTuple):
     find: Callable[[str], FileRange | None]
 
     def document(self, name: str, digest: str | None = None) -> Any:
-        """Return a JSON file. Raises ImageRefused if it is missing, too large, invalid or does not match its digest."""
+        """Return the parsed content of a JSON file. Raises ImageRefused if it is missing, too large or invalid, or does
+        not match its digest."""
         part = self.find(name)
         if part is None:
             raise ImageRefused(f"damaged image: {name} is missing")
@@ -94,7 +96,7 @@ def layout_blobs(folder: Path) -> Blobs:
 
 
 def may_hold_images(stream: TarStream) -> bool:
-    """Return True if a tar could be an archive of images by its first entry, so that `archive_blobs` should read it."""
+    """Return True if a tar's first entry suggests an archive of images, which `archive_blobs` should read."""
     for _, member in members(stream):
         name = "/".join(split_name(member.name))
         if name:
@@ -132,7 +134,7 @@ def archive_blobs(path: str) -> Blobs | None:
 
 
 class _SeekableTar:
-    """Uncompressed tar whose contents are skipped by seeking."""
+    """Uncompressed tar in which contents are skipped by seeking."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

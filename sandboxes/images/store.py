@@ -1,12 +1,13 @@
 """Image store of one host, which turns a reference into folders that overlayfs can use as lower layers.
 
 Invariants:
-- A layer is unpacked once for all processes of the host, named by the digest of its content, and never changed after.
-- An image in use (`lease`, `use`) is retained; unused ones are evicted, least recently used first, while the store
-  holds more than `max_bytes`.
-- Archives are hostile: a child process reads them. It outlives the call that started it, so that a short timeout of a
-  caller does not restart the unpacking of a large image again and again; `aclose` ends it.
-- A folder with a root file system is used in place; its owner must not change it meanwhile.
+- A layer is unpacked once for all processes of the host, is named by the digest of its content, and never changes
+  afterwards.
+- An image in use (`lease`, `use`) is retained. While the store holds more than `max_bytes`, unused images are evicted,
+  least recently used first.
+- Archives are hostile: a child process reads them. The child outlives the call that started it, so that callers with
+  short timeouts do not restart the unpacking of a large image again and again; `aclose` ends it.
+- A folder with a root file system is used in place; its owner must not change it while it is in use.
 
 References: an absolute path to a root file system folder; to a tar of one (.tar, gzip, xz, zstd); to an OCI image
 layout folder; to an OCI archive or `docker save` archive; any of the last three with `:tag`; `debootstrap:SUITE`.
@@ -52,10 +53,11 @@ class ResolvedImage:
 
     reference: str
     digest: str
-    """`sha256:<hex>` of the whole: the image id of OCI images, the content of tars, path and times of folders."""
+    """`sha256:<hex>` of the whole image: the image id for OCI images, a digest of the content for tars, and of path and
+    times for folders."""
     layers: tuple[Path, ...]
-    """Folders of this host, topmost first, for overlayfs' `lowerdir`; at least one. Whiteouts are 0/0 devices, opaque
-    folders have `overlay.opaque` as trusted and as user attribute."""
+    """Folders on this host, topmost first, for overlayfs' `lowerdir`; at least one. Whiteouts are 0/0 devices, and
+    opaque folders have `overlay.opaque` as both a trusted and a user attribute."""
     environment: Mapping[str, str]
     folder: str
     """Default working folder of commands (WorkingDir)."""
@@ -64,14 +66,14 @@ class ResolvedImage:
 
 
 class _Located(NamedTuple):
-    """Reference that was found on this host."""
+    """Reference located on this host."""
 
     kind: str
     """`folder`, `layout`, `archive` or `debootstrap`."""
     path: str
     tag: str | None
     key: str
-    """Changes when the file or folder does."""
+    """Key that changes when the file or folder changes."""
 
 
 class ImageLease:
@@ -88,8 +90,8 @@ class ImageLease:
 
 
 class ImageStore:
-    """Store below `folder`, which belongs to the store alone, of about `max_bytes` (more only while more is in use).
-    Several processes may use one folder."""
+    """Store below `folder`, which is used for nothing else. It holds about `max_bytes`, or more while more is in use.
+    Several processes may share one folder."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._store = StoreFolder(folder)
@@ -106,9 +108,9 @@ class ImageStore:
             await asyncio.wait(unpacking)
 
     async def resolve(self, reference: str, *, patience_s: float | None = None) -> ResolvedImage:
-        """Return the image, unpacking it if needed. Unpacking continues when its caller is cancelled, or has waited for
-        `patience_s` (ImagePending); the next call waits for the rest of it. Without a lease the layers may be evicted
-        at any time. Raises ImageUnknown, ImageRefused, OutOfDisk, BootFailed, ImagePending."""
+        """Return the image, unpacking it if needed. Unpacking continues if the caller is cancelled or has waited for
+        `patience_s` (ImagePending); the next call waits for it to finish. Without a lease, the layers may be evicted at
+        any time. Raises ImageUnknown, ImageRefused, OutOfDisk, BootFailed, ImagePending."""
         if not self._prepared:
             try:
                 await asyncio.to_thread(self._store.prepare)
@@ -131,7 +133,7 @@ class ImageStore:
         )
 
     async def _unpacked(self, reference: str, located: _Located, patience_s: float | None) -> dict[str, Any]:
-        """Wait for the one task that unpacks an image, which is started if there is none."""
+        """Wait for the single task that unpacks an image, starting it if there is none."""
 
         def forget(done: asyncio.Task[dict[str, Any]]) -> None:
             del self._unpacking[located.key]
@@ -153,8 +155,8 @@ class ImageStore:
     async def lease(
         self, reference: str, *, holder_pid: int | None = None, patience_s: float | None = None
     ) -> ImageLease:
-        """Resolve a reference and lease its layers to a process, by default this one. Raises the errors of `resolve`,
-        CapacityExceeded, ProcessLookupError."""
+        """Resolve a reference and lease its layers to a process, by default this one. Raises the errors that `resolve`
+        raises, CapacityExceeded, ProcessLookupError."""
         for _ in range(_LEASE_TRIES):
             image = await self.resolve(reference, patience_s=patience_s)
             owner = new_owner(holder_pid)
@@ -167,7 +169,7 @@ class ImageStore:
 
     @asynccontextmanager
     async def use(self, reference: str) -> AsyncIterator[ResolvedImage]:
-        """Lease an image for a block of code."""
+        """Lease an image for the duration of a `with` block."""
         lease = await self.lease(reference)
         try:
             yield lease.image

@@ -1,8 +1,9 @@
-"""Streams of hostile archives that are decompressed, counted and hashed while they are read, and their tar entries.
+"""Streams over hostile archives, which are decompressed, counted and hashed while they are read, and their tar entries.
 
 Invariants:
-- A stream is read forward only and holds one buffer; a decompression bomb is ImageRefused once it exceeds its limit.
-- Damage of any compression format is ImageRefused; an error of the disk stays an OSError.
+- A stream is read forward only and holds one buffer; a decompression bomb raises ImageRefused once it exceeds its
+  limit.
+- Damaged data in any compression format raises ImageRefused; a disk error stays an OSError.
 - `finish` reads the source to its end, so that both digests cover every byte.
 - No tar entry is retained. An archive that breaks off without its end mark (two blocks of zeros, POSIX pax) is damaged,
   not short.
@@ -26,7 +27,7 @@ from headrace.sandboxes.errors import ImageRefused
 
 BUFFER_BYTES: Final = 1 << 20
 _MAX_READ_BYTES: Final = 16 << 20
-"""Contents are read in smaller pieces: a longer read is for a header (pax, long name) and would fill the memory."""
+"""Contents are read in smaller pieces, so a longer read is for a header (pax, long name) and would fill up memory."""
 _MAX_WINDOW_BYTES: Final = 1 << 27
 _MAX_LZMA_BYTES: Final = 1 << 28
 _MAGIC: Final = {
@@ -46,12 +47,12 @@ class _Readable(Protocol):
 
 
 class FileRange(NamedTuple):
-    """Part of a file: a blob of its own, or a member of an uncompressed tar."""
+    """Part of a file: an entire blob file, or a member of an uncompressed tar."""
 
     path: str
     offset: int = 0
     size: int | None = None
-    """None: up to the end of the file."""
+    """None means up to the end of the file."""
 
 
 class RangeReader(io.RawIOBase):
@@ -95,7 +96,7 @@ class TarStream:
         self._max_bytes = max_bytes
         self._hash = hashlib.sha256()
         self.last = b""
-        """The piece that was read last: a block of zeros at the end of an undamaged archive."""
+        """The piece that was read last; at the end of an undamaged archive it is a block of zeros."""
 
     def tell(self) -> int:
         return self._position
@@ -138,14 +139,14 @@ class TarStream:
 
 
 def compression_of(start: bytes) -> str | None:
-    """Return `gzip`, `xz` or `zstd` for the first bytes of a file, or None for an uncompressed one."""
+    """Return `gzip`, `xz` or `zstd`, detected from a file's first bytes, or None if the file is not compressed."""
     if len(start) >= 4 and start[1:4] == b"\x2a\x4d\x18" and 0x50 <= start[0] <= 0x5F:
         return "zstd"
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
 
 
 class _XzReader:
-    """Replacement of lzma.LZMAFile, which takes no memory limit although the archive chooses the dictionary's size."""
+    """Replacement for lzma.LZMAFile, which has no memory limit although the archive chooses the dictionary size."""
 
     def __init__(self, file: io.BufferedReader[RangeReader]) -> None:
         self._file = file
@@ -202,7 +203,7 @@ def members(stream: TarInput) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo
 
 
 def split_name(name: str) -> tuple[str, ...]:
-    """Return the parts of a name in an archive, none for its root. Raises ImageRefused for `..` and absolute names."""
+    """Return the parts of a name in an archive, empty for its root. Raises ImageRefused for `..` and absolute names."""
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     if name.startswith("/") or ".." in parts or "\0" in name:
         raise ImageRefused(f"unsafe archive: the name {name[:200]!r} is absolute or contains '..'")

@@ -3,8 +3,8 @@
 Standard input: one JSON object {home, reference, key, kind, path, tag, max_bytes}. Standard output: the record of the
 resolved image, or {error, message}.
 
-Invariants: it dies with its parent. If it is killed, its files are in `unpacking` under its own name, where the next
-sweep finds them. An image whose check fails gets no record.
+Invariants: it dies with its parent. If it is killed, its files remain in `unpacking` under its own name, where the next
+sweep finds them. No record is written for an image that fails its check.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.sandboxes.kernel import syscalls
 
 _MEMORY_BYTES: Final = 4 << 30
 _HEADER_BYTES: Final = 8192
-"""Average number of bytes that a tar may use for the headers and padding of one entry."""
+"""Average number of bytes that a tar may use for each entry's headers and padding."""
 
 Record = dict[str, Any]
 
@@ -60,7 +60,7 @@ def classify(error: OSError, home: str) -> SandboxError:
 
 
 class Worker:
-    """Unpacking of one reference into one store."""
+    """Unpacks one reference into one store."""
 
     def __init__(self, store: StoreFolder, max_bytes: int) -> None:
         self._store = store
@@ -143,7 +143,7 @@ class Worker:
 
     @staticmethod
     def _stream_bytes(content_bytes: int) -> int:
-        """Return the maximum length of a tar whose entries count at least 4 KiB each."""
+        """Return the maximum length of a tar in which each entry counts as at least 4 KiB."""
         return content_bytes + _HEADER_BYTES * (content_bytes // 4096 + 1)
 
 

@@ -1,14 +1,14 @@
 # ruff: noqa: PTH102, PTH110, PTH116, PTH119, PTH120, PTH123
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
-"""Choice of the version 2 control group below which a launcher makes its own.
+"""Choice of the version 2 control group below which a launcher creates its own.
 
 Invariants:
 - A group whose children have controllers may hold no process itself ("no internal processes", cgroup-v2.rst). If the
-  launcher's group is ours, its processes are first moved into a leaf. The groups of sandboxes are then below it, within
-  its limits, and end with it.
-- A group is ours if it is the root of a cgroup namespace (a container), a unit that systemd delegated, or a folder of
-  this user in which all processes are that user's too. Processes of a host's real root are never moved.
-- Processes of a group that is not ours are not moved; the group above it is tried unchanged instead.
+  launcher's group is ours, its processes are first moved into a leaf. The sandboxes' groups are then below it, within
+  its limits, and are removed with it.
+- A group is ours if it is the root of a cgroup namespace (a container), a unit that systemd delegated, or a folder
+  owned by this user in which all processes also belong to that user. Processes of a host's real root are never moved.
+- Processes of a group that is not ours are not moved; the group above it is tried instead, unchanged.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from headrace.sandboxes.kernel.syscalls import reason_of
 LEAF: Final = "headrace-processes"
 _ROUNDS: Final = 100
 _NO_PROCESS: Final = 0
-"""Number by which cgroup.procs shows a process of another pid namespace."""
+"""Pid that cgroup.procs shows for a process in another pid namespace."""
 
 
 class Place(NamedTuple):
-    """Chosen group and its controllers."""
+    """The chosen group and its controllers."""
 
     folder: str
     controllers: frozenset[str]
-    """Controllers that are enabled for the groups below."""
+    """Controllers that are enabled for the groups below this one."""
     reasons: dict[str, str]
-    """Reason why a controller is not enabled, by its name."""
+    """Maps each controller that is not enabled to the reason."""
 
 
 def place(own: str, wanted: frozenset[str]) -> Place:
-    """Return the best group for the launcher's own. `own` is the folder of the group that this process is in."""
+    """Return the best parent for the launcher's group. `own` is the folder of the group that this process is in."""
     base = os.path.dirname(own) if os.path.basename(own) == LEAF else own
     found = _enable(base, wanted, is_ours=_is_ours(base))
     if found.controllers == wanted or _is_ours(base):
@@ -127,7 +127,8 @@ def _read(path: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    """Write a control file. The kernel refuses the write and not the open, and its error would name no path."""
+    """Write a control file. The kernel refuses the write rather than the open, and its error would not name the
+    path."""
     try:
         with open(path, "w", encoding="ascii") as file:
             file.write(text)

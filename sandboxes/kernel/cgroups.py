@@ -1,19 +1,20 @@
 # ruff: noqa: PTH116, PTH123, PTH208
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
-"""Control groups of a launcher's sandboxes, on version 1, version 2 and hosts that have both.
+"""Control groups of a launcher's sandboxes, on hosts with version 1, version 2 or both.
 
 Invariants:
-- The version is chosen for each controller by the mounts: a hybrid host has memory, cpu and pids on version 1 and an
+- The version is chosen for each controller from the mounts: a hybrid host has memory, cpu and pids on version 1 and an
   almost empty version 2 mount.
 - The launcher owns one group `headrace-<pid namespace>-<pid>-<start time>` below its own in each hierarchy, and below
-  it one group for each sandbox. The next launcher removes the groups of one that was killed by SIGKILL, whose name
-  identifies it. Groups with a name of another form, or of another pid namespace, are left alone.
-- That group has limits below the host's, and below those of the groups around it: all sandboxes together leave memory
-  and processes for other programs.
+  it one group for each sandbox. The next launcher removes the groups of a launcher that was killed with SIGKILL, which
+  it recognizes by their names. Groups with names in another format, or from another pid namespace, are left alone.
+- That group's limits are below the host's and below those of the enclosing groups, so that all sandboxes together leave
+  memory and processes for other programs.
 - The memory limit of a sandbox is set on a group below the sandbox's own, which holds only its commands: whatever they
-  fill their memory with, and however they ask the kernel to spare them, it never kills the sandbox's first process.
+  fill their memory with, and however they ask the kernel to spare them, the kernel never kills the sandbox's first
+  process.
 - All paths are relative to descriptors opened before the launcher leaves the host's file tree.
-- On version 2 `cgroup_placement` chooses the group below which the launcher's own is made.
+- On version 2, `cgroup_placement` chooses the group below which the launcher's own is created.
 - An unavailable controller is in `missing` with the reason: the error's name and the path that failed.
 """
 
@@ -43,7 +44,7 @@ _NAMES_V2: Final = {"memory": "memory", "cpu": "cpu", "pids": "pids"}
 
 
 class GroupLimits(NamedTuple):
-    """Limits of one sandbox's groups; None means no limit."""
+    """Limits for one sandbox's groups; None means no limit."""
 
     memory_bytes: int | None
     cpus: float | None
@@ -51,7 +52,7 @@ class GroupLimits(NamedTuple):
 
 
 class Mount(NamedTuple):
-    """Folder at which one hierarchy shows this process's own group."""
+    """Folder where one hierarchy shows this process's own group."""
 
     version: int
     controllers: frozenset[str]
@@ -79,7 +80,7 @@ def find_mounts(mountinfo: str, own_groups: str) -> list[Mount]:
 
 
 def _folder(point: str, root: str, group: str) -> str:
-    """Return the group's folder in a mount, which begins at the container's own group inside a container."""
+    """Return the group's folder in a mount. Inside a container, the mount begins at the container's own group."""
     below = group.removeprefix(root) if root != "/" and group.startswith(root) else group
     return f"{point}/{below.strip('/')}".rstrip("/")
 
@@ -109,7 +110,7 @@ class _Hierarchy:
             self.write(file, value)
 
     def limit_all(self, totals: tuple[tuple[str, str], ...]) -> None:
-        """Set control files of the launcher's group, which contains those of all sandboxes."""
+        """Set control files of the launcher's group, which contains the groups of all sandboxes."""
         self._totals = totals
         self._make()
 
@@ -125,8 +126,8 @@ class _Hierarchy:
             os.mkdir(f"{self._name}/{group}", 0o755, dir_fd=self._parent)
 
     def add_below(self, group: str) -> None:
-        """Make the group of a sandbox's commands. In version 2 its first process needs a group too, because then no
-        process may be in the group above ("no internal processes", cgroup-v2.rst)."""
+        """Make the group for a sandbox's commands. In version 2, the first process needs a group too, because the group
+        above may then contain no process ("no internal processes", cgroup-v2.rst)."""
         os.mkdir(f"{self._name}/{group}/{_COMMANDS}", 0o755, dir_fd=self._parent)
         if self.version == 2:
             os.mkdir(f"{self._name}/{group}/{_FIRST}", 0o755, dir_fd=self._parent)
@@ -189,7 +190,7 @@ def _start_time(pid: int) -> int:
 
 
 def is_orphan(name: str) -> bool:
-    """Return True if `name` is the group of a dead launcher of our pid namespace."""
+    """Return True if `name` is the group of a dead launcher from our pid namespace."""
     found = _NAME.fullmatch(name)
     if found is None or int(found[1]) != _pid_namespace():
         return False
@@ -200,7 +201,8 @@ def is_orphan(name: str) -> bool:
 
 
 def _remove_groups_of(parent: int, name: str) -> None:
-    """Remove a launcher's group and all below it, and kill their processes. Raises OSError when a group remains."""
+    """Remove a launcher's group and all groups below it, and kill their processes. Raises OSError if a group
+    remains."""
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
     try:
         for entry in list(os.scandir(folder)):
@@ -261,7 +263,7 @@ class Cgroups:
             return cls(find_mounts(mountinfo.read(), groups.read()))
 
     def _limit_all(self) -> host_limits.HostLimits:
-        """Limit the total of all sandboxes where the controllers exist, and return the totals."""
+        """Limit the totals for all sandboxes where the controllers exist, and return them."""
         memory, pids = self._by_controller.get("memory"), self._by_controller.get("pids")
         memory_file = "memory.max" if memory is not None and memory.version == 2 else "memory.limit_in_bytes"
         allowed = host_limits.allowed_to_sandboxes(
@@ -281,7 +283,7 @@ class Cgroups:
         return allowed
 
     def create(self, group: str, limits: GroupLimits) -> None:
-        """Make a sandbox's group in each hierarchy and limit it. Raises OSError: `remove` then cleans up."""
+        """Make a sandbox's group in each hierarchy and set its limits. Raises OSError; `remove` then cleans up."""
         for hierarchy in self._hierarchies:
             hierarchy.add(group)
         if "memory" in self._by_controller:
@@ -304,7 +306,8 @@ class Cgroups:
             self._set(group, "pids", ("pids.max", "pids.max"), (str(limits.processes),) * 2)
 
     def _set(self, group: str, controller: str, files: tuple[str, str], values: tuple[str, str]) -> None:
-        """Write a value to a file, each given for version 1 and for version 2. Does nothing without the controller."""
+        """Write a value to a file; both are given for version 1 and for version 2. Does nothing if the controller is
+        missing."""
         hierarchy = self._by_controller.get(controller)
         if hierarchy is not None:
             which = hierarchy.version - 1
@@ -317,7 +320,8 @@ class Cgroups:
             hierarchy.write(f"{group}/{_FIRST}/cgroup.procs" if apart else f"{group}/cgroup.procs", "0")
 
     def open_commands(self, group: str) -> int:
-        """Return a descriptor to which processes write `0` to be limited as commands; -1 without a memory limit."""
+        """Return a descriptor to which a process writes `0` to be limited like a command, or -1 if there is no memory
+        limit."""
         hierarchy = self._by_controller.get("memory")
         if hierarchy is None:
             return -1
@@ -325,7 +329,7 @@ class Cgroups:
         return hierarchy.open(f"{group}/{_COMMANDS}/{('tasks', 'cgroup.procs')[hierarchy.version - 1]}")
 
     def set_frozen(self, group: str, *, frozen: bool) -> None:
-        """Stop or continue all processes of a group. Raises OSError, also when there is no freezer."""
+        """Stop or continue all processes in a group. Raises OSError, including when there is no freezer."""
         hierarchy = self._by_controller.get("freezer")
         if hierarchy is None:
             raise OSError(errno.EOPNOTSUPP, f"no freezer: {self.missing['freezer']}")
@@ -341,12 +345,13 @@ class Cgroups:
                 return
 
     def lift_cpu_limit(self, group: str) -> None:
-        """Remove the limit of a sandbox that is to be killed: its processes need processor time to end."""
+        """Remove the CPU limit of a sandbox that is about to be killed, because its processes need processor time to
+        exit."""
         with suppress(OSError):
             self._set(group, "cpu", ("cpu.cfs_quota_us", "cpu.max"), ("-1", "max"))
 
     def usage(self, group: str) -> dict[str, float]:
-        """Return cpu_s, memory_bytes, processes and oom_kills, without those that have no controller."""
+        """Return cpu_s, memory_bytes, processes and oom_kills, omitting those whose controller is missing."""
         found: dict[str, float] = {}
         memory, pids, cpu, cpuacct = map(self._by_controller.get, ("memory", "pids", "cpu", "cpuacct"))
         if memory is not None:
@@ -365,7 +370,7 @@ class Cgroups:
         return found
 
     def remove(self, group: str) -> None:
-        """Remove the groups of a dead sandbox; one that is still busy is removed with the launcher's."""
+        """Remove the groups of a dead sandbox; a group that is still busy is removed with the launcher's."""
         for hierarchy in self._hierarchies:
             with suppress(OSError):
                 hierarchy.remove(group)

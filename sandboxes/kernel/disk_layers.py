@@ -1,9 +1,9 @@
 # ruff: noqa: PTH106
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
-"""File layers on the host's disk: each is an ext4 file system in an unnamed file, on a loop device.
+"""File layers on the host's disk, each an ext4 file system in an unnamed file, attached to a loop device.
 
 Invariants:
-- The file never has a name and the device clears itself: nothing is left behind when a process dies.
+- The file never has a name and the device detaches itself, so nothing is left behind when a process dies.
 - The size of the file system is a hard limit; only written data takes space.
 """
 
@@ -31,7 +31,7 @@ TEMPLATES: Final = "templates"
 
 
 def template_name(size_bytes: int) -> str:
-    """Return the path of an empty file system, relative to the folder of the layers."""
+    """Return the path of an empty file system, relative to the layers folder."""
     return f"{TEMPLATES}/{size_bytes}.ext4"
 
 

@@ -1,13 +1,13 @@
 # ruff: noqa: PTH110, PTH120, PTH123
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
-"""Memory, processes and descriptors for all sandboxes of a launcher together, and the share of one sandbox.
+"""Memory, process and descriptor limits for all of a launcher's sandboxes together, and each sandbox's share.
 
 Invariants:
-- All sandboxes together get less than the host has, and less than a group around the launcher allows: whatever agents
-  do, some is left for other programs.
-- No limit of the kernel bounds the open files of several processes together; only the number of sandboxes times
-  processes times descriptors of each does. The defaults are chosen so that this product fits. Configured values are
-  used unchanged; `Share.fits` reports whether the sums fit.
+- All sandboxes together get less than the host has, and less than any group around the launcher allows. Whatever agents
+  do, something is left for other programs.
+- No kernel limit bounds the open files of several processes together; the only bound is the number of sandboxes times
+  the processes in each times the descriptors of each process. The defaults are chosen so that this product fits.
+  Configured values are used unchanged; `Share.fits` reports whether the sums fit.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import os
 from typing import Final, NamedTuple
 
 RESERVED_PROCESSES: Final = 33
-"""Processes in a sandbox's group beyond its commands: the first one, and those for files and new commands."""
+"""Processes in a sandbox's group besides its commands: the first process, and those that handle files and start
+commands."""
 MOST_LIVE: Final = 64
 MOST_PROCESSES: Final = 512
 MOST_OPEN_FILES: Final = 4096
 _LEAST_PROCESSES: Final = 64
 _LEAST_OPEN_FILES: Final = 64
 _MODEST_OPEN_FILES: Final = 128
-"""If not everything fits, processes are reduced first, down to their minimum, until each has this many descriptors."""
+"""If not everything fits, the number of processes is reduced first, down to its minimum, until each process has this
+many descriptors."""
 
 
 class HostLimits(NamedTuple):
@@ -35,14 +37,14 @@ class HostLimits(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Share of one sandbox's commands. The kernel counts threads as processes."""
+    """Share for one sandbox's commands. The kernel counts threads as processes."""
 
     processes: int
     open_files: int
-    """Limit of each process."""
+    """Limit for each process."""
 
     def of_all(self, sandboxes: int) -> tuple[int, int]:
-        """Return the maximum of processes, and of descriptors, that this many sandboxes can hold."""
+        """Return the maximum numbers of processes and of descriptors that this many sandboxes can hold."""
         processes = sandboxes * (self.processes + RESERVED_PROCESSES)
         return processes, processes * self.open_files
 
@@ -53,7 +55,7 @@ class Share(NamedTuple):
 
 
 def read_host() -> HostLimits:
-    """Return the totals of this kernel (proc_meminfo(5), proc_sys_kernel(5), proc_sys_fs(5))."""
+    """Return this kernel's totals (proc_meminfo(5), proc_sys_kernel(5), proc_sys_fs(5))."""
     memory_bytes = memory_info("MemTotal")
     processes = min(_number("/proc/sys/kernel/pid_max"), _number("/proc/sys/kernel/threads-max"))
     return HostLimits(memory_bytes, processes, _number("/proc/sys/fs/file-max"))
@@ -66,7 +68,8 @@ def memory_info(name: str) -> int:
 
 
 def lowest_above(folder: str, name: str) -> int | None:
-    """Return the lowest limit `name` of a control group and the visible groups above it; None without any."""
+    """Return the lowest limit `name` among a control group and the visible groups above it, or None if there is
+    none."""
     found: int | None = None
     while os.path.exists(f"{folder}/cgroup.procs"):
         if os.path.exists(f"{folder}/{name}"):
@@ -79,22 +82,24 @@ def lowest_above(folder: str, name: str) -> int | None:
 
 
 def allowed_to_sandboxes(host: HostLimits, memory_around: int | None, processes_around: int | None) -> HostLimits:
-    """Return the totals for all sandboxes; `*_around` are limits of groups around the launcher, or None."""
+    """Return the totals for all sandboxes; `*_around` are the limits of the groups that enclose the launcher, or
+    None."""
     memory_bytes = min(host.memory_bytes, memory_around or host.memory_bytes)
     processes = min(host.processes, processes_around or host.processes)
     return HostLimits(memory_bytes * 7 // 8, processes * 3 // 4, host.open_files * 3 // 4)
 
 
 def default_live(allowed: HostLimits) -> int:
-    """Return the default number of concurrent sandboxes, lower on a host too small for that many minimal shares."""
+    """Return the default number of concurrent sandboxes, which is lower on a host too small for that many minimal
+    shares."""
     processes = _LEAST_PROCESSES + RESERVED_PROCESSES
     fit = min(allowed.processes // processes, allowed.open_files // (processes * _LEAST_OPEN_FILES))
     return max(1, min(MOST_LIVE, fit))
 
 
 def share(allowed: HostLimits, sandboxes: int, processes: int | None, open_files: int | None) -> Share:
-    """Return the share of one of `sandboxes` sandboxes. None for `processes` or `open_files`: as much as fits, up to
-    what any program is likely to need."""
+    """Return each sandbox's share when there are `sandboxes` of them. None for `processes` or `open_files` means as
+    much as fits, up to what any program is likely to need."""
     files_each = allowed.open_files // sandboxes
     if processes is None:
         room = allowed.processes // sandboxes

@@ -1,9 +1,9 @@
-"""Blocks of this host's user ids, claimed by launchers, and ranges of them, one for each sandbox.
+"""Blocks of this host's user ids that launchers claim and divide into ranges, one for each sandbox.
 
-The kernel counts some resources by user id: separate ids let it count them for one sandbox.
+The kernel counts some resources by user id, so separate ids let it count them for each sandbox.
 
-Invariants: a block belongs to the process that holds the lock of its file; the kernel releases it when that process
-dies.
+Invariants: a block belongs to the process that holds the lock on its file; the kernel releases the lock when that
+process dies.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FIRST_ID: Final = 100_000
 IDS_PER_SANDBOX: Final = 65536
 RANGES_PER_BLOCK: Final = 64
 BLOCKS: Final = 380
-"""Ids up to 1.6 billion; the ranges of runc and runsc are above."""
+"""Ids up to 1.6 billion; the ranges for runc and runsc are above that."""
 
 
 class IdBlocks:
     """Blocks that this process has claimed. `folder` is a descriptor of the folder in which all launchers of the host
-    lock their blocks. `start` is the first block to try: containers with a /tmp of their own do not share that folder,
-    although one kernel counts their processes, so each begins elsewhere."""
+    lock their blocks. `start` is the first block to try: containers with their own /tmp do not share that folder,
+    although the same kernel counts their processes, so each container starts at a different block."""
 
     def __init__(self, folder: int, start: int) -> None:
         self._folder = folder
@@ -31,7 +31,7 @@ class IdBlocks:
         self._tried = 0
 
     def claim(self) -> int:
-        """Claim a free block and return its first id. Raises IndexError when none is left."""
+        """Claim a free block and return its first id. Raises IndexError if none is left."""
         for tried in range(self._tried, BLOCKS):
             number = (self._start + tried) % BLOCKS
             file = os.open(str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._folder)
@@ -47,7 +47,7 @@ class IdBlocks:
 
 
 class OneId:
-    """Stand-in for `IdRanges` without root, where all sandboxes share the only id."""
+    """Replacement for `IdRanges` without root, where all sandboxes share the only id."""
 
     def take(self) -> int:
         return 0
@@ -56,12 +56,12 @@ class OneId:
         return base
 
     def release(self, base: int) -> None:
-        """Do nothing: the id is never used up."""
+        """Do nothing: the id is shared and needs no release."""
 
 
 class IdRanges:
-    """Allocator of ranges of `size` host ids; a range may have several holders. `claim()` returns the first id of
-    another block of `block` ranges, or raises IndexError. A claimed block is retained."""
+    """Allocator of ranges of `size` host ids; a range may have several holders. `claim()` returns the first id of a new
+    block that holds `block` ranges, or raises IndexError. Claimed blocks are kept."""
 
     def __init__(self, size: int, block: int, claim: Callable[[], int]) -> None:
         self._size = size
@@ -71,7 +71,7 @@ class IdRanges:
         self._holders: dict[int, int] = {}
 
     def take(self) -> int:
-        """Return the first id of a free range. Raises IndexError when none is left."""
+        """Return the first id of a free range. Raises IndexError if none is left."""
         if not self._free:
             first = self._claim()
             self._free = [first + self._size * index for index in reversed(range(self._block))]

@@ -2,8 +2,8 @@
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
 """User namespaces that map the ids of an image's files to those of a sandbox (mount_setattr(2)).
 
-Invariants: no process lives in them. One is made at the first use of a pair of ranges and then reused, so that most
-boots make none. At most `_MAX_OPEN` are open.
+Invariants: no process runs in them. A namespace is created when a pair of ranges is first used and is then reused, so
+that most boots create none. At most `_MAX_OPEN` are open.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _MAX_OPEN: Final = 1024
 
 
 class IdMaps:
-    """User namespaces by the first id on disk and the first id to show. The descriptors stay owned by this object."""
+    """User namespaces by the first id on disk and the first id to show. This object keeps ownership of the
+    descriptors."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[int, int], int] = OrderedDict()

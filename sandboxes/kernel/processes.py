@@ -1,13 +1,13 @@
 # ruff: noqa: PTH123, PTH208
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
-"""Processes of one sandbox as its init sees them, and the termination of a command's whole tree.
+"""Processes of one sandbox, as seen by its init, and termination of a command's whole process tree.
 
 Invariants:
-- Text that a process can choose about itself (above all its name) is only skipped over, never interpreted.
+- Text that a process can choose for itself (above all, its name) is skipped, never interpreted.
 - A tree is stopped before it is killed, so that nothing in it can fork between a scan and a kill.
-- A command's shell is a child subreaper: a daemon that it left with setsid and a double fork is still its descendant. A
-  process that escaped nevertheless is a child of init and younger than the command: it is killed too unless another
-  command is running.
+- A command's shell is a child subreaper: a daemon detached with setsid and a double fork is still its descendant. A
+  process that escaped anyway is a child of init and younger than the command; it is killed too, unless another command
+  is running.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_processes() -> dict[int, ProcessEntry]:
 
 
 def tree_of(root: int, entries: Mapping[int, ProcessEntry], *, strays: bool) -> set[int]:
-    """Return `root` and its living descendants; with `strays` also init's younger children and their descendants."""
+    """Return `root` and its living descendants; with `strays`, also init's younger children and their descendants."""
     roots = {root} & entries.keys()
     if strays and root in entries:
         born = entries[root].started
@@ -71,7 +71,7 @@ def tree_of(root: int, entries: Mapping[int, ProcessEntry], *, strays: bool) -> 
 
 
 def kill_tree(root: int, *, strays: bool) -> bool:
-    """Stop and then kill a command and all its descendants. Returns False when new processes kept appearing: the caller
+    """Stop and then kill a command and all its descendants. Returns False if new processes kept appearing; the caller
     must then kill all processes."""
     stopped: set[int] = set()
     for _ in range(_MAX_ROUNDS):

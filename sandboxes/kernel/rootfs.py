@@ -3,11 +3,11 @@
 """File trees of the launcher and of each sandbox, built with direct mounts.
 
 Invariants:
-- The launcher lives in a mount namespace of its own whose root is a private tmpfs: the host's /root, /home, /var and
-  /etc are not in it, so that no later mistake can reach them, and everything vanishes with the last process.
-- Each sandbox has one tmpfs of limited size, `/layers/<id>` for the launcher and `/` for itself, or the upper layer of
-  its `/` above the read-only layers of an image. Nothing else is writable.
-- Layers of images are shown with the ids of the sandbox by idmapped mounts: nothing is copied or changed.
+- The launcher runs in its own mount namespace, whose root is a private tmpfs. The host's /root, /home, /var and /etc
+  are not in it, so no later mistake can reach them, and everything vanishes with the last process.
+- Each sandbox has one tmpfs of limited size. The launcher sees it as `/layers/<id>`; the sandbox sees it as `/`, or as
+  the upper layer of `/` above an image's read-only layers. Nothing else is writable.
+- Idmapped mounts show image layers with the sandbox's ids; nothing is copied or changed.
 - Layers are mounted by real root before the sandbox's user namespace exists: the sandbox owns none of its mounts and
   cannot change them.
 """
@@ -30,7 +30,7 @@ IMAGES: Final = "/images"
 DEVICES: Final = "/devices"
 """Folder in which loop devices are made temporarily."""
 MAX_LAYERS: Final = 128
-"""Maximum number of layers of one image; overlayfs takes up to 500, if their names fit in a page."""
+"""Maximum number of layers of one image; overlayfs supports up to 500 if their names fit in a page."""
 _TERMINALS: Final = 32
 """Maximum number of terminals of one sandbox; the host has about 3,000 in total (kernel.pty.max)."""
 _LOWER: Final = "/lower"
@@ -66,7 +66,7 @@ _FOLDERS: Final = (
     ("proc", 0o555),
 )
 _NEEDED_FOLDERS: Final = (("etc", 0o755), ("dev", 0o755), ("proc", 0o555), ("tmp", 0o1777), ("workspace", 0o777))
-"""/dev/shm leads to /run/shm, which an image makes itself if it needs it."""
+"""/dev/shm points to /run/shm, which an image creates itself if it needs it."""
 AGENT_ID: Final = 1000
 _ETC: Final = {
     "passwd": f"root:x:0:0:root:/root:/bin/bash\nagent:x:{AGENT_ID}:{AGENT_ID}:agent:/home/agent:/bin/bash\n"
@@ -83,26 +83,26 @@ _FORBIDDEN_TARGETS: Final = ("proc", "dev", "usr", "etc", *_SYSTEM_FOLDERS)
 
 
 class HostImage(NamedTuple):
-    """Parts of the host that the image `host` shows, all read-only, as found when the launcher started."""
+    """Parts of the host that the image `host` exposes, all read-only, as found when the launcher started."""
 
     links: dict[str, str]
     """/bin and the like, if they are links into /usr."""
     folders: tuple[str, ...]
     """/bin and the like, if they are folders of their own."""
     files: dict[str, bytes]
-    """Files of /etc, by their path below it."""
+    """Contents of files in /etc, by their path relative to it."""
 
 
 class Layer(NamedTuple):
-    """Read-only layer of an image, or a folder of the host. The ids of its files begin at `base_id`: 0 for an unpacked
-    layer, otherwise that of the sandbox it is a snapshot of."""
+    """Read-only layer of an image, or a folder on the host. The ids of its files begin at `base_id`, which is 0 for an
+    unpacked layer; for a snapshot, it is the base id of the original sandbox."""
 
     path: str
     base_id: int
 
 
 class Image(NamedTuple):
-    """Layers and settings that sandboxes are made from."""
+    """Layers and settings from which sandboxes are built."""
 
     layers: tuple[Layer, ...]
     """Topmost first; empty for the plain host."""
@@ -121,7 +121,7 @@ HOST: Final = Image((), True, {}, "/workspace")
 
 
 class Mount(NamedTuple):
-    """Path of a frozen sandbox: `path` in the root of the sandbox `source`, shown at `target`; both are absolute."""
+    """Path in a frozen sandbox: `path` in the root of the sandbox `source`, mounted at `target`; both are absolute."""
 
     source: str
     path: str
@@ -129,7 +129,7 @@ class Mount(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """Folder of the host, shown at `target`, which is absolute. `id_map` is as in `Root`."""
+    """Folder on the host, mounted at the absolute path `target`. `id_map` is as in `Root`."""
 
     layer: Layer
     id_map: int
@@ -137,38 +137,38 @@ class Folder(NamedTuple):
 
 
 class Root(NamedTuple):
-    """Parts from which one sandbox's root is built. `id_maps` are user namespaces for the layers, in their order, or -1
-    for layers whose ids are shown unchanged."""
+    """Parts from which one sandbox's root is built. `id_maps` holds one user namespace per layer, in the same order, or
+    -1 for a layer whose ids are shown unchanged."""
 
     sandbox_id: str
     base_id: int
     single_id: bool
-    """True if the sandbox has no other id than that of its root."""
+    """True if the sandbox has no id other than its root's."""
     image: Image
     id_maps: tuple[int, ...]
     folders: tuple[Folder, ...]
     mounts: tuple[Mount, ...]
     source_image: Image
-    """Image of the sandbox whose frozen paths are shown; that sandbox has the same ids as this one."""
+    """Image of the sandbox whose frozen paths are mounted; that sandbox has the same ids as this one."""
     source_id_maps: tuple[int, ...]
 
     @property
     def all_id_maps(self) -> set[int]:
-        """Descriptors that are needed to build the root."""
+        """Descriptors needed to build the root."""
         return {*self.id_maps, *self.source_id_maps, *(folder.id_map for folder in self.folders)} - {-1}
 
 
 class ImageUnusable(Exception):
-    """No sandbox can be made from the image."""
+    """The image cannot be used to build a sandbox."""
 
 
 class MountRefused(Exception):
-    """A mount of a frozen path is not possible. The path is missing, leads through a symbolic link, or is a file while
-    the new root has a folder there (or vice versa); or the target is not allowed."""
+    """A frozen path cannot be mounted. The path is missing, leads through a symbolic link, or is a file while the new
+    root has a folder there (or vice versa); or the target is not allowed."""
 
 
 def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
-    """Move this process into a new mount namespace with a private root, mounted over the folder `base`."""
+    """Move this process into a new mount namespace with a private root mounted over the folder `base`."""
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
     syscalls.mount("tmpfs", base, "tmpfs", syscalls.MS_NOSUID, f"mode=755,size={size_bytes}")
@@ -226,14 +226,14 @@ def _make_devices(folder: str) -> None:
 
 
 def make_layer(sandbox_id: str) -> str:
-    """Make the empty folder of one sandbox's layer and return its path."""
+    """Make the empty folder for one sandbox's layer and return its path."""
     path = f"{LAYERS}/{sandbox_id}"
     os.mkdir(path, 0o755)
     return path
 
 
 def mount_memory_layer(sandbox_id: str, base_id: int, size_bytes: int) -> None:
-    """Mount a tmpfs owned by the sandbox's root as its layer, with the kernel's default of one inode for 4 KiB."""
+    """Mount a tmpfs owned by the sandbox's root as its layer, with the kernel's default of one inode per 4 KiB."""
     path = f"{LAYERS}/{sandbox_id}"
     options = f"mode=755,size={size_bytes},nr_inodes={max(size_bytes // 4096, 1024)},uid={base_id},gid={base_id}"
     syscalls.mount("tmpfs", path, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
@@ -254,7 +254,7 @@ def drop_layer(sandbox_id: str) -> None:
 
 
 def add_layer(number: int, mount: int, id_map: int) -> Layer:
-    """Attach a folder of the host, given as a detached mount, as a layer of images. Raises OSError, also if its file
+    """Attach a host folder, given as a detached mount, as an image layer. Raises OSError, including when its file
     system cannot show files with other ids."""
     path = f"{IMAGES}/{number}"
     os.mkdir(path, 0o755)
@@ -285,8 +285,8 @@ def own_layer(sandbox_id: str, image: Image) -> str:
 
 
 def build_sandbox_root(root: Root, host: HostImage) -> None:
-    """Build the sandbox's root and make it this process's root. The caller is the sandbox's first process, already in
-    its own mount, pid and net namespaces. Raises MountRefused, ImageUnusable, OSError."""
+    """Build the sandbox's root and make it this process's root. The caller must be the sandbox's first process, already
+    in its own mount, pid and net namespaces. Raises MountRefused, ImageUnusable, OSError."""
     layer = f"{LAYERS}/{root.sandbox_id}"
     path = f"{layer}/root" if root.image.layers else layer
     no_devices = syscalls.MS_NOSUID | syscalls.MS_NODEV
@@ -331,20 +331,20 @@ def build_sandbox_root(root: Root, host: HostImage) -> None:
 
 
 def _overlay_options(root: Root) -> str:
-    """Return the options by which overlayfs stores its attributes. They belong to the owner of the file system, which
-    without root is this user namespace."""
+    """Return the options that select how overlayfs stores its attributes. These belong to the owner of the file system,
+    which without root is this user namespace."""
     return "userxattr" if root.single_id else "redirect_dir=on"
 
 
 def _mount_layers(image: Image, id_maps: tuple[int, ...]) -> str:
-    """Attach the layers in this mount namespace and return them in the form of `lowerdir` (overlayfs.rst)."""
+    """Attach the layers in this mount namespace and return them in the format of `lowerdir` (overlayfs.rst)."""
     for number, (layer, id_map) in enumerate(zip(image.layers, id_maps, strict=True)):
         _attach(layer, id_map, f"{_LOWER}/{number}")
     return ":".join(f"{_LOWER}/{number}" for number in range(len(image.layers)))
 
 
 def _attach(layer: Layer, id_map: int, target: str) -> None:
-    """Attach a layer at `target` with the ids of the map; it is read-only there too."""
+    """Attach a layer at `target` with ids mapped by `id_map`; it is read-only there too."""
     mount = syscalls.copy_mount(layer.path)
     try:
         if id_map >= 0:
@@ -430,7 +430,7 @@ def _mount_frozen(path: str, root: Root, frozen: Mount) -> None:
 
 
 def _make_target(root: str, base_id: int, parts: list[str], *, folder: bool) -> str:
-    """Make the folders (and the file) of a mount point and return its path. This fails below an earlier read-only
+    """Make the folders (and the file) for a mount point and return its path. This fails below an earlier read-only
     mount, which is intended."""
     path = root
     for position, part in enumerate(parts):
@@ -449,7 +449,7 @@ def _make_target(root: str, base_id: int, parts: list[str], *, folder: bool) -> 
 
 
 def limit_shared_memory(most_bytes: int) -> None:
-    """Limit the System V objects of this IPC namespace: segments of `most_bytes` in all, 2 MiB of messages, 4,096
+    """Limit the System V objects in this IPC namespace: `most_bytes` of segments in total, 2 MiB of messages, 4,096
     semaphores. Their memory is charged to no process, so that killing a process would not free it."""
     for name, value in (("shmall", str(most_bytes // 4096)), ("msgmni", "128"), ("sem", "250 4096 32 128")):
         with open(f"/proc/sys/kernel/{name}", "w", encoding="utf-8") as setting:

@@ -1,10 +1,10 @@
-"""Seccomp filter for sandboxes, which forbids system calls that namespaces do not contain.
+"""Seccomp filter for sandboxes, which forbids system calls whose effects namespaces do not contain.
 
 Invariants:
-- Sockets can only be of the families unix, inet, inet6 and netlink: a vsock reaches the hypervisor from any network
+- Only the socket families unix, inet, inet6 and netlink are allowed: a vsock reaches the hypervisor from any network
   namespace.
-- There is no io_uring (it opens sockets past a filter), bpf, perf, userfaultfd, keyrings, modules, kexec or file
-  handles.
+- There is no io_uring (it can open sockets without passing the filter), bpf, perf, userfaultfd, keyrings, modules,
+  kexec or file handles.
 - Only the native calling convention is allowed: 32-bit and x32 programs get ENOSYS, because their call numbers would
   pass the checks.
 - Forbidden calls fail with an error number; no process is killed.
@@ -47,7 +47,8 @@ _ARCHITECTURES: Final = {
 
 
 def filter_program(machine: str) -> bytes | None:
-    """Return classic BPF instructions (`struct sock_filter`) for a machine name of uname, None for an unknown one."""
+    """Return classic BPF instructions (`struct sock_filter`) for a machine name from uname, or None if it is
+    unknown."""
     architecture = _ARCHITECTURES.get(machine)
     if architecture is None:
         return None

@@ -1,7 +1,7 @@
-"""Command line that starts a module of this package in a Python process with the standard library only.
+"""Command line that starts a module of this package in a Python process with only the standard library.
 
-Invariants: there are no site-packages, no environment, and no working folder on the module path. The package is found
-by this file's folder, so that an editable install, a wheel and a plain checkout behave alike.
+Invariants: there are no site-packages, no environment, and no working folder on the module path. The package is located
+from this file's folder, so that an editable install, a wheel and a plain checkout behave alike.
 """
 
 from __future__ import annotations

@@ -90,12 +90,13 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def detach(target: str) -> None:
-    """Unmount lazily: current users retain the mount, and it is unreachable for all others."""
+    """Unmount lazily: current users keep the mount, and nobody else can reach it."""
     _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
 
 
 def set_mount_flags(target: str, flags: int) -> None:
-    """Add MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC to a mount and those below it (MOUNT_ATTR values are equal)."""
+    """Add flags such as MS_RDONLY, MS_NOSUID, MS_NODEV and MS_NOEXEC to a mount and all mounts below it (the MOUNT_ATTR
+    values are equal)."""
     attributes = _MountAttributes(attr_set=flags)
     result = _libc.syscall(
         _SYS_MOUNT_SETATTR, -100, target.encode(), _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)
@@ -117,7 +118,7 @@ def attach_mount(descriptor: int, target: str) -> None:
 
 
 def map_mount_ids(descriptor: int, user_namespace: int) -> None:
-    """Show the files of a detached mount with the ids to which a user namespace maps theirs."""
+    """Show the files of a detached mount with their ids mapped by a user namespace."""
     attributes = _MountAttributes(attr_set=_MOUNT_ATTR_IDMAP, userns_fd=user_namespace)
     result = _libc.syscall(
         _SYS_MOUNT_SETATTR, descriptor, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), ctypes.sizeof(attributes)
@@ -162,12 +163,14 @@ def _prctl(option: int, argument: object, what: str) -> None:
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Ask for `signal_number` when the parent thread dies. A later change of credentials cancels this."""
+    """Ask the kernel to send `signal_number` when the parent thread dies. A later change of credentials cancels
+    this."""
     _prctl(_PR_SET_PDEATHSIG, signal_number, "PR_SET_PDEATHSIG")
 
 
 def forbid_inspection() -> None:
-    """Forbid other processes to trace this one or read its memory, descriptors or environment; forks inherit it."""
+    """Forbid other processes to trace this one or to read its memory, descriptors or environment; forked children
+    inherit this."""
     _prctl(_PR_SET_DUMPABLE, 0, "PR_SET_DUMPABLE")
 
 
@@ -191,13 +194,13 @@ def filter_calls(program: bytes) -> None:
 
 
 def keep_capabilities_as(user_id: int) -> None:
-    """Change the real and effective user but keep all capabilities, until the next user namespace or execve."""
+    """Change the real and effective user but keep all capabilities until the next user namespace or execve."""
     _prctl(_PR_SET_SECUREBITS, _SECBIT_NO_SETUID_FIXUP, "PR_SET_SECUREBITS")
     os.setresuid(user_id, user_id, 0)
 
 
 def name_process(name: str) -> None:
-    """Replace the name and command line, which every process in a sandbox could read, by `name`."""
+    """Replace this process's name and command line, which every process in a sandbox can read, with `name`."""
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), "PR_SET_NAME")
     with open("/proc/self/stat", encoding="utf-8", errors="replace") as stat:
         fields = stat.read().rpartition(")")[2].split()
@@ -207,7 +210,8 @@ def name_process(name: str) -> None:
 
 
 def drop_capabilities(keep: Collection[int], last: int) -> None:
-    """Leave only `keep` in the bounding, permitted and effective sets; `last` is the kernel's highest capability."""
+    """Keep only the capabilities `keep` in the bounding, permitted and effective sets; `last` is the kernel's highest
+    one."""
     for capability in range(last + 1):
         if capability not in keep:
             _prctl(_PR_CAPBSET_DROP, capability, f"PR_CAPBSET_DROP {capability}")
@@ -219,13 +223,13 @@ def drop_capabilities(keep: Collection[int], last: int) -> None:
 
 
 def create_files_as(user_id: int, group_id: int) -> None:
-    """Set the ids of files that this process creates (setfsuid, setfsgid)."""
+    """Set the owner ids of files that this process creates (setfsuid, setfsgid)."""
     _libc.setfsgid(group_id)
     _libc.setfsuid(user_id)
 
 
 def reason_of(error: OSError) -> str:
-    """Describe a refusal of the kernel: `EBUSY: /sys/fs/cgroup/x: Device or resource busy`."""
+    """Describe why the kernel refused a call: `EBUSY: /sys/fs/cgroup/x: Device or resource busy`."""
     name = errno.errorcode.get(error.errno or 0, "")
     where = "" if error.filename is None else str(error.filename)
     return ": ".join(part for part in (name, where, error.strerror or str(error)) if part)

@@ -1,1 +1,1 @@
-"""Launcher process, which owns all local sandboxes of one host and uses the standard library only."""
+"""Launcher process, which owns all local sandboxes on one host and uses only the standard library."""

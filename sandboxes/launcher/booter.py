@@ -1,11 +1,11 @@
 # ruff: noqa: PTH123
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
-"""Boot of a sandbox on the launcher's side: limits, ids, control groups, a layer, and the first process.
+"""Boot of a sandbox, as seen from the launcher: limits, ids, control groups, a layer, and the first process.
 
 Invariants:
-- A boot that fails here has released everything before it returns; what a successful boot took is released once, when
-  the sandbox is dead.
-- The memory that a sandbox may hold outside of any process leaves room for its commands within the limit.
+- A boot that fails here releases everything before it returns. What a successful boot has acquired is released once,
+  when the sandbox is dead.
+- The memory that a sandbox may hold outside any process leaves room for its commands within the limit.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from headrace.sandboxes.launcher.wire import Channel, Message
 _INIT: Final = 1
 _TRIES: Final = 100
 _SHARED_MEMORY_BYTES: Final = 64 << 20
-"""Upper bound for the System V segments of one sandbox."""
+"""Upper bound on the System V segments of one sandbox."""
 
 
 class Booter:
-    """Boots sandboxes; made once, while the launcher still sees the host's files. `layers_folder` is a descriptor or
-    -1, `ids_folder` the one for `IdBlocks`, and `own_pids` the launcher's own pid namespace."""
+    """Boots sandboxes; created once, while the launcher can still see the host's files. `layers_folder` is a descriptor
+    or -1, `ids_folder` is the descriptor for `IdBlocks`, and `own_pids` is the launcher's own pid namespace."""
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class Booter:
     def begin(
         self, sandbox: SandboxRecord, message: Message, mounts: tuple[rootfs.Mount, ...], source: SandboxRecord | None
     ) -> Channel:
-        """Fork the first process, which reports the end of the boot on the returned channel. Raises RequestRefused."""
+        """Fork the first process, which reports the outcome of the boot on the returned channel. Raises
+        RequestRefused."""
         folders = requests.folders_of(message)
         needed = (str(message["image"]), *(name for name, _ in folders))
         for name in needed:
@@ -112,7 +113,7 @@ class Booter:
             raise RequestRefused("BootFailed", reason_of(error)) from error
 
     def _group_limits(self, message: Message) -> GroupLimits:
-        """Return the limits of the sandbox's control groups. Raises RequestRefused for a requested limit that this
+        """Return the limits for the sandbox's control groups. Raises RequestRefused for a requested limit that this
         machine cannot enforce; the launcher's default limits are applied only where their controllers exist."""
         asked = {
             "memory": requests.limit("memory_bytes", message["memory_bytes"]),
@@ -137,7 +138,7 @@ class Booter:
         )
 
     def _limits(self, message: Message, groups: GroupLimits) -> Limits:
-        """Return the limits that are set inside the sandbox. Files and segments in memory belong to no process. Their
+        """Return the limits that are set inside the sandbox. In-memory files and segments belong to no process. Their
         total leaves enough of the memory limit for commands, so that running out of memory kills commands and never the
         first process."""
         asked = requests.limit("disk_bytes", message["disk_bytes"])
@@ -200,9 +201,9 @@ class Booter:
 
     @staticmethod
     def _fork_by_intermediate() -> int:
-        """Fork into a new pid namespace by an intermediate process, as a process without root may not return to its
-        own. The intermediate process ends, so that the first process of the sandbox becomes a child of this
-        subreaper."""
+        """Fork into a new pid namespace through an intermediate process, because without root a process may not return
+        to its own namespace. The intermediate process ends, so that the first process of the sandbox becomes a child of
+        this subreaper."""
         pid_read, pid_write = os.pipe2(os.O_CLOEXEC)
         between = os.fork()
         if between == 0:
@@ -266,7 +267,7 @@ class Booter:
         return image
 
     def drop_layer(self, sandbox_id: str, base_id: int) -> None:
-        """Drop the layer and release the ids of a dead sandbox, or of a snapshot that is no longer used."""
+        """Drop the layer of a dead sandbox, or of a snapshot that is no longer used, and release its ids."""
         rootfs.drop_layer(sandbox_id)
         self._ranges.release(base_id)
 
@@ -278,7 +279,7 @@ def _check_ceiling(name: str, asked: float, most: int, why: str) -> None:
 
 
 def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoReturn:
-    """Join the sandbox's groups, close all descriptors of the launcher, and become the sandbox's first process."""
+    """Join the sandbox's groups, close all the launcher's descriptors, and become the sandbox's first process."""
     try:
         groups.join(plan.root.sandbox_id)
         commands_group = groups.open_commands(plan.root.sandbox_id)

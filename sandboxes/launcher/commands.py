@@ -2,15 +2,14 @@
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
 """Work of a freshly forked child inside a sandbox: become a user, then run a command or move a file.
 
-A few files that are written before any command runs are written by the first process itself (`write_now`).
+Small files that are written before any command has run are written by the first process itself (`write_now`).
 
 Invariants:
-- All but `write_now` run after the fork, never return, and end the process with `os._exit` or `execve`.
-- Files are opened with the rights of the sandbox's user, by a process inside: a link or path of the agent's reaches
+- All operations except `write_now` run after the fork, never return, and end the process with `os._exit` or `execve`.
+- Files are opened with the rights of the sandbox's user, by a process inside, so that an agent's link or path reaches
   only what the agent could reach itself. Only regular files are read or written; FIFOs and devices are refused without
-  waiting.
-- The environment consists of fixed variables and those of the caller; nothing is inherited, and no shell start file is
-  read.
+  blocking.
+- The environment consists of fixed variables and the caller's; nothing is inherited, and no shell startup file is read.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/b
 
 EXIT_CANNOT_RUN: Final = 126
 EXIT_FILE_ERROR: Final = 3
-"""Exit code of a file operation whose standard error holds the reason for its failure."""
+"""Exit code of a failed file operation; its standard error holds the reason."""
 
 _MAX_ACCOUNT_FILE_BYTES: Final = 1 << 20
 _COPY_BYTES: Final = 1 << 18
@@ -61,7 +60,7 @@ class Account(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Limits of one sandbox that are set inside."""
+    """Limits of one sandbox that are set inside it."""
 
     processes: int
     open_files: int
@@ -72,11 +71,11 @@ class Limits(NamedTuple):
 
 
 class FileProblem(Exception):
-    """Reason, in one line, why a file cannot be read or written."""
+    """A file cannot be read or written; the message is the reason, in one line."""
 
 
 def find_account(user: str, passwd: str, group: str) -> Account:
-    """Resolve a name or `uid[:gid]` with the contents of the sandbox's own passwd and group files. `root` is always 0,
+    """Resolve a name or `uid[:gid]` using the contents of the sandbox's own passwd and group files. `root` is always 0,
     because an image may lack the entry. Raises FileProblem."""
     if user == "root":
         return Account(0, 0, (0,), "root", "/root")
@@ -103,7 +102,7 @@ def _account_file(path: str) -> str:
 
 
 def become(user: str, limits: Limits) -> Account:
-    """Switch to the user's ids. Root keeps the few capabilities of the sandbox's init; other users have none."""
+    """Switch to the user's ids. Root keeps the few capabilities that the sandbox's init has; other users have none."""
     # Most commands run as root, who is the same in every image.
     texts = ("", "") if user == "root" else (_account_file("/etc/passwd"), _account_file("/etc/group"))
     account = find_account(user, *texts)
@@ -131,8 +130,8 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 def run_command(message: dict[str, Any], limits: Limits, image: Image) -> NoReturn:
-    """Become the command: a string is run by `bash -c`, a list is a program and its arguments. A wrong user, folder or
-    program ends the process with status 126 and a line on standard error."""
+    """Become the command: a string is run with `bash -c`, and a list is a program and its arguments. An invalid user,
+    folder or program ends the process with status 126 and a line on standard error."""
     try:
         os.setsid()
         syscalls.become_subreaper()
@@ -170,9 +169,9 @@ def run_command(message: dict[str, Any], limits: Limits, image: Image) -> NoRetu
 
 
 def run_program(message: dict[str, Any], limits: Limits) -> NoReturn:
-    """Run a Python program with the standard library in this process. No interpreter has to start, and the image need
-    not have one. The program may import the modules that the launcher had imported (`PRELOADED`). It ends like a Python
-    script: with the status of SystemExit, or 1 and a traceback. A wrong user ends it with status 126."""
+    """Run a Python program in this process. No interpreter has to start, and the image need not have one. The program
+    may import the modules that the launcher has already imported (`PRELOADED`). It exits like a Python script: with the
+    status of SystemExit, or with 1 and a traceback. An invalid user ends it with status 126."""
     try:
         os.setsid()
         syscalls.become_subreaper()
@@ -211,7 +210,7 @@ def run_program(message: dict[str, Any], limits: Limits) -> NoReturn:
 
 
 def _open_terminal(rows: int, columns: int) -> None:
-    """Make a terminal, send its master end through the socket on standard input, and become its foreground session."""
+    """Open a terminal, send its master end through the socket on standard input, and become its foreground session."""
     master, slave = os.openpty()
     set_terminal_size(slave, rows, columns)
     with socket.socket(fileno=os.dup(0)) as client:
@@ -262,7 +261,7 @@ def read_file(message: dict[str, Any], limits: Limits) -> NoReturn:
 
 
 def write_files(message: dict[str, Any], limits: Limits) -> NoReturn:
-    """Write files, given as (path, size) pairs; standard input holds their contents one after the other."""
+    """Write files, given as (path, size) pairs; standard input holds their contents, one after another."""
     try:
         become(str(message["user"]), limits)
         os.umask(0o022)
@@ -274,14 +273,14 @@ def write_files(message: dict[str, Any], limits: Limits) -> NoReturn:
 
 
 def is_small_write(message: dict[str, Any], source: int) -> bool:
-    """Return True for a write as root whose contents are complete and small, so that no user must be changed."""
+    """Return True for a write as root whose contents are complete and small, which needs no change of user."""
     files, status = message.get("files"), os.fstat(source)
     is_few = isinstance(files, list) and len(files) <= _FEW_FILES and status.st_size <= _SMALL_BYTES
     return is_few and message.get("user") == "root" and stat.S_ISREG(status.st_mode)
 
 
 def write_now(message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-    """Do the work of `write_files` in this process and return its exit code and cost; errors go to standard error."""
+    """Do the work of `write_files` in this process and return the exit code and cost; errors go to standard error."""
     began_s, began_cpu_s = time.monotonic(), time.process_time()
     source, _, error_output = descriptors
     exit_code = 0

@@ -1,11 +1,12 @@
-"""Connections of the launcher behind one selector: clients, and the first processes of its sandboxes.
+"""The launcher's connections behind one selector: to clients, and to the first processes of its sandboxes.
 
 Invariants:
-- Nothing here blocks. A connection that breaks or sends invalid data is dropped without disturbing another. A message
-  handler never sees a dropped channel twice.
-- They are stored in one page of memory that the kernel clears in a forked child (MADV_WIPEONFORK, madvise(2)): the
-  first process of a sandbox, and code that runs in a fork of it, cannot authenticate to the launcher.
-- A sandbox's secret is derived from its id and is stored nowhere.
+- Nothing here blocks. A connection that breaks or sends invalid data is dropped without disturbing the others. A
+  message handler never sees a dropped channel twice.
+- The key and the digest that authenticate requests are stored in one page of memory that the kernel clears in a forked
+  child (MADV_WIPEONFORK, madvise(2)): the first process of a sandbox, and code that runs in a fork of it, cannot
+  authenticate to the launcher.
+- A sandbox's secret is derived from its id and is not stored anywhere.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _LONGEST_WAIT_S: Final = 86400.0
-"""epoll_wait(2) takes milliseconds of 31 bits."""
+"""epoll_wait(2) takes a 31-bit number of milliseconds."""
 
 
 class Waiter(NamedTuple):
-    """Client that gets the answer to a request."""
+    """Client that is waiting for the answer to a request."""
 
     client: Channel
     request_id: int
@@ -37,7 +38,7 @@ class Waiter(NamedTuple):
 
 class Connections:
     """Selector loop over channels and watched descriptors. `handle(channel, owner, message, descriptors)` gets every
-    message; `owner` is the object that the channel was added with. `gone(channel)` is called for every client that
+    message; `owner` is the object with which the channel was added. `gone(channel)` is called for every client that
     disconnects."""
 
     def __init__(
@@ -114,7 +115,8 @@ class Connections:
             self._read(channel)
 
     def send(self, channel: Channel, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message; owns `descriptors`. Does nothing for a dropped channel; drops a channel that fails."""
+        """Send a message and take ownership of `descriptors`. Does nothing for a dropped channel; drops a channel that
+        fails."""
         try:
             channel.send(message, descriptors)
         except ChannelClosed:
@@ -124,7 +126,7 @@ class Connections:
             self._expect_writes(channel)
 
     def answer(self, waiter: Waiter, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Answer a request unless its client has disconnected; owns `descriptors`."""
+        """Answer a request unless its client has disconnected; takes ownership of `descriptors`."""
         if waiter.client in self._owners:
             self.send(waiter.client, {**message, "id": waiter.request_id}, descriptors)
         else:
@@ -152,7 +154,7 @@ class Connections:
 
 
 _MADV_WIPEONFORK = 18
-"""From linux/mman.h; Python names it from 3.13 on."""
+"""From linux/mman.h; Python defines it from 3.13 on."""
 _KEY_BYTES, _DIGEST_BYTES = 32, 16
 
 

@@ -1,9 +1,10 @@
 """Fork server of the launcher: the event loop that serves all local sandboxes of one host.
 
 Invariants:
-- A launcher that is tied to its owner ends when its standard input ends or the owner dies, and every sandbox ends with
-  it. One that is not tied ends by itself when it has had neither sandboxes nor clients for `idle_exit_s`.
-- It never blocks on a client or a sandbox and copies none of their data: standard streams are the client's own pipes.
+- A launcher that is tied to its owner exits when its standard input ends or the owner dies, and every sandbox ends with
+  it. One that is not tied exits on its own once it has had neither sandboxes nor clients for `idle_exit_s`.
+- The launcher never blocks on a client or a sandbox and copies none of their data: standard streams are the client's
+  own pipes.
 - Each operation needs the sandbox's secret or the admin secret, compared in constant time; operations on the launcher
   itself need the admin secret.
 - Only the standard library is imported: a small process forks fast.
@@ -80,7 +81,8 @@ class ForkServer:
         return self._groups.missing
 
     def handle_signals(self) -> None:
-        """Reap children and end in order on SIGTERM from now on; must precede the report that the launcher serves."""
+        """From now on, reap children and shut down cleanly on SIGTERM. Must be called before the launcher reports that
+        it is ready."""
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
         def on_wake() -> None:
@@ -99,7 +101,7 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def serve(self) -> None:
-        """Run until the owner is gone and every sandbox has ended."""
+        """Serve until the owner is gone and every sandbox has ended."""
         if self._settings.owner_pid:
             try:
                 owner = os.pidfd_open(self._settings.owner_pid)
@@ -182,7 +184,8 @@ class ForkServer:
         self._connections.answer(waiter, {"sandboxes": rows})
 
     def _usage(self, waiter: Waiter, _message: Message, _descriptors: list[int]) -> None:
-        """Answer with the CPU seconds of the launcher and of all its reaped children, and of commands by purpose."""
+        """Answer with the CPU seconds used by the launcher and all its reaped children, and by commands grouped by
+        purpose."""
         usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
         cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in usages)
         commands = self._commands.costs.to_json()
@@ -230,7 +233,7 @@ class ForkServer:
             raise RequestRefused("Unsupported", f"pause and resume: {reason_of(error)}; see headrace doctor") from error
 
     def _state(self, waiter: Waiter, sandbox: SandboxRecord, _message: Message, _descriptors: list[int]) -> None:
-        """Answer with a sandbox's state, current usage, limits, and total paused seconds."""
+        """Answer with a sandbox's state, current usage, limits and total paused seconds."""
         paused_s = sandbox.paused_s + (0 if sandbox.paused_at is None else time.monotonic() - sandbox.paused_at)
         answer = {"state": sandbox.shown_state(), "paused_s": paused_s, **rootfs.layer_usage(sandbox.id)}
         if sandbox.state == "running":

@@ -1,10 +1,10 @@
 """Table of the images that a launcher can boot: the host, images handed over by its owner, and snapshots.
 
-Folders of the host that are shown in sandboxes are entries too, each with one layer.
+Host folders that are mounted in sandboxes are entries too, each with one layer.
 
 Invariants:
-- An image stays while a sandbox uses it, also a frozen one; a layer stays while an image or a sandbox has it.
-- A snapshot retains the layer and the ids of its sandbox; nothing is copied.
+- An image stays while a sandbox, even a frozen one, uses it; a layer stays while an image or a sandbox has it.
+- A snapshot retains its sandbox's layer and ids; nothing is copied.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ImageTable:
         self._put(name, Image(tuple(layers), False, environment, folder))
 
     def add_snapshot(self, sandbox_id: str, base_id: int, image: Image) -> str:
-        """Add an image with the layer of a dead sandbox on top of the image it had, and return its name."""
+        """Add an image that puts a dead sandbox's layer on top of the image it was booted from, and return its name."""
         name = f"snapshot:{sandbox_id}"
         layer = Layer(rootfs.own_layer(sandbox_id, image), base_id)
         self._snapshots[layer] = sandbox_id
@@ -68,7 +68,7 @@ class ImageTable:
             self._holders[layer] = self._holders.get(layer, 0) + 1
 
     def take(self, name: str) -> Image:
-        """Return an image and count a sandbox as its user."""
+        """Return an image and count one more sandbox as its user."""
         self._users[name] = self._users.get(name, 0) + 1
         return self._images[name]
 
@@ -76,7 +76,8 @@ class ImageTable:
         self._users[name] -= 1
 
     def drop(self, name: str) -> bool:
-        """Forget an image. Returns False while sandboxes use it, and for the host; True for one that is unknown."""
+        """Forget an image. Returns False while sandboxes use it, and for the image `host`; returns True for an unknown
+        image."""
         if name == HOST_NAME or self._users.get(name, 0) > 0:
             return False
         image = self._images.pop(name, None)

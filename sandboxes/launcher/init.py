@@ -3,14 +3,14 @@
 """First process of a sandbox: builds it, then starts its commands and reaps its orphans until it is killed.
 
 Invariants:
-- It is forked from the launcher into a new pid namespace and never runs code of the agent in itself.
-- It dies with the launcher (parent-death signal, and the end of its control socket), and all of the sandbox with it.
-- Nobody inside can trace it (not dumpable, memory owned by the first user namespace), set its limits (a user id of its
-  own; not without root), stop it or kill it: no signal it handles ends it, and the kernel shields process 1 from the
-  others.
-- Every command has a deadline that is enforced here: at the deadline its process tree is killed. If new processes keep
-  appearing, every process but this one is killed. Nothing inside can end the sandbox itself, because an agent that is
-  about to be scored could otherwise pass off its end as a failure of the host.
+- It is forked from the launcher into a new pid namespace and never runs any of the agent's code itself.
+- It dies with the launcher (parent-death signal, and end of its control socket), and the whole sandbox dies with it.
+- Nobody inside can trace it (not dumpable, memory owned by the first user namespace), set its limits (it has its own
+  user id; not without root), stop it or kill it: no signal that it handles ends it, and the kernel shields process 1
+  from the others.
+- Every command has a deadline, enforced here: when it passes, the command's process tree is killed. If new processes
+  keep appearing, every process but this one is killed. Nothing inside can end the sandbox itself, because an agent that
+  is about to be scored could otherwise make its own exit look like a host failure.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ _NAMESPACES: Final = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLO
 _BACKLOG: Final = 128
 _OOM_SCORE: Final = b"500"
 RESERVED_PROCESSES: Final = host_limits.RESERVED_PROCESSES - 1
-"""Processes above the limit of one user, so that a user who has reached it can still run commands to clean up."""
+"""Processes allowed above one user's limit, so that a user who has reached it can still run commands to clean up."""
 
 
 class Plan(NamedTuple):
-    """Everything that the first process needs to know, decided before the fork."""
+    """Everything that the first process needs to know, determined before the fork."""
 
     root: rootfs.Root
     host: rootfs.HostImage
     limits: Limits
     layers_folder: int
-    """Folder of the host's disk for the file layer, or -1: the layer is in memory and already mounted."""
+    """Descriptor of the folder on the host's disk for the file layer, or -1 if the layer is in memory and already
+    mounted."""
     last_capability: int
     call_filter: bytes | None
 
 
 class _Running:
-    """Child of the first process that a client waits for."""
+    """Child of the first process for which a client is waiting."""
 
     __slots__ = ("deadline", "operation", "started", "tag", "timed_out")
 
@@ -69,7 +70,7 @@ class _Running:
 
 def run_init(plan: Plan, control: socket.socket, commands_group: int) -> NoReturn:
     """Build the sandbox, report to the launcher, and serve. `commands_group` is a descriptor that moves a process which
-    writes to it into the control group of the commands, or -1."""
+    writes to it into the control group of the commands, or is -1."""
     channel = Channel(control)
     if plan.root.single_id:
         # Safe because no other process is in the sandbox yet.
@@ -164,7 +165,8 @@ class _Init:
         self._wake = wake
         self._running: dict[int, _Running] = {}
         self._untouched = not plan.root.mounts
-        """True while no code of a client has run inside, and no files of a sandbox in which some ran are shown."""
+        """True while no client code has run inside, and no files are mounted from a sandbox in which client code has
+        run."""
 
     def serve(self) -> NoReturn:
         while True:

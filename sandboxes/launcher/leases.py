@@ -1,6 +1,6 @@
 """Heap of lease deadlines.
 
-Invariants: no clock, no I/O. A renewed lease leaves its old entry in the heap, which is skipped when it comes up.
+Invariants: no clock, no I/O. The old entry of a renewed lease stays in the heap and is skipped when it comes up.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import heapq
 
 
 class Deadlines:
-    """Deadline of each key, in seconds of one monotonic clock."""
+    """Deadlines by key, in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._current: dict[str, float] = {}
@@ -23,7 +23,7 @@ class Deadlines:
         self._current.pop(key, None)
 
     def remaining(self, key: str, now: float) -> float:
-        """Return the seconds left, at least 0; 0 for an unknown key."""
+        """Return the seconds left, which is never negative; 0 for an unknown key."""
         return max(0.0, self._current.get(key, now) - now)
 
     def next(self) -> float | None:

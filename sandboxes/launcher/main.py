@@ -1,12 +1,13 @@
 # ruff: noqa: PTH120
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
-"""Entry point of the launcher process: a single-threaded Python with the standard library only.
+"""Entry point of the launcher process, a single-threaded Python process with only the standard library.
 
 Invariants:
-- Before it serves, its root is a private one, its memory cannot be inspected, and its command line shows no path.
-- Without root it becomes root of a user namespace with one id, and its sandboxes have no other user. It gets control
-  groups only where its user was given one: memory, cpu and pause in a group that systemd delegated.
-- It reads one line of settings and writes one line: that it is ready, or why this machine cannot isolate.
+- Before it serves, it has a private root, its memory cannot be inspected, and its command line shows no path.
+- Without root, it becomes root of a user namespace with one id, and its sandboxes have no other user. It gets control
+  groups only where its user has been given one: memory, cpu and pause in a group that systemd delegated.
+- It reads one line of settings and writes one line, which states that it is ready or why this machine cannot isolate
+  sandboxes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _BACKLOG: Final = 1024
 
 
 def main() -> None:
-    """Read the settings from standard input, report on standard output with one line of JSON, then serve."""
+    """Read the settings from standard input, report on standard output in one line of JSON, then serve."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 4096)

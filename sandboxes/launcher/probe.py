@@ -1,11 +1,11 @@
 # ruff: noqa: PTH102, PTH106, PTH123
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
-"""Probe of this machine's kernel: tries each isolation feature in a forked child with the standard library only.
+"""Probe of this machine's kernel, which tries each isolation feature in a forked child with only the standard library.
 
-Invariants: nothing outlives a child. The host is not changed, except that the processes of a group that is ours are
-moved into a leaf of it, as the launcher would do (`cgroup_placement`). Each check runs in its own process, so one that
-the kernel refuses does not affect the others. The output is one line of JSON: `reasons` (an empty string for a feature
-that is present, otherwise the kernel's reason), `host` and `allowed` (`host_limits`).
+Invariants: nothing outlives a child. The host is not changed, except that the processes in a control group that is ours
+are moved into a leaf of it, as the launcher would do (`cgroup_placement`). Each check runs in its own process, so a
+check that the kernel refuses does not affect the others. The output is one line of JSON: `reasons` (an empty string for
+a feature that is present, otherwise the kernel's reason), `host` and `allowed` (`host_limits`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _own_namespace(flag: int) -> Callable[[], None]:
 
 
 def _id_range() -> None:
-    """Map a range of ids into a child's user namespace from outside, as the launcher does."""
+    """Map a range of ids into a child's user namespace from the outside, as the launcher does."""
     os.close(IdMaps().get(0, FIRST_ID))
 
 
@@ -117,7 +117,7 @@ def _pidfd() -> None:
 
 
 def _mapped_overlay() -> None:
-    """Mount an overlay whose lower layer is a folder shown with other ids, in a root of its own."""
+    """In a private root, mount an overlay whose lower layer is a folder shown with other ids."""
     _private_root(_mount_mapped_overlay)
 
 
@@ -135,7 +135,7 @@ def _mount_mapped_overlay() -> None:
 
 
 def _group(controller: str) -> Callable[[], None]:
-    """Return a check that makes a group, sets its limits, joins it, and pauses and resumes it for `freezer`."""
+    """Return a check that makes a group, sets its limits, joins it and, for `freezer`, pauses and resumes it."""
 
     def check() -> None:
         groups = Cgroups.of_this_process()

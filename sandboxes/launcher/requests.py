@@ -1,9 +1,9 @@
 """Validation of the values in a client's request.
 
 Invariants:
-- Pure. A wrong value raises RequestRefused with SpecRefused. Later steps never see a NaN, a number too large for a
-  float, or a text with a NUL, at which the kernel would cut it.
-- A command with an `exec_id` runs once: a repeated request gets the result that the first caller stored here.
+- Pure. An invalid value raises RequestRefused with SpecRefused. Later steps never see a NaN, a number too large for a
+  float, or a string with a NUL, where the kernel would truncate it.
+- A command with an `exec_id` runs once: a repeated request gets the result that the first caller has stored here.
 - The launcher copies no output: standard streams are the client's own pipes.
 """
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from headrace.sandboxes.launcher.wire import Channel, Message
 
 FOLDER: Final = "folder:"
-"""Prefix of the names of host folders that the owner handed over to be shown in sandboxes."""
+"""Prefix for the names of host folders that the owner has handed over to be mounted in sandboxes."""
 _LONGEST_LEASE_S: Final = 1e9
 _MOST: Final = 1 << 62
 _MAX_LABEL_BYTES: Final = 8192
-"""Limit of key and labels together, because the list of all sandboxes must fit in one message."""
+"""Limit on the key and labels together, because the list of all sandboxes must fit in one message."""
 _PORTS: Final = 1 << 16
 
 
@@ -49,12 +49,12 @@ def limit(name: str, value: object) -> float | None:
 
 
 def mounts_of(message: Message) -> tuple[Mount, ...]:
-    """Return the paths of a frozen sandbox that the new one shows. Raises RequestRefused."""
+    """Return the paths of a frozen sandbox to mount in the new one. Raises RequestRefused."""
     return tuple(Mount(*(_text("mounts", value) for value in row)) for row in message["mounts"])
 
 
 def folders_of(message: Message) -> tuple[tuple[str, str], ...]:
-    """Return the host folders that the new sandbox shows: the launcher's name for each, and its target."""
+    """Return the host folders to mount in the new sandbox: the launcher's name for each, and its target."""
     rows = tuple((_text("folders", name), _text("folders", target)) for name, target in message["folders"])
     for name, _ in rows:
         if not name.startswith(FOLDER):
@@ -75,7 +75,7 @@ def labels_of(message: Message) -> dict[str, str]:
 
 
 def check_for_init(message: Message) -> None:
-    """Check the numbers that the first process of a sandbox gets, which trusts them. Raises RequestRefused."""
+    """Check the numbers that are passed to a sandbox's first process, which trusts them. Raises RequestRefused."""
     if message["op"] == "listen":
         port = message["port"]
         if not isinstance(port, int) or not 0 <= port < _PORTS:
@@ -99,17 +99,18 @@ def _refusal(name: str, value: object, rule: str) -> RequestRefused:
 
 
 _MAX_NAMES: Final = 64
-"""Clients choose the purposes, so the number of names is capped; all later ones are counted as `other`."""
+"""Clients choose the purposes, so the number of names is capped; any further ones are counted as `other`."""
 
 
 class CommandCosts:
-    """Number and CPU seconds (user and system, with all reaped children) of finished commands, by purpose."""
+    """Number and CPU seconds (user and system, including reaped children) of finished commands, by purpose."""
 
     def __init__(self) -> None:
         self._ended: dict[str, tuple[int, float]] = {}
 
     def add(self, purpose: str, operation: str, cpu_s: float) -> None:
-        """Count a finished command; `purpose` is the sandbox's label of that name, `operation` the requested one."""
+        """Count a finished command; `purpose` is the sandbox's label of that name, and `operation` is the requested
+        operation."""
         name = f"{purpose or 'other'}.{operation}"
         if name not in self._ended and len(self._ended) >= _MAX_NAMES:
             name = "other"
@@ -122,7 +123,7 @@ class CommandCosts:
 
 
 class CommandRequests:
-    """Handlers of the operations on commands; each gets the waiter, the sandbox, the message and its descriptors."""
+    """Handlers for operations on commands; each gets the waiter, the sandbox, the message and its descriptors."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -159,8 +160,8 @@ class CommandRequests:
             self._connections.answer(waiter, known.lost())
 
     def store_result(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, descriptors: list[int]) -> None:
-        """Store the result of an `exec_id`, which its first caller sends with the output in a memory file; a result of
-        None means that this caller was cancelled."""
+        """Store the result of an `exec_id`. The first caller sends it, with the output in a memory file; a result of
+        None means that the caller was cancelled."""
         known = sandbox.executions.find(str(message["exec_id"]))
         if known is not None and known.answer is None and known.run == message["run"]:
             if message["result"] is None:
@@ -172,7 +173,7 @@ class CommandRequests:
         self._connections.answer(waiter, {})
 
     def drop_client(self, sandbox: SandboxRecord, client: Channel) -> None:
-        """Give up the results that a disconnected client was to store."""
+        """Give up on results that a disconnected client was supposed to store."""
         for known in sandbox.executions.of(client):
             self._lose(known)
 
@@ -181,14 +182,14 @@ class CommandRequests:
             self._connections.answer(waiting, known.lost())
 
     def cancel(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, _descriptors: list[int]) -> None:
-        """Kill the command of the request `target`, which the client of this connection gave up."""
+        """Kill the command of the request `target`, which the client of this connection has given up."""
         for known in sandbox.executions.of(waiter.client):
             if known.runner.request_id == int(message["target"]):
                 self._lose(known)
         self._send_to_command(waiter, sandbox, int(message["target"]), {"op": "cancel"})
 
     def signal(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, _descriptors: list[int]) -> None:
-        """Send a signal to the command of the request `target` of this connection."""
+        """Send a signal to the command that this connection's request `target` started."""
         number = int(message["number"])
         if not 1 <= number < signal.NSIG:
             raise RequestRefused("SpecRefused", f"number={number}: must be a signal number, 1 to {signal.NSIG - 1}")

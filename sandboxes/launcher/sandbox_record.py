@@ -1,8 +1,8 @@
-"""Record of one sandbox in the launcher, which alone changes it, with the executions of its commands.
+"""Record of one sandbox and its command executions, which only the launcher changes.
 
 Invariants:
-- An `exec_id` is never forgotten while its sandbox is alive, so that nothing runs twice; its result may be.
-- Results are stored in memory files that the first caller filled: the launcher copies no output.
+- An `exec_id` is never forgotten while its sandbox is alive, so that nothing runs twice; its result may be dropped.
+- Results are stored in memory files that the first caller has filled; the launcher copies no output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.launcher.wire import Channel, Message
 
 _MAX_RESULTS: Final = 32
-"""Stored results of one sandbox; above it the oldest is dropped."""
+"""Maximum number of stored results per sandbox; beyond it, the oldest is dropped."""
 
 
 class Settings(NamedTuple):
@@ -31,24 +31,24 @@ class Settings(NamedTuple):
     ids_folder: str
     """Folder in which all launchers of the host claim their user ids."""
     max_sandboxes: int
-    """Frozen sandboxes count too."""
+    """Maximum number of sandboxes, including frozen ones."""
     max_live: int | None
-    """None: 64, or fewer on a small host."""
+    """None means 64, or fewer on a small host."""
     layer_bytes: int
     layers_in: str
-    """Folder of the host's disk for file layers; empty: they are stored in memory."""
+    """Folder on the host's disk for file layers; if empty, they are stored in memory."""
     min_free_bytes: int
     memory_bytes: int | None
     cpus: float | None
     processes: int | None
     open_files: int | None
-    """None: a share of the host's total (host_limits)."""
+    """None means a share of the host's total (host_limits)."""
     boot_timeout_s: float
     label: str
 
 
 class RequestRefused(Exception):
-    """Refusal of a request, which is answered with the error `name` of headrace.sandboxes.errors."""
+    """Refusal of a request; the client is answered with the error `name` from headrace.sandboxes.errors."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -56,8 +56,8 @@ class RequestRefused(Exception):
 
 
 class Execution:
-    """Command with an `exec_id`. `answer` is None while it runs; `output` is a descriptor, or -1; `run` authenticates
-    the first caller."""
+    """Command with an `exec_id`. `answer` is None while it is running; `output` is a descriptor or -1; `run`
+    authenticates the first caller."""
 
     __slots__ = ("answer", "exec_id", "output", "run", "runner", "waiters")
 
@@ -70,26 +70,26 @@ class Execution:
         self.waiters: list[Waiter] = []
 
     def settle(self, answer: Message, output: int) -> list[Waiter]:
-        """Store the result and return those who waited for it."""
+        """Store the result and return the clients that were waiting for it."""
         self.answer, self.output = answer, output
         waiters, self.waiters = self.waiters, []
         return waiters
 
     def forget(self) -> None:
-        """Close the output; the id stays used."""
+        """Close the output; the id stays in use."""
         self.answer = self.lost()
         if self.output >= 0:
             os.close(self.output)
             self.output = -1
 
     def lost(self) -> Message:
-        """Return the answer for a request whose result is lost."""
+        """Return the answer to a request whose result has been lost."""
         text = f"exec_id {self.exec_id!r} has run, but its result is lost: check its effects, or use a new id"
         return {"error": "ExecResultLost", "message": text}
 
 
 class Executions:
-    """Executions of one sandbox, in the order in which they began."""
+    """Executions in one sandbox, in the order in which they began."""
 
     def __init__(self) -> None:
         self._by_id: OrderedDict[str, Execution] = OrderedDict()
@@ -107,12 +107,12 @@ class Executions:
             self._retained.remove(oldest)
 
     def of(self, client: Channel) -> list[Execution]:
-        """Return the unfinished executions that this client began."""
+        """Return the unfinished executions that this client started."""
         unfinished = (execution for execution in self._retained if execution.answer is None)
         return [execution for execution in unfinished if execution.runner.client is client]
 
     def end(self) -> list[Waiter]:
-        """Drop all results of a dead sandbox and return those who waited for one."""
+        """Drop all results of a dead sandbox and return the clients that were waiting for one."""
         waiters = [one for execution in self._retained for one in execution.settle(execution.lost(), execution.output)]
         for execution in self._retained:
             execution.forget()
@@ -137,19 +137,19 @@ class SandboxRecord:
         self.pid = 0
         self.control: Channel | None = None
         self.failure = ("BootFailed", "the sandbox's first process died during the boot")
-        """Name and message of the error for those who wait for the boot, in case the sandbox ends now."""
+        """Name and message of the error for clients waiting for the boot, in case the sandbox ends now."""
         self.image = ""
         self.folders: tuple[str, ...] = ()
-        """Names of the host folders that the sandbox shows."""
+        """Names of the host folders that are mounted in the sandbox."""
         self.keep_layer = False
         self.becomes_image = False
         self.boot_waiters: list[Waiter] = []
         self.kill_waiters: list[Waiter] = []
         self.freeze_waiters: list[Waiter] = []
-        """Clients that need the layer: if the sandbox ends without it, they get an error."""
+        """Clients that need the layer; if the sandbox ends without one, they get an error."""
         self.executions = Executions()
         self.pending: dict[int, Waiter] = {}
-        """Clients that wait for a command, by the tag of the command."""
+        """Clients waiting for a command, by the command's tag."""
 
     def shown_state(self) -> str:
         """Return the state, or `paused` for a running sandbox that is paused."""

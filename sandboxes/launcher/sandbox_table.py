@@ -4,9 +4,9 @@
 
 Invariants:
 - A sandbox is `booting`, `running`, `ending`, then `frozen` or removed.
-- Leases are timed here by the monotonic clock: a sandbox whose lease is not renewed is killed and its layer dropped,
-  also when it is frozen.
-- Every client that waits for a boot, a freeze or a kill gets an answer, even if the sandbox dies before.
+- Leases are timed here with the monotonic clock: a sandbox whose lease is not renewed is killed and its layer dropped,
+  even if it is frozen.
+- Every client that waits for a boot, a freeze or a kill gets an answer, even if the sandbox dies first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SandboxTable:
-    """Sandboxes by id, idempotency key and pid, and the operations that begin or end their lives."""
+    """Sandboxes by id, idempotency key and pid, and the operations that create or end them."""
 
     def __init__(self, settings: Settings, secrets: Secrets, booter: Booter, connections: Connections) -> None:
         self._settings = settings
@@ -59,7 +59,7 @@ class SandboxTable:
         return sandbox
 
     def lease_left_s(self, sandbox: SandboxRecord) -> float:
-        """Return the rest of a sandbox's lease, or of the time for its boot."""
+        """Return the time remaining of a sandbox's lease, or of its boot timeout."""
         return self._deadlines.remaining(sandbox.id, time.monotonic())
 
     def next_deadline(self) -> float | None:
@@ -110,14 +110,14 @@ class SandboxTable:
         self._deadlines.set(sandbox.id, time.monotonic() + self._settings.boot_timeout_s)
 
     def discard(self, waiter: Waiter, message: Message, _descriptors: list[int]) -> None:
-        """End the sandbox of a create request that was given up."""
+        """End the sandbox of a create request that has been given up."""
         sandbox = self._sandboxes.get(self._by_key.get(str(message["key"]), ""))
         if sandbox is not None:
             self._end(sandbox, keep_layer=False)
         self._connections.answer(waiter, {})
 
     def on_boot_event(self, sandbox: SandboxRecord, message: Message, descriptors: list[int]) -> None:
-        """Take the next step of a boot, which the sandbox's first process asks for or reports."""
+        """Take the next step of a boot, as requested or reported by the sandbox's first process."""
         assert sandbox.control is not None
         match message["event"]:
             case "layer":
@@ -184,14 +184,14 @@ class SandboxTable:
         self._end(sandbox, keep_layer=False)
 
     def renew(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, _descriptors: list[int]) -> None:
-        """Let the lease of a sandbox end `ttl_s` seconds from now, or from the end of its boot."""
+        """Make a sandbox's lease end `ttl_s` seconds from now, or from the end of its boot."""
         sandbox.ttl_s = requests.lease_s(message["ttl_s"])
         if sandbox.state != "booting":
             self._deadlines.set(sandbox.id, time.monotonic() + sandbox.ttl_s)
         self._connections.answer(waiter, {})
 
     def expire(self) -> None:
-        """End the sandboxes whose lease, or time for the boot, is over."""
+        """End the sandboxes whose lease or boot timeout has expired."""
         for sandbox_id in self._deadlines.pop_due(time.monotonic()):
             sandbox = self._sandboxes[sandbox_id]
             if sandbox.state == "booting":
@@ -200,7 +200,7 @@ class SandboxTable:
             self._end(sandbox, keep_layer=False)
 
     def _end(self, sandbox: SandboxRecord, *, keep_layer: bool) -> None:
-        """Begin the end of a sandbox; `reap` completes it."""
+        """Begin ending a sandbox; `reap` completes it."""
         sandbox.keep_layer = keep_layer
         if sandbox.state == "frozen":
             self._remove(sandbox)
@@ -221,7 +221,7 @@ class SandboxTable:
                     self._booter.groups.set_frozen(sandbox.id, frozen=False)
 
     def reap(self) -> None:
-        """Reap every child that has ended and complete the end of its sandbox."""
+        """Reap every child that has exited and finish ending its sandbox."""
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)

@@ -1,11 +1,12 @@
 """Framed JSON messages with file descriptors over a Unix stream socket.
 
-Clients and the launcher use it, and so do the launcher and the first process of a sandbox.
+It is used between clients and the launcher, and between the launcher and a sandbox's first process.
 
 Invariants:
-- A message is a 4-byte big-endian length and that many bytes of JSON; `"fds": n` announces n descriptors with it.
-- `send` owns the descriptors it is given: they are closed once they are sent or the channel is closed.
-- Nothing blocks: data that the socket does not take waits in `backlog` until `flush`.
+- A message is a 4-byte big-endian length followed by that many bytes of JSON; `"fds": n` announces that n descriptors
+  come with it.
+- `send` owns the descriptors it is given: they are closed once they have been sent or the channel has been closed.
+- Nothing blocks: data that the socket does not accept waits in `backlog` until `flush`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_MESSAGE_BYTES: Final = 8 << 20
 _HEADER: Final = struct.Struct("!I")
 _RECEIVE_BYTES: Final = 1 << 16
 _MAX_DESCRIPTORS: Final = 253
-"""SCM_MAX_FD, the maximum that the kernel sends at once."""
+"""SCM_MAX_FD, the maximum number that the kernel sends at once."""
 
 
 class ChannelClosed(ConnectionError):
@@ -47,11 +48,11 @@ class Channel:
 
     @property
     def backlog(self) -> bool:
-        """True while data waits to be sent: call `flush` when the socket is writable."""
+        """True while data is waiting to be sent; call `flush` when the socket is writable."""
         return bool(self._backlog)
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Queue a message and send as much as the socket takes. Raises ChannelClosed, ValueError (message too
+        """Queue a message and send as much as the socket accepts. Raises ChannelClosed, ValueError (message too
         large)."""
         if descriptors:
             message = {**message, "fds": len(descriptors)}
@@ -79,7 +80,7 @@ class Channel:
 
     def receive(self) -> list[tuple[Message, list[int]]]:
         """Return all complete messages, each with its descriptors, which the caller then owns. Raises ChannelClosed at
-        the end of the stream, for a message above MAX_MESSAGE_BYTES and for invalid data."""
+        the end of the stream, for a message larger than MAX_MESSAGE_BYTES, and for invalid data."""
         try:
             data, descriptors, flags, _ = socket.recv_fds(
                 self.socket, _RECEIVE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC

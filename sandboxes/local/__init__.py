@@ -1,1 +1,1 @@
-"""Local sandboxes on Linux namespaces: the provider, and the clients of its launcher and sandboxes."""
+"""Local sandboxes based on Linux namespaces: the provider, and the clients for its launcher and sandboxes."""

@@ -1,4 +1,4 @@
-"""Client of a launcher for an event loop: concurrent requests over one connection per process and endpoint.
+"""Asyncio client of a launcher, with concurrent requests over one connection per process and endpoint.
 
 Invariants:
 - Every request ends: with the launcher's answer, with its typed error, or with LauncherGone when the connection ends.
@@ -19,8 +19,8 @@ from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, Message, cl
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Request in progress. `started` is the pid of a spawned process; `answer` comes last, or its error. The receiver
-    of an answer with `descriptors` owns them."""
+    """Request in progress. `started` resolves to the pid of a spawned process; `answer` comes last and holds the answer
+    or an error. Whoever receives an answer with `descriptors` owns them."""
 
     request_id: int
     message: Message
@@ -54,7 +54,7 @@ class LauncherClient:
 
     @classmethod
     async def connect(cls, endpoint: str) -> LauncherClient:
-        """Connect to the launcher at `endpoint`. Raises LauncherGone if none listens there."""
+        """Connect to the launcher at `endpoint`. Raises LauncherGone if no launcher is listening there."""
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         stream.setblocking(False)
         try:
@@ -67,8 +67,8 @@ class LauncherClient:
     async def request(
         self, message: Message, descriptors: Sequence[int] = (), *, patience_s: float | None = None
     ) -> Message:
-        """Send a message and wait for the answer; owns `descriptors`. Raises the typed error of the answer,
-        LauncherGone, and TimeoutError when the launcher sends nothing at all, to this request or another, for
+        """Send a message, taking ownership of `descriptors`, and wait for the answer. Raises the answer's typed error,
+        LauncherGone, and TimeoutError if the launcher sends nothing at all, to this request or any other, for
         `patience_s`."""
         exchange = self.begin(message, descriptors)
         try:
@@ -87,7 +87,8 @@ class LauncherClient:
             self._waiting.pop(exchange.request_id, None)
 
     def begin(self, message: Message, descriptors: Sequence[int] = ()) -> Exchange:
-        """Send a message without waiting; owns `descriptors`. Raises LauncherGone, SpecRefused (message too large)."""
+        """Send a message without waiting, taking ownership of `descriptors`. Raises LauncherGone, SpecRefused (message
+        too large)."""
         if self.closed:
             close_all(descriptors)
             raise LauncherGone(f"the connection to the launcher at {self.endpoint} is closed")
@@ -102,7 +103,7 @@ class LauncherClient:
         return exchange
 
     def cancel(self, exchange: Exchange) -> None:
-        """Give up a request: the process tree of its command is killed."""
+        """Give up on a request; its command's process tree is killed."""
         if self.closed or "sandbox" not in exchange.message:
             return
         self._send({"op": "cancel", "target": exchange.request_id, "id": 0, **exchange.sandbox_fields()})
@@ -166,7 +167,7 @@ class LauncherClient:
 
 
 class LauncherConnections:
-    """One connection for each endpoint, made at the first use and again after a loss; close it with `close`."""
+    """One connection per endpoint, opened on first use and reopened after a loss; close all of them with `close`."""
 
     def __init__(self) -> None:
         self._clients: dict[str, LauncherClient] = {}

@@ -1,12 +1,12 @@
-"""HTTP relay from a listener inside a sandbox to one URL prefix of a service of the host.
+"""HTTP relay from a listener inside a sandbox to one URL prefix of a service on the host.
 
 Invariants:
-- Only requests whose path is literally the prefix, or below it without dot segments and encoded slashes, pass; all
+- Only requests whose path is literally the prefix, or is below it without dot segments or encoded slashes, pass; all
   others get 403. The sandbox has no other network access.
-- Bodies are streamed in both directions; at most one chunk is buffered. A client that disconnects ends its request to
-  the service.
-- A hostile client can hold at most `MAX_CONNECTIONS` connections of this process, delays the end of the context only by
-  `_SHUTDOWN_S`, and writes nothing to this process's log.
+- Bodies are streamed in both directions; at most one chunk is buffered. When a client disconnects, its request to the
+  service is ended.
+- A hostile client can hold at most `MAX_CONNECTIONS` connections to this process, can delay the end of the context only
+  by `_SHUTDOWN_S` per step, and cannot write to this process's log.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS: Final = 64
 _SHUTDOWN_S: Final = 0.1
-"""Timeout of each of two shutdown steps; aiohttp takes 0 for no limit."""
+"""Timeout of each of two shutdown steps; aiohttp interprets 0 as no limit."""
 _ACCEPT_AGAIN_S: Final = 0.1
 _CHUNK_BYTES: Final = 1 << 16
 # Headers about a single connection (RFC 9110, 7.6.1), and Host, which names the service.
@@ -55,7 +55,7 @@ _clients_log.setLevel(logging.CRITICAL)
 
 
 def is_below(raw_path: str, prefix: str) -> bool:
-    """Return True if a request target as sent leads to `prefix` or below it, in the interpretation of any server."""
+    """Return True if a request target, as sent, leads to `prefix` or below it however a server interprets it."""
     path = raw_path.partition("?")[0]
     if path != prefix and not path.startswith(prefix.rstrip("/") + "/"):
         return False
@@ -66,7 +66,7 @@ def is_below(raw_path: str, prefix: str) -> bool:
 
 @asynccontextmanager
 async def relay(listener: socket.socket, target: HostPort, prefix: str) -> AsyncIterator[None]:
-    """Serve `listener` while the context lasts, and close it at the end."""
+    """Serve `listener` while the context is open, and close it at the end."""
     listener.setblocking(False)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),

@@ -1,10 +1,10 @@
-"""Images of one launcher: unpacked by the store, handed over as mounts, and leased while the launcher may boot them.
+"""Images of one launcher, unpacked by the store, handed over as mounts, and leased while the launcher may boot them.
 
 Invariants:
-- An image that a launcher holds is leased from the store in the launcher's name: it stays as long as the launcher
+- An image that a launcher holds is leased from the store in the launcher's name and stays as long as the launcher
   lives.
-- At most `max_images` are handed over; above it the least recently used one without sandboxes is dropped.
-- Folders of the host are handed over once and stay; a folder that was replaced at the same path is handed over again.
+- At most `max_images` images are handed over; beyond that, the least recently used one without sandboxes is dropped.
+- Host folders are handed over once and stay; a folder that has been replaced at the same path is handed over again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 HOST: Final = "host"
 SNAPSHOT: Final = "snapshot:"
 _PATIENCE_S: Final = 10.0
-"""Time for which a create waits for an image that is being unpacked; then its caller waits and tries again."""
+"""Time for which a create waits for an image that is being unpacked; after that, its caller has to wait and retry."""
 
 
 class LocalImages:
-    """Images that one launcher holds. `send_request` sends it a message with descriptors and returns the answer."""
+    """Images that one launcher holds. `send_request` sends the launcher a message with descriptors and returns the
+    answer."""
 
     def __init__(self, store: ImageStore, send_request: SendRequest, launcher_pid: int, max_images: int) -> None:
         self._store = store
@@ -50,7 +51,7 @@ class LocalImages:
 
     async def provide(self, reference: str) -> str:
         """Return the name by which the launcher boots an image. Raises ImageUnknown, ImageRefused, OutOfDisk,
-        BootFailed, and ImagePending for an image that takes long to unpack."""
+        BootFailed, and ImagePending if the image takes long to unpack."""
         if reference == HOST or reference.startswith(SNAPSHOT):
             return reference
         image = await self._store.resolve(reference, patience_s=_PATIENCE_S)
@@ -79,7 +80,7 @@ class LocalImages:
             return name
 
     async def provide_folder(self, source: str) -> str:
-        """Return the name by which the launcher shows a folder of the host. Raises SpecRefused, Unsupported."""
+        """Return the name by which the launcher knows a host folder. Raises SpecRefused, Unsupported."""
         name = await asyncio.to_thread(_folder_name, source)
         async with self._adding:
             if name not in self._folders:
@@ -99,7 +100,8 @@ class LocalImages:
             return await self._drop(name)
 
     async def provide_again(self, reference: str, name: str) -> str:
-        """Provide an image that the launcher has no longer: another provider dropped it, or the launcher is new."""
+        """Provide an image that the launcher no longer has, because another provider dropped it or the launcher is
+        new."""
         self._folders.clear()
         lease = self._leases.pop(name, None)
         if lease is not None:
@@ -114,7 +116,7 @@ class LocalImages:
         return dropped
 
     async def release(self) -> None:
-        """Release all leases when the launcher is gone. Idempotent."""
+        """Release all leases once the launcher is gone. Idempotent."""
         while self._leases:
             _, lease = self._leases.popitem()
             await lease.release()
@@ -147,14 +149,14 @@ _OPTIONS: Final = ("-b", "4096", "-O", "^has_journal", "-m", "0", "-E", "lazy_it
 
 
 class LayerTemplates:
-    """Templates in one folder of the host's disk."""
+    """Templates for disk layers, in one folder on the host's disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._making = asyncio.Lock()
 
     async def provide(self, size_bytes: int) -> int:
-        """Make the template for a layer of this size, and return the size rounded up to that of the template. Raises
+        """Make the template for a layer of this size, and return the size rounded up to the template's. Raises
         SpecRefused, BootFailed, OutOfDisk."""
         size_bytes = max(size_bytes, _LEAST_BYTES)
         status = await asyncio.to_thread(os.statvfs, self._folder)
@@ -168,7 +170,7 @@ class LayerTemplates:
 
 
 def make_template(folder: Path, size_bytes: int) -> None:
-    """Make the template of a size unless it exists. Raises BootFailed, OutOfDisk."""
+    """Make the template for a size unless it already exists. Raises BootFailed, OutOfDisk."""
     path = folder / template_name(size_bytes)
     if path.exists():
         return

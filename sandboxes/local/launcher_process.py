@@ -1,9 +1,9 @@
-"""Launcher process from its provider's side: started, or adopted from another provider.
+"""Launcher process as its provider sees it: started here, or adopted from another provider.
 
 Invariants:
-- A launcher has a private folder with its socket. One that stays (`stays_in`) uses the same folder every time, with a
-  note of its secret for the next provider, and at most one launcher serves there: starting is under a lock.
-- A launcher that does not end on request is killed; its sandboxes die with it in both cases.
+- A launcher has a private folder with its socket. One that stays (`stays_in`) always uses the same folder, which holds
+  a note with its secret for the next provider. At most one launcher serves there, because it is started under a lock.
+- A launcher that does not exit on request is killed; in both cases its sandboxes die with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.sandboxes.local.client import LauncherClient
 from headrace.sandboxes.private_folders import make_private, new_private, user_folder
 
 _MAX_FOLDER_BYTES: Final = 90
-"""sun_path has 107 bytes (unix(7))."""
+"""sun_path holds up to 107 bytes (unix(7))."""
 _START_TIMEOUT_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 30.0
 _ADOPT_TIMEOUT_S: Final = 10.0
@@ -42,7 +42,7 @@ _OWN_FILES: Final = frozenset((_LOCK, _NOTE, "launcher.new", "socket"))
 
 
 class LauncherProcess:
-    """Running launcher, made by `start` or `adopt`. `missing` maps unavailable controllers to the reason."""
+    """Running launcher, created by `start` or `adopt`. `missing` maps each unavailable controller to the reason."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class LauncherProcess:
 
     @classmethod
     async def start(cls, folder: Path, settings: Mapping[str, Any], *, tied: bool) -> Self:
-        """Start a launcher that serves in `folder`; with `tied` it ends with this process. Raises
-        NamespacesUnavailable, LauncherGone."""
+        """Start a launcher that serves in `folder`; if `tied`, it ends with this process. Raises NamespacesUnavailable,
+        LauncherGone."""
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 return await cls._spawn(folder, {**settings, "tied": tied})
@@ -113,8 +113,8 @@ class LauncherProcess:
 
     @classmethod
     async def adopt(cls, folder: Path) -> Self | None:
-        """Return the launcher that serves in `folder`, or None. One in another container cannot be adopted, because its
-        process cannot be watched from here. One that does not answer is killed."""
+        """Return the launcher that serves in `folder`, or None. A launcher in another container cannot be adopted,
+        because its process cannot be watched from here. One that does not answer is killed."""
         try:
             note = json.loads(await asyncio.to_thread((folder / _NOTE).read_bytes))
             client = await LauncherClient.connect(str(folder / "socket"))
@@ -138,7 +138,7 @@ class LauncherProcess:
             client.close()
 
     def leave_note(self) -> None:
-        """Write the note by which the next provider of this folder adopts the launcher."""
+        """Write the note that lets the next provider with this folder adopt the launcher."""
         path = self._folder / _NOTE
         with os.fdopen(os.open(path.with_suffix(".new"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump({"secret": self.secret, "pid": self.pid}, file)
@@ -156,7 +156,7 @@ class LauncherProcess:
         await self._ended()
 
     async def end(self) -> None:
-        """Ask the launcher to kill its sandboxes, clean up and end."""
+        """Ask the launcher to kill its sandboxes, clean up and exit."""
         self._send(signal.SIGTERM)
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -165,7 +165,7 @@ class LauncherProcess:
             await self.kill()
 
     def close(self) -> None:
-        """Close the handle of a launcher that has ended or stays."""
+        """Close the handle to a launcher that has exited or is to stay."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -188,7 +188,7 @@ class LauncherProcess:
 
 
 def _kill_launcher(pid: int) -> None:
-    """Kill the launcher with this pid, unless the pid belongs to another process now."""
+    """Kill the launcher with this pid, unless the pid now belongs to another process."""
     with suppress(OSError):
         handle = os.pidfd_open(pid)
         try:
@@ -206,13 +206,13 @@ def _is_launcher(pid: int) -> bool:
 
 
 def runtime_folder(chosen: Path | None) -> Path:
-    """Return the folder for the folders of launchers, by default a new one of this user. Raises FolderRefused."""
+    """Return the folder in which launchers' folders are made, by default this user's own. Raises FolderRefused."""
     return chosen or user_folder("sandboxes")
 
 
 class ProviderFolder:
-    """Private folder of one provider below `parent`, where abandoned folders of other providers are removed. It is held
-    by a lock, because containers that share the parent do not see each other's processes. Raises SpecRefused,
+    """Private folder of one provider below `parent`, from which other providers' abandoned folders are removed. It is
+    held with a lock, because containers that share the parent do not see each other's processes. Raises SpecRefused,
     FolderRefused, OSError."""
 
     def __init__(self, parent: Path) -> None:
@@ -244,7 +244,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder of a launcher. Raises FolderRefused, SpecRefused."""
+    """Make a launcher's folder. Raises FolderRefused, SpecRefused."""
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES - len(f"/{os.getpid()}-12345678"):
         raise SpecRefused(
             f"{folder} is too long for a unix socket: set TMPDIR (or runtime_folder, stays_in) to a shorter path"
@@ -254,7 +254,8 @@ def _make_private(folder: Path) -> None:
 
 @asynccontextmanager
 async def locked_folder(folder: Path) -> AsyncIterator[None]:
-    """Make and lock the folder of a launcher that stays, so that no other provider starts one there or removes it."""
+    """Make and lock the folder of a launcher that stays, so that no other provider starts a launcher there or removes
+    the folder."""
     await asyncio.to_thread(_sweep, folder.parent)
     with await asyncio.to_thread(_lock, folder):
         yield
@@ -273,7 +274,8 @@ def _lock(folder: Path) -> FileLock:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove folders of ended launchers that stayed, unless one is being started there or they have other files."""
+    """Remove the folders of exited launchers that had stayed, unless a launcher is being started there or the folder
+    has other files."""
     for lock in parent.glob(f"*/{_LOCK}"):
         with suppress(OSError), FileLock(os.open(lock, os.O_RDWR | os.O_CLOEXEC), blocking=False):
             names = {path.name for path in lock.parent.iterdir()}

@@ -1,6 +1,6 @@
-"""Spawned command of a local sandbox, owned by the process that spawned it.
+"""Spawned command in a local sandbox, owned by the process that spawned it.
 
-Invariants: its streams are `CommandStreams`; every wait on it ends with its sandbox or its launcher.
+Invariants: its streams are `CommandStreams`; every wait on it ends when its sandbox or launcher ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from headrace.sandboxes.launcher.wire import Message, close_all
 from headrace.sandboxes.local.client import Exchange, LauncherClient, open_null
 
 TERMINAL_TIMEOUT_S: Final = 20.0
-"""Other processes inside may have stopped the command before it opened its terminal."""
+"""Limit on the wait for a terminal: other processes in the sandbox may have stopped the command before it opened
+one."""
 
 
 class LocalProcess(CommandStreams):
-    """Spawned command, made by `start`."""
+    """Spawned command, created by `start`."""
 
     def __init__(
         self, client: LauncherClient, exchange: Exchange, pid: int, *, stdin: int, streams: dict[Stream, int]
@@ -36,7 +37,7 @@ class LocalProcess(CommandStreams):
     async def start(
         cls, client: LauncherClient, message: Message, *, stdin: bool, terminal: TerminalSize | None
     ) -> Self:
-        """Spawn the command and wait for its pid. Raises SandboxGone, ExecTimeout and the launcher's typed error."""
+        """Spawn the command and wait for its pid. Raises SandboxGone, ExecTimeout and the launcher's typed errors."""
         if terminal is not None:
             return await cls._start_terminal(client, {**message, "terminal": (terminal.rows, terminal.columns)})
         source, sink = os.pipe2(os.O_CLOEXEC) if stdin else (open_null(), -1)
@@ -102,7 +103,8 @@ class LocalProcess(CommandStreams):
 
 
 async def _begin(client: LauncherClient, message: Message, descriptors: tuple[int, ...]) -> tuple[Exchange, int]:
-    """Begin a command and return its exchange and pid, 0 when it could not be started. Raises SandboxGone."""
+    """Begin a command and return its exchange and pid; the pid is 0 if the command could not be started. Raises
+    SandboxGone."""
     exchange = client.begin(message, descriptors)
     try:
         await asyncio.wait((exchange.started, exchange.answer), return_when=asyncio.FIRST_COMPLETED)

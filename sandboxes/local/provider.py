@@ -1,11 +1,11 @@
 """Provider of local sandboxes, which uses Linux namespaces and owns a launcher.
 
 Invariants:
-- There is one launcher per provider: it dies with the provider, or (`stays_in`) it is a daemon of the host that the
-  next provider adopts. When a launcher dies, its sandboxes die too; callers that wait for it get LauncherGone
+- There is one launcher per provider: it dies with the provider, or (`stays_in`) it is a daemon on the host that the
+  next provider adopts. When a launcher dies, its sandboxes die too; callers waiting for it get LauncherGone
   (transient), and the next request starts a new launcher.
-- A launcher that does not answer in time has hung: it is killed and then treated like a dead one.
-- A create that is cancelled leaves nothing: the launcher is asked to discard it.
+- A launcher that does not answer in time is considered hung: it is killed and then treated like a dead one.
+- A cancelled create leaves nothing behind: the launcher is asked to discard it.
 """
 
 from __future__ import annotations
@@ -50,54 +50,56 @@ class LocalSandboxConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_sandboxes: int = Field(default=512, ge=1, le=16_000)
-    """Maximum of live and frozen sandboxes; above it create raises CapacityExceeded."""
+    """Maximum number of live and frozen sandboxes; beyond it, create raises CapacityExceeded."""
     max_live: int | None = Field(default=None, ge=1, le=16_000)
-    """Maximum of sandboxes that boot or run; above it create raises CapacityExceeded. Each gets this fraction of the
-    host's processes and descriptors if `pids` and `open_files` are not set. None: 64, or fewer on a small host; in a
-    run 1.25 times `sandbox.pool.max_live`, to leave room for sandboxes that are ending."""
+    """Maximum number of sandboxes booting or running; beyond it, create raises CapacityExceeded. If `pids` and
+    `open_files` are not set, the host's processes and descriptors are divided among this many sandboxes. None means 64,
+    or fewer on a small host; in a run, it means 1.25 times `sandbox.pool.max_live`, to leave room for sandboxes that
+    are ending."""
     layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Size of a sandbox's file layer if its spec has no `disk_bytes`; writes beyond it fail with ENOSPC."""
+    """Size of a sandbox's file layer if its spec has no `disk_bytes`; further writes fail with ENOSPC."""
     layers_in: Path | None = None
-    """Folder of the host's disk for file layers, each a sparse ext4 file on a loop device (slower boots, needs
-    mkfs.ext4); None: they are stored in memory, as part of `memory_bytes`."""
+    """Folder on the host's disk for file layers, each a sparse ext4 file on a loop device (slower boots, needs
+    mkfs.ext4). None means they are stored in memory, as part of `memory_bytes`."""
     min_free_bytes: int = Field(default=256 << 20, ge=0)
-    """Boots are refused (OutOfDisk) while less of that disk, or of the host's memory, is free."""
+    """Boots are refused (OutOfDisk) while less than this is free on that disk, or in the host's memory."""
     memory_bytes: int | None = Field(default=2 << 30, ge=16 << 20)
-    """Memory of a sandbox, including its file layer, if its spec has no `memory_bytes`; None for no limit. Enforced
-    only where control groups are available (headrace doctor)."""
+    """Memory limit of a sandbox, including its file layer, if its spec has no `memory_bytes`; None for no limit.
+    Enforced only where control groups are available (headrace doctor)."""
     cpus: float | None = Field(default=None, gt=0)
-    """Processors of a sandbox if its spec has no `cpu`; None for a fair share."""
+    """Processors per sandbox if its spec has no `cpu`; None for a fair share."""
     pids: int | None = Field(default=None, ge=8)
-    """Processes of one user in a sandbox if its spec has no `pids`. None: as many as fit kernel.pid_max and fs.file-max
-    in all `max_live` sandboxes, 64 to 512 (headrace doctor shows the sums)."""
+    """Maximum number of processes per user in a sandbox if its spec has no `pids`. None means as many as fit within
+    kernel.pid_max and fs.file-max in all `max_live` sandboxes, from 64 to 512 (headrace doctor shows the sums)."""
     open_files: int | None = Field(default=None, ge=64)
-    """Descriptors of one process in a sandbox. None: as many as fit fs.file-max in all processes of all `max_live`
-    sandboxes, 64 to 4096."""
+    """Maximum number of descriptors per process in a sandbox. None means as many as fit within fs.file-max in all
+    processes of all `max_live` sandboxes, from 64 to 4096."""
     boot_timeout_s: float = Field(default=20.0, gt=0)
-    """A sandbox that is not ready after this time is killed: BootTimeout."""
+    """Time after which a sandbox that is not ready is killed and create raises BootTimeout."""
     answer_timeout_s: float = Field(default=20.0, gt=0)
-    """A launcher that sends no answer for this time (for a boot: after the boot timeout) is killed and replaced."""
+    """A launcher that sends no answer for this long (for a boot, counted after the boot timeout) is killed and
+    replaced."""
     image_folder: Path | None = None
     """Folder for unpacked images, on ext4, xfs, btrfs or tmpfs; by default below the user's cache folder."""
     image_bytes: int = Field(default=64 << 30, ge=1 << 20)
     """Above this total, unused images are evicted, least recently used first."""
     max_images: int = Field(default=64, ge=1)
-    """Maximum of images that a launcher holds ready to boot."""
+    """Maximum number of images that a launcher keeps ready to boot."""
     stays_in: Path | None = None
     """A private folder (a short path). The launcher that serves there outlives its provider: the next provider with the
-    same folder adopts it with its sandboxes, and until then each lives as long as its lease. None: it dies with the
-    provider."""
+    same folder adopts it with its sandboxes, and until then each sandbox lives as long as its lease. None means the
+    launcher dies with the provider."""
     owner_pid: int | None = Field(default=None, ge=1)
     """Process whose death ends the launcher; by default that of the provider, or none for a launcher that stays."""
     idle_exit_s: float = Field(default=60.0, gt=0)
-    """A launcher that stays ends after this time without sandboxes and providers."""
+    """A launcher that stays exits after this long without sandboxes or providers."""
     label: str = ""
-    """Label in the command line of the launcher and its sandboxes: `leftovers.run_label(run directory)`."""
+    """Label in the command lines of the launcher and its sandboxes, from `leftovers.run_label(run directory)`."""
     runtime_folder: Path | None = None
-    """Folder in which socket folders are made; by default below the system's folder for temporary files."""
+    """Folder in which socket folders are created; by default below the system's folder for temporary files."""
 
     def launcher_settings(self) -> dict[str, Any]:
-        """Return the settings that are sent to the launcher, except those of its start."""
+        """Return the settings that are sent to the launcher, except those chosen when it is started."""
         same = {"idle_exit_s", "max_sandboxes", "max_live", "layer_bytes", "min_free_bytes", "memory_bytes", "cpus"}
         settings = self.model_dump(include=same | {"open_files", "boot_timeout_s", "label"})
         settings["owner_pid"] = self.owner_pid or (os.getpid() if self.stays_in is None else 0)
@@ -106,7 +108,7 @@ class LocalSandboxConfig(BaseModel):
 
 
 class LocalProvider:
-    """Provider of sandboxes of its own launcher. An async context manager; `aclose` ends every sandbox."""
+    """Provider that boots sandboxes in its own launcher. An async context manager; `aclose` ends every sandbox."""
 
     features = frozenset(Feature)
 
@@ -172,7 +174,7 @@ class LocalProvider:
             logger.warning("sandboxes have no %s control group: %s", controller, reason)
 
     async def _running_launcher(self) -> LauncherProcess:
-        """Return the launcher, started again if it died. Raises LauncherGone, NamespacesUnavailable."""
+        """Return the launcher, restarting it if it has died. Raises LauncherGone, NamespacesUnavailable."""
         async with self._starting:
             if self._started and (self._launcher is None or not self._launcher.alive):
                 await self._release()
@@ -253,16 +255,16 @@ class LocalProvider:
             await self._admin({"op": "kill", "sandbox": sandbox})
 
     async def cpu_s(self) -> float:
-        """Return the CPU seconds, user and system, of the launcher and of all its sandboxes that have ended."""
+        """Return the CPU seconds (user and system) used by the launcher and by all its sandboxes that have ended."""
         return float((await self._admin({"op": "usage"}))["cpu_s"])
 
     async def command_costs(self) -> dict[str, tuple[int, float]]:
-        """Return `PURPOSE.OPERATION` -> number of finished commands and their CPU seconds. The purpose is the sandbox's
-        label of that name, the operation is exec, spawn, run, read or write."""
+        """Return the number of finished commands and their CPU seconds by `PURPOSE.OPERATION`. The purpose is the
+        sandbox's label of that name; the operation is exec, spawn, run, read or write."""
         return {name: (row[0], row[1]) for name, row in (await self._admin({"op": "usage"}))["commands"].items()}
 
     async def images(self) -> tuple[ImageRef, ...]:
-        """Return the images that the launcher holds ready besides `host`: digests, and names of snapshots."""
+        """Return the images, other than `host`, that the launcher keeps ready: digests, and names of snapshots."""
         return tuple(ImageRef(name) for name in (await self._admin({"op": "images"}))["images"])
 
     async def drop_image(self, image: ImageRef) -> bool:
@@ -272,12 +274,13 @@ class LocalProvider:
         return await self._images.drop(image)
 
     async def _ask(self, message: Message, descriptors: Sequence[int]) -> Message:
-        """Send a request about images to this launcher without restarting it: a new one would have none of them."""
+        """Send a request about images to this launcher without restarting it, because a new launcher would have none of
+        them."""
         assert self._launcher is not None
         return await self._request(self._launcher, message, descriptors)
 
     async def _admin(self, message: Message, *, if_cancelled: Message | None = None, extra_s: float = 0.0) -> Message:
-        """Send a request to the launcher, which is started again if it died. Raises its typed error, LauncherGone."""
+        """Send a request to the launcher, restarting it if it has died. Raises its typed errors and LauncherGone."""
         launcher = await self._running_launcher()
         answer = await self._request(launcher, message, if_cancelled=if_cancelled, extra_s=extra_s)
         return {**answer, "endpoint": launcher.endpoint}
@@ -291,7 +294,7 @@ class LocalProvider:
         if_cancelled: Message | None = None,
         extra_s: float = 0.0,
     ) -> Message:
-        """Send a request with the admin secret; owns `descriptors`."""
+        """Send a request with the admin secret, taking ownership of `descriptors`."""
         try:
             client = await self._connections.get(launcher.endpoint)
         except BaseException:
@@ -317,7 +320,8 @@ class LocalProvider:
         await self._release()
 
     async def detach(self) -> None:
-        """Leave a launcher that stays, with its sandboxes, to the next provider of its folder. Raises SpecRefused."""
+        """Leave a launcher that stays, with its sandboxes, to the next provider with the same folder. Raises
+        SpecRefused."""
         if self._config.stays_in is None:
             raise SpecRefused("the launcher ends with its provider: set stays_in")
         self._started = False

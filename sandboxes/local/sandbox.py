@@ -1,9 +1,9 @@
-"""Client of one sandbox of a launcher on this host, usable in any process that has its ref.
+"""Client of one sandbox in a launcher on this host, usable from any process that has its ref.
 
 Invariants:
-- Output is captured here, by pipes that lead directly from the command to this process.
-- The deadline of a command is enforced inside the sandbox. A sandbox that does not answer even then is killed as a
-  whole, unless it was paused.
+- Output is captured here, through pipes that lead directly from the command to this process.
+- The deadline of a command is enforced inside the sandbox. A sandbox that still does not answer is killed as a whole,
+  unless it was paused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _message(operation: str, command: Command) -> Message:
 
 
 class LocalSandbox(Sandbox):
-    """Sandbox of a launcher on this host, by its ref. Every method raises SandboxGone once it is dead."""
+    """Sandbox in a launcher on this host, identified by its ref. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, ref: SandboxRef, connections: LauncherConnections) -> None:
         self._ref = ref
@@ -76,7 +76,8 @@ class LocalSandbox(Sandbox):
         return self._ref.id
 
     async def run_command(self, command: ExecCommand) -> ExecResult:
-        """See `Sandbox.exec`. A command whose daemon holds its output returns 0.2 s after the command's own end."""
+        """See `Sandbox.exec`. If a daemon keeps the output open, the call returns 0.2 s after the command itself has
+        ended."""
         timeout_s = command.timeout_s
         if math.isnan(timeout_s):
             raise SpecRefused("timeout_s is not a number")
@@ -110,7 +111,7 @@ class LocalSandbox(Sandbox):
     async def _run_once(
         self, message: Message, exec_id: str, stdin: bytes | None, timeout_s: float, max_output_bytes: int
     ) -> _Done:
-        """Run a command and store its result in the launcher for its `exec_id`, or return the stored result."""
+        """Run a command and store its result in the launcher under its `exec_id`, or return the stored result."""
         keep = {"op": "keep", "exec_id": exec_id, "run": secrets.token_hex(8)}
         once = {**message, "exec_id": exec_id, "run": keep["run"]}
         try:
@@ -213,7 +214,7 @@ class LocalSandbox(Sandbox):
                 yield
 
     async def snapshot(self) -> ImageRef:
-        """See `Sandbox.snapshot`. The image is in memory, as long as its launcher lives or until `drop_image`."""
+        """See `Sandbox.snapshot`. The image is kept in memory until `drop_image`, or until its launcher dies."""
         return ImageRef((await self._request({"op": "snapshot"}))["image"])
 
     async def pause(self) -> None:
@@ -223,7 +224,8 @@ class LocalSandbox(Sandbox):
         await self._request({"op": "resume"})
 
     async def usage(self) -> SandboxUsage:
-        """Return the current usage. Raises Unsupported if control groups for memory, cpu or processes are missing."""
+        """Return the current usage. Raises Unsupported if the control groups for memory, cpu or processes are
+        missing."""
         state = await self._request({"op": "state"})
         if state["state"] not in ("running", "paused"):
             raise SandboxGone(f"sandbox {self.id} is {state['state']}")

@@ -1,1 +1,1 @@
-"""Provider of sandboxes in containers of runc and runsc, without a daemon."""
+"""Provider of sandboxes in runc and runsc containers, without a daemon."""

@@ -1,6 +1,6 @@
 """OCI bundle of one sandbox: its `config.json`, and the process files of its commands.
 
-Invariants: pure; nothing of the host's environment is copied; fields whose default depends on the runtime are set
+Invariants: pure; nothing is copied from the host's environment; fields whose defaults depend on the runtime are set
 explicitly (network, capabilities, no new privileges, masked paths).
 
 Formats: OCI runtime-spec 1.0 (config.md, config-linux.md).
@@ -75,12 +75,12 @@ class BundlePlan(NamedTuple):
     cgroup: str
     machine: str
     system: tuple[BindMount, ...] = ()
-    """Folders of the host's own programs, shown read-only."""
+    """Folders with the host's own programs, mounted read-only."""
     frozen: tuple[BindMount, ...] = ()
 
 
 def bundle_config(plan: BundlePlan) -> dict[str, Any]:
-    """Return `config.json`; the root file system is the folder `rootfs` beside it."""
+    """Return the content of `config.json`; the root file system is the folder `rootfs` next to it."""
     # If devices are not mentioned, a runtime allows all of them.
     resources: dict[str, Any] = {"devices": [{"allow": False, "access": "rwm"}], "pids": {"limit": plan.limits.pids}}
     if plan.limits.memory_bytes is not None:
@@ -144,7 +144,8 @@ def _bind(mount: BindMount, options: Sequence[str]) -> dict[str, Any]:
 
 
 def _seccomp(machine: str) -> dict[str, Any]:
-    """Refuse the system calls against which namespaces do not protect, and those that make namespaces or mounts."""
+    """Return a filter that refuses system calls against which namespaces do not protect, and those that create
+    namespaces or mounts."""
     families = [
         _refused(["socket"], _EAFNOSUPPORT, [{"index": 0, "value": number, "op": "SCMP_CMP_EQ"}])
         for number in range(_FAMILIES)
@@ -195,7 +196,7 @@ def _process(identity: Identity, open_files: int) -> dict[str, Any]:
 def command_process(
     account: Account, bash: str, command: Command, environment: Mapping[str, str], open_files: int
 ) -> dict[str, Any]:
-    """Return the process file of a command, whose variables are added to the sandbox's `environment`."""
+    """Return a command's process file; the command's variables are added to the sandbox's `environment`."""
     folder = command.cwd or ""
     if isinstance(command.command, str):
         words = [bash, "-c", f'{_ENTER}exec "$3" -c "$1"', "bash", command.command, folder, bash]

@@ -2,8 +2,9 @@
 # (pathlib is not imported, because `oci.exec` loads this module for every command)
 """Control groups of one container: their paths, their counters, and killing all processes of a sub-group.
 
-Invariants: versions 1, 2 and the hybrid of both are distinguished by their mounts; a kill ends only when the group is
-empty, and no fork escapes it (the group is frozen first on version 1; version 2 has `cgroup.kill`).
+Invariants: versions 1, 2 and the hybrid of both are distinguished by their mounts; a kill returns only when the group
+is empty or a time limit has passed, and no fork escapes it (the group is frozen first on version 1; version 2 has
+`cgroup.kill`).
 
 Linux: Documentation/admin-guide/cgroup-v1/, cgroup-v2.rst.
 """
@@ -44,7 +45,7 @@ def thaw(group: str) -> None:
 
 
 def remove(group: str) -> None:
-    """Remove the empty groups of a dead container, which the runtime has not removed if it was killed."""
+    """Remove the empty groups of a dead container, which the runtime leaves behind if it was killed."""
     parents = [_MOUNT] if is_version_2() else [f"{_MOUNT}/{name}" for name in os.listdir(_MOUNT)]
     for parent in parents:
         for folder_path, _, _ in os.walk(f"{parent}{group}", topdown=False):
@@ -53,7 +54,7 @@ def remove(group: str) -> None:
 
 
 class SubGroup:
-    """The sub-group of one command, below the container's own group. With an empty path all methods do nothing."""
+    """The sub-group of one command, below the container's own group. If the path is empty, all methods do nothing."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -64,13 +65,14 @@ class SubGroup:
                 os.mkdir(self._path)
 
     def remove(self) -> None:
-        """Remove the group if it is empty. One with a daemon is removed by the runtime, together with the container."""
+        """Remove the group if it is empty. A group that still contains a daemon is removed by the runtime, together
+        with the container."""
         if self._path:
             with suppress(OSError):
                 os.rmdir(self._path)
 
     def kill(self) -> None:
-        """Kill all processes; returns when none is left, or after about 2 s."""
+        """Kill all processes; returns once none is left, or after about 2 s."""
         if not self._path:
             return
         for _ in range(_KILL_TRIES):
@@ -103,7 +105,7 @@ class GroupUsage(NamedTuple):
 
 
 def usage(group: str) -> GroupUsage:
-    """Return the current usage of a container. Raises FileNotFoundError when it is gone."""
+    """Return the current usage of a container. Raises FileNotFoundError if it is gone."""
     if is_version_2():
         path = folder("", group)
         most = _read(f"{path}/memory.max").strip()

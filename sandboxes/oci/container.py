@@ -43,7 +43,7 @@ class ContainerState(NamedTuple):
 
     @classmethod
     def load(cls, home: Path) -> ContainerState:
-        """Read the state of a container. Raises FileNotFoundError when it is gone."""
+        """Read the state of a container. Raises FileNotFoundError if it is gone."""
         return cls(**json.loads((home / STATE_FILE).read_bytes()))
 
     @property
@@ -55,7 +55,7 @@ class ContainerState(NamedTuple):
 
 
 class Container:
-    """The container of a ref."""
+    """The container that a ref identifies."""
 
     def __init__(self, ref: SandboxRef) -> None:
         self._ref = ref
@@ -84,7 +84,7 @@ class Container:
         return SandboxGone(f"sandbox {self._ref.id} is gone: killed, or its lease ended")
 
     def first_process(self, state: ContainerState) -> int | None:
-        """Return the pid of the container's first process while its keeper is its parent."""
+        """Return the pid of the container's first process as long as the keeper is its parent, otherwise None."""
         try:
             pid = int((self.home / PID_FILE).read_text())
             entry = parse_stat(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
@@ -93,7 +93,7 @@ class Container:
         return pid if entry.parent == state.keeper_pid and entry.state not in "ZX" else None
 
     async def end_first_process(self, state: ContainerState) -> None:
-        """Kill the first process, and with it the container, and wait for its end."""
+        """Kill the first process, and with it the container, and wait for it to exit."""
         pid = self.first_process(state)
         if pid is None:
             return

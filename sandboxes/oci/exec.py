@@ -2,13 +2,13 @@
 # (pathlib is not imported, because this program is started for every command)
 """Program that runs one command in a container and stays its parent until it ends.
 
-The standard streams are the command's own. The argument is one JSON object. Its descriptor `status` receives {pid} once
-the command runs, then {exit_code, timed_out, duration_s}: one JSON object per line.
+The standard streams are the command's own. The argument is one JSON object. The descriptor in its field `status`
+receives {pid} once the command is running, then {exit_code, timed_out, duration_s}: one JSON object per line.
 
 Invariants:
 - A command never outlives its timeout, nor this process (SIGTERM, or the death of the parent, cancels it). Its tree is
   killed by its own control group, which no daemon can leave, or from inside where the runtime has none (gVisor).
-- When the runtime cannot start the command, its message is the command's standard error, and the exit code is 126.
+- If the runtime cannot start the command, its message becomes the command's standard error, and the exit code is 126.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Shell programs that read and write files inside a container, as the user for whom they run.
 
-Invariants: a link or path of the agent's reaches only files that the user can reach inside; the host opens nothing;
-only regular files are read and written; FIFOs and devices are refused, and one that appears after the check is ended by
-the timeout. The image needs `cat`, `head` and `mkdir`.
+Invariants: an agent's link or path reaches only files that the user can reach inside; the host opens nothing; only
+regular files are read and written; FIFOs and devices are refused, and if one appears after the check, the timeout ends
+the operation. The image needs `cat`, `head` and `mkdir`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ for round in 1 2 3; do
   done
 done
 """
-"""Arguments: pid; `strays` to kill younger orphans too. For gVisor, whose processes are invisible to the host."""
+"""Arguments: pid; `strays` to kill younger orphans too. For gVisor, whose processes the host cannot see."""
 
 ACCOUNTS: Final = r"""
 for file in /etc/passwd /etc/group; do

@@ -6,11 +6,11 @@ Standard input: one JSON request per line: {op: boot, tag, id, home, ...}, or {o
 Standard output: {ready}, then for each boot {tag, pid} or {tag, error, message}.
 
 Invariants:
-- It has a mount namespace of its own: the host never sees a mount of a sandbox, and all mounts end with the keeper.
+- It has its own mount namespace, so the host never sees a sandbox's mounts, and all of them disappear with the keeper.
 - It is the parent of every container (as a subreaper): a container whose first process ends for any reason is cleaned
   up, except for the layer of a frozen one.
-- Each container waits on a pipe that only the keeper holds, so that it ends when the keeper dies. When its standard
-  input ends the keeper kills and removes all containers, then exits.
+- Each container waits on a pipe that only the keeper holds, so that the container ends when the keeper dies. When the
+  keeper's standard input ends, it kills and removes all containers, then exits.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ class _BootError(Exception):
 
 
 def _become_runtime(request: Request, lifeline: int) -> NoReturn:
-    """In the forked child: overlay the image with the layer, in a mount namespace of its own and with the sandbox's
-    ids, then execute the runtime."""
+    """In the forked child: mount the layer over the image, in a separate mount namespace and with the sandbox's ids,
+    then execute the runtime."""
     home = request["home"]
     try:
         signal.set_wakeup_fd(-1)
@@ -257,7 +257,8 @@ def _become(command: list[str]) -> NoReturn:
 
 
 def _mount_lowers(prefix: str, folders: list[str], stored_id: int, base_id: int) -> list[str]:
-    """Mount folders in the current one, their files shown with the sandbox's ids. Returns their names there."""
+    """Mount folders in the current folder, with their files shown under the sandbox's ids. Returns the names of the
+    mount points."""
     names = []
     id_maps = IdMaps()
     for number, folder in enumerate(folders):
@@ -271,7 +272,7 @@ def _mount_lowers(prefix: str, folders: list[str], stored_id: int, base_id: int)
 
 
 def _write_skeleton(root: str, base_id: int, skeleton: Request) -> None:
-    """Create the folders, links and small files of the image `host`."""
+    """Create the folders, links and small files for the image `host`."""
     syscalls.create_files_as(base_id, base_id)
     for name, mode in skeleton["folders"].items():
         os.makedirs(f"{root}/{name}", exist_ok=True)
@@ -287,8 +288,8 @@ def _write_skeleton(root: str, base_id: int, skeleton: Request) -> None:
 
 
 def _mount_frozen(name: str, frozen: Request, base_id: int) -> None:
-    """Mount a data path of a frozen sandbox, resolved in its own file tree, at `<name>-data`. Raises MountRefused,
-    OSError."""
+    """Mount a frozen sandbox's data path, resolved within that sandbox's file tree, at `<name>-data`. Raises
+    MountRefused, OSError."""
     layer = f"{frozen['home']}/{LAYER}/upper"
     tops = _mount_lowers(f"{name}-upper", [layer], frozen["base_id"], base_id)
     lowers = _mount_lowers(f"{name}-lower", frozen["lowers"], 0, base_id)

@@ -1,7 +1,7 @@
-"""Client side of a command in a container: its parent process `oci.exec`, its streams and its end.
+"""Client side of a command in a container: its parent process `oci.exec`, its streams and its outcome.
 
-Invariants: a wait ends with the report of `oci.exec`, or with its death; nothing is buffered here beyond the pipes; a
-process tree is killed by a signal to `oci.exec`, which is its parent.
+Invariants: a wait ends when `oci.exec` reports or dies; nothing is buffered here beyond the pipes; a process tree is
+killed by a signal to `oci.exec`, which is its parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KILLED: Final = 128 + signal.SIGKILL
 
 
 class CommandEnd(NamedTuple):
-    """The end of a command. `exit_code` is None when its parent process died without a report."""
+    """The outcome of a command. `exit_code` is None if its parent process died without a report."""
 
     exit_code: int | None
     timed_out: bool
@@ -36,8 +36,8 @@ class CommandEnd(NamedTuple):
 
 
 class RunningCommand:
-    """A running command, made by `start`. `begun` is set once `pid` is known or the command has ended; `ended` is done
-    once `end` is valid."""
+    """A running command, created by `start`. `begun` is set once `pid` is known or the command has ended; `ended` is
+    done once `end` is valid."""
 
     def __init__(self, process: asyncio.subprocess.Process, status: int) -> None:
         self._process = process
@@ -53,7 +53,7 @@ class RunningCommand:
 
     @classmethod
     async def start(cls, order: dict[str, Any], descriptors: Sequence[int]) -> RunningCommand:
-        """Start `oci.exec` with three standard streams, which are closed here. Raises OSError."""
+        """Start `oci.exec` with three standard streams; this process's copies are closed. Raises OSError."""
         status_read, status_write = os.pipe2(os.O_CLOEXEC)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -95,7 +95,7 @@ class RunningCommand:
             self.ended.set_result(None)
 
     async def wait(self) -> CommandEnd:
-        """Wait for the end; a cancel kills the command's tree before it returns."""
+        """Wait for the command to end. Cancelling kills its process tree before this returns."""
         try:
             await asyncio.shield(self.ended)
             await self._process.wait()
@@ -105,7 +105,7 @@ class RunningCommand:
         return self.end
 
     async def stop(self) -> None:
-        """Kill the tree. Idempotent."""
+        """Kill the process tree. Idempotent."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -113,7 +113,7 @@ class RunningCommand:
 
 
 class OciProcess(CommandStreams):
-    """A spawned command; see `Process`. `check` raises SandboxGone when the sandbox is dead."""
+    """A spawned command; see `Process`. `check` raises SandboxGone if the sandbox is dead."""
 
     def __init__(
         self,

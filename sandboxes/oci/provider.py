@@ -4,8 +4,8 @@ Invariants:
 - One keeper process per provider is the parent of all its containers and holds their file layers. The containers end
   with the provider or the keeper; files and cgroups that remain are removed when the next provider starts.
 - A sandbox has a folder with its secret, its lease and its state, so that any process can attach to it.
-- Each sandbox has an id range, a cgroup and a network of its own; its image is shared, read-only, and leased.
-- A create that fails or is cancelled leaves nothing.
+- Each sandbox has its own id range, cgroup and network; its image is shared, read-only and leased.
+- A create that fails or is cancelled leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 
 _FIRST_ID: Final = 0x60000000
 _IMAGE_PATIENCE_S: Final = 10.0
-"""Time a create waits for an image that is being unpacked; after that the caller has to wait and retry."""
+"""Time for which a create waits for an image that is being unpacked; after that, the caller has to wait and retry."""
 _ID_RANGES: Final = 30_000
 _SANDBOXES: Final = "sandboxes"
 _PASSABLE: Final = 0o711
@@ -62,24 +62,25 @@ class OciSandboxConfig(BaseModel):
     runtime: RuntimeKind = RuntimeKind.RUNC
     """Program that runs the containers; it must be installed."""
     max_sandboxes: int = Field(default=256, ge=1, le=10_000)
-    """Most live and frozen sandboxes at the same time; further creates raise CapacityExceeded."""
+    """Maximum number of live and frozen sandboxes; further creates raise CapacityExceeded."""
     layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Size of a sandbox's file layer in memory, unless its spec has `disk_bytes`; writes beyond it get ENOSPC. The
-    layer counts as memory of the sandbox."""
+    """Size of a sandbox's file layer in memory, unless its spec has `disk_bytes`; further writes fail with ENOSPC. The
+    layer counts towards the sandbox's memory."""
     pids: int = Field(default=512, ge=8)
-    """Most processes in a sandbox, unless its spec has `pids`."""
+    """Maximum number of processes in a sandbox, unless its spec has `pids`."""
     open_files: int = Field(default=4096, ge=64)
-    """Most open files of one process in a sandbox; at most the limit of the provider's own process."""
+    """Maximum number of open files per process in a sandbox; must not exceed the limit of the provider's own
+    process."""
     boot_timeout_s: float = Field(default=60.0, gt=0)
     """Time after which a sandbox that is not ready is killed and create raises BootTimeout."""
     image_folder: Path | None = None
-    """Folder of unpacked images; by default below the system's folder for temporary files. Several providers may share
+    """Folder for unpacked images; by default below the system's folder for temporary files. Several providers may share
     it."""
     image_bytes: int = Field(default=50 << 30, ge=1 << 20)
     """Disk space for unpacked images; the least recently used are removed first."""
     runtime_folder: Path | None = None
-    """Folder of the sandboxes' folders; by default below the system's folder for temporary files. All its parent
-    folders must be searchable by other users, because the root of a container has another user id."""
+    """Folder that contains the sandboxes' folders; by default below the system's folder for temporary files. All its
+    parent folders must be searchable by other users, because the root of a container has another user id."""
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ class _Sandbox:
 
 
 class OciProvider:
-    """Boots containers. An async context manager; `aclose` ends every sandbox."""
+    """Boots sandboxes in containers. An async context manager; `aclose` ends every sandbox."""
 
     def __init__(self, config: OciSandboxConfig | None = None) -> None:
         self._config = config or OciSandboxConfig()
@@ -336,7 +337,7 @@ class OciProvider:
 
 
 async def _remove_home(home: Path) -> None:
-    """Remove the folder of a provider, with containers and control groups that its keeper could not remove."""
+    """Remove a provider's folder, along with containers and control groups that its keeper could not remove."""
     for sandbox in (home / _SANDBOXES).glob("*"):
         with suppress(OSError, ValueError, TypeError):
             state = ContainerState.load(sandbox)

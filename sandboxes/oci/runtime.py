@@ -3,7 +3,7 @@
 Invariants:
 - A provider starts only if the program is installed; every call has a timeout and a minimal environment; the runtime's
   state is in the provider's own folder, so that no other tool lists or changes it.
-- Only programs and libraries of the host are visible; there are three fixed accounts.
+- Of the host, only programs and libraries are visible; there are three fixed accounts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FILES: Final = {
 
 
 def system_folders() -> list[str]:
-    """Return the folders of the host that are mounted unchanged."""
+    """Return the host folders that are mounted unchanged."""
     own = [f"/{name}" for name in _SYSTEM if Path(f"/{name}").is_dir() and not Path(f"/{name}").is_symlink()]
     return ["/usr", *own]
 
@@ -75,7 +75,7 @@ class RuntimeKind(StrEnum):
     RUNC = "runc"
     """Namespaces and cgroups of this kernel."""
     RUNSC = "runsc"
-    """gVisor, a kernel in user space: slower, with the strongest isolation of all providers."""
+    """gVisor, a user-space kernel: slower, but with the strongest isolation of all providers."""
 
 
 _GLOBAL: Final = {
@@ -85,7 +85,7 @@ _GLOBAL: Final = {
 
 
 class OciRuntime:
-    """One runtime with its state in the folder `state`. Raises NamespacesUnavailable when it is not installed."""
+    """One runtime with its state in the folder `state`. Raises NamespacesUnavailable if it is not installed."""
 
     def __init__(self, kind: RuntimeKind, state: Path) -> None:
         program = shutil.which(kind, path=_SEARCH_PATH)

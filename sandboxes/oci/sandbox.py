@@ -1,7 +1,7 @@
-"""Sandbox in an OCI container: any process of this host with root's rights attaches to it by its ref.
+"""Sandbox in an OCI container, to which any root process on this host can attach with its ref.
 
 Invariants:
-- A command runs below an `oci.exec` process of the caller, which enforces the timeout and dies with the caller.
+- A command runs under the caller's `oci.exec` process, which enforces the timeout and dies with the caller.
 - `kill` ends the first process; the keeper removes everything else.
 """
 
@@ -60,7 +60,8 @@ others=$(ls "${file%/*}" | grep -c '^exec-.*[.]json$')
 [ "$others" -gt 1 ] || set -- "$@" strays
 exec "$@"
 """
-"""Strays are killed only while no other command runs, because only then can they be told from other processes."""
+"""Strays are killed only while no other command runs, because only then can they be distinguished from other
+processes."""
 
 
 class OciSandbox(Sandbox):
@@ -93,7 +94,7 @@ class OciSandbox(Sandbox):
     async def _run(
         self, command: Command, source: int, *, timeout_s: float, max_bytes: int
     ) -> tuple[CommandEnd, bytes, bytes, bool]:
-        """Run a command with the descriptor `source` as standard input, which is closed here."""
+        """Run a command with the descriptor `source` as standard input; the descriptor is closed here."""
         try:
             state = self._container.running()
             account = await self._account(state, command.user)
@@ -127,7 +128,7 @@ class OciSandbox(Sandbox):
 
     @contextmanager
     def _order(self, state: ContainerState, process: dict[str, Any], timeout_s: float | None) -> Iterator[Order]:
-        """Yield the order for `oci.exec` and create its files, which are removed when the command has ended."""
+        """Create the files for `oci.exec` and yield its order; the files are removed once the command has ended."""
         name, home = f"exec-{secrets.token_hex(8)}", self._container.home
         process_file, pid_file = home / f"{name}.json", home / f"{name}.pid"
         runtime = state.oci_runtime()
@@ -302,7 +303,7 @@ class OciSandbox(Sandbox):
 
 
 def _read_inside(pid: int, name: str) -> str:
-    """Return a small regular file of a container, opened within its root; empty when there is none."""
+    """Return the content of a small regular file in a container, opened within its root; empty if there is none."""
     with suppress(OSError):
         root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

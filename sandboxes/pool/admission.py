@@ -1,9 +1,9 @@
-"""Admission of boots to one host or account: places, a token bucket, a bounded queue and a circuit breaker.
+"""Admission of boots to one host or account: slots, a token bucket, a bounded queue and a circuit breaker.
 
 Invariants:
-- A boot begins when it has a place and a token and the breaker allows it; every attempt of a boot takes a token.
-- The queue is bounded: a boot that does not fit is refused at once, with a time for the next attempt. The bound does
-  not apply to retries, which have been admitted before.
+- A boot begins when it has a slot and a token and the breaker allows it; every attempt takes a token.
+- The queue is bounded: a boot that does not fit is refused at once and told when to retry. The bound does not apply to
+  retries, which have already been admitted once.
 - Pure: no I/O; `now` is an argument, in seconds of one monotonic clock.
 - In any span of `w` seconds at most `burst + rate_per_s * w` tokens are taken.
 """
@@ -21,7 +21,7 @@ from headrace.sandboxes.pool.slots import Priority, Slots, Ticket
 
 _REMEMBERED_GRANTS: Final = 32
 _RETRY_AFTER_S: Final = (1.0, 60.0)
-"""Bounds of an estimated `retry_after_s`."""
+"""Bounds on an estimated `retry_after_s`."""
 
 
 _ROUNDING_S: Final = 1e-6
@@ -29,7 +29,7 @@ _ROUNDING_S: Final = 1e-6
 
 
 class TokenBucket:
-    """A bucket that starts full. Times are seconds of one monotonic clock."""
+    """A bucket that starts full. Times are in seconds of one monotonic clock."""
 
     def __init__(self, rate_per_s: float, burst: int) -> None:
         self._rate_per_s = rate_per_s
@@ -46,7 +46,7 @@ class TokenBucket:
         return True
 
     def next_s(self, now: float) -> float:
-        """Return the seconds until a token is available; 0 when one is."""
+        """Return the seconds until a token is available; 0 if one is available now."""
         self._fill(now)
         return max(0.0, 1 - self._tokens) / self._rate_per_s
 
@@ -57,29 +57,32 @@ class TokenBucket:
 
 
 class AdmissionConfig(BaseModel):
-    """Places of one sandbox host or account."""
+    """Admission limits of one sandbox host or account."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_live: int = Field(default=64, ge=2)
-    """Most sandboxes that boot or run at the same time on one host."""
+    """Maximum number of sandboxes booting or running on one host."""
     boot_concurrency: int = Field(default=8, ge=1)
-    """Most concurrent boots; more of them would only compete for the same cores."""
+    """Maximum number of concurrent boots; more would only compete for the same cores."""
     evaluation_reserve: int = Field(default=4, ge=1)
-    """Places of `max_live` that are reserved for evaluations."""
+    """Number of the `max_live` slots that are reserved for evaluations."""
     held_out_share: float = Field(default=0.5, gt=0, le=1)
-    """Largest share of the concurrent boots and of the places that agents on held-out tasks may take while training
-    rollouts wait. When none waits they may take all that are free. With 1 an evaluation always goes first."""
+    """Largest share of the concurrent boots, and of the slots, that agents on held-out tasks may take while training
+    rollouts are waiting. When none is waiting, they may take all that are free. With 1, an evaluation always goes
+    first."""
     boots_per_s: float = Field(default=1000.0, gt=0)
-    """Most boots that begin per second, including retries; for an account with a rate limit, stay below that."""
+    """Maximum number of boots that begin per second, including retries; for an account with a rate limit, stay below
+    that limit."""
     burst: int = Field(default=256, ge=1)
-    """Most boots that may begin at once after an idle time."""
+    """Maximum number of boots that may begin at once after an idle period."""
     max_waiting: int = Field(default=4096, ge=1)
-    """Most boots in the queue of one host; further ones are refused at once, with a time for the next attempt."""
+    """Maximum number of boots in one host's queue; further ones are refused at once and told when to retry."""
     breaker_failures: int = Field(default=8, ge=1)
-    """Consecutive transient failures after which a host gets no boots; rate limiting does not count as a failure."""
+    """Number of consecutive transient failures after which a host gets no boots; rate limiting does not count as a
+    failure."""
     breaker_open_s: float = Field(default=5.0, gt=0)
-    """Time without boots on such a host before one probe."""
+    """Time for which such a host gets no boots before one probe."""
 
     @model_validator(mode="after")
     def _reserve_leaves_room(self) -> AdmissionConfig:
@@ -89,7 +92,7 @@ class AdmissionConfig(BaseModel):
 
 
 class Admission:
-    """Admission to one host. A ticket waits, is granted (it boots), and becomes live; it may leave at any stage."""
+    """Admission to one host. A ticket waits, is granted (and boots), and becomes live; it may leave at any stage."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
@@ -119,7 +122,7 @@ class Admission:
         return self._places.has_room(priority)
 
     def is_short(self) -> bool:
-        """Return whether a ticket other than a warm one waits without a free place."""
+        """Return whether a ticket other than a warm one is waiting without a free slot."""
         return self._places.is_short()
 
     def breaker(self, now: float) -> BreakerState:
@@ -151,7 +154,8 @@ class Admission:
         return granted
 
     def next_grant_s(self, now: float) -> float | None:
-        """Return the seconds until time alone lets `grant` return more tickets; None when it cannot."""
+        """Return the seconds after which `grant` can return more tickets merely because time has passed; None if it
+        cannot."""
         if self._places.next() is None:
             return None
         wait_s = max(self._bucket.next_s(now), self._breaker.next_s(now))
@@ -162,7 +166,7 @@ class Admission:
         self._breaker.succeeded(ticket)
 
     def failed(self, ticket: Ticket, error: BaseException, now: float) -> None:
-        """Free the place of a boot that ended with an error."""
+        """Free the slot of a boot that ended with an error."""
         self._places.leave(ticket)
         if isinstance(error, PermanentSandboxError | CapacityExceeded):
             # A host that refuses is reachable.
@@ -172,11 +176,11 @@ class Admission:
         self._breaker.ended(ticket)
 
     def adopt(self, ticket: Ticket) -> None:
-        """Give a sandbox of an earlier pool its place again."""
+        """Give a sandbox from an earlier pool its slot back."""
         self._places.adopt(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """Free the place of a ticket that was withdrawn, or whose sandbox was frozen or released, or died.
+        """Free the slot of a ticket that was withdrawn, or whose sandbox was frozen or released, or died.
         Idempotent."""
         self._places.leave(ticket)
         self._breaker.ended(ticket)

@@ -1,10 +1,11 @@
 """The boot of one sandbox: choice of a host, queue, intent, create, and retries on other hosts.
 
 Invariants:
-- Every create carries the key of its boot, the same on every attempt, so an ambiguous failure on one host makes no
-  second sandbox there. A sandbox that it may have made is killed once the boot has succeeded elsewhere or failed.
+- Every create carries its boot's key, the same on every attempt, so an ambiguous failure on one host never leads to a
+  second sandbox there. A sandbox that such a failure may have left is killed once the boot has succeeded elsewhere or
+  failed.
 - Every attempt waits in a queue and takes a token; a first attempt that finds the queue full is refused at once.
-- Time in queues and time of booting have separate limits; waiting for a provider that is full is time in a queue.
+- Queueing time and boot time have separate limits; waiting for a provider that is full counts as queueing time.
 - A boot that is cancelled at any point leaves its sandbox to the reaper.
 """
 
@@ -32,28 +33,29 @@ if TYPE_CHECKING:
 
 PURPOSE_LABEL: Final = "purpose"
 EVALUATE: Final = "evaluate"
-"""A spec with the label purpose=evaluate is admitted before others."""
+"""Value of the purpose label; a spec with purpose=evaluate is admitted before others."""
 HELD_OUT: Final = "evaluation"
-"""A held-out agent's sandbox, labelled purpose=evaluation, is admitted before those of training."""
+"""Value of the purpose label; an agent's sandbox on a held-out task has purpose=evaluation and is admitted before those
+for training."""
 HOLDER_LABEL: Final = "holder"
-"""The holder of the sandbox: all sandboxes of a holder are renewed, and released, together."""
+"""Label with the sandbox's holder; all sandboxes of a holder are renewed and released together."""
 OWNER_LABEL: Final = "headrace-owner"
-"""The pool that booted the sandbox: a pool never touches sandboxes of another one on the same account."""
+"""Label with the pool that booted the sandbox; a pool never touches another pool's sandboxes on the same account."""
 KEY_LABEL: Final = "headrace-key"
-"""A copy of the idempotency key, because not every provider lists those."""
+"""Label with a copy of the idempotency key, because not every provider lists the keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """A sandbox to lease. A timeout of None is no limit."""
+    """A sandbox to lease. A timeout of None means no limit."""
 
     spec: SandboxSpec
     queue_timeout_s: float | None = None
-    """Time in queues over all attempts, after which QueueTimeout is raised."""
+    """Total queueing time over all attempts, after which QueueTimeout is raised."""
     boot_timeout_s: float | None = None
-    """Time outside of queues: creates, and the waits between them."""
+    """Limit on the time outside of queues: creates, and the waits between them."""
     avoid: tuple[str, ...] = ()
-    """Hosts to use only when there is no other."""
+    """Hosts to use only if there is no other."""
 
     @property
     def holder(self) -> str:
@@ -67,7 +69,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A leased sandbox, and the time spent queueing and booting."""
+    """A leased sandbox, and the time spent on queueing and booting."""
 
     ref: SandboxRef
     queue_s: float = 0.0
@@ -76,7 +78,7 @@ class Lease:
 
 @dataclass(slots=True, kw_only=True)
 class _Boot:
-    """The state of one request while it boots."""
+    """The state of one request while its sandbox is being booted."""
 
     request: LeaseRequest
     ticket: Ticket
@@ -86,11 +88,11 @@ class _Boot:
     """The only host that can serve the request."""
     queue_s: float = 0.0
     refused: bool = False
-    """A queue refused it: another attempt would only wait again."""
+    """True if a queue has refused the request; another attempt would only wait again."""
     full_since_s: float | None = None
-    """When the provider had no room: the time until the next attempt counts as time in a queue."""
+    """Time at which the provider had no capacity; the time from then until the next attempt counts as queueing time."""
     full: int = 0
-    """Attempts that found the provider full."""
+    """Number of attempts that found the provider full."""
     tried: list[str] = field(default_factory=list)
     in_doubt: set[str] = field(default_factory=set)
 
@@ -111,8 +113,8 @@ class _Boot:
 
 
 class Booter:
-    """Boots on the hosts of a pool, under its `owner` label. `make_room` is called with a host that has no free
-    place."""
+    """Boots sandboxes on a pool's hosts, under its `owner` label. `make_room` is called with a host that has no free
+    slot."""
 
     def __init__(
         self,

@@ -9,20 +9,20 @@ from headrace.sandboxes.retry import RetryConfig
 
 
 class PoolConfig(AdmissionConfig, RetryConfig):
-    """Places, rates, retries, timeouts and warm sandboxes of a pool."""
+    """Limits, rates, retries, timeouts and warm sandboxes of a pool."""
 
     create_timeout_s: float = Field(default=60.0, gt=0)
-    """Time limit of one attempt to create a sandbox; one that starts later is found and killed."""
+    """Time limit of one attempt to create a sandbox; a sandbox that starts later is found and killed."""
     answer_timeout_s: float = Field(default=15.0, gt=0)
     """Time after which a kill, a renewal or a listing counts as failed."""
     teardown_concurrency: int = Field(default=16, ge=1)
     """Concurrent kills on one host; boots do not count towards this limit."""
     reconcile_every_s: float = Field(default=2.0, gt=0)
-    """Interval at which the provider is asked for its sandboxes while a lease waits or a create is in doubt."""
+    """Interval at which the provider is asked for its sandboxes while a lease is waiting or a create is in doubt."""
     sweep_every_s: float = Field(default=30.0, gt=0)
     """Interval at which the provider is asked for its sandboxes otherwise."""
     warm: dict[str, int] = Field(default_factory=dict)
-    """Number of sandboxes to boot in advance, by image, e.g. `{ host = 4 }`; for specs that ask for an image only."""
+    """Number of sandboxes to boot in advance, by image, e.g. `{ host = 4 }`; for specs that request only an image."""
     warm_check_s: float = Field(default=5.0, gt=0)
     """A warm sandbox that does not run `true` within this time is replaced instead of handed out."""
     warm_ttl_s: float = Field(default=120.0, gt=0)

@@ -1,10 +1,10 @@
-"""Leases and intents of a pool, in memory and in its ledger.
+"""A pool's leases and intents, in memory and in its ledger.
 
 Invariants:
-- Every create has a durable intent before it; no ref is returned before the ledger holds it.
-- An intent ends as a lease, as nothing (the provider refused), or in doubt: then its key is searched for until the
-  provider can no longer start the sandbox.
-- Memory is changed first and without an await, so that no task sees half a change; the ledger follows in the same
+- Every create is preceded by a durable intent; no ref is returned before it is in the ledger.
+- An intent becomes a lease, is dropped (the provider refused), or is left in doubt; in the last case, its key is
+  searched for until the provider can no longer start the sandbox.
+- Memory is changed first and without an await, so that no task sees a partial change; the ledger follows in the same
   order.
 """
 
@@ -20,8 +20,8 @@ from headrace.sandboxes.pool.slots import Priority
 
 
 class DurableLeases:
-    """Lease table and intents with their ledger. `settle_s` is the time after an abandoned create in which its sandbox
-    may still start; `clock` returns Unix seconds."""
+    """Lease table and intents with their ledger. `settle_s` is how long after an abandoned create its sandbox may still
+    start; `clock` returns Unix seconds."""
 
     def __init__(self, writer: LedgerWriter, *, settle_s: float, clock: Callable[[], float] = time.time) -> None:
         self.table = LeaseTable()
@@ -31,7 +31,7 @@ class DurableLeases:
         self._intents: dict[tuple[str, str], Entry] = {}
         self._doubts: dict[tuple[str, str], float] = {}
         self.changed = asyncio.Event()
-        """Set when the reaper may have to act earlier than before."""
+        """Set when the reaper may have to act earlier than planned."""
 
     def unix_s(self, loop_s: float) -> float:
         return loop_s - self._now() + self._clock()
@@ -59,12 +59,12 @@ class DurableLeases:
             self._writer.post(Drop(host, key))
 
     def doubt(self, host: str, key: str) -> None:
-        """Turn an intent into a doubt: the create was abandoned, and it is unknown whether there is a sandbox."""
+        """Mark an intent as in doubt: the create was abandoned, and it is unknown whether there is a sandbox."""
         if self._intents.pop((host, key), None) is not None:
             self.suspect(host, key)
 
     def suspect(self, host: str, key: str) -> None:
-        """Search for an unwanted sandbox of this key, which may still start."""
+        """Search for an unwanted sandbox with this key, which may still start."""
         self._doubts[host, key] = self._now() + self._settle_s
         self.changed.set()
 
@@ -83,7 +83,7 @@ class DurableLeases:
     # Leases
 
     def add(self, held: HeldSandbox) -> None:
-        """Replace the intent of this key by its sandbox. `written` makes it durable."""
+        """Replace the intent with this key by its sandbox. `written` makes this durable."""
         self._intents.pop((held.host, held.key), None)
         self.table.add(held)
         self.changed.set()
@@ -96,7 +96,7 @@ class DurableLeases:
         self._writer.post(self.entry(held))
 
     def renew_holder(self, holder: str, deadline_s: float) -> list[HeldSandbox]:
-        """Renew all leases of a holder, with one row of the ledger."""
+        """Renew all leases of a holder with a single ledger row."""
         renewed = self.table.of_holder(holder)
         for held in renewed:
             self.table.renew(held, max(held.deadline_s, deadline_s))
@@ -105,7 +105,7 @@ class DurableLeases:
         return renewed
 
     def end(self, held: HeldSandbox) -> None:
-        """End a lease: the reaper kills the sandbox until it is gone. Idempotent."""
+        """End a lease; the reaper retries the kill until the sandbox is gone. Idempotent."""
         if held.ending or self.table.get(held.ref.id) is not held:
             return
         self.table.end(held)
@@ -113,12 +113,12 @@ class DurableLeases:
         self.changed.set()
 
     def record_end(self, held: HeldSandbox) -> None:
-        """Record the end of a lease, which the table has ended already, and make its kill due."""
+        """Record the end of a lease that the table has already ended, and make its kill due."""
         held.kill_at_s = self._now()
         self._writer.post(self.entry(held), *self._if_last(held.holder))
 
     def gone(self, held: HeldSandbox) -> bool:
-        """Drop a dead sandbox. Returns False if it was dropped before."""
+        """Drop a dead sandbox. Returns False if it had already been dropped."""
         if not self.table.remove(held):
             return False
         self._writer.post(Drop(held.host, held.key), *self._if_last(held.holder))

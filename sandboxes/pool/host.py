@@ -1,10 +1,10 @@
-"""One host or account of a pool: its provider, with the queue for its boots.
+"""One host or account of a pool, with its provider and the queue for its boots.
 
 Invariants:
-- A waiting boot is admitted as soon as possible: when a place is freed, a token arrives, or a probe is due.
-- A boot that stops waiting, even while it is admitted, occupies no place.
-- A host that takes boots is preferred to one that does not, then one outside of `avoid`, then one that has been tried
-  less often; among equals the least loaded is chosen, where having the image is worth `LOCALITY` of a host's places.
+- A waiting boot is admitted as soon as possible: when a slot is freed, a token arrives, or a probe is due.
+- A boot that stops waiting, even while it is being admitted, occupies no slot.
+- Hosts that accept boots are preferred, then hosts outside of `avoid`, then hosts that have been tried less often.
+  Among equals, the least loaded host is chosen, where having the image is worth a load of `LOCALITY`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """A provider with its admission; `close` it when no boot waits any more. `waits` is set whenever a boot has to."""
+    """A provider with its admission; `close` it once no boot is waiting. `waits` is set whenever a boot has to wait."""
 
     def __init__(self, name: str, provider: SandboxProvider, config: AdmissionConfig, waits: asyncio.Event) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class Host:
 
     @property
     def takes_boots(self) -> bool:
-        """True if the breaker allows boots; half-open, it allows one, the probe."""
+        """True if the breaker allows boots; a half-open breaker allows one, the probe."""
         state = self.breaker
         idle = self.admission.waiting + self.admission.booting == 0
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and idle)
@@ -60,7 +60,8 @@ class Host:
         return self.admission.has_room(priority)
 
     async def admitted(self, ticket: Ticket, *, again: bool) -> bool:
-        """Wait for admission. Returns False when this host stops taking boots. Raises CapacityExceeded at once."""
+        """Wait for admission. Returns False if this host stops accepting boots. Raises CapacityExceeded immediately if
+        the queue is full."""
         self.admission.enqueue(ticket, self._now(), again=again)
         granted: asyncio.Future[bool]
         granted = self._granted[ticket] = asyncio.get_running_loop().create_future()
@@ -96,7 +97,7 @@ class Host:
         self.admission.adopt(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """Free the place of a ticket. Idempotent."""
+        """Free a ticket's slot. Idempotent."""
         self.admission.leave(ticket)
         self._pump()
 
@@ -112,13 +113,13 @@ class Host:
         self._timer = None if wait_s is None else asyncio.get_running_loop().call_later(wait_s, self._pump)
 
     def close(self) -> None:
-        """Cancel the timer of the next admission."""
+        """Cancel the timer for the next admission."""
         if self._timer is not None:
             self._timer.cancel()
 
 
 LOCALITY: Final = 0.5
-"""A host without the image is chosen when the hosts with it are busier by this share of their places."""
+"""A host without the image is chosen only if the hosts with it are busier by more than this share of their slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +128,14 @@ class HostView:
 
     name: str
     is_open: bool
-    """It takes boots."""
+    """True if the host accepts boots."""
     load: float
-    """Number of waiting, booting and live sandboxes, divided by its places."""
+    """Number of waiting, booting and live sandboxes, divided by its slots."""
     has_image: bool
 
 
 def choose(hosts: Collection[HostView], tried: Collection[str], avoid: Collection[str] = ()) -> str:
-    """Return the name of the best of at least one host."""
+    """Return the name of the best host; there must be at least one."""
 
     def rank(host: HostView) -> tuple[bool, bool, int, float, str]:
         tries = sum(name == host.name for name in tried)

@@ -1,10 +1,10 @@
-"""Lease table of one pool: its sandboxes with their holders and deadlines.
+"""Lease table of one pool, with its sandboxes, their holders and deadlines.
 
-Pure: no clock, no I/O; times are those of one monotonic clock.
+Pure: no clock, no I/O; all times are from one monotonic clock.
 
 Invariants:
-- A sandbox has one holder; a request of a holder has at most one sandbox.
-- A sandbox that is ending has no lease and no holder any more: it stays in the table until its death is confirmed.
+- A sandbox has one holder; each of a holder's requests has at most one sandbox.
+- A sandbox that is ending no longer has a lease or a holder; it stays in the table until its death is confirmed.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class HeldSandbox:
     deadline_s: float
     """End of its lease."""
     dies_at_s: float
-    """When its provider ends it unless the lease is renewed there."""
+    """Time at which its provider ends it unless the lease is renewed there."""
     frozen: bool = False
     warm: bool = False
-    """It was booted in advance and waits for a request."""
+    """True if it was booted in advance and is waiting for a request."""
     ending: bool = False
     kills: int = 0
     """Number of failed attempts to kill it."""
     kill_at_s: float = 0.0
-    """When the next attempt is due."""
+    """Time at which the next attempt is due."""
 
 
 class LeaseTable:
@@ -89,7 +89,7 @@ class LeaseTable:
         self._own(held)
 
     def get(self, sandbox: SandboxId) -> HeldSandbox | None:
-        """Return the leased sandbox of this id, unless it is ending."""
+        """Return the leased sandbox with this id, unless it is ending."""
         held = self._by_id.get(sandbox)
         return None if held is None or held.ending else held
 
@@ -105,7 +105,7 @@ class LeaseTable:
         return list(self._by_holder.get(holder, {}).values())
 
     def of_host(self, host: str) -> list[HeldSandbox]:
-        """Return the sandboxes of a host, including those that are ending."""
+        """Return a host's sandboxes, including those that are ending."""
         return [held for held in self._by_id.values() if held.host == host]
 
     def is_holder(self, holder: str) -> bool:
@@ -116,13 +116,13 @@ class LeaseTable:
         self._deadlines.set(held.ref.id, deadline_s)
 
     def end(self, held: HeldSandbox) -> None:
-        """End the lease of a sandbox, which is to be killed. Idempotent."""
+        """End the lease of a sandbox that is to be killed. Idempotent."""
         if not held.ending:
             held.ending, held.warm = True, False
             self._disown(held)
 
     def remove(self, held: HeldSandbox) -> bool:
-        """Remove a sandbox. Returns False if it was removed before."""
+        """Remove a sandbox. Returns False if it had already been removed."""
         if self._by_id.get(held.ref.id) is not held:
             return False
         self._disown(held)
@@ -137,7 +137,7 @@ class LeaseTable:
         return expired
 
     def next_due_s(self) -> float | None:
-        """Return the time of the next end of a lease or of the next kill, or None."""
+        """Return the time at which the next lease expires or the next kill is due, or None."""
         times = [held.kill_at_s for held in self._by_id.values() if held.ending]
         lease_s = self._deadlines.next()
         return min([*times, *([] if lease_s is None else [lease_s])], default=None)

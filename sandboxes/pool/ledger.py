@@ -1,17 +1,17 @@
 """Ledger of a pool's sandboxes: one SQLite file, from which a restarted pool recovers.
 
-It is synchronous, for one thread at a time.
+The ledger is synchronous and may be used by one thread at a time.
 
 Invariants:
-- One process has a ledger open (by a lock that the kernel releases with the process). The file has mode 600, because it
-  holds the secrets of sandboxes.
-- `apply` is one transaction: once it has returned, a crash of the process loses nothing of it. (WAL with
-  synchronous=NORMAL: a crash of the machine may lose the last moments. Its local sandboxes are gone then too, and
-  remote ones are found by the owner's label, or end with their lease.)
+- Only one process has a ledger open, ensured by a lock that the kernel releases when the process exits. The file has
+  mode 600, because it holds sandbox secrets.
+- `apply` is one transaction: once it has returned, a crash of the process loses none of its changes. (WAL with
+  synchronous=NORMAL: a crash of the machine may lose the last moments. Its local sandboxes are then gone too, and
+  remote ones are found by the owner label or end with their lease.)
 - Times are Unix seconds, because the ledger outlives the monotonic clocks of its processes.
 - `write` returns once its changes are durable; `post` only queues them.
-- The event loop never waits for the disk. A ledger in memory is written at once, without a thread.
-- After a failed write nothing more is written: `run` ends with the error.
+- The event loop never waits for the disk. An in-memory ledger is written at once, without a thread.
+- After a failed write, nothing more is written and `run` raises the error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headrace.sandboxes.private_folders import make_missing
 FILE_NAME: Final = "sandboxes.db"
 _SCHEMA_VERSION: Final = 1
 _PRIMARY: Final = 0xFF
-"""Mask of the primary code in SQLite's extended error codes."""
+"""Mask for the primary code in SQLite's extended error codes."""
 _DISK_TROUBLE: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
 _DDL: Final = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -57,19 +57,19 @@ class EntryState(StrEnum):
     HELD = "held"
     """It exists and has, or may have, a holder."""
     ENDING = "ending"
-    """It is to be killed, and its death is not confirmed."""
+    """It is to be killed, and its death has not been confirmed yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One sandbox, or the intent to boot one. It is identified by (`host`, `key`), where `key` is the idempotency key
-    for the provider."""
+    sent to the provider."""
 
     host: str
     key: str
     state: EntryState
     request_key: str
-    """The idempotency key of the request; empty for none."""
+    """The request's idempotency key; empty if it has none."""
     holder: str
     image: str
     deadline_s: float
@@ -105,7 +105,7 @@ Change: TypeAlias = Entry | Drop | Renewed | HolderGone
 
 
 class SandboxLedger:
-    """An open ledger, from `open` or `in_memory`; `close` it."""
+    """An open ledger, created by `open` or `in_memory`; `close` it after use."""
 
     def __init__(self, database: sqlite3.Connection, lock: FileLock | None) -> None:
         self._database = database
@@ -171,7 +171,7 @@ class SandboxLedger:
         execute("COMMIT")
 
     def load(self) -> list[Entry]:
-        """Return all entries. A deadline is the later one of the sandbox's own and its holder's."""
+        """Return all entries. Each deadline is the later of the sandbox's own and its holder's."""
         holders = dict(self._database.execute("SELECT holder, deadline_s FROM holders"))
         rows = self._database.execute(f"SELECT {', '.join(_COLUMNS.split())} FROM sandboxes")
         entries = [_entry(row) for row in rows]
@@ -188,7 +188,7 @@ class SandboxLedger:
 
 
 def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
-    """Configure a database and create its tables. Raises sqlite3.DatabaseError for a file of another kind."""
+    """Configure a database and create its tables. Raises sqlite3.DatabaseError if the file is not such a database."""
     for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "busy_timeout = 5000"):
         database.execute(f"PRAGMA {pragma}")
     version = database.execute("PRAGMA user_version").fetchone()[0]

@@ -1,8 +1,8 @@
-"""Leases that are being acquired: equal requests share one boot, and the boots of a holder can be cancelled.
+"""Leases that are being acquired: identical requests share one boot, and a holder's boots can be cancelled.
 
 Invariants:
 - A boot runs in a task of the pool for as long as a caller waits for it.
-- A lease that is ready when no caller waits any more is passed to `discard`, never lost.
+- A lease that becomes ready when no caller is waiting any more is passed to `discard`, never lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Running:
 
 
 class PendingLeases:
-    """Runs leases in `tasks`."""
+    """Acquires leases in tasks of the group `tasks`."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
@@ -39,8 +39,8 @@ class PendingLeases:
     async def join(
         self, holder: str, request_key: str, begin: Callable[[], Awaitable[Lease]], discard: Callable[[Lease], None]
     ) -> Lease:
-        """Wait for the lease of a request, which `begin` acquires unless it is pending already. Raises the errors of
-        `begin`, and SandboxGone when the holder was released."""
+        """Wait for a request's lease, which `begin` acquires unless it is already pending. Raises the errors that
+        `begin` raises, and SandboxGone if the holder has been released."""
         running = self._by_request.get((holder, request_key))
         if running is None:
 
@@ -87,7 +87,7 @@ class PendingLeases:
             del self._by_request[name]
 
     async def cancel(self, holder: str) -> None:
-        """Cancel all pending leases of a holder; returns when they have ended."""
+        """Cancel all pending leases of a holder; returns once they have ended."""
         await _end([running.task for running in self._running if running.holder == holder])
 
     async def cancel_all(self) -> None:

@@ -1,13 +1,14 @@
-"""The sandbox pool: leases of sandboxes over one or several hosts, in plain asyncio.
+"""The sandbox pool, which leases sandboxes on one or several hosts, in plain asyncio.
 
 Invariants:
-- Every spec of a `lease` yields a ref or a typed error, in the order of the specs; one failure ends no sibling.
-- A lease that is cancelled leaves no sandbox behind. Releases, renewals and freezes never wait for a boot.
-- Every lease has a deadline; a sandbox that nobody renews is killed, by the pool, or by its provider when the pool is
+- Every spec of a `lease` yields a ref or a typed error, in the order of the specs; one failure does not end the others.
+- A cancelled `lease` call leaves no sandbox behind. Releases, renewals and freezes never wait for a boot.
+- Every lease has a deadline; a sandbox that nobody renews is killed by the pool, or by its provider if the pool is
   gone.
-- A pool that restarts on its ledger has its former leases and kills sandboxes that nobody holds (see `DurableLeases`,
-  `Reaper`).
-- The place of a sandbox that died by itself is freed: while a lease waits, the provider is asked which are alive.
+- A pool that is restarted with its ledger keeps its former leases and kills sandboxes that nobody holds (see
+  `DurableLeases`, `Reaper`).
+- The slot of a sandbox that died on its own is freed: while a lease is waiting, the provider is asked which sandboxes
+  are alive.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Leases sandboxes of `hosts` (providers by name); an async context manager that closes the providers and the
+    """Leases sandboxes on `hosts` (providers by name). An async context manager that closes the providers and the
     ledger.
 
     Without a ledger the pool's state ends with its process. `owner` labels its sandboxes, so that pools can share an
@@ -90,7 +91,7 @@ class Pool:
         return self
 
     def _recover(self, entry: Entry) -> None:
-        """Adopt, kill or search for the sandbox of a ledger row of an earlier pool."""
+        """Adopt, kill or search for the sandbox in a ledger row from an earlier pool."""
         host = self._hosts.get(entry.host)
         if host is None:
             self._writer.post(Drop(entry.host, entry.key))
@@ -153,7 +154,7 @@ class Pool:
         return [task.result() for task in tasks]
 
     async def lease_one(self, request: LeaseRequest) -> Lease:
-        """Return a new sandbox, or the one that the holder leased with the same idempotency key before.
+        """Return a new sandbox, or the one that the holder has already leased with the same idempotency key.
 
         Raises SandboxError; a cancelled call leaves no sandbox."""
         return await self._pending.join(
@@ -175,13 +176,13 @@ class Pool:
         return lease
 
     def _discard(self, lease: Lease) -> None:
-        """End a lease that nobody waits for any more."""
+        """End a lease that nobody is waiting for any more."""
         if (held := self._leases.table.get(lease.ref.id)) is not None:
             self._leases.end(held)
 
     async def release(self, ids: Iterable[SandboxId]) -> None:
-        """Kill sandboxes and drop their layers. One attempt each; the reaper repeats those that failed. Unknown ids are
-        ignored; idempotent."""
+        """Kill sandboxes and drop their layers. Each kill is attempted once; the reaper retries those that failed.
+        Unknown ids are ignored. Idempotent."""
         await self._end([held for held in map(self._leases.table.get, ids) if held is not None])
 
     async def release_requests(self, request_keys: Iterable[str]) -> None:
@@ -202,8 +203,8 @@ class Pool:
         await self._end(self._leases.table.of_holder(holder))
 
     async def freeze(self, ids: Iterable[SandboxId]) -> list[SandboxError | None]:
-        """Kill the processes but retain the files, and free the places. Errors are results, in the order of the ids.
-        Ids of sandboxes that are gone are ignored."""
+        """Kill the processes but retain the files, and free the slots. Errors are results, in the order of the ids. Ids
+        of sandboxes that are gone are ignored."""
 
         async def freeze_one(sandbox_id: SandboxId) -> SandboxError | None:
             held = self._leases.table.get(sandbox_id)
@@ -247,8 +248,8 @@ class Pool:
         return lost + await self._renew_at_providers(found, ttl_s)
 
     async def renew_holder(self, holder: str, ttl_s: float) -> list[SandboxId]:
-        """Renew all leases of a holder to at least `ttl_s` seconds from now. Return the ids that turn out to be
-        gone."""
+        """Renew all leases of a holder to at least `ttl_s` seconds from now. Return the ids of those that turn out to
+        be gone."""
         renewed = self._leases.renew_holder(holder, asyncio.get_running_loop().time() + ttl_s)
         return await self._renew_at_providers(renewed, ttl_s)
 

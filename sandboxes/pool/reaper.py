@@ -2,12 +2,12 @@
 
 Invariants:
 - The end of a lease ends its sandbox; a kill is repeated until the sandbox is gone.
-- Of the sandboxes that a provider lists, only those with this pool's owner label are touched. Those that belong to no
-  lease and no running create are killed.
-- A host that hangs delays no other: every sweep of a host is a task of its own with a deadline.
+- Of the sandboxes that a provider lists, only those with this pool's owner label are touched. Those that belong neither
+  to a lease nor to a running create are killed.
+- A host that hangs does not delay the others: each sweep of a host is a separate task with a deadline.
 - Kills never wait for boots, and kills on one host never wait for those on another.
-- A sandbox has its place until it is gone: killed, unknown to its provider, or past the end of its lease there.
-- A kill that failed is counted, and repeated by the reaper after a growing delay.
+- A sandbox keeps its slot until it is gone: killed, unknown to its provider, or past the end of its lease there.
+- A failed kill is counted, and the reaper retries it after a growing delay.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Teardown:
         self.failures = 0
 
     def start(self, held: HeldSandbox) -> asyncio.Task[None]:
-        """Start one attempt to kill a sandbox. Returns the running attempt if there is one."""
+        """Start one attempt to kill a sandbox. If an attempt is already running, it is returned instead."""
         task = self._running.get(held.ref.id)
         if task is None:
             # Not due again before this attempt is over.
@@ -73,7 +73,7 @@ class Teardown:
         self.forget(held)
 
     def forget(self, held: HeldSandbox) -> bool:
-        """Remove a dead sandbox and free its place. Returns False if it was removed before."""
+        """Remove a dead sandbox and free its slot. Returns False if it had already been removed."""
         if not self._leases.gone(held):
             return False
         self._hosts[held.host].leave(held.ticket)
@@ -91,7 +91,7 @@ class Teardown:
 
 
 class Reaper:
-    """`run` it in a task group; the sweeps of hosts run in `tasks`."""
+    """Reaper of a pool; `run` it in a task group. The sweeps of hosts run in `tasks`."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Reaper:
         return asyncio.get_running_loop().time()
 
     async def run(self) -> None:
-        """Expire leases, kill and sweep until cancelled."""
+        """Expire leases, kill sandboxes and sweep hosts until cancelled."""
         while True:
             self._leases.changed.clear()
             now = self._now()
@@ -144,7 +144,8 @@ class Reaper:
         return self._swept_at_s.get(host.name, self._now()) + every_s
 
     def sweep(self, host: Host) -> asyncio.Task[None]:
-        """Compare the sandboxes of a host with the leases. Returns the running task if there is one."""
+        """Start comparing a host's sandboxes with the leases. If a sweep is already running, its task is returned
+        instead."""
         task = self._sweeping.get(host.name)
         if task is None:
             task = self._sweeping[host.name] = self._tasks.create_task(self._sweep(host))

@@ -1,13 +1,14 @@
-"""Assignment of the places of one sandbox host to waiting boots. Pure: no clock, no I/O.
+"""Assignment of one sandbox host's slots to waiting boots. Pure: no clock, no I/O.
 
 Invariants:
-- `booting + live <= max_live`, and at most `boot_concurrency` boot at once. Frozen sandboxes run nothing and do not
-  count.
-- Evaluations go first, and only they may use the `evaluation_reserve` places, so rollouts that hold a sandbox while
-  they wait for an evaluation's can never deadlock. Agents on held-out tasks go before those on training tasks, warm
+- `booting + live <= max_live`, and at most `boot_concurrency` sandboxes boot at once. Frozen sandboxes run nothing and
+  do not count.
+- Evaluations go first, and only they may use the `evaluation_reserve` slots, so rollouts that hold a sandbox while they
+  wait for an evaluation's can never deadlock. Agents on held-out tasks go before those on training tasks, warm
   sandboxes last.
-- While an agent on a training task waits, agents on held-out tasks take at most their share of the concurrent boots and
-  of the places: an evaluation delays training, and does not stop it. When none waits they take all that is free.
+- While an agent on a training task is waiting, agents on held-out tasks take at most their share of the concurrent
+  boots and of the slots, so an evaluation delays training but does not stop it. When none is waiting, they may take
+  everything that is free.
 - Tickets of one priority are served in the order of their numbers: a retry has the number of its first attempt.
 """
 
@@ -25,7 +26,8 @@ class Priority(IntEnum):
     EVALUATION = 0
     """A clean sandbox for an evaluation, for which a rollout waits while it holds its own."""
     HELD_OUT = 1
-    """An agent's sandbox on a held-out task: up to its share it overtakes rollouts, and it has no reserved place."""
+    """An agent's sandbox on a held-out task: up to their share, these overtake rollouts, but they have no reserved
+    slots."""
     ROLLOUT = 2
     """An agent's sandbox, and any other without a purpose label."""
     WARM = 3
@@ -34,14 +36,14 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Ticket:
-    """The right to wait for a place, then to have it. Tickets sort in the order in which they are served."""
+    """The right to wait for a slot and then to hold it. Tickets sort in the order in which they are served."""
 
     priority: Priority
     number: int
 
 
 class Slots:
-    """Tickets go from waiting to booting to live, and leave from any of these."""
+    """Slots of one host. Tickets go from waiting to booting to live, and may leave at any stage."""
 
     def __init__(
         self, max_live: int, boot_concurrency: int, evaluation_reserve: int, held_out_share: float = 1.0
@@ -69,7 +71,7 @@ class Slots:
         return len(self._live)
 
     def enqueue(self, ticket: Ticket) -> None:
-        """Queue for a place."""
+        """Queue a ticket for a slot."""
         self._waiting.add(ticket)
         heapq.heappush(self._queues[ticket.priority], ticket)
 
@@ -81,12 +83,12 @@ class Slots:
         return first if self.has_room(first.priority) else None
 
     def is_short(self) -> bool:
-        """Return whether a ticket other than a warm one waits without a free place."""
+        """Return whether a ticket other than a warm one is waiting without a free slot."""
         first = self._first()
         return first is not None and first.priority is not Priority.WARM and not self.has_room(first.priority)
 
     def _first(self) -> Ticket | None:
-        """Return the ticket that is next, whether or not there is room."""
+        """Return the next ticket, whether or not there is room for it."""
         heads: dict[Priority, Ticket] = {}
         for priority, queue in self._queues.items():
             while queue and queue[0] not in self._waiting:
@@ -101,7 +103,7 @@ class Slots:
         return next(iter(heads.values()), None)
 
     def has_room(self, priority: Priority) -> bool:
-        """Return whether a place is free for this priority, regardless of other waiting tickets."""
+        """Return whether a slot is free for this priority, regardless of other waiting tickets."""
         room = self._max_live - (0 if priority is Priority.EVALUATION else self._reserve)
         return len(self._booting) + len(self._live) < room
 
@@ -115,11 +117,11 @@ class Slots:
         self._live.add(ticket)
 
     def adopt(self, ticket: Ticket) -> None:
-        """Give a place to a sandbox that lives already, whether or not there is room."""
+        """Give a slot to a sandbox that is already running, whether or not there is room."""
         self._live.add(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """Free the place of a ticket that was withdrawn, or whose sandbox failed, was frozen or released, or died.
+        """Free the slot of a ticket that was withdrawn, or whose sandbox failed, was frozen or released, or died.
         Idempotent."""
         self._waiting.discard(ticket)
         self._booting.discard(ticket)

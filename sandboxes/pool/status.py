@@ -29,7 +29,8 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostStatus:
-    """Current counts of one host. `live` counts sandboxes with a place: ending ones too, frozen ones not."""
+    """Current counts of one host. `live` counts sandboxes that hold a slot, including ending ones but not frozen
+    ones."""
 
     name: str
     live: int
@@ -47,13 +48,13 @@ class PoolStatus:
     waiting: int
     frozen: int
     warm: int
-    """Sandboxes booted in advance, which count as live too."""
+    """Sandboxes booted in advance, which also count as live."""
     ending: int
     """Sandboxes that are being killed."""
     booted_total: int
     failed_total: int
     retried_total: int
-    """Attempts of boots after the first one."""
+    """Boot attempts after the first one."""
     released_total: int
     lost_total: int
     """Sandboxes that ended without a release: out of memory, ended by their provider, or lost with their host."""
@@ -68,7 +69,7 @@ class PoolStatus:
     warm_dead_total: int
     """Warm sandboxes that failed their check."""
     kill_failures_total: int
-    """Kills that failed and were repeated."""
+    """Kills that failed and were retried."""
     hosts: tuple[HostStatus, ...] = ()
 
 

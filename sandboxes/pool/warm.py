@@ -1,9 +1,9 @@
-"""Stock of sandboxes that were booted in advance, by image.
+"""Stock of sandboxes that have been booted in advance, by image.
 
 Invariants:
-- Only specs that ask for nothing but an image are served; a sandbox has just run a command when it is handed out.
-- Warm sandboxes boot at the lowest priority and end when another boot finds no place, also one that was waiting before
-  they were ready.
+- Only specs that request nothing but an image are served; a sandbox is handed out only after it has just run a command.
+- Warm sandboxes boot at the lowest priority and are ended when another boot finds no slot, even one that was already
+  waiting before they were ready.
 - A warm sandbox that is handed out, dead or expired is replaced.
 """
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_plain(spec: SandboxSpec) -> bool:
-    """Return whether a spec asks for an image only, and for nothing else that a warm sandbox could lack."""
+    """Return whether a spec requests only an image, and nothing else that a warm sandbox could lack."""
     limits = (spec.cpu, spec.memory_bytes, spec.disk_bytes, spec.pids)
     return limits == (None,) * 4 and spec.network is Network.NONE and not (spec.mounts or spec.folders)
 
@@ -63,12 +63,12 @@ class WarmStock:
         self.dead = 0
 
     def ready(self, image: str | None = None) -> list[HeldSandbox]:
-        """Return the warm sandboxes of an image, or all."""
+        """Return the warm sandboxes of an image, or of all images."""
         warm = (held for held in self._leases.table.of_holder(WARM_HOLDER) if held.warm)
         return [held for held in warm if image is None or held.image == image]
 
     async def take(self, request: LeaseRequest) -> HeldSandbox | None:
-        """Return a live sandbox that the ledger now records for the request; None when there is none."""
+        """Return a live sandbox that the ledger now records for the request, or None if there is none."""
         spec = request.spec
         while is_plain(spec) and (ready := self.ready(spec.image)):
             held = ready[-1]
@@ -103,12 +103,12 @@ class WarmStock:
         return None
 
     def give_way(self, host: Host) -> None:
-        """End one warm sandbox of a host that has no free place for another boot."""
+        """End one warm sandbox on a host that has no free slot for another boot."""
         if (held := next((held for held in self.ready() if held.host == host.name), None)) is not None:
             self._leases.end(held)
 
     async def run(self) -> None:
-        """Refill and renew until cancelled."""
+        """Refill the stock and renew its leases until cancelled."""
         loop = asyncio.get_running_loop()
         renew_at_s = loop.time() + self._config.warm_ttl_s / 4
         while self._config.warm:

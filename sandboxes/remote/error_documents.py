@@ -1,7 +1,7 @@
-"""JSON encoding of sandbox errors, between the exec server and its clients.
+"""JSON encoding of sandbox errors for transfer between the exec server and its clients.
 
-Invariants: the name, the message, the kind (transient or permanent) and the time to wait are transferred. An error with
-a name that the other side does not know has the right kind.
+Invariants: the name, the message, the kind (transient or permanent) and the time to wait are transferred. An error
+whose name the other side does not know still has the right kind.
 """
 
 from __future__ import annotations

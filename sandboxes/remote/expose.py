@@ -1,9 +1,9 @@
-"""Client side of `expose` for a sandbox of another host: a tunnel from the sandbox to a service of this host.
+"""Client side of `expose` for a sandbox on another host: a tunnel from the sandbox to a service on this host.
 
 Invariants:
 - Only this process connects to the service, and only for requests below the prefix, so the other host has no more
   access than the sandbox.
-- A broken tunnel is reopened while the context lasts; the requests that were running in it are lost.
+- A broken tunnel is reopened while the context is open; requests that were in progress are lost.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _ReopeningTunnel:
         self._path = path
 
     async def run(self, opened: asyncio.Future[None]) -> None:
-        """Run the tunnel. Resolves `opened` when it is first open, or with its error."""
+        """Run the tunnel. Resolves `opened` once the tunnel is first open, or with the error if opening fails."""
         try:
             await self._once(opened)
         except SandboxError as error:

@@ -15,12 +15,12 @@ import orjson
 from headrace.sandboxes.errors import SandboxFileError, SpecRefused
 
 SPOOL_BYTES: Final = 1 << 20
-"""A larger body is read from a file, and sent from one."""
+"""Size above which a body is read from, and sent from, a file."""
 _LENGTH: Final = struct.Struct(">I")
 
 
 def checked_path(path: str) -> str:
-    """Return a path without NUL bytes. Raises SandboxFileError."""
+    """Return the path unchanged. Raises SandboxFileError if it contains a NUL byte."""
     if "\0" in path:
         raise SandboxFileError("a path must not contain a NUL byte")
     return path

@@ -1,7 +1,8 @@
 """HTTP client of the `remote` provider, with two connection pools, a silence timeout and retries.
 
 Invariants:
-- Kills, renewals and lists have connections of their own, so that commands which hold all others never delay them.
+- Kills, renewals and lists have their own connections, so that they are never delayed by commands that occupy all the
+  others.
 - Only idempotent requests are repeated, only after ProviderUnreachable, and according to the retry table.
 - Every failure without a typed answer (lost connection, 502, 503, 504, silence) is ProviderUnreachable: its effect on
   the server is unknown.
@@ -36,7 +37,7 @@ class NotConnected(ProviderUnreachable):
 
 
 class RemoteHttp:
-    """Requests to exec servers; `close` it."""
+    """HTTP client for exec servers; `close` it after use."""
 
     def __init__(self, *, connections: int, silence_s: float, retries: RetryConfig) -> None:
         self._sizes = {False: connections, True: TEARDOWN_CONNECTIONS}
@@ -57,10 +58,11 @@ class RemoteHttp:
         repeatable: bool = False,
         teardown: bool = False,
     ) -> Any:
-        """Return the JSON document, or the bytes, of the response. `body` is sent as JSON; `content` makes a raw body,
-        a new one for each attempt.
+        """Return the JSON document, or the bytes, of the response. `body` is sent as JSON; `content` creates a raw
+        body, a new one for each attempt.
 
-        Raises the typed error of the response, ProviderUnreachable, SandboxGone once this client is closed."""
+        Raises the typed error of the response, ProviderUnreachable, and SandboxGone once this client has been
+        closed."""
         encoded = None if body is None else orjson.dumps(body)
         data = content if content is not None else lambda: encoded
         send = self._once, method, url, secret, data, query, teardown
@@ -103,8 +105,8 @@ class RemoteHttp:
     async def socket(
         self, url: str, secret: str, query: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-        """Open a WebSocket and check its first message. It uses a connection outside of both pools. Raises the typed
-        error of the first message, ProviderUnreachable."""
+        """Open a WebSocket and check its first message. It uses a connection outside both pools. Raises the typed error
+        of the first message, ProviderUnreachable."""
         import aiohttp
 
         headers = {"Authorization": f"Bearer {secret}"}

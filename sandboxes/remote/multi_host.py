@@ -46,7 +46,7 @@ _BREAKER_FAILURES: Final = 2
 _BREAKER_OPEN_S: Final = 5.0
 _PLACES: Final = 512
 _DOUBT_S: Final = 3600.0
-"""Sandboxes of a silent host count as alive for this time, because their leases may have been renewed."""
+"""Sandboxes on a silent host count as alive for this long, because their leases may have been renewed."""
 _REMEMBERED_KEYS: Final = 16_384
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class _Host:
             self.started = True
 
     async def list(self) -> list[SandboxInfo]:
-        """Return the sandboxes of the host. Those of a silent host are assumed to live until they have certainly
+        """Return the host's sandboxes. If the host is silent, they are assumed to be alive until they must have
         ended."""
         before = set(self.infos)
         try:
@@ -142,7 +142,7 @@ class MultiHostProvider:
         await self.aclose()
 
     async def start(self) -> None:
-        """Query every host. Raises ProviderUnreachable when none responds, SecretRefused."""
+        """Query every host. Raises ProviderUnreachable if none responds, and SecretRefused."""
         try:
             for info, host in await self._list():
                 self._remember(info.idempotency_key, host)
@@ -193,14 +193,14 @@ class MultiHostProvider:
             raise
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
-        """Attach to a sandbox. Raises SandboxGone for a host that is not among these."""
+        """Attach to a sandbox. Raises SandboxGone if its host is not one of these."""
         host = self._hosts.get(ref.endpoint)
         if host is None:
             raise SandboxGone(f"its host {ref.endpoint} is not a --host-url of this server")
         return await host.provider.attach(ref)
 
     async def list(self) -> builtins.list[SandboxInfo]:
-        """Return the sandboxes of all hosts. Those of a silent host count as alive for an hour, or until their lease
+        """Return the sandboxes of all hosts. Those on a silent host count as alive for an hour, or until their lease
         ends."""
         return [info for info, _ in await self._list()]
 
@@ -210,7 +210,7 @@ class MultiHostProvider:
         return [(info, host) for host, infos in zip(hosts, found, strict=True) for info in infos]
 
     async def destroy(self, sandbox: SandboxId) -> None:
-        """Kill a sandbox on the host that has it, or on all if that is unknown."""
+        """Kill a sandbox on the host that has it, or on all hosts if that is unknown."""
         owners = [host for host in self._hosts.values() if sandbox in host.infos] or list(self._hosts.values())
         for host in owners:
             await host.provider.destroy(sandbox)

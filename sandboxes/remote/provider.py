@@ -1,10 +1,10 @@
-"""Provider `remote`: sandboxes of another host, through its exec server (`headrace sandbox serve`).
+"""Provider `remote`: sandboxes on another host, through its exec server (`headrace sandbox serve`).
 
 Invariants:
 - A ref's endpoint is the server's base URL and its secret opens one sandbox, so any process with the ref can attach.
-- A create with a key can be repeated safely; one that is cancelled leaves nothing.
-- `aclose` kills the sandboxes that this object created; `detach` leaves them to their leases. Neither ends sandboxes to
-  which it only attached.
+- A create with a key can be repeated safely; a cancelled create leaves nothing behind.
+- `aclose` kills the sandboxes that this object created; `detach` leaves them running until their leases end. Neither
+  ends sandboxes to which it only attached.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class RemoteConfig(BaseModel):
     key_file: Path | None = None
     """File with the key. Without it no key is sent, which only a server on loopback accepts."""
     connections: int = Field(default=512, ge=1)
-    """Most concurrent requests to all hosts; each running command takes one. Teardown has a pool of its own."""
+    """Maximum number of concurrent requests to all hosts; each running command takes one. Teardown has its own pool."""
     silence_s: float = Field(default=20.0, gt=5)
-    """A server that is silent for this time is unreachable; it sends a heartbeat every 5 s."""
+    """A server that is silent for this long is considered unreachable; it sends a heartbeat every 5 s."""
     retries: RetryConfig = RetryConfig()
     """Retries of idempotent requests."""
 
@@ -106,7 +106,7 @@ class RemoteProvider:
         return ref
 
     async def attach(self, ref: SandboxRef) -> RemoteSandbox:
-        """Attach to a sandbox, also of another server, without a request."""
+        """Attach to a sandbox, even one on another server, without a request."""
         return RemoteSandbox(ref, self._http, self.later, self._forget)
 
     def _forget(self, sandbox: SandboxId) -> None:

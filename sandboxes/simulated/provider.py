@@ -1,7 +1,8 @@
 """Simulated provider: a model of latency and failures instead of sandboxes, for virtual time, tuning and fault tests.
 
 Invariants:
-- Time comes only from the running event loop and randomness only from the seed: under virtual time a history repeats.
+- Time comes only from the running event loop and randomness only from the seed: under virtual time, a history is
+  reproducible.
 - It behaves like a remote service: a create continues when its caller is cancelled, a create that raises
   ProviderUnreachable may have made a sandbox, and a sandbox that is not renewed dies at the end of its lease.
 - An idempotency key identifies one sandbox for as long as that sandbox lives.
@@ -47,7 +48,7 @@ class SimulationConfig(BaseModel):
     broken_hosts: int = Field(default=0, ge=0)
     """Number of hosts that boot sandboxes in which every command fails."""
     capacity: int = Field(default=1000, ge=1)
-    """Most sandboxes that boot or live at the same time; further creates raise CapacityExceeded."""
+    """Maximum number of sandboxes booting or alive; further creates raise CapacityExceeded."""
     boot_s: float = Field(default=1.0, gt=0)
     """Median boot time."""
     boot_sigma: float = Field(default=0.5, ge=0)
@@ -59,7 +60,7 @@ class SimulationConfig(BaseModel):
     creates_per_s: float | None = Field(default=None, gt=0)
     """Rate above which creates raise RateLimited; None for no limit."""
     retry_after_s: float = Field(default=1.0, ge=0)
-    """`retry_after_s` of a create that is refused for its rate or for lack of capacity."""
+    """`retry_after_s` of a create that is refused because of the rate limit or a lack of capacity."""
     boot_failure: float = Field(default=0.0, ge=0, le=1)
     """Probability of BootFailed."""
     ambiguous: float = Field(default=0.0, ge=0, le=1)
@@ -71,11 +72,11 @@ class SimulationConfig(BaseModel):
     kill_failure: float = Field(default=0.0, ge=0, le=1)
     """Probability that a kill raises ProviderUnreachable and does nothing."""
     life_s: float | None = Field(default=None, gt=0)
-    """Mean lifetime after which sandboxes die by themselves; None for never."""
+    """Mean lifetime after which sandboxes die on their own; None means never."""
     ends_leases: bool = True
     """End sandboxes when their lease ends. If false, only the pool ends them."""
     images: tuple[str, ...] | None = None
-    """Known images; None for all."""
+    """Known images; None means all."""
     features: frozenset[Feature] = frozenset({Feature.FREEZE, Feature.EXEC_ID})
     """Features of the provider."""
 
@@ -96,18 +97,18 @@ class SimulatedCounts:
     """Totals since the provider was created."""
 
     create_times_s: list[float] = field(default_factory=list)
-    """Arrival times of all creates, including those refused for their rate."""
+    """Arrival times of all creates, including those refused because of the rate limit."""
     shed: int = 0
-    """Creates refused for their rate."""
+    """Number of creates refused because of the rate limit."""
     born_by_key: Counter[str] = field(default_factory=Counter)
     """Number of sandboxes that started, by idempotency key."""
     killed: int = 0
     died: int = 0
-    """Sandboxes that died by themselves, with their lease, or with the host."""
+    """Number of sandboxes that died on their own, at the end of their lease, or with the host."""
 
     @property
     def duplicates(self) -> int:
-        """Number of sandboxes that started with the key of another one."""
+        """Number of sandboxes that started with another sandbox's key."""
         return sum(count - 1 for count in self.born_by_key.values())
 
 
@@ -145,7 +146,7 @@ class SimulatedProvider:
 
     @property
     def living(self) -> list[SandboxInfo]:
-        """Live sandboxes, frozen ones too, without a call that could fail."""
+        """Live sandboxes, including frozen ones, obtained without a call that could fail."""
         now = asyncio.get_running_loop().time()
         return [state.info(now) for state in self._states.values() if state.born.is_set()]
 
@@ -162,7 +163,7 @@ class SimulatedProvider:
         self._up.set()
 
     def hang_creates(self) -> None:
-        """Make all creates hang without a sandbox; other calls still work."""
+        """Make all creates hang without making a sandbox; other calls still work."""
         self._creates_hang = True
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:

@@ -59,7 +59,7 @@ class SimulatedState:
 
 
 class SimulatedHost(Protocol):
-    """Interface of the provider for its sandboxes; every call may raise ProviderUnreachable."""
+    """Interface that the provider offers its sandboxes; every call may raise ProviderUnreachable."""
 
     @property
     def features(self) -> frozenset[Feature]: ...

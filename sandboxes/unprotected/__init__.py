@@ -1,1 +1,1 @@
-"""Provider of plain processes of the host, without protection."""
+"""Provider that runs plain processes on the host, without protection."""

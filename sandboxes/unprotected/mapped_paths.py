@@ -1,4 +1,4 @@
-"""Files of the subprocess provider: mapping of short paths in texts, access to regular files, copies of frozen data.
+"""Files of the subprocess provider: mapping of short paths in text, access to regular files, copies of frozen data.
 
 Invariants: no path outside the mapped folders is opened; links, FIFOs and devices are refused without blocking; a
 frozen path is refused when any part of it is a link.
@@ -52,7 +52,7 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def copy_frozen(source: Path, path: str, tree: Path, target: str) -> None:
-    """Copy a frozen path. Links within are copied as links; the path itself must not lead through one."""
+    """Copy a frozen path. Links inside it are copied as links; the path itself must not lead through one."""
     parts = [part for part in target.split("/") if part]
     if not target.startswith("/") or not parts or {".", ".."} & set(parts):
         raise SpecRefused(f"mount target {target!r}: use an absolute path without dots")

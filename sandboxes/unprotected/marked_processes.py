@@ -1,4 +1,4 @@
-"""Killing of processes by a mark in their environment, for the subprocess provider."""
+"""Termination of processes that have a mark in their environment, for the subprocess provider."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def kill_marked(mark: str) -> None:
-    """Kill every process with `NAME=value` in its environment, until two searches in a row find none: a process in the
-    middle of execve shows no environment."""
+    """Kill every process with `NAME=value` in its environment, until two searches in a row find none, because a process
+    in the middle of execve shows no environment."""
     needle = b"\0" + mark.encode() + b"\0"
     missed = 0
     for _ in range(100):

@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC220, ASYNC230, ASYNC240 - local files of a few bytes, and a spawn that takes a millisecond
-"""Provider for `--sandbox subprocess`: plain processes of the host in a temporary folder, without protection.
+"""Provider for `--sandbox subprocess`: plain processes on the host in a temporary folder, without protection.
 
 Invariants:
 - `/workspace`, `/home`, `/tmp`, `/root` and the targets of frozen mounts are folders below the sandbox's own folder.
@@ -9,8 +9,8 @@ Invariants:
 - Every process has the sandbox's folder in its environment; kill and freeze search for that mark. A process that clears
   its environment and leaves its session escapes.
 - `user` is ignored: everything runs as the user of this program.
-- A ref's endpoint is the folder, so any process of the host can attach. The lease is enforced by the provider's
-  process: if that is killed with -9, folders and processes remain.
+- A ref's endpoint is the folder, so any process on the host can attach. The provider's process enforces the lease; if
+  it is killed with SIGKILL, folders and processes remain.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class SubprocessProvider:
 
 
 class SubprocessSandbox(Sandbox):
-    """A folder and the processes with its mark. Every method raises SandboxGone once it is dead."""
+    """A sandbox that consists of a folder and the processes with its mark. Every method raises SandboxGone once it is
+    dead."""
 
     def __init__(self, ref: SandboxRef) -> None:
         self._ref = ref
@@ -311,7 +312,7 @@ class SubprocessSandbox(Sandbox):
 
 
 async def _exited(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a process by a pidfd, which unlike a pipe ignores daemons that outlive the process."""
+    """Wait for a process to end using a pidfd, which, unlike a pipe, ignores daemons that outlive the process."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     descriptor = os.pidfd_open(process.pid)

@@ -1,6 +1,6 @@
 """Folder of one subprocess sandbox, whose state is in small files that all attached processes share.
 
-Invariants: a sandbox exists as long as its folder; a file is replaced as a whole, so that no reader sees half of it.
+Invariants: a sandbox exists as long as its folder; a file is replaced as a whole, so that no reader sees a partial one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import SandboxSpec
 
 MARK: Final = "HEADRACE_SANDBOX_FOLDER"
-"""Set in the environment of every process of a sandbox."""
+"""Environment variable set in every process of a sandbox."""
 MAPPED: Final = ("workspace", "home", "tmp", "root")
 
 
@@ -40,7 +40,7 @@ class SandboxFolder:
         return self._read("secret")
 
     def deadline(self) -> float:
-        """Return the end of the lease, by the monotonic clock, which all processes of a host share. Raises
+        """Return the end of the lease on the monotonic clock, which all processes on a host share. Raises
         SandboxGone."""
         return float(self._read("deadline"))
 
