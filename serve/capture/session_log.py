@@ -1,9 +1,9 @@
-"""The session log: one file of JSON lines per session, from which a killed gateway is restored.
+"""The session log, with one file of JSON lines per session, from which a killed gateway is restored.
 
 Invariants:
-- A line is written with one call before anything that depends on it is sent: it survives the process, not the host (no
-  fsync).
-- A torn last line (killed while writing) counts as not written.
+- A line is written with a single call before anything that depends on it is sent. It survives a crash of the process,
+  but not of the host (no fsync).
+- An incomplete last line (from a process killed while writing) is treated as not written.
 - Files are private to the user; their names reveal nothing about the session tokens.
 """
 
@@ -43,7 +43,8 @@ _KINDS: Final[dict[str, type[Text | Reasoning | ToolCall]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """First line of a log: the session's spec, its token and its opening time (monotonic seconds of this host)."""
+    """First line of a log: the session's spec, its token and its opening time (this host's monotonic clock, in
+    seconds)."""
 
     spec: SessionSpec
     token: str
@@ -51,7 +52,7 @@ class Opened:
 
 
 class SessionLog:
-    """Session logs of one gateway, in one folder."""
+    """One gateway's session logs, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,17 +64,17 @@ class SessionLog:
         self._write(opened.spec.session_id, document, os.O_CREAT | os.O_TRUNC)
 
     def append(self, session_id: SessionId, event: Event) -> None:
-        """Write an event. After a LogBroken, nothing that depends on the event may be sent."""
+        """Write an event. If this raises LogBroken, nothing that depends on the event may be sent."""
         self._write(session_id, _document(event), 0)
 
     def finish(self, session_id: SessionId) -> None:
-        """Mark a session as finished; its report can still be made again."""
+        """Mark a session as finished; its report can still be rebuilt."""
         with suppress(OSError):
             self._path(session_id).replace(self._path(session_id, _FINISHED))
 
     def remove(self, session_id: SessionId) -> None:
-        """Remove the log of a session, open or finished, if there is one. A log that cannot be removed is restored by a
-        restart until the session's wall budget ends."""
+        """Remove the log of an open or finished session, if there is one. If a log cannot be removed, a restarted
+        gateway restores its session until the session's wall-time budget ends."""
         for suffix in (_OPEN, _FINISHED):
             try:
                 self._path(session_id, suffix).unlink(missing_ok=True)
@@ -81,7 +82,7 @@ class SessionLog:
                 logger.warning("cannot remove a session log: %s", error)
 
     def remove_finished(self, older_than_s: float) -> None:
-        """Remove the logs of sessions that were finished longer ago than this."""
+        """Remove the logs of sessions that were finished more than `older_than_s` seconds ago."""
         oldest = time.time() - older_than_s
         for path in self._folder.glob(f"*{_FINISHED}"):
             with suppress(OSError):
@@ -98,14 +99,14 @@ class SessionLog:
                 logger.warning("skipping invalid session log %s: %s", path.name, error)
 
     def load_finished(self, session_id: SessionId) -> Session | None:
-        """Return a finished session; None when its log was removed or is not readable."""
+        """Return a finished session; None if its log has been removed or is not readable."""
         path = self._path(session_id, _FINISHED)
         with suppress(LogBroken):
             return self._load(path) if path.exists() else None
         return None
 
     def load(self, session_id: SessionId) -> Session:
-        """Return the session as of the last whole line of its log. Raises LogBroken."""
+        """Return the session as of the last complete line of its log. Raises LogBroken."""
         return self._load(self._path(session_id))
 
     def _load(self, path: Path) -> Session:

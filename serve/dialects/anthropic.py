@@ -1,11 +1,13 @@
 """The dialect of Anthropic's Messages API: `POST /v1/messages` and `/v1/messages/count_tokens`.
 
 Invariants:
-- System messages keep their places. Claude Code's billing line, which changes within a session, is removed from them.
-- The `signature` of a thinking block is the turn's id, and is echoed as such.
+- System messages keep their positions. Claude Code's billing line, which changes within a session, is removed from
+  them.
+- The `signature` of a thinking block is the turn's id, and agents echo it unchanged.
 - A tool call whose arguments are not a JSON object is written in the form that Claude Code itself uses for unreadable
   arguments, so that the raw text survives the round trip.
-- `usage.input_tokens` counts the whole prompt; nothing is reported as cached, because clients add the two up.
+- `usage.input_tokens` counts the whole prompt; no tokens are reported as cached, because clients add the two numbers
+  up.
 """
 
 from __future__ import annotations
@@ -65,11 +67,11 @@ class AnthropicMessages:
         return _parse(body, headers, prefill=False)
 
     def parse_count(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
-        """Parse the body of `count_tokens`, in which the last message may be the assistant's."""
+        """Parse the body of a `count_tokens` request, in which the last message may be the assistant's."""
         return _parse(body, headers, prefill=True)
 
     def count(self, prompt_tokens: int) -> dict[str, object]:
-        """Return the answer of `count_tokens`."""
+        """Return the response to `count_tokens`."""
         return {"input_tokens": prompt_tokens}
 
     def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
@@ -179,7 +181,7 @@ def _conversation(document: JsonObject) -> Iterator[Message]:
 
 
 def _system_text(content: object, where: str) -> str:
-    """Return the blocks as one text, without Claude Code's billing line."""
+    """Return the blocks as one string, without Claude Code's billing line."""
     texts = (
         _BILLING_LINE.sub("", block.text) if "x-anthropic-billing-header:" in block.text else block.text
         for block in fields.texts(content, where)
@@ -273,7 +275,7 @@ _OLD_TEXT_EDITOR = _text_editor(["view", "create", "str_replace", "insert", "und
 
 
 def _message(request: WireRequest, turn: TurnAnswer) -> dict[str, object]:
-    """Return the message as it is before anything was sampled."""
+    """Return the message as it is before anything has been sampled."""
     return {
         "id": f"msg_{turn.turn_id}",
         "type": "message",
@@ -296,7 +298,7 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, object]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments as the object that this dialect demands."""
+    """Return the arguments as an object, which this dialect requires."""
     try:
         value = orjson.loads(arguments or "{}")
         fields.as_object(value, "input")

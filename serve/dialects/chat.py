@@ -2,7 +2,7 @@
 
 Invariants:
 - Reasoning is sent as `reasoning_content`, which agents echo; this API has no field for a signature.
-- Consecutive messages of the role tool answer one turn: they become one message.
+- Consecutive messages with the role `tool` answer one turn and become one message.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _call(call: ToolCall) -> dict[str, object]:
 
 
 def _content(turn: TurnAnswer) -> str | None:
-    """Return the text, or None when there are only calls, as OpenAI does."""
+    """Return the text, or None if there are only calls, as in OpenAI's API."""
     only_calls = not turn.text and bool(turn.calls)
     return None if only_calls else turn.text
 

@@ -1,7 +1,7 @@
-"""Server-sent events of the dialects, and the error bodies and the model list that OpenAI's two APIs share.
+"""Server-sent events of the dialects, and the error bodies and model list that OpenAI's two APIs share.
 
 Invariants:
-- An event is one line of data whatever its text, also for readers that split lines at Unicode line ends.
+- An event is one line of data, whatever text it contains, even for readers that split lines at Unicode line separators.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def error(failure: WireError) -> dict[str, object]:
 
 
 def sentence(failure: WireError) -> str:
-    """Return the message for the agent."""
+    """Return the failure's message for the agent."""
     if isinstance(failure, ContextExceeded):
         # Some clients recognise an exceeded context by OpenAI's wording only, not by its code.
         tokens = max(failure.tokens or 0, failure.limit + 1)
@@ -44,7 +44,7 @@ def models(created_s: int) -> dict[str, object]:
 
 
 COMMENT = b": ping\n\n"
-"""Comment line, which every reader of events ignores."""
+"""Comment line, which every event reader ignores."""
 DONE = b"data: [DONE]\n\n"
 # Line ends of Python's splitlines, which HTTP libraries use. JSON itself escapes the others, below 0x20.
 _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))

@@ -1,10 +1,10 @@
 """The Connect protocol with its JSON codec over HTTP/1.1, as the SDKs use it (connectrpc.com/docs/protocol).
 
 Invariants:
-- A frame is one flag byte, four bytes of length (big-endian) and JSON. A stream ends with one end frame, which contains
-  the error, or with the connection.
-- Nothing is compressed; a message has at most `MAX_MESSAGE_BYTES`.
-- A writer waits for its reader: unread data of a slow client is limited by aiohttp's write buffer.
+- A frame consists of a flag byte, a four-byte length (big-endian) and JSON. A stream ends with an end frame, which
+  contains the error if there is one, or when the connection closes.
+- Compression is not used; a message has at most `MAX_MESSAGE_BYTES`.
+- A writer waits for its reader: a slow client's unread data is limited by aiohttp's write buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STREAM_TYPE: Final = "application/connect+json"
 
 
 async def read_unary(request: web.Request) -> Message:
-    """Return the message of a unary call. Raises RpcError, ApiError (another codec)."""
+    """Return the message of a unary call. Raises RpcError, ApiError (the codec is not JSON)."""
     _check_type(request, _UNARY_TYPE)
     body = await request.content.read(MAX_MESSAGE_BYTES + 1)
     while len(body) <= MAX_MESSAGE_BYTES and (part := await request.content.read(MAX_MESSAGE_BYTES + 1 - len(body))):
@@ -123,7 +123,7 @@ class ResponseStream:
 
 
 def deadline_s(request: web.Request) -> float | None:
-    """Return the timeout of `Connect-Timeout-Ms`, or None without one. Raises RpcError."""
+    """Return the timeout given in `Connect-Timeout-Ms`, or None if there is none. Raises RpcError."""
     text = request.headers.get("Connect-Timeout-Ms", "")
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""Routes of the control plane for the life of sandboxes, in both generations of the API."""
+"""Control-plane routes for the life cycle of sandboxes, in both generations of the API."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _TIMEOUT_S: Final = {"/sandboxes": 15, "/v2/sandboxes": 300}
-"""Default timeout of a create, by route, from the specifications of the two generations."""
+"""Default timeout of a created sandbox in seconds, by route, from the specifications of the two generations."""
 _RESUME_TIMEOUT_S: Final = 15
 _CONNECT_TIMEOUT_S: Final = 300
 
 
 ENVD_VERSION: Final = "0.6.4"
-"""Version of envd for the SDKs, on which the default user, closing of stdin, octet-stream uploads, and entries in watch
-events depend."""
+"""Version of envd that is reported to the SDKs; the default user, closing of stdin, octet-stream uploads and entries in
+watch events depend on it."""
 _CLIENT_ID: Final = "headrace"
 
 
@@ -53,7 +53,7 @@ SHOWN: Final = frozenset({State.RUNNING, State.PAUSED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """Parameters of a list request. `after` is the (started_at, id) of the last row of the previous page."""
+    """Parameters of a list request. `after` is the (started_at, id) of the last row on the previous page."""
 
     metadata: Mapping[str, str] = field(default_factory=dict)
     states: frozenset[State] = SHOWN
@@ -108,7 +108,7 @@ def _token(text: str) -> tuple[float, str] | None:
 
 
 def page(rows: Iterable[Row], query: Query) -> tuple[list[Row], str]:
-    """Return the rows of a page and the token of the next one, which is "" for the last page."""
+    """Return the rows of a page and the token for the next page, which is "" on the last page."""
 
     def wanted(row: Row) -> bool:
         return (
@@ -147,7 +147,7 @@ def created(row: Row) -> dict[str, Any]:
 
 
 def listed(row: Row) -> dict[str, Any]:
-    """Return a row of a list. The sizes are 0, because the provider's own limits apply."""
+    """Return a row for a list response. The sizes are 0, because the provider's own limits apply."""
     return {
         "templateID": row.template,
         "sandboxID": row.id,
@@ -170,7 +170,7 @@ def detail(row: Row) -> dict[str, Any]:
 
 
 class ControlPlane:
-    """Handlers of the routes."""
+    """Handlers for the routes."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
@@ -255,5 +255,5 @@ class ControlPlane:
         return web.json_response(created(live.row), status=201)
 
     async def _finish(self, change: Coroutine[Any, Any, R]) -> R:
-        """Complete a change that was started, even if the client disconnects."""
+        """Complete a change that has been started, even if the client disconnects."""
         return await asyncio.shield(self._sandboxes.tasks.share(change))

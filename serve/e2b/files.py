@@ -1,11 +1,12 @@
-"""Routes GET and POST `/files` of envd, which stream contents to and from a process in the sandbox.
+"""envd's routes GET and POST `/files`, which stream contents to and from a process in the sandbox.
 
 Invariants:
 - Contents are never stored here: a slow client slows only its own transfer, through the process's pipe.
-- The file is opened by a process of the user inside; only regular files are read.
-- A download has the announced length or its connection is cut; an upload is confirmed after its writer has succeeded.
-- Until its expiration a signature is valid for one path, one operation and one user of the sandbox whose token made it;
-  it is compared in constant time.
+- The file is opened inside the sandbox by a process run as the user; only regular files are read.
+- A download has the announced length, or else its connection is cut; an upload is confirmed after its writer has
+  succeeded.
+- Until it expires, a signature is valid for one path, one operation and one user of the sandbox with whose token it was
+  made; it is compared in constant time.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _STATUS_OF_CODE: Final = {
 
 
 def signature(path: str, operation: str, user: str, token: str, expiration: str) -> str:
-    """Return the signature of a URL. `operation` is `read` or `write`; `user` and `expiration` are "" if the URL has
+    """Return the signature for a URL. `operation` is `read` or `write`; `user` and `expiration` are "" if the URL has
     none."""
     parts = [path, operation, user, token] + ([expiration] if expiration else [])
     digest = hashlib.sha256(":".join(parts).encode(errors="surrogatepass")).digest()
@@ -78,7 +79,8 @@ def signature(path: str, operation: str, user: str, token: str, expiration: str)
 
 
 def find_signed(running: Iterable[LiveSandbox], query: Mapping[str, str], operation: str) -> LiveSandbox:
-    """Find the sandbox by whose token a URL was signed, since the URL does not name it. Raises ApiError 401."""
+    """Find the sandbox with whose token a URL was signed, since the URL does not name the sandbox. Raises ApiError
+    401."""
     given, expiration = query.get("signature", ""), query.get("signature_expiration", "")
     if not given:
         raise ApiError(401, "missing signature query parameter")
@@ -96,7 +98,7 @@ def find_signed(running: Iterable[LiveSandbox], query: Mapping[str, str], operat
 
 
 class Files:
-    """Handlers of the route."""
+    """Handlers for `/files`."""
 
     def __init__(self, sandboxes: Sandboxes, envd: Envd) -> None:
         self._sandboxes = sandboxes
@@ -143,7 +145,7 @@ class _Transfer:
                 yield piece.data
 
     async def check(self) -> None:
-        """Wait for the end of the process. Raises ApiError if it failed, SandboxError."""
+        """Wait for the process to end. Raises ApiError if it failed, SandboxError."""
         code = await self._process.wait()
         if code == 0:
             return

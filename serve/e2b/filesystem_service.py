@@ -1,7 +1,7 @@
-"""The service `filesystem.Filesystem` of envd, except for its watchers: each call runs a small script in the sandbox.
+"""envd's service `filesystem.Filesystem`, in which each call runs a small script in the sandbox, and its watchers.
 
-Invariants: paths are passed to the script quoted, as positional parameters, and are resolved by a process of the user
-inside, never on the host. The image needs bash, coreutils and findutils.
+Invariants: paths are passed to the script quoted, as positional parameters, and are resolved inside the sandbox by a
+process run as the user, never on the host. The image needs bash, coreutils and findutils.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _REMOVE: Final = 'rm -rf -- "$1"'
 
 
 class FilesystemService:
-    """Handlers of the service."""
+    """Handlers for the service, except for its watchers."""
 
     def routes(self, envd: Envd) -> list[web.RouteDef]:
         methods = {"Stat": _stat, "ListDir": _list, "MakeDir": _make, "Move": _move, "Remove": _remove}
@@ -60,7 +60,7 @@ async def _stat(call: Call, message: Message) -> Message:
 
 
 async def stat(call: Call, path: str) -> dict[str, Any]:
-    """Return one entry by its absolute path. Raises RpcError, SandboxError."""
+    """Return the entry at an absolute path. Raises RpcError, SandboxError."""
     return _one(await run(call, _STAT, path))
 
 
@@ -89,7 +89,7 @@ async def _remove(call: Call, message: Message) -> Message:
 
 
 def _shown(output: bytes) -> list[dict[str, Any]]:
-    """Convert the output of `find`. Raises RpcError for other output, because an agent may have replaced `find`."""
+    """Convert the output of `find`. Raises RpcError for any other output, because an agent may have replaced `find`."""
     try:
         return [entry.to_json() for entry in parse_entries(output)]
     except ValueError as error:
@@ -106,7 +106,7 @@ def _one(output: bytes) -> dict[str, Any]:
 
 
 async def path_of(call: Call, message: Message, name: str = "path") -> str:
-    """Return the absolute path of a field. Raises RpcError."""
+    """Return the absolute path in a field of the message. Raises RpcError."""
     value = message.get(name, "")
     if not isinstance(value, str):
         raise RpcError(Code.INVALID_ARGUMENT, f"{name}: not a string")
@@ -130,7 +130,7 @@ async def run(call: Call, script: str, *arguments: str) -> bytes:
 
 
 def code_of(text: str) -> Code:
-    """Return the code for a message of a coreutils program in the C locale."""
+    """Return the code for an error message of a coreutils program in the C locale."""
     for words, code in (
         ("Permission denied", Code.PERMISSION_DENIED),
         ("Operation not permitted", Code.PERMISSION_DENIED),
@@ -153,7 +153,7 @@ _IS_FOLDER: Final = """[ -e "$1" ] || fail 41 "path not found: $1"
 
 
 class WatchService:
-    """Handlers of the methods."""
+    """Handlers for the service's watcher methods."""
 
     def __init__(self, tasks: ServerTasks) -> None:
         self._tasks = tasks
@@ -168,7 +168,8 @@ class WatchService:
         ]
 
     async def _begin(self, call: Call, message: Message) -> tuple[Watcher, asyncio.Task[None]]:
-        """Start a watcher and wait for its first scan. Returns it with its task. Raises RpcError, SandboxError."""
+        """Start a watcher and wait for its first scan. Return the watcher and its task. Raises RpcError,
+        SandboxError."""
         # A watcher that has ended has its events until it is removed.
         if max(len(call.live.watching), len(call.live.watchers)) >= _MAX_WATCHES:
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"a sandbox has at most {_MAX_WATCHES} concurrent watches")

@@ -1,6 +1,6 @@
-"""Routes of the control plane for metrics, logs, snapshots and the network, and for unsupported features.
+"""Control-plane routes for metrics, logs, snapshots and the network, and for unsupported features.
 
-Invariants: numbers come from the provider or are omitted; an unsupported request gives an error that names it.
+Invariants: numbers come from the provider or are omitted; an unsupported request results in an error that names it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _FAMILIES: Final = ("templates", "volumes", "volumecontent", "secrets", "teams",
 
 @runtime_checkable
 class DropsImages(Protocol):
-    """A provider whose snapshots can be deleted."""
+    """Provider whose snapshots can be deleted."""
 
     async def drop_image(self, image: ImageRef) -> bool: ...
 
 
 class Observation:
-    """Handlers of the routes."""
+    """Handlers for the routes."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
@@ -135,7 +135,7 @@ def _shown(snapshot: Snapshot) -> dict[str, Any]:
 
 
 async def sample(live: LiveSandbox) -> dict[str, Any]:
-    """Return the current usage; the processor's share is an average since the previous sample. Raises SandboxGone."""
+    """Return the current usage; the CPU share is an average since the previous sample. Raises SandboxGone."""
     usage = await live.handle.usage()
     now = time.time()
     before = live.cpu or CpuSample(at=live.row.started_at, cpu_s=0.0)
@@ -155,8 +155,8 @@ async def sample(live: LiveSandbox) -> dict[str, Any]:
 
 
 async def take_snapshot(sandboxes: Sandboxes, live: LiveSandbox, name: str) -> Snapshot:
-    """Make an image of the files. The sandbox is restarted from that image, without its processes, so one with running
-    commands is refused. Raises ApiError 409, SandboxError."""
+    """Make an image of the sandbox's files. The sandbox is restarted from that image, without its processes, so the
+    request is refused if commands are running. Raises ApiError 409, SandboxError."""
     async with live.changing:
         row = live.row
         if row.state is not State.RUNNING:

@@ -1,7 +1,7 @@
-"""The service `process.Process` of envd: start commands, follow their output, write to them, end them.
+"""envd's service `process.Process`, which starts commands, follows their output, writes to them and ends them.
 
-Invariants: a command ends by itself, by a signal, at the `Connect-Timeout-Ms` of its Start, or with its sandbox, but
-not when its client disconnects. A slow client slows only the command whose output it follows.
+Invariants: a command ends on its own, because of a signal, at the `Connect-Timeout-Ms` of its Start request, or with
+its sandbox, but not when its client disconnects. A slow client slows only the command whose output it follows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_SIDE: Final = 4096
 
 
 class ProcessService:
-    """Handlers of the service."""
+    """Handlers for the service."""
 
     def __init__(self, tasks: ServerTasks) -> None:
         self._tasks = tasks

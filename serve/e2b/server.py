@@ -1,9 +1,9 @@
-"""E2B server: one aiohttp application with control plane and envd, over any provider.
+"""E2B server: a single aiohttp application with control plane and envd, over any provider.
 
 Invariants:
 - Without keys it binds to loopback only.
-- It serves requests only after the sandboxes of an earlier server were recovered.
-- A shutdown first refuses new connections, then ends streams, tasks and, unless they are to be kept, sandboxes.
+- It serves requests only after the sandboxes of an earlier server have been recovered.
+- A shutdown first refuses new connections, and then ends streams, tasks and, unless they are to be kept, sandboxes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 _SHUTDOWN_S: Final = 1.0
-"""Time for streams to end at shutdown."""
+"""Time that streams have to end at shutdown."""
 _BACKLOG: Final = 1024
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ class ServerSettings:
     keys: ApiKeys = field(default_factory=lambda: ApiKeys(None))
     images: ImageMap = field(default_factory=ImageMap)
     state_folder: Path | None = None
-    """Folder of the table; None for a table in memory."""
+    """Folder that contains the table; None for a table in memory."""
     keep_sandboxes: bool = False
-    """Keep the sandboxes alive at shutdown, for the next server of this folder."""
+    """Keep the sandboxes alive at shutdown, for the next server that uses this folder."""
     serve_e2b: bool = True
     """Serve E2B's API; if false, only the additional parts are served."""
 
@@ -66,7 +66,8 @@ class ServerPart(Protocol):
     """Another API on the same port."""
 
     def open(self, stack: AsyncExitStack, tasks: ServerTasks) -> Iterable[web.RouteDef]:
-        """Return its routes. Resources on `stack` are closed after the tasks. Raises SpecRefused, SandboxError."""
+        """Return the routes of this part. Resources on `stack` are closed after the tasks. Raises SpecRefused,
+        SandboxError."""
         ...
 
 
@@ -84,7 +85,7 @@ class E2bServer:
 
     @property
     def url(self) -> str:
-        """The base URL of control plane and envd."""
+        """The base URL of the control plane and envd."""
         host = self._settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
@@ -174,7 +175,7 @@ def make_application(sandboxes: Sandboxes, keys: ApiKeys) -> web.Application:
 async def _json_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Convert unknown routes and methods, and defects of this server, to error documents."""
+    """Convert errors for unknown routes and methods, and internal errors of this server, to error documents."""
     try:
         return await handler(request)
     except web.HTTPException as error:

@@ -1,1 +1,1 @@
-"""Sandboxes of the E2B server: their life, processes, watched folders, keys and images."""
+"""Sandboxes of the E2B server: their life cycle, processes, watched folders, keys and images."""

@@ -1,4 +1,4 @@
-"""Schemas and parsing of the request bodies of the control plane.
+"""Schemas and parsing of the control plane's request bodies.
 
 Unknown fields are ignored (newer SDKs send more); known fields that this server does not support are refused by name.
 """
@@ -28,7 +28,7 @@ def _no_null(value: Any) -> Any:
 
 
 def check_environment(env: dict[str, str]) -> dict[str, str]:
-    """Check that execve(2) can pass an environment. Raises ValueError."""
+    """Check that an environment can be passed to execve(2). Raises ValueError."""
     for name, value in env.items():
         if not name or "=" in name or "\0" in name or "\0" in value:
             raise ValueError(f"{name[:40]!r} is not a valid environment variable, or its value contains a NUL byte")
@@ -113,7 +113,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
 
 
 def idempotency_key(request: web.Request) -> str:
-    """Return the client's key, or "". Raises ApiError 400."""
+    """Return the client's idempotency key, or "" if there is none. Raises ApiError 400."""
     key = request.headers.get("Idempotency-Key", "")
     if key and not _IDEMPOTENCY_KEY.fullmatch(key):
         raise ApiError(400, "Idempotency-Key: must be 1 to 255 lowercase letters, digits and hyphens")
@@ -121,7 +121,7 @@ def idempotency_key(request: web.Request) -> str:
 
 
 def digest(body: NewSandbox) -> str:
-    """Return a digest of a body, by which a repeated key with another body is detected."""
+    """Return a digest of a body, used to detect a key that is reused with a different body."""
     document = orjson.dumps(body.model_dump(), option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(document).hexdigest()
 
@@ -133,7 +133,7 @@ _LAST_S: Final = 253_402_300_799.0
 
 
 def timestamp(seconds: float) -> str:
-    """Format a time as RFC 3339 in UTC, for the API and the protobuf JSON mapping. A time outside of its years, as
-    files may have, is replaced by the nearest one."""
+    """Format a time as RFC 3339 in UTC, for the API and the protobuf JSON mapping. A time outside the range of years
+    that RFC 3339 can express, which a file may have, is replaced with the nearest one inside it."""
     within = min(max(seconds, _FIRST_S), _LAST_S)
     return datetime.fromtimestamp(within, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -1,10 +1,10 @@
-"""File metadata: parsing of `find -printf` output, and envd's JSON form. Pure.
+"""File metadata: a pure parser of `find -printf` output, and the conversion to envd's JSON form.
 
-A record is `FIELDS` values, each terminated by a NUL, so that no file name can be confused with another field.
+A record consists of `FIELDS` values, each terminated by a NUL, so that no file name can be confused with another field.
 
 Invariants:
-- Paths are only text here; a process of the user resolves them inside the sandbox, where the kernel handles `..`. An
-  unknown user is looked up again each time, because an agent may add it.
+- Paths are treated as strings here; a process run as the user resolves them inside the sandbox, where the kernel
+  handles `..`. An unknown user is looked up again each time, because an agent may add that user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DANGLING: Final = "FILE_TYPE_SYMLINK"
 
 
 DEFAULT_USER: Final = "root"
-"""User of requests without one (the SDKs omit it from envd 0.4.0 on)."""
+"""User of requests that do not name one (the SDKs omit it from envd 0.4.0 on)."""
 _TIMEOUT_S: Final = 30.0
 _HOME_SCRIPT: Final = 'printf %s "$HOME"; [ -d "$HOME" ]'
 MAX_PATH_BYTES: Final = 4095
@@ -36,7 +36,8 @@ MAX_PATH_BYTES: Final = 4095
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A user of a sandbox. `folder` is the working folder of its commands: its home, or `/` if that is missing."""
+    """A user in a sandbox. `folder` is the working folder of the user's commands: the home folder, or `/` if that is
+    missing."""
 
     name: str
     home: str
@@ -65,7 +66,7 @@ class Accounts:
         self._known: dict[str, Account] = {}
 
     async def find(self, name: str) -> Account:
-        """Look up a user. Raises RpcError (unknown user), SandboxError."""
+        """Look up a user. Raises RpcError (the user is unknown), SandboxError."""
         name = name or DEFAULT_USER
         if (known := self._known.get(name)) is not None:
             return known
@@ -80,7 +81,7 @@ class Accounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One file, folder or link. `modified_at` is in Unix seconds."""
+    """A file, folder or link. `modified_at` is in Unix seconds."""
 
     inode: int
     kind: str
@@ -115,8 +116,8 @@ class Entry:
 
 
 def parse_entries(output: bytes) -> list[Entry]:
-    """Parse complete records of `find -printf FORMAT`, sorted by path in the order of a lexical walk. Raises
-    ValueError."""
+    """Parse complete records of `find -printf FORMAT`, and return them sorted by path, in the order of a lexical walk.
+    Raises ValueError."""
     values = output.decode(errors="replace").split("\0")
     entries = []
     for start in range(0, len(values) - FIELDS, FIELDS):

@@ -1,7 +1,8 @@
-"""Error responses of the server: E2B's codes on the control plane, Connect's codes on envd.
+"""Error responses of the server, with E2B's codes on the control plane and Connect's codes on envd.
 
 Invariants: every SandboxError has one response on each side. `Should-Retry` is true for errors after which a retry may
-help, and false if the request may have had an effect and has no key to find it. The server itself retries nothing.
+help, and false if the request may have had an effect but has no key by which to find it. The server itself does not
+retry anything.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from headrace.sandboxes.errors import (
 
 
 class ApiError(Exception):
-    """An error response of the control plane or of `/files`. `error_code` is E2B's machine-readable name, if any."""
+    """An error response of the control plane or of `/files`. `error_code` is E2B's machine-readable name for the error,
+    if any."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class Code(StrEnum):
     FAILED_PRECONDITION = "failed_precondition"
     """The request is not possible in this state."""
     UNIMPLEMENTED = "unimplemented"
-    """The provider does not support it."""
+    """The provider does not support the request."""
     INTERNAL = "internal"
     """Any other error."""
     UNAVAILABLE = "unavailable"
@@ -103,7 +105,7 @@ _STATUS_OF_CODE: Final = {
 
 
 class RpcError(Exception):
-    """An error response of a Connect method of envd."""
+    """An error response of one of envd's Connect methods."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
@@ -123,7 +125,8 @@ def not_found(sandbox_id: str) -> ApiError:
 
 
 def not_running(sandbox_id: str) -> ApiError:
-    """Return the error of the proxy before envd. The SDK recognises a dead or paused sandbox by `was not found`."""
+    """Return the error that the proxy in front of envd sends. The SDK recognises a dead or paused sandbox by `was not
+    found`."""
     return ApiError(502, f"The sandbox {sandbox_id} was not found")
 
 
@@ -132,7 +135,8 @@ def unsupported(what: str) -> ApiError:
 
 
 def api_error(error: SandboxError, *, repeatable: bool = True) -> ApiError:
-    """Return the control plane's response to an error. `repeatable`: repeating the request finds its result."""
+    """Return the control plane's response to an error. `repeatable` means that a repeated request finds the result of
+    the first."""
     match error:
         case CapacityExceeded():
             return ApiError(429, error.message, retry_after_s=error.retry_after_s)

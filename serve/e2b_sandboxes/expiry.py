@@ -1,7 +1,7 @@
-"""Expiry of sandboxes, with one clock for all of them.
+"""Expiry of sandboxes, using one clock for all of them.
 
 Invariants: each expired name is reported once, in the order of deadlines; a changed deadline replaces the old one; no
-work is done before a deadline. Deadlines are in Unix seconds, because they are stored across restarts and shown.
+work is done before a deadline. Deadlines are in Unix seconds, because they survive restarts and are shown to clients.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Final
 
 _SLACK: Final = 1024
-"""Number of replaced deadlines above which, with the number of names, the heap is rebuilt."""
+"""The heap is rebuilt when it has more replaced deadlines than this number plus the number of names."""
 
 
 class Deadlines:
-    """Deadlines by name. Pure."""
+    """Deadlines by name, without I/O or a clock."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []

@@ -1,6 +1,6 @@
-"""Mapping of a create's template name, or of a key of its metadata, to an image.
+"""Mapping from a create request's template name, or from a metadata key, to an image.
 
-Invariants: a client can select only names of the map; an image reference never comes from a client.
+Invariants: a client can select only names in the map; an image reference never comes from a client.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ImageMap:
         return sorted(self._images)
 
     def resolve(self, template: str, metadata: Mapping[str, str], snapshots: Mapping[str, str]) -> str:
-        """Return the image for a create; `snapshots` are those of the owner. Raises ImageUnknown."""
+        """Return the image for a create request; `snapshots` are the owner's snapshots. Raises ImageUnknown."""
         name = next((metadata[key] for key in self._keys if key in metadata), template)
         image = self._images.get(name) or snapshots.get(name)
         if image is None:
@@ -39,7 +39,7 @@ class ImageMap:
 
 
 def load_images(path: Path | None, metadata_key: str) -> ImageMap:
-    """Read a TOML or JSON file of `name = "image reference"`. Raises SpecRefused."""
+    """Read a TOML or JSON file that maps names to image references. Raises SpecRefused."""
     if path is None:
         return ImageMap(metadata_key=metadata_key)
     try:
@@ -58,7 +58,8 @@ _RETRY_AFTER_S: Final = 1.0
 
 
 class BootQueue:
-    """An async context manager around one boot, in order of arrival. Raises CapacityExceeded when the queue is full."""
+    """Async context manager around one boot, entered in order of arrival. Raises CapacityExceeded when the queue is
+    full."""
 
     def __init__(self, boots: int = BOOTS, max_waiting: int = MAX_WAITING) -> None:
         self._places = asyncio.Semaphore(boots)

@@ -1,7 +1,7 @@
-"""API keys of the control plane, from a file; each key has its own sandboxes.
+"""The control plane's API keys, which are read from a file; each key has its own sandboxes.
 
-Invariants: the SHA-256 of a key is compared with every line in constant time; a key of the file never leaves this
-module. Without a file there is one owner, any key is accepted, and the server binds to loopback only.
+Invariants: a key's SHA-256 is compared with every line in constant time; keys from the file never leave this module.
+Without a file, there is one owner, any key is accepted, and the server binds to loopback only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Owner of sandboxes; a request can use only those of its key's owner."""
+    """Owner of sandboxes. A request can use only the sandboxes that belong to its key's owner."""
 
     name: str
     max_sandboxes: int | None = None
-    """Most sandboxes at the same time, including paused ones; None for no limit."""
+    """Maximum number of simultaneous sandboxes, including paused ones; None for no limit."""
 
 
 ANYONE: Final = Owner(name="anyone")
 
 
 class ApiKeys:
-    """Owners by their keys."""
+    """Lookup table of owners by key."""
 
     def __init__(self, owners: dict[bytes, Owner] | None) -> None:
         self._owners = owners
@@ -42,7 +42,7 @@ class ApiKeys:
         return self._owners is None
 
     def identify(self, key: str) -> Owner | None:
-        """Return the owner of a key, or None if it is missing or wrong."""
+        """Return the owner of a key, or None if the key is missing or wrong."""
         if not key:
             return None
         if self._owners is None:
@@ -56,7 +56,8 @@ class ApiKeys:
 
 
 def load_keys(path: Path | None) -> ApiKeys:
-    """Read lines `name:key[:max_sandboxes]`, where 64 hexadecimal digits are the key's SHA-256. Raises SpecRefused."""
+    """Read lines of the form `name:key[:max_sandboxes]`, where 64 hexadecimal digits instead of a key are its SHA-256.
+    Raises SpecRefused."""
     if path is None:
         return ApiKeys(None)
     try:

@@ -1,4 +1,4 @@
-"""State of a live sandbox in the server: its row, the provider's handle, its commands, watchers and recent events."""
+"""State of a live sandbox in the server: row, provider's handle, commands, watchers and recent events."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 LEVEL: Final = "info"
 LOGGER: Final = "process"
-"""A logger that `e2b sandbox logs` shows by default."""
+"""Name of a logger that `e2b sandbox logs` shows by default."""
 _KEPT_EVENTS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An entry of the logs route: the start or end of a command, or a change of the sandbox's state."""
+    """An entry of the logs route: the start or end of a command, or a change in the sandbox's state."""
 
     at: float
     message: str
@@ -36,7 +36,7 @@ class Event:
         return {"timestamp": timestamp(self.at), "message": self.message, "level": LEVEL, "fields": {"logger": LOGGER}}
 
     def to_line(self) -> dict[str, Any]:
-        """Return an entry of the older route, whose line is JSON, which E2B's command line parses and filters."""
+        """Return an entry for the older route. Its line is JSON, which E2B's command line parses and filters."""
         line = {"level": LEVEL, "logger": LOGGER, "message": self.message}
         return {"timestamp": timestamp(self.at), "line": orjson.dumps(line).decode()}
 
@@ -61,13 +61,13 @@ class LiveSandbox:
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     cpu: CpuSample | None = None
     ending: bool = False
-    """It is being killed, and clients see it as dead."""
+    """True while the sandbox is being killed; clients see it as dead."""
 
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.handle)
 
     def continue_as(self, handle: Sandbox) -> None:
-        """Replace the provider's sandbox by another one, which clients see as the same sandbox."""
+        """Replace the provider's sandbox with another one, which clients see as the same sandbox."""
         self.handle = handle
         self.accounts = Accounts(handle)
 
@@ -75,7 +75,8 @@ class LiveSandbox:
         self.events.append(Event(at=time.time(), message=message))
 
     def close(self) -> None:
-        """Stop the watchers of a dead sandbox, or at shutdown. Its commands end by themselves."""
+        """Stop the sandbox's watchers, because it is dead or the server is shutting down. Its commands end by
+        themselves."""
         for task in self.watching:
             task.cancel()
         self.watchers.clear()

@@ -1,7 +1,7 @@
-"""Recovery of the sandboxes of an earlier server: live ones are adopted, overdue ones ended, dead ones forgotten.
+"""Recovery of an earlier server's sandboxes: live ones are adopted, overdue ones ended and dead ones forgotten.
 
 Invariants: the provider's list is authoritative. An interrupted boot is found by its idempotency key at the provider.
-It is adopted if the client can repeat its request with its own key, and otherwise killed.
+Its sandbox is adopted if the client can repeat the request with its own key; otherwise it is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 async def recover(sandboxes: Sandboxes) -> None:
-    """Recover all rows; call it once, before the server accepts requests. Overdue sandboxes end when the expiry clock
+    """Recover all rows. Call this once, before the server accepts requests. Overdue sandboxes end when the expiry clock
     starts. Raises SandboxError if the provider cannot list its sandboxes."""
     rows = sandboxes.table.rows()
     if not rows:

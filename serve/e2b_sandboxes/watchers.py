@@ -1,12 +1,12 @@
-"""Watcher of a folder in a sandbox: a process of the user inside scans the folder periodically.
+"""Watcher for a folder in a sandbox: a process inside, run as the user, scans the folder periodically.
 
 Invariants:
-- It scans every `_INTERVAL_S`, so that images need no inotify tools; a file that exists only between two scans is not
-  reported.
-- Up to `_MAX_EVENTS` unread events are stored; a watcher with more fails instead of dropping some.
+- The process scans every `_INTERVAL_S` seconds, so that images need no inotify tools; a file that exists only between
+  two scans is not reported.
+- Up to `_MAX_EVENTS` unread events are stored; a watcher with more than that fails instead of dropping any.
 - The process ends with the watcher's task.
-- The same scans always give the same events; a file with the same inode under another name was renamed, which gives
-  RENAME for the old name and CREATE for the new one, as with inotify.
+- The same scans always produce the same events. A file with the same inode under another name has been renamed, which
+  produces RENAME for the old name and CREATE for the new one, as with inotify.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ done
 
 
 class Kind(StrEnum):
-    """Kind of an event: filesystem.EventType."""
+    """Kind of an event, a value of filesystem.EventType."""
 
     CREATE = "EVENT_TYPE_CREATE"
     WRITE = "EVENT_TYPE_WRITE"
@@ -60,7 +60,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[Change]:
-    """Return the events between two scans, which are entries by relative name."""
+    """Return the events between two scans. A scan maps relative names to entries."""
     gone = [name for name in before if name not in after]
     new = [name for name in after if name not in before]
     new_inodes = {after[name].inode for name in new}
@@ -109,10 +109,10 @@ class Watcher:
         self._ended = False
         self._changed = asyncio.Event()
         self.ready = asyncio.Event()
-        """The first scan is complete, or the watcher has ended."""
+        """Set when the first scan is complete or the watcher has ended."""
 
     async def run(self) -> None:
-        """Collect events until cancelled or until the process ends."""
+        """Collect events until this task is cancelled or the process ends."""
         before: dict[str, Entry] | None = None
         try:
             async for after in self._scans():
@@ -169,7 +169,7 @@ class Watcher:
         return {name: replace(entry, path=f"{self._path}/{name}") for name, entry in names.items()}
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the events since the last call. Raises RpcError if there are none and the watcher has failed."""
+        """Return the events since the last call. Raises RpcError if there are no events and the watcher has failed."""
         events = list(self._events)
         self._events.clear()
         if not events and self._failure is not None:
@@ -177,7 +177,7 @@ class Watcher:
         return events
 
     async def next(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """Wait for events. Returns an empty list after `timeout_s`, None at the end. Raises RpcError."""
+        """Wait for events. Return an empty list after `timeout_s` seconds and None at the end. Raises RpcError."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

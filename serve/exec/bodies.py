@@ -1,4 +1,4 @@
-"""Schemas and parsing of request bodies: values of a wrong type or size are refused before they reach a provider."""
+"""Schemas and parsing of request bodies: values of the wrong type or size are refused before they reach a provider."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Mount(_Body):
 
 
 class Create(_Body):
-    """Body of a create: a `SandboxSpec`."""
+    """Body of a create request: a `SandboxSpec`."""
 
     image: Annotated[str, Field(min_length=1, max_length=4096)] = "host"
     cpu: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
@@ -87,7 +87,8 @@ class Size(_Body):
 
 
 class Spawn(_Body):
-    """Body of a spawn. `spawn_id` is the client's name for the process; a repeated one starts nothing."""
+    """Body of a spawn request. `spawn_id` is the client's name for the process; repeating it does not start another
+    process."""
 
     spawn_id: Name
     command: Text | list[Text]
@@ -100,7 +101,7 @@ class Spawn(_Body):
 
 
 class Stdin(_Body):
-    """A piece of standard input. `offset` is the number of bytes before it; bytes that were written before are
+    """A piece of standard input. `offset` is the number of bytes before it; bytes that have already been written are
     skipped."""
 
     offset: Annotated[int, Field(ge=0, strict=True)]
@@ -116,7 +117,7 @@ class Renew(_Body):
 
 
 async def read_body(request: web.Request, kind: type[B]) -> B:
-    """Parse the body of a request; an empty one is `{}`. Raises SpecRefused, which names the field."""
+    """Parse the body of a request; an empty body is treated as `{}`. Raises SpecRefused, which names the field."""
     data = await read_bytes(request, MAX_BODY_BYTES)
     try:
         return kind.model_validate(orjson.loads(data or b"{}"))
@@ -129,7 +130,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
 
 
 async def read_bytes(request: web.Request, limit: int) -> bytes:
-    """Read the body of a request. Raises SpecRefused above the limit."""
+    """Read the body of a request. Raises SpecRefused if it exceeds the limit."""
     data = bytearray()
     async for chunk in request.content.iter_any():
         data += chunk
@@ -139,7 +140,7 @@ async def read_bytes(request: web.Request, limit: int) -> bytes:
 
 
 def whole_number(request: web.Request, name: str, most: int) -> int:
-    """Return a whole number of the query, at most `most`. Raises SpecRefused."""
+    """Return an integer parameter of the query that is at most `most`. Raises SpecRefused."""
     text = request.query.get(name, "")
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise SpecRefused(f"{name}: must be a whole number, not {text[:20]!r}")

@@ -1,9 +1,9 @@
-"""Routes for commands of one sandbox: exec, and spawned processes by their spawn_id.
+"""Routes for a sandbox's commands (exec, and spawned processes by their spawn_id), files and tunnels.
 
 Invariants:
-- An upload above `SPOOL_BYTES` is stored in a temporary file of this host, not in memory, and is written to the sandbox
-  once it is complete.
-- A path is only text here; the provider resolves it inside the sandbox.
+- An upload larger than `SPOOL_BYTES` is stored in a temporary file on this host, not in memory, and is written to the
+  sandbox once it is complete.
+- A path is treated as a string here; the provider resolves it inside the sandbox.
 - This server opens no connections; the provider allows only the prefix, and the client checks it again. The port in the
   sandbox closes with the WebSocket.
 """
@@ -194,7 +194,7 @@ _MAX_PORT: Final = 65535
 
 
 async def expose(request: web.Request, find: Callable[[], Awaitable[Sandbox]]) -> web.StreamResponse:
-    """Serve a tunnel. Its first message is `{}` once the port is open, or an error document."""
+    """Serve a tunnel. The first message is `{}` once the port is open, or an error document."""
     socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=False)
     await socket.prepare(request)
     tunnel = Tunnel(socket)

@@ -1,10 +1,11 @@
-"""Containers of the drop-in contract: sandboxes with a lease that every request about them renews.
+"""Containers of the drop-in contract: sandboxes with a lease that is renewed by every request that concerns them.
 
 Invariants:
-- A container without a request for `lease_s` ends, even if this server dies: the provider enforces the lease.
-- While a command runs, the lease of its container covers the timeout of the command.
-- A create that finds no room waits, in a bounded queue, for the end of another container. After its own timeout it
-  fails with a time for the next attempt.
+- A container that gets no request for `lease_s` seconds ends, even if this server dies, because the provider enforces
+  the lease.
+- While a command is running, the lease of its container covers the command's timeout.
+- A create that finds no room waits in a bounded queue for another container to end. After its own timeout, it fails
+  with the time to wait before the next attempt.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SET_UP_S: Final = 60.0
 
 
 class Containers:
-    """The containers of one server."""
+    """One server's containers."""
 
     def __init__(self, registry: Registry, lease_s: float) -> None:
         self.registry = registry
@@ -118,7 +119,8 @@ class Containers:
 
     @asynccontextmanager
     async def busy(self, row: LeasedSandbox, for_s: float) -> AsyncIterator[Sandbox]:
-        """Extend the lease of a container to `lease_s` after an operation of at most `for_s` seconds."""
+        """Extend a container's lease so that it ends `lease_s` seconds after an operation of at most `for_s`
+        seconds."""
         until = asyncio.get_running_loop().time() + for_s
         self._busy_until.setdefault(row.id, []).append(until)
         try:

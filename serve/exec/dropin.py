@@ -1,17 +1,18 @@
 """Drop-in implementation of the exec-server and pool contract of Gen-Verse/OpenClaw-RL (`swe-rl/server`).
 
-Its clients need only a new URL: routes, fields and replies are those of swe_exec_server.py and swe_env_pool_server.py.
+Clients only need a new URL: routes, fields and replies are those of swe_exec_server.py and swe_env_pool_server.py.
 Invariants that those lack:
-- A command's timeout kills its process tree; a container without requests ends; a create without room waits.
-- A request that is repeated while it runs, or after a lost response, runs once (`idempotency`).
+- A timeout kills the command's process tree; a container that gets no requests ends; a create waits if there is no
+  room.
+- A request that is repeated while it is running, or after a lost response, runs only once (`idempotency`).
 - State is on disk; a key is required where one is configured.
 
 Invariants:
-- A request that arrives while an equal one is running shares its result.
-- A result whose client has disconnected is stored for the next equal request, once.
+- A request that arrives while an equal request is running shares its result.
+- If the client has disconnected, the result is stored for the next equal request, which consumes it.
 - A result with a client-chosen name is stored for all equal requests.
-- At most `MAX_STORED` results are stored; the oldest are dropped. Without a name, a request that arrives after the
-  response was sent may be a repetition or a new request. It is treated as a new one.
+- At most `MAX_STORED` results are stored; the oldest are dropped. An unnamed request that arrives after the response
+  has been sent may be a repetition or a new request. It is treated as a new one.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ MAX_STORED: Final = 64
 
 
 class IdempotentRequests:
-    """Running and stored work, by the digest of its request."""
+    """Running and stored work, keyed by the digest of its request."""
 
     def __init__(self, tasks: ServerTasks) -> None:
         self._tasks = tasks
         self._works: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
 
     async def run(self, digest: str, work: Callable[[], Coroutine[Any, Any, Any]], *, named: bool) -> Any:
-        """Return the result of `work`, started now or by an equal request. It continues when its caller is
-        cancelled."""
+        """Return the result of `work`, which is started now or was started by an equal request. The work continues if
+        its caller is cancelled."""
         entry = self._works.get(digest)
         if entry is None:
             done = [known for known, stored in self._works.items() if stored.done()]
@@ -79,7 +80,7 @@ class IdempotentRequests:
 
 
 class DropIn:
-    """Routes of the contract: those of a node, which take a container, and those of the pool, which take a lease."""
+    """Routes of the contract: those of a node, which take a container id, and those of the pool, which take a lease."""
 
     def __init__(self, registry: Registry, keys: ApiKeys, lease_s: float, apply_patch: ApplyPatch | None) -> None:
         self._registry = registry

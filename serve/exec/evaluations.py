@@ -1,9 +1,9 @@
-"""Operations of the drop-in routes: run a command, return a diff, evaluate a patch in a clean container.
+"""Operations of the drop-in routes: run a command, return a diff, and evaluate a patch in a clean container.
 
 Invariants:
-- A timeout kills the command's whole process tree before the response with returncode -1.
+- A timeout kills the command's whole process tree before the response, which has returncode -1, is sent.
 - A patch is applied in a new container of the same image, never in the agent's.
-- A failure of the host is an error of the request, never `resolved: false`.
+- A host failure is reported as an error of the request, never as `resolved: false`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from headrace.serve.exec.registry import LeasedSandbox
 
 ApplyPatch = Callable[[Sandbox, bytes, str, float], Awaitable[str | None]]
-"""Applies a patch to the repository in a folder of a clean sandbox, within a number of seconds. Returns the reason for
-which it does not apply, or None. Raises SandboxError."""
+"""Applies a patch to the repository in a folder of a clean sandbox, within a number of seconds. Returns the reason why
+the patch does not apply, or None if it does. Raises SandboxError."""
 
 MAX_OUTPUT_BYTES: Final = 1 << 20
 MAX_PATCH_BYTES: Final = 32 << 20
@@ -117,7 +117,7 @@ def login_shell(command: str) -> str:
 
 
 def looks_like_a_patch(patch: str) -> bool:
-    """Check a patch as the contract does, before a boot."""
+    """Return whether a patch passes the contract's own check, which is made before a container is booted."""
     return all(
         any(word in patch for word in words)
         for words in (("diff --git ",), ("--- a/", "--- /dev/null"), ("+++ b/", "+++ /dev/null"))

@@ -1,13 +1,14 @@
-"""Responses of the exec server: documents, bytes and typed errors, with a heartbeat while the work runs.
+"""Responses of the exec server: documents, bytes and typed errors, with a heartbeat while the work is running.
 
 Invariants:
-- An error is a document with `error`, `message` and `transient`, with any status of its response.
-- While work is running, its client receives a blank every `HEARTBEAT_S`: a longer silence means that the server or the
-  connection is lost. Blanks before a JSON document do not change it.
-- Bytes are sent unchanged after `=`, with which no JSON document begins.
+- An error is a document with `error`, `message` and `transient`, whatever the status of its response.
+- While work is running, its client receives a blank every `HEARTBEAT_S` seconds: a longer silence means that the server
+  or the connection is lost. Blanks before a JSON document do not change its meaning.
+- Bytes are sent unchanged after a `=`, with which no JSON document begins.
 - A client that disconnects cancels its work, unless the work is shared.
-- Comparisons take constant time; a key never opens a sandbox of another owner; a secret opens one sandbox and creates
-  none. Without a key file all clients are the same owner, and the server listens on loopback only.
+- Comparisons take constant time; a key never grants access to another owner's sandbox; a secret grants access to one
+  sandbox and cannot create any. Without a key file, all clients are the same owner, and the server listens on loopback
+  only.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _JSON: Final = "application/json"
 logger = logging.getLogger(__name__)
 
 ResponseParts = tuple[int, Any, "Mapping[str, str]"]
-"""Status, document, further headers."""
+"""Status, document and additional headers."""
 
 
 def retry_after(error: SandboxError) -> dict[str, str]:
@@ -55,8 +56,8 @@ def error_parts(error: SandboxError) -> ResponseParts:
 async def respond(
     request: web.Request, work: Coroutine[Any, Any, Any], of_error: ErrorEncoder = error_parts
 ) -> web.StreamResponse:
-    """Run `work` and respond with its document or bytes, or its SandboxError. The status is 200 once a blank was
-    sent."""
+    """Run `work` and respond with its document or bytes, or its SandboxError. The status is always 200 once a blank has
+    been sent."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait((task,), timeout=HEARTBEAT_S)
@@ -100,7 +101,7 @@ def _settled(request: web.Request, task: asyncio.Task[Any], of_error: ErrorEncod
 
 
 def presented(request: web.Request) -> str:
-    """Return the key or secret of a request, or an empty text."""
+    """Return the key or secret of a request, or an empty string."""
     kind, _, value = request.headers.get("Authorization", "").partition(" ")
     return value.strip() if kind.lower() == "bearer" else request.headers.get("X-API-Key", "")
 
@@ -116,6 +117,6 @@ def owner_of(request: web.Request, keys: ApiKeys) -> Owner:
 
 
 def check_secret(request: web.Request, row: LeasedSandbox) -> None:
-    """Check that a request has the secret of a sandbox. Raises SecretRefused."""
+    """Check that a request has the sandbox's secret. Raises SecretRefused."""
     if not compare_digest(presented(request).encode(errors="surrogateescape"), row.secret.encode()):
         raise SecretRefused(f"wrong secret for sandbox {row.id}")

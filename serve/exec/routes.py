@@ -1,9 +1,9 @@
 """Routes of the exec API, `/v1/...`: a `SandboxProvider` and its sandboxes over HTTP (docs/remote.md lists them).
 
 Invariants:
-- Create, list, destroy and discard need a key; all other requests need the secret of their sandbox.
-- An exec with an exec_id, a spawn and a create with a key run once even if their request is repeated, and continue when
-  their client disconnects. Other work is cancelled with its client.
+- Create, list, destroy and discard need a key; all other requests need the secret of the sandbox.
+- An exec with an exec_id, a spawn, and a create with a key run only once even if the request is repeated, and they
+  continue when the client disconnects. Other work is cancelled when its client disconnects.
 """
 
 from __future__ import annotations

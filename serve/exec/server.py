@@ -1,10 +1,10 @@
 """The program of `headrace sandbox serve`.
 
 Invariants:
-- It prints one line with its URL once it listens; SIGTERM and SIGINT shut it down. With a state folder the launcher
-  outlives a server that was killed, and the next server of that folder adopts it with its sandboxes; a shutdown ends
-  them, except with `keep_sandboxes`.
-- Both share one table; each sees only its own sandboxes.
+- It prints one line with its URL once it is listening; SIGTERM and SIGINT shut it down. With a state folder, the
+  launcher outlives a server that is killed, and the next server that uses the folder adopts the launcher and its
+  sandboxes. A shutdown ends them, except with `keep_sandboxes`.
+- Both APIs (`exec` and `dropin`) share one table, but each sees only its own sandboxes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 E2B: Final = "e2b"
 _HOST_RETRIES: Final = RetryConfig(boot_attempts=2)
-"""Few retries, because the clients of this server repeat their requests themselves."""
+"""Few retries, because this server's clients repeat their requests themselves."""
 APIS: Final = frozenset({E2B, "exec", "dropin"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecPart:
-    """One server part with `apis`: `exec`, `dropin` or both. `lease_s` is the lease of a container of the drop-in."""
+    """A server part that serves `apis`: `exec`, `dropin` or both. `lease_s` is the lease of a drop-in container."""
 
     provider: SandboxProvider
     settings: ServerSettings
@@ -76,7 +76,7 @@ class ExecPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Options of the command line."""
+    """Command-line options."""
 
     host: str
     port: int
@@ -89,11 +89,11 @@ class ServeOptions:
     apis: str = "e2b,exec,dropin"
     """APIs to serve, separated by commas."""
     lease_s: float = 900.0
-    """Lease of a container of the drop-in contract, which every heartbeat and every other request renews."""
+    """Lease of a drop-in container, which is renewed by every heartbeat and every other request."""
     host_urls: tuple[str, ...] = ()
-    """Other exec servers, whose sandboxes are leased instead of this host's."""
+    """Other exec servers whose sandboxes are leased instead of this host's."""
     host_key: Path | None = None
-    """File with the key for these servers."""
+    """File that contains the key for these servers."""
     apply_patch: ApplyPatch | None = None
 
 

@@ -1,1 +1,1 @@
-"""The gateway: session-aware model API for agents, its routes, clients and deadlines."""
+"""The gateway: a session-aware model API for agents, with its routes, clients and deadlines."""

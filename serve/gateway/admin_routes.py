@@ -1,8 +1,8 @@
-"""The HTTP routes for workers: open, finish and delete sessions, one or many per request, in JSON.
+"""The HTTP routes for workers: they open, finish and delete sessions, one or many per request, in JSON.
 
 Invariants:
 - Every route needs the admin token, compared in constant time.
-- Opening is all or nothing. Finishing returns for each session its report, or that it is unknown.
+- Opening is all or nothing. Finishing returns, for each session, either its report or the fact that it is unknown.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 class AdminRoutes:
-    """Handlers for the sessions of one gateway. `base_url` returns the base of the URLs handed to agents, `decode` the
-    text of token ids."""
+    """Handlers for a gateway's sessions. `base_url` returns the base of the URLs given to agents, and `decode` returns
+    the text of token ids."""
 
     def __init__(
         self,
@@ -149,5 +149,5 @@ class AdminRoutes:
 
 
 def refusal_of(reason: str) -> bytes:
-    """Return the response body of a failure outside the routes."""
+    """Return the response body for a failure outside the routes."""
     return orjson.dumps({"error": {"message": reason, "type": "invalid_request_error", "param": None, "code": None}})

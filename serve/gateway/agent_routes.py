@@ -1,10 +1,10 @@
-"""The HTTP routes for agents: three dialects, with the session token in the path, as bearer token or as API key.
+"""HTTP routes for agents, in three dialects, with the session token in the path or as a bearer token or API key.
 
 Invariants:
 - Every failure becomes the dialect's own error body and status; an infra failure marks its session before the response
   is sent.
-- Everything but the health routes needs a session; an unknown or closed session is refused with 400 at once, so that
-  no agent retries.
+- Everything except the health routes needs a session; requests for an unknown or closed session are refused immediately
+  with 400, so that agents do not retry.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ANTHROPIC, _CHAT, _RESPONSES = AnthropicMessages(), ChatCompletions(), Response
 
 
 class AgentRoutes:
-    """Handlers for the sessions and turns of one gateway. `model_policy` pairs patterns of model names with uses."""
+    """Handlers for a gateway's sessions and turns. `model_policy` pairs model name patterns with uses."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class AgentRoutes:
         return await self._guarded(dialect, models)(request)
 
     def _guarded(self, dialect: Dialect, handler: Handler) -> Handler:
-        """Wrap a handler so that its failures are classified and answered in the dialect."""
+        """Wrap a handler so that its failures are classified and reported in the dialect."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
@@ -154,18 +154,18 @@ class AgentRoutes:
 
 
 def mark(live: LiveSession | None, failure: WireError) -> None:
-    """Record an infra failure that is about to reach the agent of a session."""
+    """Record an infra failure that is about to reach a session's agent."""
     if live is not None and isinstance(failure, InfraError):
         live.fail(f"{failure.code}: {failure}")
 
 
 def token_of(request: web.Request) -> str:
-    """Return the session token: from the path, else the bearer token, else the API key; "" when there is none."""
+    """Return the session token: from the path, else the bearer token, else the API key; "" if there is none."""
     return request.match_info.get("token", "") or bearer_of(request) or request.headers.get("x-api-key", "")
 
 
 def bearer_of(request: web.Request) -> str:
-    """Return the bearer token; "" when there is none. The scheme is case-insensitive (RFC 9110, 11.1)."""
+    """Return the bearer token; "" if there is none. The scheme is case-insensitive (RFC 9110, 11.1)."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 

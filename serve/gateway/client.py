@@ -1,7 +1,7 @@
-"""The worker's client of the admin routes: opens and finishes sessions in batches.
+"""The worker's client for the admin routes, which opens and finishes sessions in batches.
 
 Invariants:
-- One pooled HTTP session for the life of the client; every call has a deadline.
+- The client uses one pooled HTTP session for its whole life; every call has a deadline.
 - A session that the gateway does not know (after a restart) is a value in the result of `finish`, not an exception, so
   that the other sessions of the batch keep their trajectories.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSession:
-    """Session that was opened. The agent gets `base_url`; OpenAI clients append `/v1` to it."""
+    """An opened session. The agent gets `base_url`; for OpenAI clients, `/v1` is appended to it."""
 
     session_id: SessionId
     base_url: str
 
 
 class GatewayClient:
-    """Client of one gateway's admin routes, an async context manager."""
+    """Client for one gateway's admin routes, used as an async context manager."""
 
     def __init__(self, url: str, admin_token: str, *, timeout_s: float = 30.0) -> None:
         self._url = url
@@ -54,8 +54,8 @@ class GatewayClient:
             await self._http.close()
 
     async def open(self, specs: Sequence[SessionSpec]) -> list[OpenedSession]:
-        """Open all sessions or none, in order. Raises GatewayUnreachable, also when the gateway refuses (id in use,
-        wrong token, bad spec)."""
+        """Open all sessions or none, in order. Raises GatewayUnreachable, also if the gateway refuses (id in use, wrong
+        token, invalid spec)."""
         answer = await self._post("/sessions", codec.open_body(specs))
         return [
             OpenedSession(session_id=SessionId(entry["session_id"]), base_url=entry["base_url"])
@@ -65,8 +65,8 @@ class GatewayClient:
     async def finish(
         self, session_ids: Sequence[SessionId], *, conversation: bool = False
     ) -> list[SessionReport | SessionUnknown]:
-        """Close the sessions and return their reports, in order; with every turn as text if `conversation`. Raises
-        GatewayUnreachable."""
+        """Close the sessions and return their reports, in order; the reports include every turn as text if
+        `conversation` is true. Raises GatewayUnreachable."""
         body: dict[str, object] = {"session_ids": list(session_ids), "conversation": conversation}
         answer = await self._post("/sessions/finish", body)
         unknown = "the gateway does not know session {} (it was closed, or lost in a restart)"

@@ -1,12 +1,13 @@
-"""The delivery of answers on the agents' connections, whole or as a stream with pings.
+"""Delivery of answers on the agents' connections, either in one piece or as a stream with pings.
 
 Invariants:
-- A turn is buffered: no content is sent before it is sampled to its end, so that an engine failure always precedes
-  content. Meanwhile a stream gets a ping at least every `ping_s`.
-- Nothing, not even the status, is sent before the first ping is due: an early failure has the dialect's own status.
+- A turn is buffered: no content is sent before the turn has been sampled to its end, so that an engine failure can only
+  occur before any content is sent. Meanwhile a stream gets a ping at least every `ping_s`.
+- Nothing, not even the status, is sent before the first ping is due, so that an early failure gets the dialect's own
+  status.
 - A stream ends with the dialect's terminator or with its error event, never with a clean end that an agent could take
   for an answer.
-- An answer counts as delivered when its last byte was handed to the connection.
+- An answer counts as delivered once its last byte has been passed to the connection.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """Delivery of the answer to one request. `delivered` is called with the answer once its last byte was sent;
-    `failed` with a failure before its first byte is sent."""
+    """Delivery of the answer to one request. `delivered` is called with the answer once its last byte has been sent;
+    `failed` is called with a failure before the failure's first byte is sent."""
 
     dialect: Dialect
     asked: WireRequest
@@ -40,7 +41,7 @@ class Delivery:
     failed: Callable[[WireError], None]
 
     async def run(self, request: web.Request, work: Awaitable[TurnAnswer]) -> web.StreamResponse:
-        """Send the answer that `work` returns. An error of `work` is raised if nothing was sent yet."""
+        """Send the answer that `work` returns. Re-raise an error of `work` if nothing has been sent yet."""
         if not self.asked.stream:
             answer = await work
             whole = json_response(self.dialect.answer(self.asked, answer, created_s=self.created_s))
@@ -82,7 +83,7 @@ _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cac
 
 
 class _own_task:
-    """Context manager that runs `work` as a task which does not outlive the block."""
+    """Context manager that runs `work` as a task that does not outlive the block."""
 
     def __init__(self, work: Awaitable[TurnAnswer]) -> None:
         self._task = asyncio.ensure_future(work)

@@ -154,8 +154,8 @@ class Turns:
         """Return the answer for the agent.
 
         Raises:
-            ContextExceeded, SessionUnknown, BadRequest: errors for the agent. InfraError: an error for the agent; the
-            caller marks the session.
+            ContextExceeded, SessionUnknown, BadRequest: errors for the agent.
+            InfraError: an error for the agent; the caller marks the session.
         """
         if live.closed:
             raise SessionUnknown("This session is closed.")

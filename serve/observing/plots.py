@@ -1,12 +1,11 @@
-"""The plot of a run: success, staleness of its data, and a breakdown of its time.
+"""Plot of a run: its success, the staleness of its data, and a breakdown of its time.
 
-Invariant: the plot is a function of the metrics records alone, so that `reward.png` can be drawn again from
-metrics.jsonl.
+Invariant: the plot depends only on the metrics records, so that `reward.png` can be redrawn from metrics.jsonl.
 
 A record is a mapping with "kind" and, by kind:
-- "evaluation": `step`, `success` (share in [0, 1]), `answers` (how many); the one with the lowest step is the base.
-- "step": `step`, `reward`, `staleness` (mapping of staleness, as text or number, to trajectories) and the seconds
-  `step_s`, `idle_s`, `push_s` of the learner.
+- "evaluation": `step`, `success` (share in [0, 1]), `answers` (their number); the one with the lowest step is the base.
+- "step": `step`, `reward`, `staleness` (mapping from staleness, as a string or number, to a number of trajectories) and
+  the learner's times `step_s`, `idle_s` and `push_s`, in seconds.
 - "rollout_phases": mean seconds a rollout spent in `boot` (including the wait for a slot), `prepare`, `agent`,
   `evaluate`.
 Other kinds and fields are ignored.
@@ -105,7 +104,7 @@ def draw_success(axes: Any, metrics: Sequence[Record]) -> None:
 
 
 def draw_staleness(axes: Any, metrics: Sequence[Record]) -> None:
-    """Draw the distribution of the staleness of trained trajectories."""
+    """Draw the staleness distribution of the trained trajectories."""
     counts: Counter[int] = Counter()
     for record in _of_kind(metrics, "step"):
         for staleness, number in record.get("staleness", {}).items():
@@ -126,7 +125,7 @@ def draw_staleness(axes: Any, metrics: Sequence[Record]) -> None:
 
 
 def draw_time(axes: Any, metrics: Sequence[Record]) -> None:
-    """Draw the mean seconds per rollout and per learner step, each as one stacked bar of shares."""
+    """Draw the mean seconds per rollout and per learner step, each as a single stacked bar of shares."""
     rollout = _means(_of_kind(metrics, "rollout_phases"), {phase: phase for phase in ROLLOUT_PHASES})
     learner = _means(_of_kind(metrics, "step"), {phase: f"{phase}_s" for phase in LEARNER_PHASES})
     axes.set(xlim=(0, 1), ylim=(-0.6, 1.5), title="Where the time went")

@@ -2,7 +2,8 @@
 
 Invariants:
 - Rendering reads nothing but the snapshot.
-- On a terminal a panel is redrawn in place; otherwise a plain line is written at most every `plain_interval_s` seconds.
+- On a terminal a panel is redrawn in place; otherwise a plain line is written at most once every `plain_interval_s`
+  seconds.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Snapshot of a run. Shares are in [0, 1]; None means not known yet. `rewards` are the mean rewards of the steps so
-    far; `parser_fails`: no tool call of the last turns with call markup could be parsed; `held_up_by`: the station that
-    is full."""
+    """Snapshot of a run. Shares are in [0, 1]; None means that a value is not known yet. `rewards` are the mean rewards
+    of the steps so far; `parser_fails` means that no tool call in the last turns with call markup could be parsed;
+    `held_up_by` is the station that is full."""
 
     phase: str
     step: int
@@ -48,7 +49,7 @@ class Progress:
 
 
 def plain_line(progress: Progress) -> str:
-    """Return one line for a log: `name value` pairs, always in the same order."""
+    """Return one log line: `name value` pairs, always in the same order."""
     parts = [
         f"{_clock(progress.elapsed_s)} {progress.phase}",
         f"step {progress.step}/{progress.total_steps}",
@@ -102,7 +103,7 @@ def panel(progress: Progress) -> RenderableType:
 
 
 def sparkline(values: tuple[float, ...], width: int = 16) -> str:
-    """Return the last `width` values as bars, on a scale from 0 to 1, or wider if the values need it."""
+    """Return the last `width` values as bars on a scale from 0 to 1, or a wider scale if the values require it."""
     shown = values[-width:]
     low, high = min((0.0, *shown)), max((1.0, *shown))
     return "".join(BARS[min(len(BARS) - 1, int((value - low) / (high - low) * len(BARS)))] for value in shown)
@@ -126,7 +127,7 @@ def _clock(elapsed_s: float) -> str:
 
 
 class ProgressDisplay:
-    """Display of snapshots on standard error, a context manager. `show` may be called at any rate."""
+    """Context manager that displays snapshots on standard error. `show` may be called at any rate."""
 
     def __init__(self, console: Console | None = None, *, plain_interval_s: float = 10.0) -> None:
         self._console = console or Console(stderr=True)
@@ -155,7 +156,7 @@ class ProgressDisplay:
 
 @contextmanager
 def starting(what: str, *, quiet: bool = False, console: Console | None = None) -> Iterator[None]:
-    """Report during the block that something starts: with a spinner on a terminal, else with one line."""
+    """Report that something is starting while the block runs: with a spinner on a terminal, otherwise with one line."""
     screen, line = console or Console(stderr=True), f"starting {what} ..."
     if quiet:
         yield

@@ -1,9 +1,10 @@
-"""The trace context of rollouts as an explicit argument, using the OpenTelemetry API only.
+"""Trace context of rollouts as an explicit argument, using only the OpenTelemetry API.
 
 Invariants:
 - Without a configured SDK everything here works and costs next to nothing: spans are not recorded, and
   `traceparent_of` returns "".
-- The trace id of a rollout attempt is a function of its id and attempt number, by which its trace can be found.
+- The trace id of a rollout attempt is a function of the rollout's id and the attempt number, so that its trace can be
+  found.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def trace_id_for(rollout_id: str, attempt: int) -> int:
 
 
 def traceparent_of(span: Span) -> str:
-    """Return the W3C trace context header of `span`; "" when it is not recorded
+    """Return the W3C trace context header of `span`; "" if the span is not recorded
     (https://www.w3.org/TR/trace-context/, section 3.2)."""
     context = span.get_span_context()
     if not context.is_valid:
@@ -43,7 +44,7 @@ def traceparent_of(span: Span) -> str:
 
 
 def context_from(traceparent: str) -> Context:
-    """Return the context of the remote span; an empty context when the header is empty or malformed."""
+    """Return the context of the remote span; an empty context if the header is empty or malformed."""
     parts = traceparent.split("-")
     if [len(part) for part in parts] != [2, 32, 16, 2]:
         return Context()

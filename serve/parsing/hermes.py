@@ -1,6 +1,6 @@
-"""The parser of the calls of Hermes, Qwen2.5 and Qwen3: a JSON object between <tool_call> and </tool_call>.
+"""Parser for the calls of Hermes, Qwen2.5 and Qwen3: a JSON object between <tool_call> and </tool_call>.
 
-Invariant: the arguments of a call are exactly the text that was sampled.
+Invariant: a call's arguments are exactly the text that was sampled.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The reader of JSON objects inside a text, with the text of each value.
+"""Reader for JSON objects inside a text that also returns the source text of each value.
 
-Invariant: only standard JSON is accepted: no NaN, no bare line ends in strings, no trailing comma.
+Invariant: only standard JSON is accepted: no NaN, no unescaped line breaks in strings, no trailing comma.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _unread(number: str) -> int:
-    """Return 0 for every number: they are not used, and an int of 5,000 digits would raise an error."""
+    """Return 0 for every number: the values are not used, and an int with 5,000 digits would raise an error."""
     del number
     return 0
 
@@ -28,7 +28,7 @@ _DECODER = json.JSONDecoder(parse_int=_unread, parse_float=_unread, parse_consta
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """JSON value (numbers are 0) with its text."""
+    """JSON value (numbers are 0) with its source text."""
 
     value: Any
     text: str
@@ -40,7 +40,8 @@ def after_blanks(text: str, start: int) -> int:
 
 
 def read_object(text: str, start: int) -> tuple[dict[str, Value], int] | None:
-    """Return the fields of the object that begins at `start`, and its end; None when there is no complete object."""
+    """Return the fields of the object that begins at `start`, and the position of its end; None if there is no complete
+    object."""
     if text[start : start + 1] != "{":
         return None
     fields: dict[str, Value] = {}

@@ -1,4 +1,4 @@
-"""The choice of the parser for the outputs of a model."""
+"""Choice of the parser for a model's outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PlainParser:
-    """Parser of outputs without calls, which finds reasoning and text only. Implements `base.OutputParser`."""
+    """Parser for outputs without calls, which finds only reasoning and text. Implements `base.OutputParser`."""
 
     def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
         del tools
@@ -49,17 +49,17 @@ _SIGNS = (
     (r"<\|python_tag\|>|ipython", f"{SGLANG}llama3"),
     (r"\[TOOL_CALLS\]", f"{SGLANG}mistral"),
 )
-"""Patterns in a template's text that identify its call markup; the first match decides."""
+"""Patterns that identify the call markup in a template's text; the first match decides."""
 
 
 def choose_parser(name: str, template_text: str) -> OutputParser:
     """Return the parser for `name`: auto (by the call markup in the chat template), hermes, qwen3_coder, none, or
-    sglang:NAME. A template without calls gets tools in the form of Hermes (template_messages.py), so that auto means
-    hermes for it.
+    sglang:NAME. If a template has no call markup, its tools are rendered in the Hermes format (template_messages.py),
+    so auto means hermes.
 
     Raises:
         ParserUnknown: there is no such parser.
-        ParserMissing: the parser is one of SGLang's, which is not installed.
+        ParserMissing: the parser is one of SGLang's, and SGLang is not installed.
     """
     if name == "auto":
         name = next((parser for sign, parser in _SIGNS if re.search(sign, template_text, re.DOTALL)), "hermes")
@@ -77,8 +77,8 @@ BATCH_TURNS: Final = 32
 
 
 class ParserAlarm:
-    """Alarm over batches of turns. `raised`: no call was parsed in the last full batch of turns with call markup. The
-    start of each alarm is logged."""
+    """Alarm for a parser that does not fit its model, judged in batches of turns. `raised` is true if no call was
+    parsed in the last full batch of turns with call markup. The start of each alarm is logged."""
 
     def __init__(self) -> None:
         self.raised = False
@@ -86,7 +86,7 @@ class ParserAlarm:
         self._read = 0
 
     def saw(self, *, calls: int, lost_calls: int) -> None:
-        """Count a turn with `calls` parsed calls and `lost_calls` pieces of markup that could not be parsed."""
+        """Count a turn with `calls` parsed calls and `lost_calls` pieces of call markup that could not be parsed."""
         if not calls and not lost_calls:
             return
         self._turns += 1

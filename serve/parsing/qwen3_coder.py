@@ -1,8 +1,8 @@
-"""The parser of Qwen3-Coder's calls: <function=NAME> with <parameter=KEY> elements, inside <tool_call> or without it.
+"""Parser for Qwen3-Coder's calls: <function=NAME> with <parameter=KEY> elements, optionally inside <tool_call>.
 
 Invariants:
-- A value is the text between its tags, without one line end beside each. Its type comes from the tool's schema; a value
-  that does not have that type remains a string, so that the agent can report the mistake.
+- A value is the text between its tags, without one line break next to each tag. Its type comes from the tool's schema;
+  a value that does not have that type remains a string, so that the agent can report the mistake.
 - Tags inside a value are text as long as the value's own closing tag is followed by the next element.
 """
 
@@ -73,7 +73,7 @@ class _Markup:
 
 
 def _types(schema: object) -> set[str]:
-    """Return the types that a schema allows; an empty set if it does not say."""
+    """Return the types that a schema allows; an empty set if it does not specify any."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -98,7 +98,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _typed(text: str, types: frozenset[str]) -> Any:
-    """Return the value of the text in one of the types; the text itself if it has none of them."""
+    """Return the text converted to one of the types; the text itself if it is not valid for any of them."""
     wanted = types - {"string"}
     if not wanted:
         return text

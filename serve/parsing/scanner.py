@@ -1,10 +1,10 @@
-"""The scanner of sampled outputs, which finds reasoning, text and calls in the order sampled.
+"""Scanner for sampled outputs, which finds reasoning, text and calls in the order in which they were sampled.
 
 Invariants:
-- Only reasoning and calls are removed from the text; nothing else is lost but whitespace beside such markup.
-- Calls inside reasoning do not count, and reasoning tags inside a call are part of its arguments.
-- Reasoning that is never closed was cut: all that follows is reasoning. A closing tag without an opening one closes
-  reasoning that the prompt opened without our knowledge: all before it is reasoning.
+- Only reasoning and calls are removed from the text; nothing else is lost except whitespace next to such markup.
+- Calls inside reasoning are ignored, and reasoning tags inside a call are part of its arguments.
+- Reasoning that is never closed was cut off: everything that follows is reasoning. A closing tag without an opening one
+  closes reasoning that the prompt opened without our knowledge: everything before it is reasoning.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Calls in one piece of markup, and its end in the text."""
+    """Calls in one piece of markup, and the position at which the markup ends."""
 
     calls: Sequence[ParsedCall]
     end: int
 
 
 class CallMarkup(Protocol):
-    """Markup of calls in one model family. `opening`, `closing` and `wrapping` are patterns of tags that begin and end
-    a call, and of tags around several calls (`NOTHING` for none). `begins` matches the text after an opening tag of a
+    """Call markup of one model family. `opening`, `closing` and `wrapping` are patterns of tags that begin and end a
+    call, and of tags around several calls (`NOTHING` for none). `begins` matches the text after an opening tag of a
     call; otherwise the tag is only mentioned."""
 
     @property
@@ -46,7 +46,8 @@ class CallMarkup(Protocol):
     def begins(self) -> str: ...
 
     def read(self, text: str, start: int) -> Found | None:
-        """Return the call whose opening tag is at `start`; None when it is malformed, or cut before its end."""
+        """Return the calls in the markup whose opening tag is at `start`; None if it is malformed or cut off before its
+        end."""
         ...
 
 
@@ -103,7 +104,7 @@ class _Scan:
         return end
 
     def _call(self, found: re.Match[str]) -> int:
-        """Read the call at an opening tag; return its end."""
+        """Read the call at an opening tag; return the position of its end."""
         markup, start = self.markup, found.end()
         assert markup is not None
         if call := markup.read(self.text, found.start()):

@@ -1,1 +1,1 @@
-"""Rendering of conversations to token ids."""
+"""Rendering of conversations into token ids."""

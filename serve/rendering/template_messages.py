@@ -1,10 +1,10 @@
-"""The conversion of conversations to the messages and tools that chat templates accept.
+"""Conversion of conversations to the messages and tools that chat templates accept.
 
 Invariants:
-- Contents are data: every text of a message, a call or a tool is split at the spelling of a control token.
-- The result for a message depends on it and on the template alone, so that a growing conversation only appends.
+- Contents are data: every text in a message, call or tool is split wherever a control token is spelled out.
+- The result for a message depends only on the message and the template, so that a growing conversation only appends.
 - Nothing is dropped. Content that the template cannot render is converted: system messages after the first to user
-  messages; unsupported tools, calls and results to text in the form of Hermes.
+  messages; unsupported tools, calls and results to text in the Hermes format.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TemplateMessages:
         self._tools: BoundedCache[bytes, list[SharedTool]] = BoundedCache(_TOOLS_BYTES)
 
     def tools(self, tools: Sequence[ToolSpec]) -> list[SharedTool]:
-        """Return the converted tools; equal descriptions give the same objects in every request."""
+        """Return the converted tools; equal descriptions yield the same objects in every request."""
         described = [(tool.name, tool.description, tool.parameters) for tool in tools]
         try:
             key = orjson.dumps(described, default=dict, option=orjson.OPT_NON_STR_KEYS)
@@ -62,7 +62,7 @@ class TemplateMessages:
     def whole(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> tuple[list[TemplateMessage], list[SharedTool]]:
-        """Return the messages and tools of a conversation from its beginning."""
+        """Return the messages and tools of a whole conversation."""
         first = next((i for i, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         lead = [self._as_data(message.text) for message in messages[:first]]
         shown_tools = self.tools(tools)
@@ -79,8 +79,8 @@ class TemplateMessages:
     def after(
         self, calls: Sequence[ToolCall], messages: Sequence[Message]
     ) -> tuple[list[dict[str, Any]], list[TemplateMessage]]:
-        """Return the calls of a sampled turn and the messages that follow it. Results of calls that no parser found get
-        calls of their own, since templates refuse results without calls."""
+        """Return the calls of a sampled turn and the messages that follow it. For results of calls that the parser did
+        not find, calls are added, since templates refuse results without calls."""
         names = {call.id: call.name for call in calls}
         shown = self._joined(list(self._following(messages, names)))
         if not (shown and shown[0]["role"] == "tool" and self._shape.calls):
@@ -91,7 +91,7 @@ class TemplateMessages:
         return [self._shape.call(call_id, "unknown", {}) for call_id in lone], shown
 
     def _following(self, messages: Sequence[Message], names: dict[str, str]) -> Iterator[TemplateMessage]:
-        """Convert the messages; `names` are the tool names of the calls so far, by call id."""
+        """Convert the messages; `names` maps the ids of the calls so far to their tool names."""
         for message in messages:
             if message.role is Role.ASSISTANT:
                 names.update((call.id, call.name) for call in message.calls)
@@ -161,8 +161,8 @@ class TemplateMessages:
         return value
 
     def _joined(self, shown: list[TemplateMessage], *, among_first: bool = False) -> list[TemplateMessage]:
-        """Join consecutive user messages if the template refuses them; otherwise only a system message in the user's
-        role with the first message."""
+        """Join consecutive user messages if the template refuses them; otherwise join only a system message that has
+        been given the user role with the first message."""
         joined: list[TemplateMessage] = []
         for number, message in enumerate(shown):
             joins = not self._shape.repeated_users or (among_first and number == 1)
@@ -174,7 +174,7 @@ class TemplateMessages:
 
 
 def _object_of(arguments: str) -> dict[str, Any] | None:
-    """Return the object in the arguments; None if they are not a JSON object."""
+    """Return the arguments as a JSON object; None if they are not one."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """The renderer of a model directory: its tokenizer and its chat template.
 
-Invariants: those of render.Renderer; text in the tokenizer's cache is not tokenized again.
+Invariants: the invariants of render.Renderer hold; text in the tokenizer's cache is not tokenized again.
 """
 
 from __future__ import annotations
