@@ -53,7 +53,7 @@ MAIN, SUB = "MAIN-TASK", "SUB-TASK"
 SUMMARY_REQUEST = "CRITICAL: Respond with TEXT ONLY"
 
 
-async def test_claude_code(tokenizer_dir: Path) -> None:
+async def test_claude_code_loses_no_token_when_its_echoes_differ_from_what_it_was_served(tokenizer_dir: Path) -> None:
     """Its echoes are not what it was served: defaults added, keys and blocks moved, blanks and `cd` gone."""
     rigs.needs("claude-code")
     call = rigs.call
@@ -85,7 +85,9 @@ async def test_claude_code(tokenizer_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-async def test_claude_code_compacts(tokenizer_dir: Path, *, refused: bool) -> None:
+async def test_claude_code_compacts_and_retained_history_is_not_trained_again(
+    tokenizer_dir: Path, *, refused: bool
+) -> None:
     """By its own count when the window is nearly full, and by the gateway's refusal when a turn was too long for that;
     what it keeps of the history is not trained again."""
     rigs.needs("claude-code")
@@ -116,7 +118,7 @@ async def test_claude_code_compacts(tokenizer_dir: Path, *, refused: bool) -> No
         check_whole(ran, rig.engine, rows=1 + 2 * summaries)
 
 
-async def test_claude_code_bare(model: Model) -> None:
+async def test_claude_code_in_bare_mode_fixes_the_task(model: Model) -> None:
     rigs.needs("claude-code")
     call = rigs.call
     script = rigs.scripted.Parts(
@@ -137,7 +139,7 @@ async def test_claude_code_bare(model: Model) -> None:
         await ran.check_quiet()
 
 
-async def test_codex(model: Model) -> None:
+async def test_codex_fixes_the_task(model: Model) -> None:
     rigs.needs("codex")
     call = rigs.call
     patch = """apply_patch <<'EOF'
@@ -169,7 +171,7 @@ EOF"""
 
 
 @pytest.mark.parametrize("mode", list(MiniMode))
-async def test_mini_swe_agent(model: Model, mode: MiniMode) -> None:
+async def test_mini_swe_agent_fixes_the_task(model: Model, mode: MiniMode) -> None:
     rigs.needs("mini-swe-agent")
 
     def says(command: str) -> str:
@@ -196,7 +198,7 @@ async def test_mini_swe_agent(model: Model, mode: MiniMode) -> None:
 
 
 @pytest.mark.slow
-async def test_qwen_code(model: Model) -> None:
+async def test_qwen_code_fixes_the_task(model: Model) -> None:
     rigs.needs("qwen-code")
     call = rigs.call
     script = rigs.scripted.Parts(
@@ -219,7 +221,7 @@ async def test_qwen_code(model: Model) -> None:
 
 
 @pytest.mark.slow
-async def test_opencode(model: Model) -> None:
+async def test_opencode_fixes_the_task(model: Model) -> None:
     """Its call for a title is a lineage of its own, and masked."""
     rigs.needs("opencode")
     call = rigs.call

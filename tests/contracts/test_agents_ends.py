@@ -49,7 +49,7 @@ async def spend(tokenizer_dir: Path, agent: str, script: Any, **budgets: Any) ->
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code", "codex", "mini-swe-agent"))
-async def test_turns_that_are_used_up_end_an_agent_normally(tokenizer_dir: Path, agent: str) -> None:
+async def test_an_exhausted_turn_budget_ends_an_agent_normally(tokenizer_dir: Path, agent: str) -> None:
     script = titled(*(rigs.command_of(agent, f"echo {turn} >> turns") for turn in range(9)))
     ran = await spend(tokenizer_dir, agent, script, max_turns=3)
     assert ran.session.exhausted is Exhausted.TURNS
@@ -57,7 +57,7 @@ async def test_turns_that_are_used_up_end_an_agent_normally(tokenizer_dir: Path,
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code", "codex"))
-async def test_tokens_that_are_used_up_end_an_agent_normally(tokenizer_dir: Path, agent: str) -> None:
+async def test_an_exhausted_token_budget_ends_an_agent_normally(tokenizer_dir: Path, agent: str) -> None:
     """In the middle of a turn, which is the last one."""
     script = titled(*(rigs.command_of(agent, f"echo {turn} >> turns") for turn in range(9)))
     ran = await spend(tokenizer_dir, agent, script, max_sampled_tokens=100)
@@ -66,7 +66,7 @@ async def test_tokens_that_are_used_up_end_an_agent_normally(tokenizer_dir: Path
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code", "codex"))
-async def test_time_that_is_used_up_ends_an_agent_normally(tokenizer_dir: Path, agent: str) -> None:
+async def test_an_exhausted_time_budget_ends_an_agent_normally(tokenizer_dir: Path, agent: str) -> None:
     script = titled(rigs.command_of(agent, "ls"), rigs.scripted.Fault.HANG)
     ran = await spend(tokenizer_dir, agent, script, wall_s=START_S[agent])
     assert ran.session.exhausted is Exhausted.WALL
@@ -134,7 +134,7 @@ async def test_the_files_of_an_agent_killed_during_a_turn_are_evaluated(tokenize
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code"))
-async def test_a_sandbox_that_dies_during_a_turn_is_infra(tokenizer_dir: Path, agent: str) -> None:
+async def test_a_sandbox_that_dies_during_a_turn_is_an_infra_failure(tokenizer_dir: Path, agent: str) -> None:
     async def destroy(rig: Any, sandbox: Any) -> None:
         await rig.provider.destroy(sandbox.id)
 

@@ -54,7 +54,9 @@ class Failing:
 
 @pytest.mark.parametrize("agent", KINDS)
 @pytest.mark.parametrize("trouble", ["error", "cut"])
-async def test_an_engine_that_fails_once_and_recovers(tokenizer_dir: Path, agent: str, trouble: str) -> None:
+async def test_an_engine_failure_hidden_by_the_agent_is_still_an_infra_failure(
+    tokenizer_dir: Path, agent: str, trouble: str
+) -> None:
     """Before the first token, and after some: the gateway's own second try fails too."""
     rigs.needs(agent)
     fault = rigs.scripted.Fault
@@ -70,7 +72,9 @@ async def test_an_engine_that_fails_once_and_recovers(tokenizer_dir: Path, agent
 
 
 @pytest.mark.parametrize("agent", ONE_RETRY)
-async def test_an_agent_that_gives_up_under_an_engine_that_fails_for_ever(tokenizer_dir: Path, agent: str) -> None:
+async def test_an_agent_that_gives_up_on_a_permanently_failing_engine_is_an_infra_failure(
+    tokenizer_dir: Path, agent: str
+) -> None:
     rigs.needs(agent)
     script = Failing(agent, [rigs.scripted.Fault.ERROR], recovers=False)
     async with rigs.open_rig(tokenizer_dir, script) as rig:
@@ -84,7 +88,7 @@ async def test_an_agent_that_gives_up_under_an_engine_that_fails_for_ever(tokeni
 
 @pytest.mark.slow
 @pytest.mark.parametrize("agent", PATIENCE_S)
-async def test_an_engine_that_fails_for_ever(tokenizer_dir: Path, agent: str) -> None:
+async def test_a_permanently_failing_engine_is_an_infra_failure(tokenizer_dir: Path, agent: str) -> None:
     rigs.needs(agent)
     script = Failing(agent, [rigs.scripted.Fault.ERROR], recovers=False)
     async with rigs.open_rig(tokenizer_dir, script) as rig:

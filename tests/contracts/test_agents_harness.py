@@ -170,7 +170,7 @@ async def test_programs_find_their_environment_in_the_sandbox(world: World) -> N
     assert world.service.paths == ["/s/token/v1/x"]
 
 
-async def test_a_prompt_of_any_length_is_its_standard_input(world: World) -> None:
+async def test_a_prompt_of_any_length_arrives_on_standard_input(world: World) -> None:
     """An argument ends at 128 kB, and at a NUL character."""
     prompt = "--help 'a\0b' $HOME\n" + "x" * 300_000 + "the end"
     report = await world.run(
@@ -181,7 +181,7 @@ async def test_a_prompt_of_any_length_is_its_standard_input(world: World) -> Non
     assert "--help" not in arguments
 
 
-async def test_the_gateway_is_unreachable_after_the_context_ends(world: World) -> None:
+async def test_the_gateway_is_unreachable_after_the_context_exits(world: World) -> None:
     """Also to what it left running."""
     left = "import sys, time, urllib.request\nwhile time.sleep(.01) is None: urllib.request.urlopen(sys.argv[1])"
     await world.run(f'setsid python3 -c "{left}" "$1" > /dev/null 2> /tmp/left & until pgrep python3; do :; done')
@@ -193,7 +193,7 @@ async def test_the_gateway_is_unreachable_after_the_context_ends(world: World) -
 
 
 @pytest.mark.parametrize("user", ["1000", "agent", "root", "1234:4321"])
-async def test_the_working_folder_is_the_users(world: World, user: str) -> None:
+async def test_the_user_owns_the_working_folder(world: World, user: str) -> None:
     await world.sandbox.write_many({"/workspace/deep/file": b"before"})
     await world.out("ln -s /etc/passwd /workspace/link")
     report = await world.run("id -u; echo after > deep/file; git init -q .; git status --short | wc -l", user=user)
@@ -201,7 +201,7 @@ async def test_the_working_folder_is_the_users(world: World, user: str) -> None:
     assert await world.out("cat deep/file; stat -c %U /etc/passwd") == "after\nroot", "a link is not followed"
 
 
-async def test_in_an_image_without_that_user_and_its_home(world: World) -> None:
+async def test_a_program_runs_in_an_image_without_its_user_and_home_folder(world: World) -> None:
     await world.out("rm -r /home; echo root:x:0:0::/root:/bin/bash > /etc/passwd")
     report = await world.run('id -u; cd ~ && touch made && echo "$HOME"')
     assert (report.exit_code, report.log_tail.split()) == (0, ["1000", "/home/agent"])
@@ -221,7 +221,7 @@ async def test_a_failing_program_is_reported_and_not_graded(world: World) -> Non
     assert report.log_tail == "out\n\n--- standard error ---\ntrouble\n"
 
 
-async def test_a_flood_of_output_is_captured_to_its_end(world: World) -> None:
+async def test_a_flood_of_output_is_captured_completely(world: World) -> None:
     report = await world.run("head -c 20000000 /dev/zero | tr '\\0' x; echo; echo '{\"last\": 1}'", max_log_bytes=4096)
     assert report.result == '{"last": 1}'
     assert len(report.log_tail) <= 4096
@@ -235,7 +235,7 @@ async def test_a_flood_of_output_is_captured_to_its_end(world: World) -> None:
         ("exit 0", {"working_directory": "/opt/headrace/agents/probe"}, "not writable"),
     ],
 )
-async def test_a_program_that_could_not_start_says_so(
+async def test_a_program_that_failed_to_start_is_reported(
     world: World, script: str, settings: dict[str, Any], said: str
 ) -> None:
     """By the exit codes that shells have for it; a program that was at work may end with them too."""
@@ -251,18 +251,18 @@ async def test_a_program_that_could_not_start_says_so(
         ({"working_directory": "/missing"}, "there is no folder /missing"),
     ],
 )
-async def test_a_program_that_cannot_start_is_no_result(world: World, settings: dict[str, Any], said: str) -> None:
+async def test_a_program_that_cannot_start_gives_no_result(world: World, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(AgentNotStarted, match=said):
         await world.run("exit 0", **settings)
 
 
-async def test_a_dead_sandbox_is_no_result_either(world: World) -> None:
+async def test_a_dead_sandbox_gives_no_result(world: World) -> None:
     await world.sandbox.kill()
     with pytest.raises(SandboxError):
         await world.run("exit 0")
 
 
-async def test_whoever_stops_waiting_kills_the_whole_tree(world: World) -> None:
+async def test_cancelling_the_wait_kills_the_whole_process_tree(world: World) -> None:
     world.service.hold = True
     script = """
 (setsid sleep 1000 &)
@@ -281,7 +281,7 @@ python3 -c "import sys, urllib.request; urllib.request.urlopen(sys.argv[1])" "$1
         await world.service.left.wait()
 
 
-async def test_a_port_that_a_task_uses_is_refused_by_name(world: World) -> None:
+async def test_a_port_used_by_the_task_is_refused_with_its_number(world: World) -> None:
     server = await world.sandbox.spawn(["python3", "-u", "-m", "http.server", "47123"])
     async for piece in server.output():
         if b"Serving" in piece.data:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.agents_latest, pytest.mark.namespaces, pytest.mark.tim
 
 
 @pytest.mark.parametrize("agent", PINNED)
-async def test_the_newest_version_loses_no_token_either(agent: str, tmp_path: Path) -> None:
+async def test_the_newest_agent_version_loses_no_token(agent: str, tmp_path: Path) -> None:
     try:
         doctor.require_namespaces()
         folder = await asyncio.to_thread(install, agent, latest=True)

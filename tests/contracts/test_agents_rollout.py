@@ -163,7 +163,7 @@ ONE_STEP = (
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("agent", ["claude-code", "mini-swe-agent"])
-def test_a_recipe_names_its_agent(agent: str, tmp_path: Path) -> None:
+def test_a_recipe_selects_its_agent_by_name(agent: str, tmp_path: Path) -> None:
     """`headrace run` with the recipe that comes with headrace, a policy that is far too small, and one step."""
     rigs.needs(agent)
     recipe = runs.RECIPE.with_name(f"{agent.replace('-', '_')}.toml")

@@ -108,7 +108,7 @@ async def image(url: str) -> str:
         return await sandbox.snapshot()
 
 
-async def test_all_requests_of_a_node(client: Client, image: str) -> None:
+async def test_all_node_requests_are_answered(client: Client, image: str) -> None:
     assert await client.get("/healthz") == {"ok": True, "running_containers": "0"}
     assert await client.get("/images") == {"ok": True, "images": ["base", "task:latest"], "count": 2}
     made = await client.post("/container/create", image=image, cwd="/testbed", timeout=120)
@@ -130,7 +130,7 @@ async def test_all_requests_of_a_node(client: Client, image: str) -> None:
     await client.post("/container/exec", 404, **one, command="true")
 
 
-async def test_all_requests_of_a_pool(client: Client, image: str) -> None:
+async def test_all_pool_requests_are_answered(client: Client, image: str) -> None:
     made = await client.post("/allocate", image=image, instance_id="django-1")
     assert made.keys() == {"ok", "lease_id", "container_id", "node_url"}
     assert made["node_url"] == client.url
@@ -167,7 +167,7 @@ async def test_a_patch_cannot_forge_its_verdict(client: Client, image: str) -> N
     assert (verdict["resolved"], verdict["returncode"]) == (False, 1)
 
 
-async def test_a_timeout_kills_the_tree(client: Client) -> None:
+async def test_a_timeout_kills_the_process_tree(client: Client) -> None:
     lease = await client.lease()
     reply = await client.post("/exec", lease_id=lease, command="setsid sleep 1000 & sleep 1000", timeout=1)
     assert reply == {"ok": True, "returncode": -1, "output": "Command timed out after 1s"}
@@ -222,7 +222,7 @@ async def test_equal_allocations_are_distinct_without_a_key(client: Client) -> N
 # Room and leases
 
 
-async def test_a_create_without_room_waits(client: Client) -> None:
+async def test_a_create_waits_until_there_is_capacity(client: Client) -> None:
     leases = [await client.lease() for _ in range(3)]
     async with client.http.post(f"{client.url}/allocate", json={"image": "host", "timeout": 0.3}) as response:
         assert response.status == 429
@@ -271,7 +271,7 @@ async def test_a_key_is_required(client: Client) -> None:
     await client.output(await client.lease(), "true")
 
 
-async def test_invalid_input_is_refused_and_makes_no_container(client: Client, local: LocalProvider) -> None:
+async def test_invalid_input_is_refused_and_creates_no_container(client: Client, local: LocalProvider) -> None:
     bad: tuple[dict[str, Any], ...] = ({}, {"image": ""}, {"image": 5}, {"image": "host", "cwd": "relative"})
     for body in (*bad, {"image": "host", "timeout": -1}):
         await client.post("/allocate", 400, **body)

@@ -110,7 +110,7 @@ async def test_a_pause_that_fails_leaves_no_long_lease(wire: Callable[..., Any])
         assert info.expires_in_s < 400
 
 
-async def test_a_sandbox_that_died_by_itself_is_gone(
+async def test_a_sandbox_that_died_on_its_own_is_reported_gone(
     server: E2bServer, local: LocalProvider, wire: Callable[..., Any]
 ) -> None:
     box = await wire(server.url).create()
@@ -212,7 +212,7 @@ def test_a_table_of_a_newer_version_is_refused(tmp_path: Path) -> None:
         SandboxTable(tmp_path)
 
 
-async def test_a_create_of_a_disconnected_client_leaves_nothing(
+async def test_a_create_by_a_disconnected_client_leaves_nothing_behind(
     server: E2bServer, local: LocalProvider, wire: Callable[..., Any]
 ) -> None:
     client = wire(server.url)
@@ -235,7 +235,7 @@ async def test_a_create_of_a_disconnected_client_leaves_nothing(
     await until(as_many_as_are_listed)
 
 
-async def test_a_command_survives_its_killed_client(server: E2bServer, wire: Callable[..., Any]) -> None:
+async def test_a_command_survives_a_kill_of_its_client(server: E2bServer, wire: Callable[..., Any]) -> None:
     box = await wire(server.url).create()
     await box.run("mkfifo /tmp/go")
     program = """
@@ -298,7 +298,7 @@ async def test_a_command_without_readers_keeps_running(server: E2bServer, wire: 
     assert (await box.call("GET", f"/sandboxes/{box.id}/logs?start=now"))[0] == 400
 
 
-async def test_two_clients_follow_one_command(server: E2bServer, wire: Callable[..., Any]) -> None:
+async def test_two_clients_can_follow_one_command(server: E2bServer, wire: Callable[..., Any]) -> None:
     box = await wire(server.url).create()
     start = {"process": {"cmd": "/bin/cat", "args": []}, "stdin": True, "tag": "cat"}
     follow = {"process": {"tag": "cat"}}
@@ -314,7 +314,7 @@ async def test_two_clients_follow_one_command(server: E2bServer, wire: Callable[
             assert [item async for item in frames][-1] == {"end": {}}
 
 
-async def test_an_upload_of_a_disconnected_client_ends(server: E2bServer, wire: Callable[..., Any]) -> None:
+async def test_an_upload_is_aborted_when_its_client_disconnects(server: E2bServer, wire: Callable[..., Any]) -> None:
     box = await wire(server.url).create()
     begun = asyncio.Event()
 
@@ -341,7 +341,7 @@ async def crowd(server: E2bServer, client: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-async def test_many_concurrent_sandboxes(wire: Callable[..., Any], count: int) -> None:
+async def test_many_sandboxes_run_concurrently(wire: Callable[..., Any], count: int) -> None:
     async with LocalProvider(LocalSandboxConfig(max_live=count)) as local, E2bServer(local) as server:
         await crowd(server, wire(server.url), count)
         assert await local.list() == []
@@ -379,7 +379,9 @@ async def stream_until_the_end(url: str, process: subprocess.Popen[str]) -> None
                 await reply.content.read()
 
 
-async def test_a_program_recovers_the_sandboxes_of_a_killed_one(tmp_path: Path, wire: Callable[..., Any]) -> None:
+async def test_a_server_recovers_the_sandboxes_of_its_killed_predecessor(
+    tmp_path: Path, wire: Callable[..., Any]
+) -> None:
     headrace = str(Path(sys.executable).with_name("headrace"))
     command = [headrace, "sandbox", "serve", "--state", str(tmp_path / "state")]
     box = None
@@ -401,7 +403,7 @@ async def test_a_program_recovers_the_sandboxes_of_a_killed_one(tmp_path: Path, 
         await server.wait()
 
 
-def test_invalid_options_give_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_invalid_options_print_one_line_and_exit_with_code_2(tmp_path: Path) -> None:
     headrace = str(Path(sys.executable).with_name("headrace"))
     (tmp_path / "bad.toml").write_text("a = {b = 1}\n")
     for options in (["--host", "0.0.0.0"], ["--image-map", str(tmp_path / "bad.toml")]):

@@ -59,7 +59,7 @@ async def provider(config: E2bConfig) -> AsyncIterator[E2bProvider]:
         yield provider
 
 
-async def test_commands_follow_the_contract_of_exec(sandbox: Sandbox) -> None:
+async def test_commands_follow_the_exec_contract(sandbox: Sandbox) -> None:
     result = await sandbox.exec("pwd; id -un; echo $A; cat; echo err >&2", env={"A": "1"}, stdin=b"in", timeout_s=20)
     assert (result.stdout, result.stderr, result.exit_code) == (b"/workspace\nroot\n1\nin", b"err\n", 0)
     result = await sandbox.exec("id -un; pwd; kill -TERM $$", user="agent", cwd="/tmp", timeout_s=20)
@@ -72,14 +72,14 @@ async def test_commands_follow_the_contract_of_exec(sandbox: Sandbox) -> None:
         await sandbox.exec("true", timeout_s=5, exec_id="once")
 
 
-async def test_a_timeout_is_typed_and_leaves_no_process_of_the_tree(sandbox: Sandbox) -> None:
+async def test_a_timeout_raises_a_typed_error_and_kills_the_process_tree(sandbox: Sandbox) -> None:
     with pytest.raises(ExecTimeout):
         await sandbox.exec("(setsid sleep 71 &); sleep 72", timeout_s=0.5)
     look = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 7[12]'"
     assert (await sandbox.exec(look, timeout_s=20)).stdout == b"0\n"
 
 
-async def test_a_cancelled_command_leaves_no_process(sandbox: Sandbox) -> None:
+async def test_a_cancelled_command_leaves_no_process_behind(sandbox: Sandbox) -> None:
     await sandbox.exec("mkfifo /tmp/started", timeout_s=20)
     task = asyncio.create_task(sandbox.exec("echo > /tmp/started; sleep 73", timeout_s=60))
     await sandbox.exec("read x < /tmp/started", timeout_s=20)
@@ -90,7 +90,7 @@ async def test_a_cancelled_command_leaves_no_process(sandbox: Sandbox) -> None:
     assert (await sandbox.exec(look, timeout_s=20)).stdout == b"0\n"
 
 
-async def test_spawned_commands_stream(sandbox: Sandbox) -> None:
+async def test_spawned_commands_stream_their_output(sandbox: Sandbox) -> None:
     process = await sandbox.spawn(["bash", "-c", "read line; echo got $line; cat; exit 4"], stdin=True)
     await process.write_stdin(b"one\n")
     output = process.output()
@@ -110,7 +110,7 @@ async def test_spawned_commands_stream(sandbox: Sandbox) -> None:
         await sandbox.spawn("true", terminal=TerminalSize())
 
 
-async def test_output_waits_for_its_reader(sandbox: Sandbox) -> None:
+async def test_output_is_held_until_it_is_read(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("for i in {1..8}; do head -c 1000000 /dev/zero | tr '\\0' x; done; echo done")
     total, last = 0, b""
     async for piece in process.output():
@@ -133,7 +133,7 @@ async def test_files_are_transferred_completely_or_with_an_error(sandbox: Sandbo
         await sandbox.write("/usr/planted", b"x")
 
 
-async def test_any_process_attaches_from_a_ref(provider: E2bProvider, config: E2bConfig) -> None:
+async def test_any_process_can_attach_with_a_ref(provider: E2bProvider, config: E2bConfig) -> None:
     ref = pickle.loads(pickle.dumps(await provider.create(SandboxSpec(image="task-7"))))
     async with E2bProvider(config) as other:
         sandbox = await other.attach(ref)
@@ -164,7 +164,7 @@ async def test_lists_contain_labels_and_keys(provider: E2bProvider) -> None:
     assert 100 < info.expires_in_s <= 200
 
 
-async def test_pause_and_resume(provider: E2bProvider, sandbox: Sandbox) -> None:
+async def test_a_sandbox_can_be_paused_and_resumed(provider: E2bProvider, sandbox: Sandbox) -> None:
     assert provider.features == {Feature.FREEZE, Feature.SPAWN, Feature.PAUSE}
     await sandbox.pause()
     await sandbox.pause()
@@ -174,7 +174,7 @@ async def test_pause_and_resume(provider: E2bProvider, sandbox: Sandbox) -> None
     assert (await sandbox.exec("echo on", timeout_s=20)).stdout == b"on\n"
 
 
-async def test_refusals_are_typed(provider: E2bProvider, config: E2bConfig, tmp_path: Path) -> None:
+async def test_refusals_raise_typed_errors(provider: E2bProvider, config: E2bConfig, tmp_path: Path) -> None:
     with pytest.raises(ImageUnknown):
         await provider.create(SandboxSpec(image="no-such-image"))
     with pytest.raises(SpecRefused):
@@ -202,7 +202,7 @@ async def test_a_full_account_is_rate_limited(provider: E2bProvider) -> None:
     assert caught.value.retry_after_s > 0
 
 
-async def test_a_cancelled_create_leaves_nothing(provider: E2bProvider) -> None:
+async def test_a_cancelled_create_leaves_nothing_behind(provider: E2bProvider) -> None:
     task = asyncio.create_task(provider.create(SandboxSpec()))
     await asyncio.sleep(0)
     task.cancel()
@@ -212,7 +212,7 @@ async def test_a_cancelled_create_leaves_nothing(provider: E2bProvider) -> None:
     assert await provider.list() == []
 
 
-async def test_an_evaluation_gets_a_copy_of_the_files_of_the_agent(provider: E2bProvider) -> None:
+async def test_an_evaluation_gets_a_copy_of_the_agents_files(provider: E2bProvider) -> None:
     agent = await provider.attach(await provider.create(SandboxSpec()))
     await agent.exec(
         "mkdir -p data/sub; echo result > data/sub/file; chmod 4777 data/sub/file; mkfifo data/pipe; "

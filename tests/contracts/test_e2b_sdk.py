@@ -83,7 +83,7 @@ def results(request: pytest.FixtureRequest, server_url: str) -> tuple[str, dict[
 
 @pytest.mark.namespaces
 @pytest.mark.parametrize("name", scenario_names())
-def test_a_scenario_of_the_sdk_passes(results: tuple[str, dict[str, Any]], name: str) -> None:
+def test_each_sdk_scenario_passes(results: tuple[str, dict[str, Any]], name: str) -> None:
     sdk, outcome = results
     wanted = "absent" if sdk == OLD_VERSION and name in ABSENT_IN_OLD else "ok"
     assert outcome[name] == wanted, outcome[name]

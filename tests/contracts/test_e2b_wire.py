@@ -72,7 +72,9 @@ async def box(alice: Any) -> Any:
         {"templateID": "base", "metadata": {"acme/image": "unknown-image"}},
     ],
 )
-async def test_an_invalid_create_is_400_and_makes_no_sandbox(alice: Any, local: LocalProvider, body: Any) -> None:
+async def test_an_invalid_create_returns_400_and_creates_no_sandbox(
+    alice: Any, local: LocalProvider, body: Any
+) -> None:
     for path in ("/sandboxes", "/v2/sandboxes"):
         status, answer, _ = await alice.call("POST", path, body)
         assert (status, answer["code"]) == (400, 400), answer
@@ -138,7 +140,7 @@ async def test_envd_accepts_only_the_token_of_its_sandbox(box: Any) -> None:
             await box.run("true")
 
 
-async def test_quotas_are_429_with_a_time_to_wait(server: E2bServer, wire: Callable[..., Any]) -> None:
+async def test_an_exceeded_quota_returns_429_with_a_retry_delay(server: E2bServer, wire: Callable[..., Any]) -> None:
     bob = wire(server.url, BOB)
     first = await bob.create()
     await bob.create()
@@ -159,7 +161,7 @@ async def test_dead_sandboxes_do_not_count_towards_the_quota(
     await bob.create()
 
 
-async def test_a_full_provider_is_429_with_a_time_to_wait(alice: Any) -> None:
+async def test_a_full_provider_returns_429_with_a_retry_delay(alice: Any) -> None:
     for _ in range(6):
         await alice.create()
     status, answer, headers = await alice.call("POST", "/v2/sandboxes", {"templateID": "base"})
@@ -176,7 +178,7 @@ async def test_timeouts_must_be_non_negative_integers(alice: Any, box: Any) -> N
     assert (await alice.call("POST", f"{one}/resume", {}))[0] == 409
 
 
-async def test_missing_sandboxes_are_404_and_unsupported_routes_501(alice: Any, box: Any) -> None:
+async def test_missing_sandboxes_return_404_and_unsupported_routes_501(alice: Any, box: Any) -> None:
     for method, path in (("GET", "/sandboxes/i0"), ("DELETE", "/sandboxes/i0"), ("GET", "/no/such"), ("PATCH", "/x")):
         assert (await alice.call(method, path))[1]["code"] == 404
     assert (await alice.call("PUT", "/sandboxes"))[1]["code"] == 405
@@ -259,7 +261,9 @@ async def test_idempotency_keys_are_validated_and_bound_to_one_request(alice: An
         ("process.Process/Update", {"process": {"pid": 2**40}}, 404, "not_found"),
     ],
 )
-async def test_invalid_calls_have_connect_codes(box: Any, method: str, message: Any, status: int, code: str) -> None:
+async def test_invalid_calls_return_connect_error_codes(
+    box: Any, method: str, message: Any, status: int, code: str
+) -> None:
     reply = await box.rpc(method, message)
     assert (reply[0], reply[1]["code"]) == (status, code), reply[1]
 
@@ -308,7 +312,7 @@ async def test_an_invalid_start_ends_its_stream_with_an_error(box: Any) -> None:
     assert (await box.rpc("process.Process/List", {}))[1] == {"processes": []}
 
 
-async def test_users_are_selected_as_in_envd(box: Any) -> None:
+async def test_users_are_selected_as_envd_selects_them(box: Any) -> None:
     agent = base64.b64encode(b"agent:").decode()
     assert (await box.run("id -un", Authorization=f"Basic {agent}"))[0] == b"agent\n"
     assert (await box.run("id -un"))[0] == b"root\n"
@@ -350,7 +354,7 @@ async def test_deadlines_end_streams_and_commands(box: Any) -> None:
         assert [item async for item in frames][-2]["event"]["end"]["status"] == "signal: terminated"
 
 
-async def test_uploads_are_checked(box: Any) -> None:
+async def test_invalid_uploads_are_refused(box: Any) -> None:
     assert (await box.files("POST", "", b"x"))[0] == 400
     assert (await box.files("POST", "/tmp/x", b"x", content_type="text/plain"))[0] == 400
     assert (await box.files("POST", "/tmp", b"x"))[0] == 400
@@ -375,12 +379,12 @@ async def test_uploads_are_checked(box: Any) -> None:
         ("; boundary=a", b'--a\r\nContent-Disposition: form-data; name=file; filename="q"\r\n\r\nx'),
     ],
 )
-async def test_a_malformed_multipart_upload_is_400(box: Any, kind: str, body: bytes) -> None:
+async def test_a_malformed_multipart_upload_returns_400(box: Any, kind: str, body: bytes) -> None:
     status, answer = await box.files("POST", "/tmp/q", body, content_type=f"multipart/form-data{kind}")
     assert (status, b"malformed" in answer) == (400, True), answer
 
 
-async def test_a_fifo_of_an_agent_blocks_no_request(box: Any) -> None:
+async def test_a_fifo_created_by_an_agent_blocks_no_request(box: Any) -> None:
     await box.run("mkfifo /tmp/fifo; ln -s /tmp/fifo /tmp/link; ln -s /etc/passwd /tmp/passwd")
     for path in ("/tmp/fifo", "/tmp/link"):
         assert (await box.files("GET", path))[0] == 400
@@ -388,7 +392,7 @@ async def test_a_fifo_of_an_agent_blocks_no_request(box: Any) -> None:
     assert b"root:" in (await box.files("GET", "/tmp/passwd"))[1]
 
 
-async def test_a_boot_that_fails_is_typed_and_leaves_nothing(wire: Callable[..., Any]) -> None:
+async def test_a_failed_boot_raises_a_typed_error_and_leaves_nothing_behind(wire: Callable[..., Any]) -> None:
     async with LocalProvider(LocalSandboxConfig(boot_timeout_s=1e-6)) as local, E2bServer(local) as server:
         for headers in ({}, {"Idempotency-Key": "again"}):
             status, answer, given = await wire(server.url).call(

@@ -157,7 +157,7 @@ def client(wire: Wire, **changes: float) -> SGLangEngine:
     return SGLangEngine(EngineId("e"), wire.url, wire.session, config)
 
 
-async def test_reply_has_the_keys_and_types_of_the_contract(wire: Wire) -> None:
+async def test_a_reply_has_the_keys_and_types_of_the_contract(wire: Wire) -> None:
     await wire.post("/flush_cache")
     reply = await wire.generate()
     assert set(reply) == {"text", "output_ids", "meta_info"}
@@ -180,7 +180,7 @@ async def test_reply_has_the_keys_and_types_of_the_contract(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}, {"top_k": 3, "temperature": 1.5}, {"temperature": 0}])
-async def test_logprobs_are_those_of_the_temperature_scaled_softmax(
+async def test_logprobs_match_the_temperature_scaled_softmax(
     wire: Wire, tiny_model_dir: Path, sampling: dict[str, float]
 ) -> None:
     import torch
@@ -222,7 +222,7 @@ async def test_samples_follow_the_distribution(wire: Wire, tiny_model_dir: Path)
     assert distance < 2 * (likely / (2 * 3.14 * 600)) ** 0.5 + 0.05
 
 
-async def test_batch_and_n_give_lists(wire: Wire) -> None:
+async def test_batches_and_n_return_lists(wire: Wire) -> None:
     params = {"max_new_tokens": 2, "ignore_eos": True}
     body = {"input_ids": [[1], [2, 3]], "rid": "bat", "sampling_params": params}
     status, replies = await wire.post("/generate", body)
@@ -234,7 +234,7 @@ async def test_batch_and_n_give_lists(wire: Wire) -> None:
     assert len(replies) == 3
 
 
-async def test_stop_id_stays_in_ids_and_leaves_the_text(wire: Wire) -> None:
+async def test_a_stop_id_stays_in_the_ids_but_not_in_the_text(wire: Wire) -> None:
     greedy = await wire.generate(max_new_tokens=6, temperature=0)
     ids = greedy["output_ids"]
     stop = ids[3]
@@ -251,7 +251,7 @@ async def test_stop_id_stays_in_ids_and_leaves_the_text(wire: Wire) -> None:
     assert kept["text"].startswith(reply["text"])
 
 
-async def test_stop_string_stays_in_ids_and_leaves_the_text(wire: Wire) -> None:
+async def test_a_stop_string_stays_in_the_ids_but_not_in_the_text(wire: Wire) -> None:
     from itertools import pairwise
 
     # A seed alone does not make SGLang repeat itself, and what is greedy may say the same letter for ever.
@@ -271,7 +271,7 @@ async def test_stop_string_stays_in_ids_and_leaves_the_text(wire: Wire) -> None:
     assert kept["text"].endswith(stop)
 
 
-async def test_a_seeded_request_repeats_itself_in_a_batch(embedded: Wire) -> None:
+async def test_a_seeded_request_gives_the_same_tokens_in_a_batch(embedded: Wire) -> None:
     alone = await embedded.generate(max_new_tokens=30, sampling_seed=11)
     together = await asyncio.gather(
         *(embedded.generate(max_new_tokens=30, sampling_seed=seed) for seed in (11, 12, 11)), embedded.generate()
@@ -307,7 +307,7 @@ async def test_running_and_queued_requests_can_be_aborted(wire: Wire) -> None:
         assert (await task)[1]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_pause_abort(wire: Wire) -> None:
+async def test_pausing_with_abort_aborts_running_requests(wire: Wire) -> None:
     task = wire.long("a")
     await wire.until(running=1)
     status, reply = await wire.post("/pause_generation", {})
@@ -320,7 +320,7 @@ async def test_pause_abort(wire: Wire) -> None:
     assert (await wire.get("/ready"))[0] == (200 if wire.dialect.ready_route else 404)
 
 
-async def test_pause_retract_continues_with_the_same_tokens(wire: Wire) -> None:
+async def test_a_request_paused_by_retraction_continues_with_the_same_tokens(wire: Wire) -> None:
     params = {"max_new_tokens": 900, "ignore_eos": True, "temperature": 0}
     free = await wire.generate(**params)
     body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "rid": "x"}
@@ -341,7 +341,7 @@ async def test_pause_retract_continues_with_the_same_tokens(wire: Wire) -> None:
     assert (await arrived)[1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
 
 
-async def test_retracted_request_can_be_aborted_while_paused(wire: Wire) -> None:
+async def test_a_retracted_request_can_be_aborted_while_paused(wire: Wire) -> None:
     task = wire.long("x")
     # SGLang hands tokens out in pieces, and of what was retracted only those that it had handed out.
     await wire.until(running=1, tokens=200)
@@ -386,7 +386,7 @@ async def test_a_request_ends_when_its_client_disconnects(embedded: Wire) -> Non
         ("/weights_checker", {"action": "burn"}, "burn"),
     ],
 )
-async def test_bad_requests_get_a_400_with_the_reason(wire: Wire, path: str, body: object, named: str) -> None:
+async def test_bad_requests_return_400_with_the_reason(wire: Wire, path: str, body: object, named: str) -> None:
     if named == "foo" and release(wire.dialect.version) < (0, 5, 22):
         # An error of SGLang's own, after which it serves on.
         assert (await wire.post(path, body))[0] == 500
@@ -402,7 +402,7 @@ async def test_bad_requests_get_a_400_with_the_reason(wire: Wire, path: str, bod
         ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}, ""),
     ],
 )
-async def test_weights_are_accepted_in_sessions_only(wire: Wire, path: str, body: object, named: str) -> None:
+async def test_weights_are_accepted_only_within_a_session(wire: Wire, path: str, body: object, named: str) -> None:
     if not wire.dialect.update_session:
         pytest.skip(f"SGLang {wire.dialect.version} has no sessions")
     assert named in await wire.refused(path, body)
@@ -443,7 +443,7 @@ async def test_a_duplicate_request_id_is_refused_and_the_first_continues(wire: W
     assert (await task)[1]["meta_info"]["completion_tokens"] == 900
 
 
-async def test_begin_waits_for_running_requests_and_holds_new_ones(wire: Wire) -> None:
+async def test_beginning_a_weight_session_waits_for_running_requests_and_holds_new_ones(wire: Wire) -> None:
     if not wire.dialect.update_session:
         pytest.skip(f"SGLang {wire.dialect.version} has no sessions")
     first = wire.long("first")
@@ -481,7 +481,7 @@ async def test_a_group_without_rank_0_times_out_while_generation_continues(embed
     assert reply["success"] is False
 
 
-async def test_a_flush_is_refused_while_requests_run(wire: Wire) -> None:
+async def test_a_flush_is_refused_while_requests_are_running(wire: Wire) -> None:
     assert (await wire.get("/flush_cache"))[0] == 200
     task = wire.long("x")
     await wire.until(running=1)
@@ -515,7 +515,7 @@ async def test_info_routes_describe_model_server_and_weights(wire: Wire, tiny_mo
     assert all(len(value) == (16 if wire.genuine else 32) for value in sums["ranks"][0]["checksums"].values())
 
 
-async def test_client_reads_a_completion(wire: Wire) -> None:
+async def test_the_client_parses_a_completion(wire: Wire) -> None:
     engine = client(wire)
     done = await engine.generate(
         GenerateRequest(request_id=RequestId("c"), input_ids=tuple(PROMPT), max_new_tokens=5, temperature=0.8)
@@ -530,7 +530,7 @@ async def test_client_reads_a_completion(wire: Wire) -> None:
     await engine.resume()
 
 
-async def test_client_errors_are_typed(wire: Wire) -> None:
+async def test_the_client_raises_typed_errors(wire: Wire) -> None:
     engine = client(wire, generate_timeout_s=0.3)
     bad = GenerateRequest(request_id=RequestId("b"), input_ids=(VOCABULARY,), max_new_tokens=5)
     with pytest.raises(RequestInvalid, match="vocab_size"):
@@ -628,7 +628,7 @@ async def test_the_client_loads_weights_from_shared_memory(wire: Wire, tiny_mode
     assert await greedy(wire) == pytest.approx(before, abs=1e-3)
 
 
-async def test_memory_is_released_in_a_pause_only(wire: Wire, tiny_model_dir: Path) -> None:
+async def test_memory_is_released_only_during_a_pause(wire: Wire, tiny_model_dir: Path) -> None:
     engine, before = client(wire), await greedy(wire)
     for call in (engine.release_memory, engine.resume_memory):
         with pytest.raises(RequestInvalid):
@@ -650,7 +650,7 @@ async def test_memory_is_released_in_a_pause_only(wire: Wire, tiny_model_dir: Pa
     assert await greedy(wire) == pytest.approx(before, abs=1e-3)
 
 
-async def test_cancelled_generation_is_aborted(wire: Wire) -> None:
+async def test_a_cancelled_generation_is_aborted(wire: Wire) -> None:
     engine = client(wire)
     request = GenerateRequest(request_id=RequestId("gone"), input_ids=(1,), max_new_tokens=1000)
     task = asyncio.get_running_loop().create_task(engine.generate(request))
@@ -661,7 +661,7 @@ async def test_cancelled_generation_is_aborted(wire: Wire) -> None:
     await wire.until(running=0)
 
 
-async def test_finish_reasons_of_the_client(wire: Wire) -> None:
+async def test_the_client_maps_every_finish_reason(wire: Wire) -> None:
     engine = client(wire)
     request = GenerateRequest(
         request_id=RequestId("s"), input_ids=(1,), max_new_tokens=50, stop_token_ids=tuple(range(VOCABULARY))
@@ -670,7 +670,7 @@ async def test_finish_reasons_of_the_client(wire: Wire) -> None:
     assert (done.finish, len(done.output_ids)) == (FinishReason.STOP, 1)
 
 
-async def test_a_bad_model_directory_gives_a_one_line_error(embedded: Wire, tmp_path: Path, write_model) -> None:
+async def test_a_bad_model_directory_is_a_one_line_error(embedded: Wire, tmp_path: Path, write_model) -> None:
     directory = write_model(tmp_path / "model")
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(EngineStartFailed, match=r"tokenizer\.json") as failed:

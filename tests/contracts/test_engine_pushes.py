@@ -193,7 +193,7 @@ class Errors:
 
 
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.ABORT])
-async def test_tokens_are_sampled_by_the_version_of_their_span(
+async def test_each_token_is_sampled_by_the_version_of_its_span(
     rig: Rig, mode: PauseMode, record_property: Callable[[str, object], None]
 ) -> None:
     if mode is PauseMode.RETRACT and not rig.dialect.version_spans:
@@ -228,7 +228,7 @@ async def test_tokens_are_sampled_by_the_version_of_their_span(
     assert (await rig.engine.info()).version == version
 
 
-async def test_in_place_marks_every_token_off_its_version(
+async def test_an_in_place_pause_marks_every_token_not_computed_by_its_version(
     rig: Rig, record_property: Callable[[str, object], None]
 ) -> None:
     if not rig.dialect.version_spans:
@@ -273,7 +273,7 @@ async def test_in_place_marks_every_token_off_its_version(
     assert clean.cached_tokens == 0
 
 
-async def test_refusals_of_an_update_have_types(rig: Rig) -> None:
+async def test_refused_updates_raise_typed_errors(rig: Rig) -> None:
     engine = rig.engine
     bucket = Bucket(names=("model.norm.weight",), dtypes=("float32",), shapes=((96,),))
     with pytest.raises(UnknownGroup):
@@ -298,7 +298,7 @@ async def test_refusals_of_an_update_have_types(rig: Rig) -> None:
     assert (await rig.generate(1, tokens=5)).finish is FinishReason.LENGTH
 
 
-async def test_health_survives_a_pause(rig: Rig) -> None:
+async def test_health_checks_succeed_during_a_pause(rig: Rig) -> None:
     await rig.engine.health()
     await rig.engine.pause(PauseMode.RETRACT)
     assert (await rig.engine.info()).paused
@@ -307,7 +307,7 @@ async def test_health_survives_a_pause(rig: Rig) -> None:
     assert not (await rig.engine.info()).paused
 
 
-async def test_a_relabelled_engine_continues(rig: Rig) -> None:
+async def test_a_relabelled_engine_continues_its_requests(rig: Rig) -> None:
     old = max(rig.served)
     version = PolicyVersion(old.epoch, old.step + 1)
     async with asyncio.TaskGroup() as tasks:

@@ -69,7 +69,7 @@ def kind_of(answer: dict[str, Any]) -> type[errors.EngineRefused]:
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_the_client_reads_recorded_completions(recorded: dict[str, Any], name: str) -> None:
+def test_the_client_parses_recorded_completions(recorded: dict[str, Any], name: str) -> None:
     done = parse_completion(recorded[name]["reply"])
     assert done.finish is GENERATED[name]
     assert len(done.output_ids) == len(done.logprobs) > 0
@@ -89,12 +89,14 @@ def test_the_client_reads_recorded_completions(recorded: dict[str, Any], name: s
         ("long_prompt", errors.EngineRefused),
     ],
 )
-def test_recorded_refusals_have_types(recorded: dict[str, Any], name: str, kind: type[errors.EngineRefused]) -> None:
+def test_recorded_refusals_raise_typed_errors(
+    recorded: dict[str, Any], name: str, kind: type[errors.EngineRefused]
+) -> None:
     assert recorded[name]["status"] == 400
     assert kind_of(recorded[name]) is kind
 
 
-async def test_the_client_reads_recorded_information(recorded: dict[str, Any]) -> None:
+async def test_the_client_parses_recorded_server_information(recorded: dict[str, Any]) -> None:
     app = web.Application()
     for name in ("server_info", "model_info", "loads", "ready_paused", "health_paused"):
         app.router.add_get(recorded[name]["path"], answering(recorded[name]))
@@ -126,7 +128,7 @@ def answering(recorded: dict[str, Any]) -> Any:
     return answer
 
 
-def test_recordings_contain_nothing_of_a_machine() -> None:
+def test_recordings_contain_nothing_machine_specific() -> None:
     for path in GOLDEN.glob("sglang-*/*.json"):
         text = path.read_text()
         assert len(text) < 40_000

@@ -114,7 +114,7 @@ async def test_an_exec_without_an_id_is_not_repeated(proxy: Any, sandbox: Sandbo
     assert await output(sandbox, "cat log") == "ran"
 
 
-async def test_a_create_with_a_key_makes_one_sandbox_despite_lost_responses(
+async def test_a_create_with_a_key_creates_one_sandbox_despite_lost_responses(
     proxy: Any, remote: RemoteProvider, local: LocalProvider
 ) -> None:
     proxy.cut(0, 1)
@@ -128,7 +128,7 @@ async def test_a_create_with_a_key_makes_one_sandbox_despite_lost_responses(
     assert len(await local.list()) == 1
 
 
-async def test_streams_of_a_process_survive_lost_connections(proxy: Any, sandbox: Sandbox) -> None:
+async def test_process_streams_survive_lost_connections(proxy: Any, sandbox: Sandbox) -> None:
     proxy.cut(0)
     process = await sandbox.spawn("echo $$ >> starts; tee copy; exit 9", stdin=True)
     data = b"".join(b"%06d\n" % number for number in range(60_000))
@@ -184,7 +184,7 @@ async def test_a_lost_connection_kills_the_command_unless_it_has_an_id(
     assert (await named).exit_code == 0
 
 
-async def test_a_cancelled_create_leaves_nothing(local: LocalProvider, remote: RemoteProvider) -> None:
+async def test_a_cancelled_create_leaves_nothing_behind(local: LocalProvider, remote: RemoteProvider) -> None:
     for key in ("", "key"):
         creating = asyncio.create_task(remote.create(SandboxSpec(idempotency_key=key)))
         while not await local.list() and not creating.done():
@@ -200,7 +200,7 @@ async def test_a_cancelled_create_leaves_nothing(local: LocalProvider, remote: R
             await asyncio.sleep(0.02)
 
 
-async def test_exhausted_connections_do_not_delay_a_kill(server: str) -> None:
+async def test_an_exhausted_connection_pool_does_not_delay_a_kill(server: str) -> None:
     async with RemoteProvider(RemoteConfig(url=server, connections=2)) as remote:
         ref = await remote.create(SandboxSpec())
         sandbox = await remote.attach(ref)
@@ -236,7 +236,7 @@ async def answering(text: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
 
 
 @pytest.mark.parametrize("status", [502, 503, 504])
-async def test_a_gateway_error_is_ambiguous(status: int) -> None:
+async def test_a_gateway_error_is_reported_as_ambiguous(status: int) -> None:
     text = b"HTTP/1.1 %d Bad\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops" % status
     async with answering(text) as (url, heads):
         remote = RemoteProvider(RemoteConfig(url=url))
@@ -251,14 +251,14 @@ async def test_a_gateway_error_is_ambiguous(status: int) -> None:
         await remote.detach()
 
 
-async def test_another_kind_of_server_is_a_permanent_error() -> None:
+async def test_a_server_of_another_kind_is_a_permanent_error() -> None:
     async with answering(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno") as (url, heads):
         with pytest.raises(PermanentSandboxError, match="no exec server"):
             await RemoteProvider(RemoteConfig(url=url)).__aenter__()
         assert len(heads) == 1
 
 
-async def test_a_full_host_returns_a_time_to_wait(remote: RemoteProvider) -> None:
+async def test_a_full_host_returns_a_retry_delay(remote: RemoteProvider) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(8):
             group.create_task(remote.create(SandboxSpec()))
@@ -267,13 +267,13 @@ async def test_a_full_host_returns_a_time_to_wait(remote: RemoteProvider) -> Non
     assert caught.value.retry_after_s > 0
 
 
-async def test_a_client_cannot_boot_a_path_of_the_host(remote: RemoteProvider, tmp_path: Path) -> None:
+async def test_a_client_cannot_boot_a_host_path(remote: RemoteProvider, tmp_path: Path) -> None:
     for image in ("/", str(tmp_path), "debootstrap:bookworm", "snapshot:other"):
         with pytest.raises(ImageUnknown):
             await remote.create(SandboxSpec(image=image))
 
 
-async def test_images_that_no_host_has_are_refused_when_a_run_starts(local: LocalProvider) -> None:
+async def test_images_missing_on_all_hosts_are_refused_when_a_run_starts(local: LocalProvider) -> None:
     def refuse(*urls: str) -> None:
         section = SandboxSection(provider=SandboxKind.REMOTE, remote=RemoteSection(urls=urls))
         refuse_absent_images(section, [task_in("host"), task_in("task")])
@@ -357,7 +357,9 @@ BAD_BODIES: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-async def test_invalid_input_is_a_typed_permanent_error_and_makes_no_sandbox(server: str, local: LocalProvider) -> None:
+async def test_invalid_input_is_a_typed_permanent_error_and_creates_no_sandbox(
+    server: str, local: LocalProvider
+) -> None:
     async with aiohttp.ClientSession() as http:
         async with http.post(f"{server}/v1/sandboxes", json={}) as response:
             box = await response.json()
@@ -411,7 +413,7 @@ async def service() -> AsyncIterator[tuple[HostPort, list[str]]]:
         await runner.cleanup()
 
 
-async def test_a_service_of_the_client_is_reached_below_its_prefix(proxy: Any, sandbox: Sandbox) -> None:
+async def test_a_client_service_is_reachable_only_below_its_prefix(proxy: Any, sandbox: Sandbox) -> None:
     await sandbox.write("/workspace/fetch.py", FETCH.encode())
     async with service() as (target, paths):
         async with sandbox.expose(8080, target, "/s/one"):
@@ -453,7 +455,7 @@ async def child(*options: str) -> AsyncIterator[tuple[subprocess.Popen[str], str
             await asyncio.to_thread(process.wait, 60)
 
 
-async def test_a_server_recovers_the_sandboxes_of_a_killed_one(tmp_path: Path) -> None:
+async def test_a_server_recovers_sandboxes_after_its_predecessor_was_killed(tmp_path: Path) -> None:
     options = ("--api", "exec,dropin", "--state", str(tmp_path / "state"))
     async with child(*options) as (first, url), aiohttp.ClientSession() as http:
         remote = RemoteProvider(RemoteConfig(url=url))
@@ -480,7 +482,7 @@ async def test_a_server_recovers_the_sandboxes_of_a_killed_one(tmp_path: Path) -
             await remote.aclose()
 
 
-async def test_a_dead_host_gets_no_requests_until_it_returns() -> None:
+async def test_a_dead_host_receives_no_requests_until_it_recovers() -> None:
     async with child("--api", "exec") as (dying, a), child("--api", "exec") as (_, b):
         hosts = ("--host-url", a, "--host-url", b)
         async with child("--api", "exec", *hosts) as (_, url), RemoteProvider(RemoteConfig(url=url)) as remote:
@@ -531,7 +533,7 @@ async def test_frozen_data_is_mounted_on_its_own_host_only() -> None:
                 assert await output(checker, "cat /frozen/file") == str(number)
 
 
-async def test_all_three_apis_over_other_hosts(wire: Callable[..., Any]) -> None:
+async def test_all_three_apis_work_over_remote_hosts(wire: Callable[..., Any]) -> None:
     async with child("--api", "exec") as (_, a), child("--host-url", a) as (_, url), aiohttp.ClientSession() as http:
         box = await wire(url).create()
         out, end = await box.run("echo said; exit 3")
@@ -558,7 +560,7 @@ async def test_all_three_apis_over_other_hosts(wire: Callable[..., Any]) -> None
         (("--host", "0.0.0.0"), 2),
     ],
 )
-def test_invalid_options_give_a_message_of_one_line(options: tuple[str, ...], exit_code: int) -> None:
+def test_invalid_options_print_a_one_line_message(options: tuple[str, ...], exit_code: int) -> None:
     command = [HEADRACE, "sandbox", "serve", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == exit_code

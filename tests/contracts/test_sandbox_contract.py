@@ -49,7 +49,7 @@ PROVIDERS = [
 
 
 LACKING = {
-    ("oci:runsc", "test_no_process_inside_can_end_the_sandbox"): "gVisor lets root inside kill process 1",
+    ("oci:runsc", "test_no_process_in_the_sandbox_can_terminate_it"): "gVisor lets root inside kill process 1",
     ("oci:runsc", "test_processes_are_limited"): "gVisor's processes are not the host's: no pids cgroup counts them",
 }
 """What a runtime cannot do; each is a weakness that its documentation names."""
@@ -132,7 +132,7 @@ async def test_exec_uses_the_default_user_and_folder(sandbox: Sandbox) -> None:
     assert names == {"PATH", "HOME", "USER", "LOGNAME", "LANG", "PWD", "SHLVL", "_"}
 
 
-async def test_death_by_signal_is_reported_as_exit_code(sandbox: Sandbox) -> None:
+async def test_death_by_a_signal_is_reported_as_an_exit_code(sandbox: Sandbox) -> None:
     assert (await run(sandbox, "kill -9 $$")).exit_code == 137
     assert (await run(sandbox, "kill -TERM $$")).exit_code == 143
     assert (await run(sandbox, "yes | head -1")).stdout == b"y\n"
@@ -158,7 +158,7 @@ async def test_users_are_resolved_by_name_and_number(sandbox: Sandbox) -> None:
     assert (await run(sandbox, "touch /etc/planted", user="agent")).exit_code != 0
 
 
-async def test_root_inside_can_chown_but_has_few_capabilities(sandbox: Sandbox) -> None:
+async def test_root_in_the_sandbox_can_chown_but_has_few_capabilities(sandbox: Sandbox) -> None:
     await output(sandbox, "touch f && chown agent f && chmod 600 f")
     assert await output(sandbox, "test -O /workspace/f && echo mine", user="agent") == "mine"
     devices = "mknod /tmp/disk b 8 0; head -c 1 /tmp/disk | grep -q ."
@@ -204,7 +204,7 @@ async def test_a_timeout_does_not_kill_other_commands(sandbox: Sandbox) -> None:
     assert (await other).stdout == b"survived\n"
 
 
-async def test_a_daemon_that_holds_the_output_does_not_delay_exec(sandbox: Sandbox) -> None:
+async def test_a_daemon_that_keeps_the_output_open_does_not_delay_exec(sandbox: Sandbox) -> None:
     result = await run(sandbox, "echo said; (sleep 1000 &)", timeout_s=60)
     assert result.stdout == b"said\n"
     assert await output(sandbox, "until pgrep sleep > /dev/null; do :; done; pgrep -c sleep") == "1"
@@ -219,7 +219,7 @@ async def test_a_cancelled_command_is_killed(sandbox: Sandbox) -> None:
     await output(sandbox, "while pgrep sleep; do sleep 0.05; done > /dev/null")
 
 
-async def test_no_process_inside_can_end_the_sandbox(sandbox: Sandbox) -> None:
+async def test_no_process_in_the_sandbox_can_terminate_it(sandbox: Sandbox) -> None:
     await run(sandbox, "kill -9 -1")
     await run(sandbox, "kill -9 1; kill -TERM 1")
     assert await output(sandbox, "echo alive") == "alive"
@@ -235,7 +235,7 @@ async def test_orphans_are_reaped(sandbox: Sandbox) -> None:
 # Files
 
 
-async def test_files_of_any_content_round_trip(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_files_with_any_content_round_trip(sandbox: Sandbox, tmp_path: Path) -> None:
     data = bytes(range(256)) * 4000
     await sandbox.write("/workspace/a b/c'd/file", data)
     assert await sandbox.read("/workspace/a b/c'd/file", max_bytes=len(data)) == data
@@ -277,7 +277,7 @@ async def test_unwritable_files_raise_sandbox_file_error(sandbox: Sandbox) -> No
     assert await output(sandbox, "test -e target || echo none") == "none"
 
 
-async def test_links_and_dots_cannot_leave_the_sandbox(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_links_and_dots_cannot_escape_the_sandbox(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "witness").write_text("host")
     await output(sandbox, f"ln -s {tmp_path} out; ln -s / root")
     for path in ("/workspace/out/witness", f"/workspace/root{tmp_path}/witness", f"/../../../..{tmp_path}/witness"):
@@ -290,7 +290,7 @@ async def test_links_and_dots_cannot_leave_the_sandbox(sandbox: Sandbox, tmp_pat
 # Life
 
 
-async def test_one_idempotency_key_creates_one_sandbox(provider: SandboxProvider) -> None:
+async def test_an_idempotency_key_creates_only_one_sandbox(provider: SandboxProvider) -> None:
     spec = SandboxSpec(idempotency_key="key-1", labels={"a": "b"})
     refs = await asyncio.gather(*(provider.create(spec) for _ in range(3)))
     assert len({ref.id for ref in refs}) == 1
@@ -321,7 +321,7 @@ async def test_sandboxes_do_not_see_each_other(provider: SandboxProvider) -> Non
     assert await output(second, "pgrep -c sleep || true") == "0"
 
 
-async def test_kill_ends_every_process_and_is_idempotent(provider: SandboxProvider) -> None:
+async def test_kill_terminates_every_process_and_is_idempotent(provider: SandboxProvider) -> None:
     ref = await provider.create(SandboxSpec())
     sandbox = await provider.attach(ref)
     running = asyncio.create_task(run(sandbox, "touch /tmp/up; sleep 1000", timeout_s=600))
@@ -356,7 +356,7 @@ async def test_a_sandbox_ends_when_its_lease_is_not_renewed(provider: SandboxPro
     assert await output(kept, "echo alive") == "alive"
 
 
-async def test_aclose_ends_all_sandboxes(provider: SandboxProvider) -> None:
+async def test_aclose_terminates_all_sandboxes(provider: SandboxProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec()))
     await provider.aclose()
     with pytest.raises(SandboxGone):
@@ -386,7 +386,7 @@ def needs(provider: SandboxProvider, feature: Feature) -> None:
         pytest.skip(f"{type(provider).__name__} has no {feature.value}")
 
 
-async def test_a_clean_sandbox_shows_frozen_data(provider: SandboxProvider) -> None:
+async def test_a_clean_sandbox_can_read_frozen_data(provider: SandboxProvider) -> None:
     needs(provider, Feature.FREEZE)
     agent = await provider.attach(await provider.create(SandboxSpec()))
     await output(agent, "mkdir -p data/sub; echo result > data/sub/file; ln -s /etc/passwd data/link; ln -s /etc away")
@@ -460,7 +460,9 @@ async def test_a_spawned_program_gets_its_arguments_unchanged(provider: SandboxP
     assert await process.wait() == 0
 
 
-async def test_a_spawned_command_gets_signals_and_its_timeout(provider: SandboxProvider, sandbox: Sandbox) -> None:
+async def test_a_spawned_command_receives_signals_and_is_killed_at_its_timeout(
+    provider: SandboxProvider, sandbox: Sandbox
+) -> None:
     needs(provider, Feature.SPAWN)
     process = await sandbox.spawn("trap 'echo told; exit 3' TERM; echo up; while :; do sleep 0.05; done")
     pieces = process.output()

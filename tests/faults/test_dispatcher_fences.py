@@ -87,7 +87,7 @@ async def test_orders_awaited_by_a_dead_dispatcher_are_never_issued(actors: Acto
     assert await replay.reconcile([], "third") == 8, "also when the last order is long given out"
 
 
-async def test_results_of_a_worker_go_to_the_dispatcher_it_serves(actors: Actors) -> None:
+async def test_results_go_only_to_the_dispatcher_that_the_worker_serves(actors: Actors) -> None:
     worker, replay = actors.worker, actors.replay
     dead = (await worker.reset()).assignment
     orders = list((await replay.issue(3, "next", timeout_s=1)).orders)
@@ -194,7 +194,7 @@ class LosesItsFirstOrders(RolloutWorker):
         await super().start(orders, assignment)
 
 
-async def test_orders_lost_on_the_way_to_a_live_worker_are_sent_again(actors: Actors) -> None:
+async def test_orders_lost_in_transit_to_a_live_worker_are_sent_again(actors: Actors) -> None:
     worker = await actors.runtime.spawn(LosesItsFirstOrders, actors.parts, name="worker")
     try:
         config = DispatcherConfig(slots_per_worker=4)

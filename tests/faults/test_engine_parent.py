@@ -27,7 +27,7 @@ asyncio.run(main())
 """
 
 
-async def test_engine_dies_with_its_parent(tiny_model_dir: Path, tmp_path: Path) -> None:
+async def test_an_engine_dies_with_its_parent(tiny_model_dir: Path, tmp_path: Path) -> None:
     parent = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PARENT, str(tiny_model_dir), str(tmp_path), stdout=asyncio.subprocess.PIPE
     )

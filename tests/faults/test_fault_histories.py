@@ -75,7 +75,7 @@ def test_invariants_hold_for_seeds_that_failed_before() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_invariants_hold_under_a_thousand_storms() -> None:
+def test_invariants_hold_in_a_thousand_fault_storms() -> None:
     with ProcessPoolExecutor(os.cpu_count()) as processes:
         assert broken(processes.map(quietly, range(IN_CI, IN_CI + SLOW), chunksize=10)) == []
 
@@ -177,7 +177,7 @@ class Quiet(History):
         (MemoryError("out of memory"), 2),
     ],
 )
-def test_a_batch_that_no_learner_can_train_ends_the_run_after_two_tries(
+def test_an_untrainable_batch_ends_the_run_after_two_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, learners: int
 ) -> None:
     """A refused row is tried again in place, anything else by a new learner; the batch is the third."""
@@ -214,7 +214,7 @@ class StepKills(History):
                     runtime.cells["learner"].kill("struck")
 
 
-def test_a_batch_that_kills_the_learner_ends_the_run_after_two_tries(tmp_path: Path) -> None:
+def test_a_batch_that_kills_the_learner_ends_the_run_after_two_attempts(tmp_path: Path) -> None:
     _, ended = one_run(tmp_path / "run", StepKills)
     assert "BatchUntrainable: batch b000003 was tried 2 times" in ended
     assert "the learner's process died in the step" in ended
@@ -243,7 +243,7 @@ def test_the_same_seed_gives_the_same_history_in_another_process() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_command_prints_the_report() -> None:
+def test_the_faults_command_prints_the_report() -> None:
     logging.disable(logging.CRITICAL)
     try:
         result = CliRunner().invoke(app, ["simulate", "--faults", "11", "--json"])
@@ -294,7 +294,9 @@ DEFECTS = [bound_off_by_one, late_results_count, writes_are_lost, nobody_reconci
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda made: made.__name__)
-def test_a_defect_is_detected(monkeypatch: pytest.MonkeyPatch, defect: Callable[[pytest.MonkeyPatch], None]) -> None:
+def test_every_injected_defect_is_detected(
+    monkeypatch: pytest.MonkeyPatch, defect: Callable[[pytest.MonkeyPatch], None]
+) -> None:
     defect(monkeypatch)
     monkeypatch.setattr("headrace.actors.simulation.faults.PATIENCE_S", 1800.0)
     assert any(quietly(seed).problems for seed in range(12))

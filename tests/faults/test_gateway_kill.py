@@ -230,7 +230,7 @@ async def test_agents_of_a_killed_gateway_finish_and_no_token_is_lost_or_doubled
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(2, 22))
-async def test_no_token_is_lost_with_kills_at_other_moments(model_dir: Path, tmp_path: Path, seed: int) -> None:
+async def test_no_token_is_lost_whenever_the_gateway_is_killed(model_dir: Path, tmp_path: Path, seed: int) -> None:
     await storm(model_dir, tmp_path, seed=seed, kills=1 + seed % 6)
 
 

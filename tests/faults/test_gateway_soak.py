@@ -77,7 +77,7 @@ def tasks() -> set[str]:
     return {name for name in names if name != "RequestHandler.start"}
 
 
-async def test_every_end_of_a_session_leaves_no_task_and_no_log(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_session_leaves_no_task_and_no_log_however_it_ends(model_dir: Path, tmp_path: Path) -> None:
     async with world(model_dir, as_told, session_log_dir=tmp_path, finished_grace_s=0.0) as w:
         before = tasks()
         for number in range(6):

@@ -81,7 +81,7 @@ async def test_a_push_survives_the_death_of_an_engine(rig: Any, models: list[Pat
 
 
 @pytest.mark.parametrize("phase", [Phase.BEGIN, Phase.BROADCAST, Phase.END, Phase.DISBAND])
-async def test_a_push_with_a_failing_journal_raises(rig: Any, models: list[Path], phase: Phase) -> None:
+async def test_a_push_raises_if_its_journal_fails(rig: Any, models: list[Path], phase: Phase) -> None:
     """Whoever was sent something is out of routing with the failure; the supervision brings the others up to date."""
     name, _ = await first_of(rig)
 
@@ -101,7 +101,7 @@ async def test_a_push_with_a_failing_journal_raises(rig: Any, models: list[Path]
     assert kit.versions_of(await rig.turn()) == {version}
 
 
-async def test_a_sender_that_dies_repeatedly_loses_no_engine(rig: Any, models: list[Path]) -> None:
+async def test_no_engine_is_lost_when_the_sender_dies_repeatedly(rig: Any, models: list[Path]) -> None:
     """They are well, and hold their old weights whole: the push is tried again with them."""
     before = await rig.until_serving(2, f"1.{rig.step}")
     senders: set[int] = set()
@@ -134,7 +134,7 @@ async def test_an_engine_that_never_answers_is_replaced(rig: Any, models: list[P
     assert name not in await rig.until_serving(2, version)
 
 
-async def test_a_failure_counts_once_and_is_known_before_the_push_ends(models: list[Path], tmp_path: Path) -> None:
+async def test_a_failure_is_counted_once_and_recorded_before_the_push_ends(models: list[Path], tmp_path: Path) -> None:
     async with kit.open_group(models[0], tmp_path, count=2) as rig:
         await rig.push(models[0], 0)
         name, engine = next(iter((await rig.until_serving(2, "1.0")).items()))
@@ -173,7 +173,7 @@ async def test_engines_that_fail_push_after_push_do_not_end_the_run(models: list
         assert replaced.process_id != engine.process_id
 
 
-async def test_tables_are_published_while_a_push_holds_the_lock(models: list[Path], tmp_path: Path) -> None:
+async def test_routing_tables_are_published_while_a_push_holds_the_lock(models: list[Path], tmp_path: Path) -> None:
     async with kit.open_group(models[0], tmp_path, count=1) as rig, rig.group._lock:
         roster = tmp_path / "engines" / "members.json"
         for _ in range(2):
@@ -187,7 +187,7 @@ async def test_tables_are_published_while_a_push_holds_the_lock(models: list[Pat
             assert roster.stat().st_mtime_ns != written
 
 
-async def test_health_checks_that_time_out_in_a_pause_kill_no_engine(
+async def test_health_checks_that_time_out_during_a_pause_kill_no_engine(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
@@ -209,7 +209,7 @@ async def test_health_checks_that_time_out_in_a_pause_kill_no_engine(
         assert (0, "open") in rig.journal
 
 
-async def test_an_engine_that_is_slow_for_a_while_is_not_killed(
+async def test_a_temporarily_slow_engine_is_not_killed(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It misses health checks in a row, fewer than `health_misses`."""
@@ -241,7 +241,7 @@ async def test_an_engine_that_stays_silent_is_replaced(
         assert replaced.process_id != engine.process_id
 
 
-async def test_a_request_that_arrives_and_is_aborted_in_a_pause_ends(models: list[Path], tmp_path: Path) -> None:
+async def test_a_request_that_arrives_and_is_aborted_during_a_pause_ends(models: list[Path], tmp_path: Path) -> None:
     # An agent that left is waited for, so that only the abort can end its turn.
     gateway = {"abort_grace_s": 50.0}
     async with kit.open_group(models[0], tmp_path, count=1, gateway=gateway) as rig:

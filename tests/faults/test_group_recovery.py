@@ -157,7 +157,7 @@ MOMENTS = (*(phase.value for phase in Phase), "first bucket")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_a_new_group_finishes_the_push_of_a_dead_one(scene: Scene, moment: str) -> None:
+async def test_a_new_group_finishes_the_push_of_a_dead_group(scene: Scene, moment: str) -> None:
     kit = scene.kit
     # Both engines are met: the one whose turn it is, and the one whose turn was before or comes after.
     scene.kill_at((MOMENTS.index(moment) % 2, moment))
@@ -191,7 +191,7 @@ async def test_a_new_group_finishes_the_push_after_a_failed_recovery(scene: Scen
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_local_engines_die_with_their_group_and_new_ones_get_the_newest_weights(tmp_path: Path) -> None:
+async def test_local_engines_die_with_their_group_and_their_replacements_get_the_newest_weights(tmp_path: Path) -> None:
     async with open_scene(tmp_path) as scene:
         for moments in ([(0, "gate")], [(1, "first bucket"), (0, "recovered")], [(0, "broadcast"), (1, "open")]):
             before = [psutil.Process(engine.process_id) for engine in await scene.group.status()]

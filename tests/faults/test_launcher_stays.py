@@ -91,7 +91,7 @@ async def test_the_next_provider_adopts_the_launcher_and_its_sandboxes(config: L
         await adopted.exec("true", timeout_s=30)
 
 
-async def test_sandboxes_that_are_not_adopted_end_within_one_lease_with_their_launcher(
+async def test_an_unadopted_launcher_and_its_sandboxes_are_gone_within_one_lease(
     config: LocalSandboxConfig, tmp_path: Path
 ) -> None:
     launcher, _ = await killed_provider(config, ttl_s=1.0)
@@ -99,7 +99,7 @@ async def test_sandboxes_that_are_not_adopted_end_within_one_lease_with_their_la
     assert sandboxes_left(tmp_path) == 0
 
 
-async def test_a_launcher_that_stays_dies_with_its_owner(config: LocalSandboxConfig, tmp_path: Path) -> None:
+async def test_a_persistent_launcher_dies_with_its_owner(config: LocalSandboxConfig, tmp_path: Path) -> None:
     owner = await asyncio.create_subprocess_exec("sleep", "1000")
     launcher, _ = await killed_provider(config.model_copy(update={"owner_pid": owner.pid}))
     owner.kill()
@@ -146,7 +146,7 @@ async def test_a_hung_launcher_is_killed_and_replaced(
             os.kill(launcher, signal.SIGKILL)
 
 
-async def test_detach_leaves_the_launcher_running_unless_it_is_tied(config: LocalSandboxConfig) -> None:
+async def test_detaching_leaves_the_launcher_running_unless_it_is_tied_to_its_owner(config: LocalSandboxConfig) -> None:
     provider = LocalProvider(config)
     await provider.start()
     ref = await provider.create(SandboxSpec())

@@ -145,7 +145,7 @@ def moments_of(seed: int, count: int) -> list[Moment]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_runs_that_are_killed_at_any_moment_end(tmp_path: Path, seed: int) -> None:
+def test_runs_killed_at_any_moment_complete_after_a_restart(tmp_path: Path, seed: int) -> None:
     # Each kind of moment in each few runs, in an order of its own.
     moments = [list(Moment)[(seed + number) % len(Moment)] for number in range(KILLS)]
     assert live_through(tmp_path / "run", seed, moments) >= KILLS - 1
@@ -153,7 +153,7 @@ def test_runs_that_are_killed_at_any_moment_end(tmp_path: Path, seed: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 130))
-def test_many_runs_that_are_killed_at_any_moment_end(tmp_path: Path, seed: int) -> None:
+def test_many_runs_killed_at_any_moment_complete_after_a_restart(tmp_path: Path, seed: int) -> None:
     assert live_through(tmp_path / "run", seed, moments_of(seed, 6)) >= 5
 
 
@@ -169,7 +169,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.namespaces
-def test_a_run_whose_disk_is_full_again_and_again_ends(tmp_path: Path) -> None:
+def test_a_run_completes_although_its_disk_is_repeatedly_full(tmp_path: Path) -> None:
     """Checkpoints and backups are on it too: what fails half-way is no checkpoint."""
     seed = 7
     plan, told = Plan.draw(seed), Told()

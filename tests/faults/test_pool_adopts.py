@@ -47,7 +47,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_new_pool_takes_over_from_a_killed_one(config: LocalSandboxConfig, tmp_path: Path) -> None:
+async def test_a_new_pool_adopts_the_sandboxes_of_a_killed_pool(config: LocalSandboxConfig, tmp_path: Path) -> None:
     arguments = (sys.executable, "-c", POOL, config.model_dump_json(), str(tmp_path / "ledger"))
     process = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE)
     assert process.stdout is not None

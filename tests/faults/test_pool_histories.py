@@ -279,7 +279,7 @@ def open_pool(hosts: Mapping[str, SandboxProvider], disk: Disk) -> Pool:
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_no_sandbox_is_left_after_any_history(part: int) -> None:
+def test_no_sandbox_is_left_after_any_sequence_of_operations(part: int) -> None:
     for seed in range(part, HISTORIES, 6):
         try:
             run_virtual(history(seed))

@@ -90,7 +90,7 @@ async def test_an_engine_killed_before_its_gate_is_closed_is_quarantined(rig, ot
     await works(rig, "two", NEW)
 
 
-async def test_the_other_engine_of_a_wave_survives_a_kill(rig, other_model: Path) -> None:
+async def test_killing_one_engine_of_a_wave_spares_the_other(rig, other_model: Path) -> None:
     report = await rig.push(other_model, 1, wave_size=2, before=at(Phase.PAUSE, rig.processes["one"].kill))
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
     assert "EngineDown" in report.engines[0].failure
@@ -110,7 +110,7 @@ async def test_an_engine_that_hangs_at_the_end_of_a_push_stays_updated(rig, othe
     await works(rig, "two", NEW)
 
 
-async def test_a_group_ends_at_both_ends_before_the_next_wave(rig, other_model: Path) -> None:
+async def test_a_group_is_closed_on_both_sides_before_the_next_wave(rig, other_model: Path) -> None:
     seen: list[int] = []
 
     async def look() -> None:
@@ -122,7 +122,7 @@ async def test_a_group_ends_at_both_ends_before_the_next_wave(rig, other_model: 
 
 
 @pytest.mark.slow
-async def test_engine_stopped_during_the_pause_misses_its_deadline(rig, other_model: Path) -> None:
+async def test_an_engine_stopped_during_the_pause_misses_its_deadline(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
@@ -134,7 +134,7 @@ async def test_engine_stopped_during_the_pause_misses_its_deadline(rig, other_mo
     os.kill(rig.processes["one"].pid, signal.SIGCONT)
 
 
-async def test_an_engine_stopped_in_the_broadcast_loses_at_most_the_sender(rig, other_model: Path) -> None:
+async def test_an_engine_stopped_during_the_broadcast_costs_at_most_the_sender(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
@@ -148,7 +148,7 @@ async def test_an_engine_stopped_in_the_broadcast_loses_at_most_the_sender(rig, 
 
 
 @pytest.mark.slow
-async def test_of_a_wave_of_three_only_the_engine_that_hangs_is_lost(
+async def test_only_the_hung_engine_of_a_wave_of_three_is_lost(
     tmp_path: Path, tiny_model_dir: Path, other_model: Path, open_rig
 ) -> None:
     """The third gets its bytes through the first: it waits for it, and must not be taken for silent itself."""
@@ -205,7 +205,7 @@ async def test_a_wrong_first_engine_is_outvoted(tiny_model_dir: Path, tmp_path: 
         assert report.updated == ("three",)
 
 
-async def test_a_sender_killed_within_a_bucket_ends_the_push(tmp_path: Path, write_model, open_rig) -> None:
+async def test_a_sender_killed_during_a_bucket_ends_the_push(tmp_path: Path, write_model, open_rig) -> None:
     """A bucket of more bytes than the sockets take: it dies while some are on their way."""
     model = write_model(tmp_path / "model", intermediate_size=32768)
     async with open_rig(model, tmp_path / "rig") as rig:
@@ -238,7 +238,7 @@ async def test_a_sender_killed_within_a_bucket_ends_the_push(tmp_path: Path, wri
         assert outcomes(again) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
 
 
-async def test_a_push_can_be_cancelled_within_a_bucket(tmp_path: Path, write_model, open_rig) -> None:
+async def test_a_push_can_be_cancelled_during_a_bucket(tmp_path: Path, write_model, open_rig) -> None:
     """The engine takes nothing any more, so that the bytes stay on their way."""
     model = write_model(tmp_path / "model", intermediate_size=32768)
     async with open_rig(model, tmp_path / "rig") as rig:
@@ -268,7 +268,7 @@ async def test_a_push_can_be_cancelled_within_a_bucket(tmp_path: Path, write_mod
 
 
 @pytest.mark.parametrize(("wave", "phase"), [*((0, phase) for phase in Phase), (1, Phase.BROADCAST), (1, Phase.END)])
-async def test_a_journal_that_fails_ends_the_push_in_order(
+async def test_a_failing_journal_ends_the_push_cleanly(
     rig, tiny_model_dir: Path, other_model: Path, wave: int, phase: Phase
 ) -> None:
     """Every engine serves one version whole, and the disk's error is what the caller hears."""
@@ -308,7 +308,7 @@ def tcp_sockets(pid: int) -> list[list[str]]:
     return [fields for fields in lines if f"socket:[{fields[9]}]" in own]
 
 
-async def test_an_engine_with_other_weights_than_were_sent_stays_out(
+async def test_an_engine_whose_weights_differ_from_those_sent_stays_out(
     rig, tiny_model_dir: Path, other_model: Path
 ) -> None:
     """Somebody loads another model from disk after the last bucket: only the checksums tell."""
@@ -354,7 +354,7 @@ async def test_a_killed_sender_is_replaced(rig, other_model: Path, phase: Phase)
     ("phase", "first"),
     [(Phase.FORM, PushOutcome.BEHIND), (Phase.BROADCAST, PushOutcome.BEHIND), (Phase.DISBAND, PushOutcome.UPDATED)],
 )
-async def test_a_dead_sender_is_not_started_again_in_the_push(
+async def test_a_dead_sender_is_not_restarted_during_the_push(
     rig, other_model: Path, phase: Phase, first: PushOutcome
 ) -> None:
     """That would take seconds at closed gates, for a sender without weights."""
@@ -377,7 +377,7 @@ async def kill_and_reap(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-async def test_sender_stopped_misses_its_deadline_and_is_replaced(rig, other_model: Path) -> None:
+async def test_a_stopped_sender_misses_its_deadline_and_is_replaced(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.sender.pid, signal.SIGSTOP)
 
@@ -391,7 +391,7 @@ async def test_sender_stopped_misses_its_deadline_and_is_replaced(rig, other_mod
     assert rig.sender.pid != first
 
 
-async def test_sender_killed_between_waves_leaves_the_second_behind(rig, other_model: Path) -> None:
+async def test_a_sender_killed_between_waves_leaves_the_second_wave_behind(rig, other_model: Path) -> None:
     async def kill() -> None:
         os.kill(rig.sender.pid, signal.SIGKILL)
 

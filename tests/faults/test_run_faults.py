@@ -57,7 +57,7 @@ async def test_a_run_continues_after_three_other_processes_are_killed(tmp_path: 
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_service_restarted_after_the_last_step_knows_that_all_are_done(tmp_path: Path) -> None:
+async def test_a_service_restarted_after_the_last_step_knows_that_all_steps_are_done(tmp_path: Path) -> None:
     async with rig.open_service(tmp_path, "late", "training.steps=1") as (service, _), asyncio.timeout(DEADLINE_S):
         assert await run_guarded(RayRuntime(), service, rig.HANG_S)
         (await find_process(service, "service")).kill()
@@ -75,7 +75,7 @@ async def test_a_service_restarted_after_the_last_step_knows_that_all_are_done(t
         *("policies.cpu_engine", "push.sender", "headrace-launcher"),
     ],
 )
-async def test_every_process_may_be_killed(tmp_path: Path, victim: str) -> None:
+async def test_a_run_survives_a_kill_of_any_process(tmp_path: Path, victim: str) -> None:
     step = random.Random(victim).randrange(7)
     await run_and_kill(tmp_path, {step: victim})
 
@@ -111,7 +111,7 @@ def is_pushing(directory: RunDirectory) -> bool:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_an_interrupt_while_the_service_is_dead_drains(tmp_path: Path) -> None:
+async def test_an_interrupt_while_the_service_is_down_drains_the_run(tmp_path: Path) -> None:
     options = ("training.steps=200",)
     async with (
         rig.open_service(tmp_path, "dead", *options) as (service, directory),
@@ -134,7 +134,7 @@ async def test_an_interrupt_while_the_service_is_dead_drains(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-async def test_one_of_two_workers_may_be_killed(tmp_path: Path) -> None:
+async def test_a_run_survives_a_kill_of_one_of_its_two_workers(tmp_path: Path) -> None:
     directory = await run_and_kill(tmp_path, {3: "worker-1"}, "service.workers=2")
     assert len({path.name for path in (directory.path / "spans").glob("worker-*.jsonl")}) >= 3
 
@@ -142,7 +142,7 @@ async def test_one_of_two_workers_may_be_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("victim", ["service", "worker-0", "learner", "gateway", "policies.cpu_engine"])
-async def test_every_process_may_hang(tmp_path: Path, victim: str) -> None:
+async def test_a_run_survives_a_hang_of_any_process(tmp_path: Path, victim: str) -> None:
     await run_and_kill(tmp_path, {3: victim}, "engines.health_timeout_s=5", with_signal=signal.SIGSTOP)
 
 
@@ -213,7 +213,7 @@ def assert_whole(directory: RunDirectory) -> None:
     assert sandboxes_left(directory.path) == 0
 
 
-def test_a_killed_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_nothing_behind_and_the_run_resumes(tmp_path: Path) -> None:
     # Three more steps fit before the next checkpoint, for a learner that outlives its driver by a moment.
     driver, directory = start_run(tmp_path, "driver", "--set", "training.save_every=4")
     family = killed_after(5, driver, directory)
@@ -267,7 +267,7 @@ def outcome(commit: CommitRecord) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_killed_driver_leaves_nothing_of_ray_either(tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_no_ray_process_behind(tmp_path: Path) -> None:
     driver, directory = start_run(tmp_path, "driver")
     family = killed_after(1, driver, directory)
     # Ray's own agents try for 60 s to tell a dead head that the raylet died; then they end too.
@@ -276,7 +276,7 @@ def test_a_killed_driver_leaves_nothing_of_ray_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_restarts_take_a_run_to_its_end(tmp_path: Path) -> None:
+def test_automatic_restarts_complete_a_run(tmp_path: Path) -> None:
     """Though its driver is killed, and then its disk is full for a while."""
     with rig.small_disk(tmp_path / "disk", 512) as disk:
         loop, directory = start_run(disk, "again", "--restarts", "5")
@@ -327,7 +327,7 @@ def test_an_interrupted_run_drains_and_can_be_resumed(tmp_path: Path) -> None:
         pytest.param("engines", marks=pytest.mark.slow),
     ],
 )
-def test_sigterm_while_a_run_starts_stops_it_in_order(tmp_path: Path, moment: str) -> None:
+def test_sigterm_during_startup_stops_a_run_cleanly(tmp_path: Path, moment: str) -> None:
     """Before Ray is up, while the first actors start, and while engines do."""
     driver, directory = start_run(tmp_path, "early")
     wait_for((directory.path / moment).exists, driver)
@@ -381,7 +381,7 @@ def wait_for(condition: Callable[[], bool], driver: subprocess.Popen[bytes]) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_synchronous_run_trains_nothing_stale(tmp_path: Path) -> None:
+async def test_a_synchronous_run_trains_no_stale_rollout(tmp_path: Path) -> None:
     options = ("buffer.mode=sync", "buffer.max_staleness=0", "training.steps=4")
     async with rig.open_service(tmp_path, "sync", *options) as (service, directory), asyncio.timeout(DEADLINE_S):
         assert await service.run()

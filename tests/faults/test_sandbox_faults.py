@@ -73,7 +73,7 @@ def inhabitants(spaces: set[Path | None]) -> set[int]:
     return {int(process) for process in processes if mount_namespace(process) in spaces}
 
 
-async def test_killing_the_launcher_ends_all_sandboxes_and_a_new_one_starts(tmp_path: Path) -> None:
+async def test_killing_the_launcher_terminates_all_sandboxes_and_a_new_launcher_starts(tmp_path: Path) -> None:
     async with LocalProvider(configured(tmp_path)) as provider:
         sandboxes = [await busy_sandbox(provider) for _ in range(3)]
         running = asyncio.create_task(sandboxes[0].exec("touch /tmp/up; sleep 1000", timeout_s=600))
@@ -98,7 +98,7 @@ async def test_killing_the_launcher_ends_all_sandboxes_and_a_new_one_starts(tmp_
         await create_again(provider)
 
 
-async def test_a_launcher_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
+async def test_a_hung_sandbox_launcher_is_killed_and_replaced(tmp_path: Path) -> None:
     config = LocalSandboxConfig(label=run_label(tmp_path), answer_timeout_s=5, boot_timeout_s=5)
     async with LocalProvider(config) as provider:
         sandbox = await busy_sandbox(provider)
@@ -113,7 +113,7 @@ async def test_a_launcher_that_hangs_is_killed_and_replaced(tmp_path: Path) -> N
     await asyncio.to_thread(wait_until_none_left, tmp_path)
 
 
-async def test_a_launcher_whose_restart_failed_is_started_again(
+async def test_a_launcher_is_started_again_after_a_failed_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with LocalProvider(configured(tmp_path)) as provider:
@@ -184,7 +184,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_killing_the_owner_ends_launcher_and_sandboxes(tmp_path: Path, number: signal.Signals) -> None:
+async def test_killing_the_owner_terminates_its_launcher_and_sandboxes(tmp_path: Path, number: signal.Signals) -> None:
     owner = await asyncio.create_subprocess_exec(
         sys.executable, "-c", OWNER, run_label(tmp_path), DAEMONS, stdout=subprocess.PIPE
     )
@@ -209,7 +209,7 @@ def socket_folder_exists(endpoint: str) -> bool:
     return Path(endpoint).parent.exists()
 
 
-async def test_killing_the_first_process_ends_only_its_sandbox(tmp_path: Path) -> None:
+async def test_killing_the_first_process_terminates_only_its_sandbox(tmp_path: Path) -> None:
     async with LocalProvider(configured(tmp_path)) as provider:
         victim = await busy_sandbox(provider)
         launcher = provider.launcher_pid
@@ -232,7 +232,7 @@ def parent_of(pid: int) -> int:
     return 0
 
 
-async def test_killing_the_launcher_during_boots_leaves_nothing(tmp_path: Path) -> None:
+async def test_killing_the_launcher_during_boots_leaves_nothing_behind(tmp_path: Path) -> None:
     async with LocalProvider(configured(tmp_path)) as provider:
         await provider.list()
         boots = [asyncio.create_task(provider.create(SandboxSpec())) for _ in range(60)]

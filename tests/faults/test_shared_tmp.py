@@ -114,7 +114,7 @@ def test_an_owner_in_another_container_counts_as_alive_until_the_next_boot() -> 
     assert not is_alive(Owner(f"{pid}-00000000{rest[8:]}"))
 
 
-def test_owners_of_an_older_version_are_looked_up_by_pid_and_start_time() -> None:
+def test_owners_recorded_by_an_older_version_are_looked_up_by_pid_and_start_time() -> None:
     pid, _, rest = new_owner().partition("-")
     boot, _, start = rest.partition("-")[0].split("_")
     assert is_alive(Owner(f"{pid}-{boot}_{start}-0"))
@@ -122,7 +122,7 @@ def test_owners_of_an_older_version_are_looked_up_by_pid_and_start_time() -> Non
     assert not any(is_alive(Owner(name)) for name in ("", "7", "x-y", f"{pid}-", f"{pid}--"))
 
 
-def test_containers_begin_at_different_id_blocks_and_can_use_all(tmp_path: Path) -> None:
+def test_containers_start_at_different_id_blocks_and_can_use_all_of_them(tmp_path: Path) -> None:
     claimed = {}
     for name, start in (("one", 4026531836), ("two", 4026532448)):
         (tmp_path / name).mkdir()
@@ -159,7 +159,7 @@ def wait_until_made(launcher_pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_sigterm_before_the_first_answer_leaves_no_control_group(shared: Path) -> None:
+def test_sigterm_before_the_first_reply_leaves_no_control_group_behind(shared: Path) -> None:
     settings = {
         "admin_secret": "s",
         "owner_pid": 0,

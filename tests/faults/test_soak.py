@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.timeout(900)
-def test_engines_learner_and_driver_of_one_run_may_be_killed(tmp_path: Path) -> None:
+def test_a_run_survives_kills_of_its_engines_learner_and_driver(tmp_path: Path) -> None:
     """The newest checkpoint may be lost too."""
     plan = SoakPlan(folder=tmp_path, kills=3, seed=2834, steps=12, faults=(Fault.CHECKPOINT_SPOILT,), fault_every=3)
     report = Soak(plan, print).run()
@@ -26,7 +26,7 @@ def test_engines_learner_and_driver_of_one_run_may_be_killed(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_soak_with_fifty_kills_has_no_problems(tmp_path: Path) -> None:
+def test_a_soak_with_fifty_kills_reports_no_problems(tmp_path: Path) -> None:
     report = Soak(SoakPlan(folder=tmp_path, kills=50, seed=2, steps=40), print).run()
     assert report.problems == ()
     assert set(report.faults) == set(Fault)

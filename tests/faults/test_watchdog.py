@@ -84,7 +84,7 @@ def epochs_of(directory: RunDirectory) -> set[str]:
     return {record["version"].split(".")[0] for record in read_metrics(directory.metrics) if record["kind"] == "push"}
 
 
-async def test_a_learner_whose_step_never_ends_is_killed_and_the_run_continues(open_run: Any) -> None:
+async def test_a_learner_whose_step_never_finishes_is_killed_and_the_run_continues(open_run: Any) -> None:
     async with open_run("hung", "learner.simulated.hang_at_step=4", "training.stage_timeout_s=10") as (
         service,
         directory,
@@ -98,7 +98,7 @@ async def test_a_learner_whose_step_never_ends_is_killed_and_the_run_continues(o
 
 
 @pytest.mark.slow
-async def test_a_learner_that_always_hangs_ends_the_run_which_names_it(open_run: Any) -> None:
+async def test_a_run_whose_learner_always_hangs_ends_with_an_error_naming_the_learner(open_run: Any) -> None:
     """Each learner is killed after its stage's clock; the stall detector ends what that does not help."""
     options = (
         "training.stage_timeout_s=4",
@@ -115,7 +115,7 @@ async def test_a_learner_that_always_hangs_ends_the_run_which_names_it(open_run:
 
 
 @pytest.mark.slow
-async def test_engines_that_never_answer_end_the_run_which_names_them(open_run: Any) -> None:
+async def test_a_run_whose_engines_never_respond_ends_with_an_error_naming_them(open_run: Any) -> None:
     options = ("agent.simulated.stuck_turns=1", "service.stall_s=25", "evaluation.tasks=1")
     async with open_run("silent", *options) as (service, directory):
         with pytest.raises(RunStalled, match=r"nothing moved for 25 s .*held up by engine"):
@@ -123,7 +123,7 @@ async def test_engines_that_never_answer_end_the_run_which_names_them(open_run: 
     assert verify(directory.path).clean
 
 
-async def test_engines_that_fail_turns_cost_attempts_and_no_reward(open_run: Any) -> None:
+async def test_turns_failed_by_engines_cost_attempts_but_no_reward(open_run: Any) -> None:
     options = ("agent.simulated.failing_turns=0.05", "buffer.max_attempts=50")
     async with open_run("failing", *options) as (service, directory):
         assert await service.run()
@@ -147,7 +147,7 @@ async def test_engines_that_fail_every_turn_end_the_run(open_run: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.namespaces
 @pytest.mark.timeout(900)
-async def test_a_run_ends_on_a_full_disk_and_resumes_when_there_is_room(open_run: Any, disk: Path) -> None:
+async def test_a_run_ends_when_the_disk_is_full_and_resumes_once_there_is_space(open_run: Any, disk: Path) -> None:
     """Not one page is left, from one moment to the next: every part of the run fails to write at once."""
     async with open_run("full", "training.steps=40", folder=disk) as (service, directory), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(raises_disk_full(service))

@@ -48,7 +48,7 @@ def cuda_python() -> Path:
     return Path(os.environ[PYTHON])
 
 
-async def test_an_engine_takes_a_learners_tensors_on_the_same_device(
+async def test_an_engine_receives_a_learners_tensors_on_the_same_device(
     cuda_python: Path, tmp_path: Path, write_model: Callable[..., Path]
 ) -> None:
     served, learned = (write_model(tmp_path / f"model{seed}", seed=seed) for seed in range(2))

@@ -50,7 +50,9 @@ print("all")
 
 
 @pytest.mark.parametrize(("pids", "succeeds"), [(64, False), (400, True)])
-async def test_fork_bomb(provider: LocalProvider, pids: int, *, succeeds: bool) -> None:
+async def test_a_fork_bomb_cannot_exceed_the_process_limit(
+    provider: LocalProvider, pids: int, *, succeeds: bool
+) -> None:
     sandbox = await boot(provider, pids=pids)
     result = await python(sandbox, FORKS)
     assert (result.stdout == b"all\n") is succeeds
@@ -59,7 +61,9 @@ async def test_fork_bomb(provider: LocalProvider, pids: int, *, succeeds: bool) 
 
 
 @pytest.mark.parametrize(("memory_bytes", "succeeds"), [(64 << 20, False), (None, True)])
-async def test_memory(provider: LocalProvider, memory_bytes: int | None, *, succeeds: bool) -> None:
+async def test_memory_use_above_the_limit_fails_and_the_sandbox_survives(
+    provider: LocalProvider, memory_bytes: int | None, *, succeeds: bool
+) -> None:
     sandbox = await boot(provider, memory_bytes=memory_bytes)
     result = await python(sandbox, "print(len(b'x' * (160 << 20)))")
     assert (result.exit_code == 0) is succeeds
@@ -67,7 +71,9 @@ async def test_memory(provider: LocalProvider, memory_bytes: int | None, *, succ
 
 
 @pytest.mark.parametrize(("disk_bytes", "succeeds"), [(16 << 20, False), (64 << 20, True)])
-async def test_disk_bytes(provider: LocalProvider, disk_bytes: int, *, succeeds: bool) -> None:
+async def test_writing_more_than_the_disk_limit_fails(
+    provider: LocalProvider, disk_bytes: int, *, succeeds: bool
+) -> None:
     sandbox = await boot(provider, disk_bytes=disk_bytes)
     result = await sandbox.exec("head -c 32M /dev/zero > /tmp/file", user="agent", timeout_s=60)
     assert (result.exit_code == 0) is succeeds
@@ -75,7 +81,9 @@ async def test_disk_bytes(provider: LocalProvider, disk_bytes: int, *, succeeds:
 
 
 @pytest.mark.parametrize(("disk_bytes", "succeeds"), [(4 << 20, False), (64 << 20, True)])
-async def test_inodes(provider: LocalProvider, disk_bytes: int, *, succeeds: bool) -> None:
+async def test_creating_too_many_files_fails_at_the_disk_limit(
+    provider: LocalProvider, disk_bytes: int, *, succeeds: bool
+) -> None:
     sandbox = await boot(provider, disk_bytes=disk_bytes)
     result = await python(sandbox, "for n in range(3000): open(f'/tmp/{n}', 'w').close()\nprint('all')")
     assert (result.stdout == b"all\n") is succeeds
@@ -83,7 +91,7 @@ async def test_inodes(provider: LocalProvider, disk_bytes: int, *, succeeds: boo
 
 
 @pytest.mark.parametrize("size", ["1G", pytest.param("10G", marks=pytest.mark.slow)])
-async def test_endless_output(provider: LocalProvider, size: str) -> None:
+async def test_endless_output_is_cut_off(provider: LocalProvider, size: str) -> None:
     sandbox = await boot(provider)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = await sandbox.exec(f"head -c {size} /dev/zero", timeout_s=110, max_output_bytes=1 << 20)
@@ -91,7 +99,7 @@ async def test_endless_output(provider: LocalProvider, size: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
 
 
-async def test_a_link_to_the_host_on_download(provider: LocalProvider, tmp_path: Path) -> None:
+async def test_a_download_does_not_follow_a_link_to_the_host(provider: LocalProvider, tmp_path: Path) -> None:
     """From outside, through the sandbox's root, the link leads to the host's own file."""
     secret = tmp_path / "secret"
     secret.write_text("of the host")
@@ -126,7 +134,9 @@ while True:
 """
 
 
-async def test_a_folder_that_is_swapped_for_a_link_during_transfers(provider: LocalProvider, tmp_path: Path) -> None:
+async def test_a_folder_swapped_for_a_link_during_transfers_gives_no_access(
+    provider: LocalProvider, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("of the host")
     sandbox = await boot(provider)
     await sandbox.write("/tmp/swap.py", SWAP.encode())
@@ -144,7 +154,7 @@ async def test_a_folder_that_is_swapped_for_a_link_during_transfers(provider: Lo
     assert (tmp_path / "file").read_text() == "of the host"
 
 
-async def test_a_hard_link_to_a_file_that_the_user_cannot_read(provider: LocalProvider) -> None:
+async def test_a_hard_link_to_an_unreadable_file_gives_no_access(provider: LocalProvider) -> None:
     sandbox = await boot(provider)
     await sandbox.exec("echo secret > /etc/secret; chmod 600 /etc/secret", timeout_s=30)
     await sandbox.exec("ln /etc/secret /workspace/result", user="agent", timeout_s=30)
@@ -153,7 +163,7 @@ async def test_a_hard_link_to_a_file_that_the_user_cannot_read(provider: LocalPr
 
 
 @pytest.mark.parametrize("path", ["/../../../etc/hostname", "/workspace/../../../../etc/hostname", "//etc/hostname"])
-async def test_paths_with_dots_end_at_the_sandboxs_own_root(provider: LocalProvider, path: str) -> None:
+async def test_paths_with_dots_cannot_leave_the_sandbox_root(provider: LocalProvider, path: str) -> None:
     sandbox = await boot(provider)
     assert await sandbox.read(path, max_bytes=100) == b"sandbox\n"
     await sandbox.write(path, b"changed\n")
@@ -161,7 +171,7 @@ async def test_paths_with_dots_end_at_the_sandboxs_own_root(provider: LocalProvi
 
 
 @pytest.mark.parametrize("path", ["relative", "", ".", "a/../b", "/nul\0byte"])
-async def test_paths_that_are_none(provider: LocalProvider, path: str) -> None:
+async def test_invalid_paths_are_refused(provider: LocalProvider, path: str) -> None:
     sandbox = await boot(provider)
     with pytest.raises(SandboxFileError):
         await sandbox.write(path, b"data")
@@ -181,7 +191,7 @@ async def test_the_clock_cannot_be_set(provider: LocalProvider) -> None:
     assert abs(time.time() - float((await python(sandbox, "import time\nprint(time.time())")).stdout)) < 60
 
 
-def test_every_attack_of_the_list_has_its_test() -> None:
+def test_every_documented_attack_has_its_test() -> None:
     """docs/attacks.md names a test for each row; the test must exist under that name."""
     rows = re.findall(r"^\| ([^|]+) \| `([^`]+)::(\w+)`", (ROOT / "docs/attacks.md").read_text(), re.MULTILINE)
     assert len(rows) >= 25

@@ -58,7 +58,7 @@ def container() -> Iterator[Path]:
             folder.rmdir()
 
 
-def test_a_container_with_processes_in_its_root_group_gets_every_limit(container: Path) -> None:
+def test_every_limit_is_set_in_a_container_with_processes_in_its_root_group(container: Path) -> None:
     mounted = "umount /sys/fs/cgroup && mount -t cgroup2 cgroup2 /sys/fs/cgroup"
     inside = f'{mounted} && exec "$0" -c "$1"'
     script = f'echo $$ > {container}/cgroup.procs; exec unshare --cgroup --mount bash -c \'{inside}\' "$0" "$1"'

@@ -55,7 +55,7 @@ async def test_a_cheat_gets_no_reward_and_its_honest_twin_does(
     assert pair.honest.verdict.reward == 1.0, pair.honest.verdict
 
 
-async def test_a_test_that_runs_under_another_name_cannot_be_dropped(bench: CheatBench) -> None:
+async def test_a_test_cannot_be_skipped_by_running_under_another_name(bench: CheatBench) -> None:
     """The untouched module of tests cannot be imported, so that only its source names what must run."""
     tests = PLAIN.replace("import last, mean", "import NEW, last, mean")
     repository = CheatRepository(name="new", grader=Command(command=RUN), tests={"tests/test_calc.py": tests})
@@ -67,7 +67,7 @@ async def test_a_test_that_runs_under_another_name_cannot_be_dropped(bench: Chea
 
 
 @pytest.mark.slow
-async def test_an_untouched_repository_that_ends_the_session_still_lists_its_tests(bench: CheatBench) -> None:
+async def test_an_untouched_repository_that_exits_pytest_still_lists_its_tests(bench: CheatBench) -> None:
     repository = CheatRepository(
         name="ends",
         grader=Command(command=RUN),
@@ -101,7 +101,7 @@ def pytest_collect_file(file_path, parent):
 """
 
 
-async def test_tests_missing_in_the_untouched_repository_count_and_are_named(bench: CheatBench) -> None:
+async def test_tests_missing_in_the_untouched_repository_are_counted_and_named(bench: CheatBench) -> None:
     repository = CheatRepository(
         name="lines",
         grader=Command(command=RUN),

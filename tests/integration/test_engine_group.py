@@ -50,7 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
 
 
-async def test_attached_engines_get_pushes_and_are_not_stopped_at_the_end(models: list[Path], tmp_path: Path) -> None:
+async def test_attached_engines_receive_pushes_and_keep_running_at_shutdown(models: list[Path], tmp_path: Path) -> None:
     async with kit.servers(models[0], tmp_path, "a", "b") as servers:
         urls = [process.url for process in servers.values()]
         async with kit.open_group(models[0], tmp_path, count=0, attach=urls) as rig:
@@ -66,7 +66,7 @@ async def test_attached_engines_get_pushes_and_are_not_stopped_at_the_end(models
             assert kit.versions_of(await rig.turn()) == {"1.1"}
 
 
-async def test_in_place_pushes_mark_no_clean_token_as_stale(models: list[Path], tmp_path: Path) -> None:
+async def test_in_place_pushes_do_not_mark_fresh_tokens_as_stale(models: list[Path], tmp_path: Path) -> None:
     """Requests carry the version of their engine: after its first push, after a flush, added later and taken over."""
     requests = tmp_path / "engines" / "requests"
     options = {"push": {"pause_mode": "in_place"}, "gateway": {"in_place_pushes": True}, "count": 0}
@@ -84,7 +84,9 @@ async def test_in_place_pushes_mark_no_clean_token_as_stale(models: list[Path], 
             assert kit.flags_of(await rig.turn()) == [("1.1", False)]
 
 
-async def test_an_attached_engine_that_hung_rejoins_with_the_newest_weights(models: list[Path], tmp_path: Path) -> None:
+async def test_an_attached_engine_rejoins_with_the_newest_weights_after_a_hang(
+    models: list[Path], tmp_path: Path
+) -> None:
     async with kit.servers(models[0], tmp_path, "a") as servers:
         [hanging] = servers.values()
         options = {"count": 1, "attach": [hanging.url], "health_timeout_s": 1.0}
@@ -123,7 +125,7 @@ async def test_a_first_prompt_of_37000_tokens_kills_no_engine(tmp_path: Path, mo
         assert (after.engine_id, after.process_id) == (name, engine.process_id)
 
 
-async def test_engines_are_added_and_removed_while_turns_run(models: list[Path], tmp_path: Path) -> None:
+async def test_engines_are_added_and_removed_while_turns_are_running(models: list[Path], tmp_path: Path) -> None:
     async with (
         kit.servers(models[0], tmp_path, "a", "b") as servers,
         kit.open_group(models[0], tmp_path, count=0, attach=[servers["a"].url], drain_timeout_s=0.5) as rig,
@@ -151,7 +153,7 @@ async def test_engines_are_added_and_removed_while_turns_run(models: list[Path],
             await rig.group.add("127.0.0.1")
 
 
-async def test_a_push_does_not_wait_for_an_engine_that_drains(models: list[Path], tmp_path: Path) -> None:
+async def test_a_push_does_not_wait_for_a_draining_engine(models: list[Path], tmp_path: Path) -> None:
     async with (
         kit.servers(models[0], tmp_path, "a", "b") as servers,
         kit.open_group(models[0], tmp_path, count=0, attach=[servers["a"].url], drain_timeout_s=100.0) as rig,
@@ -175,7 +177,7 @@ async def test_a_push_does_not_wait_for_an_engine_that_drains(models: list[Path]
         assert set(await rig.until_serving(1, "1.2")) == {second}
 
 
-async def test_a_push_does_not_wait_for_an_engine_that_starts(models: list[Path], tmp_path: Path) -> None:
+async def test_a_push_does_not_wait_for_a_starting_engine(models: list[Path], tmp_path: Path) -> None:
     # A server that dies at its first start, and hangs at the next ones.
     python = tmp_path / "python"
     python.write_text(HANGING_SERVER)
@@ -198,7 +200,7 @@ async def test_a_push_does_not_wait_for_an_engine_that_starts(models: list[Path]
         await rig.until_serving(1, "1.1")
 
 
-async def test_an_in_place_push_works_through_group_and_gateway(models: list[Path], tmp_path: Path) -> None:
+async def test_an_in_place_push_works_through_the_group_and_the_gateway(models: list[Path], tmp_path: Path) -> None:
     options = {"count": 1, "push": {"pause_mode": "in_place"}, "gateway": {"in_place_pushes": True}}
     async with kit.open_group(models[0], tmp_path, **options) as rig:
         await rig.push(models[1], 1)
@@ -244,7 +246,7 @@ async def test_removing_an_engine_that_a_push_left_paused_resumes_it(
             assert await kit.is_free(rig.http, [url])
 
 
-async def test_adding_an_engine_that_cannot_take_the_weights_fails(
+async def test_adding_an_engine_that_cannot_load_the_weights_fails(
     models: list[Path], tmp_path: Path, write_model: Callable[..., Path]
 ) -> None:
     odd = write_model(tmp_path / "odd")
@@ -268,7 +270,7 @@ async def test_removed_engines_do_not_return_in_the_next_group(models: list[Path
             assert set(await rig.engines()) == {added}
 
 
-async def test_a_group_is_routed_to_after_the_clock_was_set_back(
+async def test_a_group_receives_requests_after_the_clock_was_set_back(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
@@ -313,7 +315,7 @@ async def test_two_engines_at_one_address_are_refused(models: list[Path], tmp_pa
             await rig.group.add(engine.url)
 
 
-async def test_an_engine_at_an_address_that_is_taken_is_replaced(
+async def test_an_engine_whose_address_is_taken_is_replaced(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, started = Fleet._start_local, []
@@ -337,7 +339,7 @@ async def test_an_engine_at_an_address_that_is_taken_is_replaced(
         assert not await started[0].handle.is_alive()
 
 
-async def test_a_group_starts_with_a_corrupt_newest_snapshot(models: list[Path], tmp_path: Path) -> None:
+async def test_a_group_starts_although_the_newest_snapshot_is_corrupt(models: list[Path], tmp_path: Path) -> None:
     spoilt = kit.write_weights(tmp_path / "spoilt", 7)
     async with kit.open_group(models[0], tmp_path, count=1) as rig:
         await rig.push(spoilt, 1)
@@ -348,7 +350,7 @@ async def test_a_group_starts_with_a_corrupt_newest_snapshot(models: list[Path],
         await rig.until_serving(1, "1.2")
 
 
-async def test_a_health_check_ignores_an_engine_that_leaves_meanwhile(
+async def test_a_health_check_ignores_an_engine_removed_during_the_check(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 1000.0)

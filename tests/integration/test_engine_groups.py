@@ -101,7 +101,7 @@ async def until_no_more_than(first: tuple[int, int]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_group_formed_after_its_client_disconnected_is_left(
+async def test_an_engine_leaves_a_group_formed_after_its_client_disconnected(
     updater: Callable[[float], WeightUpdater],
 ) -> None:
     updates = updater(30.0)
@@ -126,7 +126,7 @@ async def test_a_group_formed_after_its_client_disconnected_is_left(
         await updates.destroy_group("late0")
 
 
-async def test_a_group_without_rank_0_times_out_and_leaves_nothing(
+async def test_a_group_without_rank_0_times_out_and_leaves_nothing_behind(
     updater: Callable[[float], WeightUpdater],
 ) -> None:
     updates = updater(0.5)
@@ -141,7 +141,7 @@ async def test_a_group_without_rank_0_times_out_and_leaves_nothing(
     await until_no_more_than(first)
 
 
-async def test_store_and_group_together_take_no_longer_than_the_timeout(
+async def test_opening_the_store_and_the_group_together_stays_within_the_timeout(
     updater: Callable[[float], WeightUpdater], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached = threading.Event()

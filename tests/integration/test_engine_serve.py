@@ -46,7 +46,9 @@ async def ended(*options: object, **environment: str) -> tuple[int | None, str]:
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow])])
 @pytest.mark.timeout(300)
-async def test_it_prints_its_url_and_ends_with_sigterm(backend: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+async def test_the_server_prints_its_url_and_exits_on_sigterm(
+    backend: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
     if backend == "sglang":
         from headrace.policies.sglang.installation import environment_python
 
@@ -77,7 +79,7 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-async def test_a_second_signal_while_it_ends_changes_nothing(tiny_model_dir: Path) -> None:
+async def test_a_second_signal_during_shutdown_has_no_effect(tiny_model_dir: Path) -> None:
     async with started("--model", tiny_model_dir) as process:
         assert process.stdout is not None
         await process.stdout.readline()
@@ -106,20 +108,20 @@ def is_pending(pid: int, number: signal.Signals) -> bool:
     return bool(int(pending, 16) >> (number - 1) & 1)
 
 
-async def test_a_directory_without_a_model_is_one_line(tmp_path: Path) -> None:
+async def test_a_directory_without_a_model_is_a_one_line_error(tmp_path: Path) -> None:
     code, said = await ended("--backend", "cpu", "--model", tmp_path)
     assert (code, said.count("\n")) == (2, 1)
     assert "no config.json" in said
 
 
-async def test_a_missing_environment_is_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
+async def test_a_missing_environment_is_a_one_line_error(tiny_model_dir: Path, tmp_path: Path) -> None:
     options = ("--backend", "sglang", "--model", tiny_model_dir)
     code, said = await ended(*options, XDG_CACHE_HOME=str(tmp_path))
     assert (code, said.count("\n")) == (2, 1)
     assert "scripts/install_sglang" in said
 
 
-async def test_a_taken_port_is_one_line(tiny_model_dir: Path) -> None:
+async def test_a_port_in_use_is_a_one_line_error(tiny_model_dir: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -129,13 +131,13 @@ async def test_a_taken_port_is_one_line(tiny_model_dir: Path) -> None:
     assert "is taken" in said
 
 
-async def test_a_wrong_option_is_one_line(tiny_model_dir: Path) -> None:
+async def test_an_invalid_option_is_a_one_line_error(tiny_model_dir: Path) -> None:
     code, said = await ended("--backend", "sglang", "--model", tiny_model_dir, "--dtype", "int3")
     assert (code, said.count("\n")) == (2, 1)
     assert "--dtype" in said
 
 
-async def test_settings_of_sglang_are_refused_for_the_embedded_engine(tiny_model_dir: Path) -> None:
+async def test_sglang_settings_are_refused_for_the_embedded_engine(tiny_model_dir: Path) -> None:
     options = ("--device", "cuda", "--tensor-parallel", 2, "--dtype", "bfloat16", "--python", sys.executable)
     code, said = await ended("--model", tiny_model_dir, *options, "--", "--enable-metrics")
     assert (code, said.count("\n")) == (2, 1)

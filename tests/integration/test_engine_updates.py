@@ -169,7 +169,7 @@ async def trainer(engine: Trainer, models: list[Path]) -> AsyncIterator[Trainer]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("order", ["storage", "reversed"])
-async def test_weights_of_every_dtype_and_order_are_received(
+async def test_weights_of_every_dtype_and_in_any_order_are_received(
     trainer: Trainer, models: list[Path], dtype: torch.dtype, order: str
 ) -> None:
     """In place where the order allows, through a buffer elsewhere: the sums of what runs are the sender's."""
@@ -186,7 +186,7 @@ async def test_weights_of_every_dtype_and_order_are_received(
     assert (await trainer.session_end())[0] == 200
 
 
-async def test_separate_broadcasts_and_a_push_of_some_parameters(trainer: Trainer, models: list[Path]) -> None:
+async def test_separate_broadcasts_can_push_some_of_the_parameters(trainer: Trainer, models: list[Path]) -> None:
     names = ["model.layers.0.self_attn.q_norm.weight", NORM, "model.layers.2.mlp.down_proj.weight"]
     changed = {name: 2 * tensors_of(models[0])[name] for name in names}
     await trainer.join()
@@ -248,7 +248,9 @@ async def test_non_finite_values_keep_the_old_weights(trainer: Trainer, models: 
     assert await trainer.checksums() == sums(tensors_of(models[1]))
 
 
-async def test_an_interrupted_transfer_leaves_no_gap(trainer: Trainer, models: list[Path]) -> None:
+async def test_parameters_lost_in_an_interrupted_transfer_must_be_sent_again(
+    trainer: Trainer, models: list[Path]
+) -> None:
     given = tensors_of(models[1])
     names = list(given)
     await trainer.join()
@@ -269,7 +271,7 @@ async def test_an_interrupted_transfer_leaves_no_gap(trainer: Trainer, models: l
     assert await trainer.checksums() == sums(given)
 
 
-async def test_a_pause_in_place_keeps_requests_and_splits_their_spans(trainer: Trainer, models: list[Path]) -> None:
+async def test_an_in_place_pause_keeps_requests_and_splits_their_spans(trainer: Trainer, models: list[Path]) -> None:
     await trainer.join()
     running = trainer.long("running")
     await trainer.until(running=1)
@@ -297,7 +299,7 @@ async def test_a_pause_in_place_keeps_requests_and_splits_their_spans(trainer: T
     assert late["weight_versions"] == [{"version": "1", "start": 0, "end": 3}]
 
 
-async def test_a_pause_in_place_keeps_the_cache_of_the_old_weights(trainer: Trainer, models: list[Path]) -> None:
+async def test_an_in_place_pause_keeps_the_cache_of_the_old_weights(trainer: Trainer, models: list[Path]) -> None:
     """After a swap to the same weights nothing differs; so what a pause in place keeps is the cache itself."""
     from headrace.policies.models.qwen3 import Qwen3, read_weights
     from headrace.policies.models.qwen3_config import Qwen3Config
@@ -318,7 +320,7 @@ async def test_a_pause_in_place_keeps_the_cache_of_the_old_weights(trainer: Trai
     assert (got - expected).abs().max() <= 1e-3
 
 
-async def test_abort_in_a_pause_in_place_answers_when_it_ends(trainer: Trainer) -> None:
+async def test_a_request_aborted_during_an_in_place_pause_is_answered_when_the_pause_ends(trainer: Trainer) -> None:
     running = trainer.long("running")
     await trainer.until(running=1)
     await trainer.post("/pause_generation", {"mode": "in_place"})
@@ -367,7 +369,7 @@ async def test_weights_are_loaded_from_disk(trainer: Trainer, models: list[Path]
     assert (await trainer.long("after", tokens=2))[0] == 200
 
 
-async def test_a_mismatched_directory_changes_nothing(
+async def test_a_mismatched_directory_is_refused_and_changes_nothing(
     trainer: Trainer, models: list[Path], tmp_path: Path, write_model
 ) -> None:
     other = write_model(tmp_path / "other", tied=False)
@@ -409,7 +411,7 @@ async def test_a_pause_holds_requests_while_weights_are_loaded_from_disk(trainer
     assert (await held)[1]["meta_info"]["num_retractions"] == 1
 
 
-async def test_the_same_weights_can_get_another_version(trainer: Trainer) -> None:
+async def test_the_same_weights_can_be_given_another_version(trainer: Trainer) -> None:
     first = trainer.long("first")
     await trainer.until(running=1)
     body = {"new_version": "0.5", "abort_all_requests": False}
@@ -442,7 +444,7 @@ async def test_the_server_reports_its_ranks(trainer: Trainer) -> None:
 
 
 @pytest.mark.slow
-async def test_a_hundred_pushes_take_no_more_memory_than_one(tmp_path: Path) -> None:
+async def test_a_hundred_pushes_use_no_more_memory_than_one(tmp_path: Path) -> None:
     """Two sets of weights and two buckets: in turns received in place and through buffers, each in a new group."""
     import psutil
     from benches.push.testbed import write_random_model

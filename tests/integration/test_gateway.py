@@ -148,7 +148,7 @@ async def test_two_engine_failures_reach_the_agent_and_mark_the_session(model_di
         assert report.failures[0].startswith("engine_failed")
 
 
-async def test_a_weight_update_within_a_turn_is_recorded_per_token(model_dir: Path) -> None:
+async def test_a_weight_update_during_a_turn_is_recorded_per_token(model_dir: Path) -> None:
     """The engine gives the turn up after a token; it goes on from there, under another version."""
 
     def script(ask: Ask) -> str | Fault:
@@ -175,7 +175,7 @@ async def test_a_weight_update_within_a_turn_is_recorded_per_token(model_dir: Pa
         assert sum(row["loss_mask"]) == document["sampled_tokens"] == document["trained_tokens"]
 
 
-async def test_an_engine_that_aborts_for_ever_is_a_failure_and_its_tokens_are_recorded(model_dir: Path) -> None:
+async def test_an_engine_that_always_aborts_is_a_failure_and_its_tokens_are_recorded(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.ABORT)) as w:
         reply = await (await w.client()).say("go")
         assert (reply.status, reply.error["code"]) == (503, "engine_failed")
@@ -206,7 +206,7 @@ async def test_ids_outside_the_vocabulary_are_never_sent(model_dir: Path) -> Non
 # Which engine.
 
 
-async def test_a_conversation_stays_with_its_engine_and_another_takes_the_idle_one(model_dir: Path) -> None:
+async def test_a_conversation_stays_with_its_engine_and_another_one_gets_the_idle_engine(model_dir: Path) -> None:
     async with world(model_dir, LS, LS) as w:
         first, second = w.engines
         first.may_answer.clear()
@@ -290,13 +290,13 @@ async def test_closed_gates_hold_turns_until_they_open(model_dir: Path) -> None:
         assert [len(engine.requests) for engine in w.engines] == [0, 1]
 
 
-async def test_a_gate_whose_lease_ended_opens_by_itself(model_dir: Path) -> None:
+async def test_a_gate_opens_when_its_lease_expires(model_dir: Path) -> None:
     async with world(model_dir) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=0.2)
         assert (await (await w.client()).say("go")).status == 200
 
 
-async def test_no_engine_in_routing_past_the_deadline_is_an_infra_failure(model_dir: Path) -> None:
+async def test_having_no_routable_engine_by_the_deadline_is_an_infra_failure(model_dir: Path) -> None:
     async with world(model_dir, gate_wait_s=0.2) as w:
         refused = [replace(route, admitted=False) for route in table_of(w.engines, version=2).engines]
         assert await w.gateway.set_engines(RoutingTable(version=2, engines=tuple(refused)))
@@ -365,7 +365,9 @@ async def test_aborts_are_repeated_concurrently_until_each_has_arrived(model_dir
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-async def test_wall_time_that_ends_without_an_engine_is_infra_not_a_spent_budget(model_dir: Path, wire: Wire) -> None:
+async def test_running_out_of_wall_time_without_an_engine_is_infra_not_an_exhausted_budget(
+    model_dir: Path, wire: Wire
+) -> None:
     async with world(model_dir, held_after_s=0.01) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
         reply = await (await w.client(wire, spec={"budgets": Budgets(wall_s=2)})).say("go")
@@ -373,7 +375,7 @@ async def test_wall_time_that_ends_without_an_engine_is_infra_not_a_spent_budget
         assert (await w.finish()).failures[0].startswith("held")
 
 
-async def test_an_agent_that_leaves_a_held_turn_marks_the_session(model_dir: Path) -> None:
+async def test_an_agent_that_disconnects_from_a_held_turn_marks_the_session(model_dir: Path) -> None:
     async with world(model_dir, held_after_s=0.1) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
         client = await w.client()
@@ -383,7 +385,7 @@ async def test_an_agent_that_leaves_a_held_turn_marks_the_session(model_dir: Pat
         assert (await w.finish()).failures[0].startswith("held")
 
 
-async def test_an_agent_that_leaves_at_once_does_not_mark_the_session(model_dir: Path) -> None:
+async def test_an_agent_that_disconnects_at_once_does_not_mark_the_session(model_dir: Path) -> None:
     async with world(model_dir, held_after_s=60) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
         client = await w.client()

@@ -35,7 +35,7 @@ async def test_a_restarted_gateway_has_the_same_address(tmp_path: Path) -> None:
         assert await second.address() == address
 
 
-async def test_no_outgoing_connection_can_take_the_port(tmp_path: Path) -> None:
+async def test_the_gateways_port_is_never_assigned_to_an_outgoing_connection(tmp_path: Path) -> None:
     async with gateway_of(tmp_path) as gateway:
         address = await gateway.address()
     port = urlsplit(address.url).port

@@ -103,7 +103,7 @@ async def refused(client: Client, body: bytes, status: int = 400) -> str:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("wire", "fields", "sentence"), spelled())
-async def test_unsupported_parameters_are_refused_with_a_plain_message(
+async def test_unsupported_parameters_are_refused_with_a_clear_message(
     model_dir: Path, wire: Wire, fields: dict[str, Any], sentence: str, stream: bool
 ) -> None:
     async with world(model_dir) as w:
@@ -158,7 +158,7 @@ async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
 
 @EVERY
 @pytest.mark.parametrize("chunked", [False, True], ids=["with a length", "in chunks"])
-async def test_a_body_of_the_size_limit_is_accepted_and_a_larger_one_refused(
+async def test_a_body_at_the_size_limit_is_accepted_and_a_larger_one_refused(
     model_dir: Path, wire: Wire, chunked: bool
 ) -> None:
     async with world(model_dir, max_body_bytes=MOST) as w:
@@ -177,7 +177,7 @@ async def test_a_body_of_the_size_limit_is_accepted_and_a_larger_one_refused(
 
 @EVERY
 @pytest.mark.parametrize("chunked", [False, True], ids=["with a length", "in chunks"])
-async def test_64_megabytes_are_refused(model_dir: Path, wire: Wire, chunked: bool) -> None:
+async def test_a_body_of_64_megabytes_is_refused(model_dir: Path, wire: Wire, chunked: bool) -> None:
     """Uses the default limit, and a client that sends everything before it reads."""
     async with world(model_dir) as w:
         client = await w.client(wire)

@@ -68,7 +68,7 @@ async def converse(http: aiohttp.ClientSession, base_url: str, turns: int) -> No
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"output {turn}"}]
 
 
-async def test_captured_logprobs_are_those_of_the_model(model_dir: Path, tmp_path: Path) -> None:
+async def test_captured_logprobs_match_the_models(model_dir: Path, tmp_path: Path) -> None:
     gateway = Gateway(GatewayConfig(tokenizer_dir=model_dir), ADMIN)
     budgets = Budgets(max_tokens_per_turn=12, max_context_tokens=512)
     spec = SessionSpec(session_id=SessionId("r"), sampling=Sampling(temperature=TEMPERATURE), budgets=budgets)

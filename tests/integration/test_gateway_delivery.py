@@ -127,7 +127,7 @@ async def test_a_failure_before_the_first_ping_has_the_dialects_status(
 
 
 @EVERY
-async def test_a_failure_after_a_ping_is_an_error_event_and_ends_the_stream_cleanly(
+async def test_a_failure_after_a_ping_sends_an_error_event_and_ends_the_stream_cleanly(
     model_dir: Path, wire: Wire
 ) -> None:
     async with world(model_dir, Lines(Fault.ERROR), **HASTY) as w:
@@ -163,7 +163,7 @@ class BrokenDecoder(ByteChat):
 
 
 @EVERY
-async def test_an_internal_error_after_a_ping_is_an_error_event_too(model_dir: Path, wire: Wire) -> None:
+async def test_an_internal_error_after_a_ping_sends_an_error_event(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, Lines(""), renderer=BrokenDecoder(), vocab_size=512, **HASTY) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -237,7 +237,7 @@ async def test_partial_tokens_are_recorded_when_the_session_finishes_as_its_agen
 # One turn, however often it is asked.
 
 
-async def test_the_same_request_in_flight_is_one_turn_whatever_its_stream_flag(model_dir: Path) -> None:
+async def test_identical_requests_in_flight_share_one_turn_whatever_their_stream_flag(model_dir: Path) -> None:
     async with world(model_dir, Lines("once"), **PATIENT) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -303,7 +303,7 @@ async def test_a_client_that_retries_while_its_turn_is_being_aborted_gets_an_ans
 
 
 @EITHER
-async def test_an_answer_whose_last_byte_was_not_sent_is_replayed(fat_dir: Path, stream: bool) -> None:
+async def test_an_answer_is_replayed_if_its_last_byte_was_not_sent(fat_dir: Path, stream: bool) -> None:
     budgets = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2 * 10**6)
     async with world(fat_dir, Lines(LONG * 24_000, "sampled again"), **PATIENT) as w:
         [engine] = w.engines

@@ -96,7 +96,7 @@ REWRITTEN: dict[str, tuple[str, Callable[[list[Any]], list[Any]]]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("kind", REWRITTEN)
-async def test_a_rewritten_echo_loses_no_token(model_dir: Path, kind: str, stream: bool) -> None:
+async def test_no_token_is_lost_when_an_echo_is_rewritten(model_dir: Path, kind: str, stream: bool) -> None:
     said, rewrite = REWRITTEN[kind]
     async with world(model_dir, Lines(said, said, "Done.")) as w:
         client = await w.client(ANTHROPIC, stream=stream, tools=TOOLS)
@@ -123,7 +123,7 @@ def reasoning_renamed(message: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [arguments_compact, fields_added, reasoning_renamed])
-async def test_an_echo_of_another_openai_client_loses_no_token(
+async def test_no_token_is_lost_in_echoes_of_other_openai_clients(
     model_dir: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     said = "<think>\nhm\n</think>\n\n" + call_text("bash", command="echo é", n=1)
@@ -166,7 +166,7 @@ async def test_changed_item_ids_are_ignored(model_dir: Path) -> None:
         await finished(w)
 
 
-async def test_system_messages_in_the_middle_only_append(model_dir: Path) -> None:
+async def test_system_messages_within_a_conversation_are_appended_in_place(model_dir: Path) -> None:
     async with world(model_dir, Lines("a", "b", "c")) as w:
         client = await w.client(ANTHROPIC, tools=TOOLS)
         await client.ask({"role": "user", "content": "mend it"}, {"role": "system", "content": "a reminder"})
@@ -177,7 +177,7 @@ async def test_system_messages_in_the_middle_only_append(model_dir: Path) -> Non
         await finished(w)
 
 
-async def test_leading_developer_messages_are_one_system_message(model_dir: Path) -> None:
+async def test_leading_developer_messages_are_joined_into_one_system_message(model_dir: Path) -> None:
     async with world(model_dir, Lines("a", "b")) as w:
         client = await w.client(RESPONSES, system="")
         texts = ("rules", "and more rules")
@@ -198,7 +198,7 @@ def summarised(blocks: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("change", [list, stripped, summarised], ids=["echoed", "stripped", "summarised"])
-async def test_reasoning_remains_in_the_tokens_whatever_is_echoed(
+async def test_reasoning_tokens_are_kept_whatever_the_client_echoes(
     model_dir: Path, change: Callable[[list[Any]], list[Any]]
 ) -> None:
     async with world(model_dir, Lines("<think>\nlong thoughts\n</think>\n\nWell.", "Done.")) as w:
@@ -267,7 +267,7 @@ async def test_parallel_calls_with_missing_results_are_matched(model_dir: Path, 
         await finished(w)
 
 
-async def test_parallel_calls_echoed_as_several_messages_are_one_turn(model_dir: Path) -> None:
+async def test_parallel_calls_echoed_as_several_messages_are_matched_as_one_turn(model_dir: Path) -> None:
     async with world(model_dir, Lines(THREE, "Done.")) as w:
         client = await w.client(CHAT, tools=TOOLS)
         reply = await client.say("go")
@@ -312,7 +312,7 @@ async def test_subagents_have_their_own_lineages(model_dir: Path) -> None:
         assert sorted(name.partition(".")[2] for name in names) == ["", "agent-A", "agent-B"]
 
 
-async def test_a_side_call_is_masked(model_dir: Path) -> None:
+async def test_a_side_call_is_masked_from_training(model_dir: Path) -> None:
     """The side call requests a title for the session during the first turn, without tools."""
     async with world(model_dir, Parts({"title": ["Repairs"], "": ["one", "two"]})) as w:
         client = await w.client(ANTHROPIC, tools=TOOLS)
@@ -344,7 +344,7 @@ async def test_a_compaction_continues_on_a_new_root_and_is_trained(model_dir: Pa
         assert (report.turns, report.trained_tokens) == (4, report.sampled_tokens)
 
 
-async def test_a_reported_compaction_is_named_in_its_lineage(model_dir: Path) -> None:
+async def test_a_lineage_records_a_reported_compaction(model_dir: Path) -> None:
     """As Codex does it: no tools, another user item, and a word in its metadata."""
     script = Parts({"CHECKPOINT": ["Summary: fine."], "Summary: fine": ["Done."], "": ["one", "two"]})
     async with world(model_dir, script) as w:
@@ -360,7 +360,7 @@ async def test_a_reported_compaction_is_named_in_its_lineage(model_dir: Path) ->
         assert any(lineage.name.endswith("compaction") for lineage in report.lineages)
 
 
-async def test_a_summary_without_tools_that_quotes_our_turns_is_not_a_side_call(model_dir: Path) -> None:
+async def test_a_summary_request_without_tools_that_quotes_our_turns_is_not_a_side_call(model_dir: Path) -> None:
     async with world(model_dir, Parts({"Summarise": ["All is well."], "": ["one", "two"]})) as w:
         client = await w.client(CHAT, tools=TOOLS)
         await client.say("mend it")

@@ -134,7 +134,7 @@ async def silent(w: World) -> asyncio.Server:
     return server
 
 
-async def test_an_engine_that_never_answers_fails_the_turn_in_time(model_dir: Path) -> None:
+async def test_an_engine_that_never_responds_fails_the_turn_at_its_deadline(model_dir: Path) -> None:
     """The engine does not answer the abort of the turn either."""
     async with world(model_dir, turn_timeout_s=0.2, abort_grace_s=0.1) as w, await silent(w):
         client = await w.client()

@@ -247,7 +247,9 @@ async def test_a_session_with_many_renders_delays_others_by_at_most_one(model_di
 
 
 @pytest.mark.parametrize("names", [("haiku", "opus"), ("opus", "haiku")], ids=lambda names: names[0])
-async def test_the_same_request_with_another_model_use_is_another_turn(model_dir: Path, names: tuple[str, str]) -> None:
+async def test_the_same_request_for_another_model_use_is_a_separate_turn(
+    model_dir: Path, names: tuple[str, str]
+) -> None:
     """A served turn must not be returned, or masked, in place of a trained one."""
     async with world(model_dir, Lines("one", "another"), **SIDE) as w:
         client = await w.client(ANTHROPIC)
@@ -260,7 +262,7 @@ async def test_the_same_request_with_another_model_use_is_another_turn(model_dir
         assert (report.trained_tokens, report.masked) == (lengths["opus"], {"side": lengths["haiku"]})
 
 
-async def test_the_same_request_with_another_model_use_concurrently_is_another_turn(model_dir: Path) -> None:
+async def test_concurrent_identical_requests_for_different_model_uses_are_separate_turns(model_dir: Path) -> None:
     async with world(model_dir, Lines("one", "another"), **SIDE) as w:
         [engine] = w.engines
         client = await w.client(CHAT)

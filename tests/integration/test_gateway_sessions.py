@@ -82,7 +82,7 @@ async def test_the_token_in_the_path_takes_precedence_over_an_api_key(model_dir:
 
 
 @EVERY
-async def test_an_unknown_or_closed_session_is_400_at_once(model_dir: Path, wire: Wire) -> None:
+async def test_an_unknown_or_closed_session_returns_400_at_once(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir) as w:
         client = await w.client(wire)
         await client.say("go")
@@ -111,7 +111,7 @@ async def test_health_routes_need_no_session(model_dir: Path) -> None:
         assert (await w.gateway.in_flight()).sessions == 0
 
 
-async def test_a_token_grants_access_to_its_own_session_only(model_dir: Path) -> None:
+async def test_a_token_grants_access_only_to_its_own_session(model_dir: Path) -> None:
     async with world(model_dir) as w:
         mine, other = await w.client(), await w.client(session_id="rollout-2")
         await mine.say("a secret")
@@ -139,7 +139,7 @@ async def test_a_token_grants_access_to_its_own_session_only(model_dir: Path) ->
 # Opening and finishing.
 
 
-async def test_opening_is_all_or_nothing(model_dir: Path, tmp_path: Path) -> None:
+async def test_opening_sessions_is_all_or_nothing(model_dir: Path, tmp_path: Path) -> None:
     async with world(model_dir, session_log_dir=tmp_path) as w:
         await w.open()
         many = {"sessions": [{"session_id": "rollout-2"}, {"session_id": R1}]}
@@ -173,7 +173,7 @@ async def test_opening_is_all_or_nothing(model_dir: Path, tmp_path: Path) -> Non
         (b'{"unknown": 1}', "unknown"),
     ],
 )
-async def test_an_invalid_open_request_is_400_with_the_key(
+async def test_an_invalid_open_request_returns_400_naming_the_key(
     model_dir: Path, tmp_path: Path, body: bytes, key: str
 ) -> None:
     async with world(model_dir, session_log_dir=tmp_path) as w:
@@ -190,7 +190,7 @@ async def test_a_session_id_may_contain_route_names(model_dir: Path) -> None:
             assert (await w.post(f"/sessions/{name}/finish"))[0] == 200
 
 
-async def test_finishing_ends_running_turns_with_a_refusal(model_dir: Path) -> None:
+async def test_finishing_a_session_ends_its_running_turns_with_a_refusal(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG)) as w:
         client = await w.client()
         async with asyncio.TaskGroup() as group:

@@ -93,7 +93,7 @@ async def begin(url: str, *data: bytes) -> list[asyncio.StreamWriter]:
     return writers
 
 
-async def test_requests_that_never_end_delay_neither_others_nor_the_shutdown(model_dir: Path) -> None:
+async def test_endless_requests_delay_neither_others_nor_the_shutdown(model_dir: Path) -> None:
     async with world(model_dir) as w:
         client, other = await w.client(), await w.client(session_id="other")
         client.history += client.wire.user("go")

@@ -40,7 +40,9 @@ async def refusal(*options: str) -> tuple[int | None, str]:
     return process.returncode, said.decode()
 
 
-async def test_the_standalone_gateway_serves_from_its_first_line_to_its_end(model_dir: Path, tmp_path: Path) -> None:
+async def test_the_standalone_gateway_serves_from_its_first_output_line_until_shutdown(
+    model_dir: Path, tmp_path: Path
+) -> None:
     token_file = tmp_path / "secrets" / "token"
     async with serving(Engine.of(model_dir, "<|im_end|>", Lines("Hello."))) as engine, aiohttp.ClientSession() as http:
         process = await start(
@@ -81,7 +83,7 @@ async def test_the_standalone_gateway_serves_from_its_first_line_to_its_end(mode
                 await process.wait()
 
 
-async def test_an_error_at_start_is_reported_in_one_line(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_startup_error_is_reported_in_one_line(model_dir: Path, tmp_path: Path) -> None:
     token = str(tmp_path / "token")
     async with serving(Engine.of(model_dir, "<|im_end|>", Lines("Hello."))) as engine:
         with socket.socket() as taken:

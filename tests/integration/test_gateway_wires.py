@@ -131,7 +131,7 @@ WORDS = {
 
 @EVERY
 @EITHER
-async def test_every_turn_end_has_the_dialects_stop_reason(model_dir: Path, wire: Wire, stream: bool) -> None:
+async def test_every_way_a_turn_ends_has_the_dialects_stop_reason(model_dir: Path, wire: Wire, stream: bool) -> None:
     words = WORDS[wire.name]
     async with world(model_dir, Lines("Well.", call_text("bash", command="ls"), "much too long an answer")) as w:
         client = await w.client(wire, stream=stream, tools=("bash",))
@@ -217,7 +217,7 @@ def last_of(w: World) -> dict[str, Any]:
 @EVERY
 @EITHER
 @pytest.mark.parametrize("budget", ["turns", "tokens"])
-async def test_a_spent_budget_ends_the_agent_with_a_normal_answer(
+async def test_an_exhausted_budget_ends_the_agent_with_a_normal_answer(
     model_dir: Path, wire: Wire, stream: bool, budget: str
 ) -> None:
     budgets = Budgets(max_turns=2) if budget == "turns" else Budgets(max_sampled_tokens=5)
@@ -268,7 +268,7 @@ async def test_the_final_text_may_be_empty(model_dir: Path, wire: Wire, stream: 
 
 @EVERY
 @EITHER
-async def test_the_end_of_the_wall_time_ends_a_running_turn_normally_and_aborts_it(
+async def test_running_out_of_wall_time_aborts_the_running_turn_and_ends_it_normally(
     model_dir: Path, wire: Wire, stream: bool
 ) -> None:
     async with world(model_dir, Lines(Fault.HANG), ping_s=0.05) as w:
@@ -284,7 +284,7 @@ async def test_the_end_of_the_wall_time_ends_a_running_turn_normally_and_aborts_
 
 
 @EVERY
-async def test_turns_in_flight_count_against_the_budget(model_dir: Path, wire: Wire) -> None:
+async def test_turns_in_flight_count_towards_the_budget(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -305,7 +305,7 @@ def question(wire: Wire, text: str) -> dict[str, Any]:
 
 @EVERY
 @EITHER
-async def test_the_rest_of_the_context_limits_the_sampled_tokens(model_dir: Path, wire: Wire, stream: bool) -> None:
+async def test_the_remaining_context_limits_the_sampled_tokens(model_dir: Path, wire: Wire, stream: bool) -> None:
     async with world(model_dir, Lines("much too long an answer")) as w:
         probe = await w.client(wire, session_id="probe")
         prompt = (await probe.say("go")).input_tokens

@@ -81,7 +81,7 @@ async def output(sandbox: Sandbox, command: str) -> str:
     return result.stdout.decode().strip()
 
 
-async def test_nothing_of_the_future_is_found_afterwards(provider: LocalProvider) -> None:
+async def test_nothing_after_the_base_commit_can_be_found_once_history_is_hidden(provider: LocalProvider) -> None:
     sandbox = await made(provider)
     assert await findings(sandbox) == list(LOOK)
     assert await leaks(sandbox, REPO)
@@ -96,7 +96,7 @@ async def test_nothing_of_the_future_is_found_afterwards(provider: LocalProvider
     await sandbox.kill()
 
 
-async def test_an_agent_can_go_on_working_in_it(provider: LocalProvider) -> None:
+async def test_an_agent_can_keep_working_in_a_repository_with_hidden_history(provider: LocalProvider) -> None:
     sandbox = await made(provider)
     await sandbox.exec("chown -R agent:agent .", cwd=REPO, timeout_s=30)
     await hide_history(sandbox, REPO)
@@ -119,7 +119,7 @@ async def test_an_agent_can_go_on_working_in_it(provider: LocalProvider) -> None
         f"cd nested; echo '{SOLUTION}' | git hash-object -w --stdin",
     ],
 )
-async def test_the_check_finds_every_leak(provider: LocalProvider, leak: str) -> None:
+async def test_the_leak_check_finds_every_leak(provider: LocalProvider, leak: str) -> None:
     sandbox = await made(provider)
     await hide_history(sandbox, REPO)
     await output(sandbox, leak)
@@ -127,7 +127,7 @@ async def test_the_check_finds_every_leak(provider: LocalProvider, leak: str) ->
     await sandbox.kill()
 
 
-async def test_preparing_checks_the_base_commit_out_and_hides_the_rest(provider: LocalProvider) -> None:
+async def test_preparing_a_repository_checks_out_the_base_commit_and_hides_the_rest(provider: LocalProvider) -> None:
     sandbox = await made(provider)
     base = await output(sandbox, "cat /tmp/base")
     await sandbox.exec("git checkout -q -f later", cwd=REPO, timeout_s=30)
@@ -150,7 +150,7 @@ def evaluator_for(base_commit: str) -> EvaluatorSpec:
     return EvaluatorSpec(kind=EvaluatorKind.REPOSITORY, repository=spec)
 
 
-async def test_a_folder_without_a_repository_stays_as_it_is(provider: LocalProvider) -> None:
+async def test_a_folder_without_a_repository_is_left_unchanged(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec()))
     await sandbox.exec("echo x > /workspace/f", timeout_s=30)
     await hide_history(sandbox, "/workspace")

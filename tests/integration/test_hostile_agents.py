@@ -60,7 +60,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("command", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("kind", [Kind.WRITE, Kind.REPAIR])
-async def test_no_trick_earns_a_reward_or_escapes_a_zero(provider: LocalProvider, kind: Kind, command: str) -> None:
+async def test_cheating_neither_earns_a_reward_nor_avoids_a_zero(
+    provider: LocalProvider, kind: Kind, command: str
+) -> None:
     verdict = await verdict_on(provider, PROBLEMS[kind].task(), command)
     assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
 
@@ -113,13 +115,13 @@ BREAKING = {
 
 
 @pytest.mark.parametrize("source", BREAKING.values(), ids=BREAKING)
-async def test_whoever_breaks_the_check_gets_the_zero(provider: LocalProvider, source: str) -> None:
+async def test_code_that_breaks_the_check_gets_zero_reward(provider: LocalProvider, source: str) -> None:
     task = task_with(EvaluatorKind.PATCH, IMPORTING, timeout_s=5.0)
     verdict = await verdict_on(provider, task, f"printf '%b' {shlex.quote(source)} > answer.py")
     assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
 
 
-async def test_a_file_that_the_check_expects_and_the_agent_removed_is_a_zero(provider: LocalProvider) -> None:
+async def test_removing_a_file_that_the_check_expects_gives_zero_reward(provider: LocalProvider) -> None:
     task = task_with(EvaluatorKind.STATE, "import sys; sys.exit('2' not in open('/workspace/answer.py').read())")
     assert (await verdict_on(provider, task, "sed -i s/1/2/ answer.py")).reward == 1.0
     assert (await verdict_on(provider, task, "true")).cause is Cause.FAILED
@@ -128,7 +130,7 @@ async def test_a_file_that_the_check_expects_and_the_agent_removed_is_a_zero(pro
 
 
 @pytest.mark.parametrize("kind", [EvaluatorKind.STATE, EvaluatorKind.PATCH])
-async def test_a_check_that_breaks_on_untouched_files_is_the_evaluators_failure(
+async def test_a_check_that_fails_on_untouched_files_is_an_evaluator_error(
     provider: LocalProvider, kind: EvaluatorKind
 ) -> None:
     verdict = await verdict_on(provider, task_with(kind, "raise RuntimeError"), "true")
@@ -145,13 +147,13 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES.values(), ids=OBSTACLES)
-async def test_files_of_the_agent_do_not_block_hidden_files(provider: LocalProvider, obstacle: str) -> None:
+async def test_the_agents_files_do_not_block_hidden_files(provider: LocalProvider, obstacle: str) -> None:
     task = task_with(EvaluatorKind.PATCH, f"{FIRST_HIDDEN}\n{IMPORTING}", hidden_files=HIDDEN)
     assert (await verdict_on(provider, task, obstacle)).cause is Cause.FAILED
     assert (await verdict_on(provider, task, f"sed -i s/1/2/ answer.py; {obstacle}")).reward == 1.0
 
 
-async def test_a_patch_reads_files_as_data_paths_and_leaves_the_others_alone(provider: LocalProvider) -> None:
+async def test_a_patch_reads_files_as_data_and_leaves_other_paths_alone(provider: LocalProvider) -> None:
     check = f"assert open('/home/agent/kept.txt').read() == 'kept\\n'; {IMPORTING}"
     task = task_with(EvaluatorKind.PATCH, check, data_paths=("/workspace/answer.py",))
     assert (await verdict_on(provider, task, "sed -i s/1/2/ answer.py; rm /home/agent/kept.txt")).reward == 1.0

@@ -89,7 +89,7 @@ async def test_the_tar_of_a_root_file_system_becomes_one_layer(
 
 @pytest.mark.parametrize("form", ["layout", "archive", "archive.gz"])
 @pytest.mark.parametrize("compression", ["gzip", "zstd", ""])
-async def test_oci_layouts_and_archives_become_their_layers(
+async def test_oci_layouts_and_archives_are_unpacked_into_layers(
     form: str, compression: str, store: ImageStore, tmp_path: Path, base: bytes
 ) -> None:
     top = kit.tar([kit.file("etc/.wh.release"), kit.file("etc/added", b"top\n")])
@@ -126,7 +126,7 @@ async def test_overlayfs_can_mount_the_layers(store: ImageStore, tmp_path: Path,
     assert [read(image, path) for path in paths] == ["2", None, "1", None]
 
 
-async def test_docker_archives_become_their_layers(store: ImageStore, tmp_path: Path, base: bytes) -> None:
+async def test_docker_archives_are_unpacked_into_layers(store: ImageStore, tmp_path: Path, base: bytes) -> None:
     one, two = (kit.tar([kit.file("etc/which", name)]) for name in (b"one", b"two"))
     archive = kit.write_docker_archive(tmp_path / "saved.tar", {"repo/x:one": [base, one], "repo/x:two": [base, two]})
     first = await store.resolve(f"{archive}:one")
@@ -148,7 +148,9 @@ async def test_layers_are_shared_between_image_formats(store: ImageStore, tmp_pa
     assert len(layers_of(tmp_path)) == 1
 
 
-async def test_this_machines_image_is_chosen_from_an_index(store: ImageStore, tmp_path: Path, base: bytes) -> None:
+async def test_the_image_for_this_machine_is_chosen_from_an_index(
+    store: ImageStore, tmp_path: Path, base: bytes
+) -> None:
     layout = kit.Layout().image([base])
     own = {**layout.manifests.pop(), "platform": {"architecture": kit.ARCHITECTURE, "os": "linux"}}
     foreign = {"digest": "sha256:" + "0" * 64, "platform": {"architecture": "s390x", "os": "linux"}}
@@ -169,7 +171,7 @@ async def test_debootstrap_installs_a_root_file_system(store: ImageStore, tmp_pa
     assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
 
 
-def test_the_mirror_is_read_from_apts_sources() -> None:
+def test_the_mirror_is_read_from_the_apt_sources() -> None:
     one_line = "# x\ndeb [signed-by=/k.gpg] http://mirror.example/debian bookworm main\ndeb-src http://s.example x y\n"
     security = "Types: deb\nURIs: http://security.example/debian-security\nSuites: bookworm-security\n"
     fields = "Types: deb\nURIs: https://fields.example/debian\nSuites: trixie trixie-updates\nComponents: main\n"
@@ -215,14 +217,14 @@ async def test_an_image_whose_bash_is_whited_out_is_refused(store: ImageStore, t
         await store.resolve(str(layout.write(tmp_path / "layout")))
 
 
-async def test_bash_for_another_machine_is_refused(store: ImageStore, tmp_path: Path) -> None:
+async def test_a_bash_binary_for_another_architecture_is_refused(store: ImageStore, tmp_path: Path) -> None:
     header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + b"\x02\x00" + (22).to_bytes(2, "little")
     (tmp_path / "image.tar").write_bytes(kit.tar([kit.file("bin/bash", header, mode=0o755)]))
     with pytest.raises(ImageRefused, match="another kind of machine"):
         await store.resolve(str(tmp_path / "image.tar"))
 
 
-async def test_an_image_for_another_machine_is_refused(store: ImageStore, tmp_path: Path, base: bytes) -> None:
+async def test_an_image_for_another_architecture_is_refused(store: ImageStore, tmp_path: Path, base: bytes) -> None:
     layout = kit.Layout().image([base], architecture="riscv64")
     with pytest.raises(ImageRefused, match="riscv64"):
         await store.resolve(str(layout.write(tmp_path / "layout")))
@@ -266,7 +268,7 @@ async def test_damaged_manifests_are_refused(store: ImageStore, tmp_path: Path, 
             await store.resolve(str(folder))
 
 
-async def test_a_decompression_bomb_leaves_nothing(tmp_path: Path, base: bytes) -> None:
+async def test_a_decompression_bomb_is_refused_and_leaves_nothing_behind(tmp_path: Path, base: bytes) -> None:
     store = ImageStore(tmp_path / "store", 16 << 20)
     bomb = kit.tar([kit.file("zeros", bytes(32 << 20))])
     layout = kit.Layout().image([base, bomb])
@@ -326,7 +328,7 @@ async def wait_for_worker(folder: Path) -> int:
     return found[0]
 
 
-async def test_unpacking_outlives_its_caller_and_ends_with_the_store(
+async def test_unpacking_continues_without_its_caller_and_stops_with_the_store(
     store: ImageStore, tmp_path: Path, endless: Path
 ) -> None:
     task = asyncio.create_task(store.resolve(str(endless)))

@@ -40,12 +40,12 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", ["run", "new"])
-def test_a_ledger_there_is_refused(read_only: Path, name: str) -> None:
+def test_opening_a_ledger_on_a_read_only_file_system_is_refused(read_only: Path, name: str) -> None:
     with pytest.raises(LedgerRefused, match="Read-only file system: choose a run directory"):
         Ledger.open(read_only / name, {"run_id": "run"})
 
 
-def test_driving_it_is_refused(read_only: Path) -> None:
+def test_driving_a_run_on_a_read_only_file_system_is_refused(read_only: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"), sole_driver(RunDirectory(path=read_only / "run")):
         pytest.fail("it is driven")
 

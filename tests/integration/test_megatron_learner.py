@@ -172,7 +172,9 @@ def test_megatron_agrees_with_transformers_and_round_trips(tmp_path: Path, tied:
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
-async def test_steps_raise_good_and_lower_bad_logprobs(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_steps_raise_logprobs_of_good_tokens_and_lower_those_of_bad_ones(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     batch = make_batch(0, model_dir=tiny_model_dir, advantages=(1.0, -1.0, 1.0, -1.0))
     rows = [item.trajectory.rows[0].tokens_T for item in batch.items]
     before = reference_logprobs(tiny_model_dir, rows)
@@ -190,7 +192,7 @@ def renamed(batch: Batch, number: int) -> Batch:
     return replace(batch, lease=BatchLease(batch_id=BatchId(f"again{number}"), epoch=1))
 
 
-async def test_the_report_of_an_on_policy_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_an_on_policy_step_is_reported_correctly(tmp_path: Path, tiny_model_dir: Path) -> None:
     batch = make_batch(1, model_dir=tiny_model_dir, advantages=(1.0, -1.0, 0.0, 2.0))
     tokens = [int(item.trajectory.rows[0].loss_mask_T.sum()) for item in batch.items]
     async with opened(learner_config(tmp_path, tiny_model_dir, warmup_steps=4)) as learner:
@@ -206,7 +208,7 @@ async def test_the_report_of_an_on_policy_step(tmp_path: Path, tiny_model_dir: P
     assert metrics["grad_norm"] > 0.0
 
 
-async def test_micro_batches_change_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_splitting_into_micro_batches_does_not_change_the_result(tmp_path: Path, tiny_model_dir: Path) -> None:
     batch = make_batch(2, model_dir=tiny_model_dir)
     results = []
     for budget in (LENGTH, 10_000):
@@ -279,7 +281,7 @@ async def test_a_batch_without_advantages_is_a_regular_step(tmp_path: Path, tiny
     assert "entropy" not in report.metrics
 
 
-async def test_a_cancelled_step_is_done_once(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_a_cancelled_step_is_applied_once(tmp_path: Path, tiny_model_dir: Path) -> None:
     batches = [make_batch(number, model_dir=tiny_model_dir) for number in (10, 11)]
     async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
         await learner.step(batches[0])
@@ -293,7 +295,7 @@ async def test_a_cancelled_step_is_done_once(tmp_path: Path, tiny_model_dir: Pat
         assert (await learner.save()).batch_ids == ("b10", "b11")
 
 
-async def test_snapshots_keep_the_last_two(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_only_the_last_two_snapshots_are_kept(tmp_path: Path, tiny_model_dir: Path) -> None:
     async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
         first = await learner.snapshot()
         assert equal(load_file(first.shards[0].path), load_file(tiny_model_dir / "model.safetensors"))
@@ -304,7 +306,7 @@ async def test_snapshots_keep_the_last_two(tmp_path: Path, tiny_model_dir: Path)
         assert last.shards[0].path.name == "1.2.safetensors"
 
 
-async def test_a_snapshot_survives_a_clock_that_was_set_back(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_a_snapshot_is_kept_when_the_clock_was_set_back(tmp_path: Path, tiny_model_dir: Path) -> None:
     """The files before it seem to be of tomorrow."""
     async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
         for number in (12, 13, 14):
@@ -345,7 +347,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_new_process_continues_to_the_bit(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_a_new_process_continues_bit_for_bit(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = learner_config(tmp_path, tiny_model_dir, warmup_steps=10)
     batches = [make_batch(number, model_dir=tiny_model_dir) for number in range(14, 18)]
     async with opened(config) as learner:
@@ -364,7 +366,7 @@ async def test_a_new_process_continues_to_the_bit(tmp_path: Path, tiny_model_dir
     assert equal(load_file(path), straight)
 
 
-async def test_a_resumed_learner_can_lose_its_checkpoint(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_a_resumed_learner_continues_when_its_checkpoint_is_deleted(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = learner_config(tmp_path, tiny_model_dir, keep_checkpoints=1)
     async with opened(config) as learner:
         await learner.step(make_batch(1, model_dir=tiny_model_dir))
@@ -403,7 +405,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(("event", "fragment"), [("open", "tmp-1.2/headrace.json"), ("os.rename", "tmp-1.2")])
-async def test_a_kill_in_a_save_leaves_the_previous_checkpoint(
+async def test_a_kill_during_a_save_leaves_the_previous_checkpoint_usable(
     tmp_path: Path, tiny_model_dir: Path, event: str, fragment: str
 ) -> None:
     config = learner_config(tmp_path, tiny_model_dir)
@@ -421,7 +423,7 @@ async def test_a_kill_in_a_save_leaves_the_previous_checkpoint(
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["1.1", "2.2"]
 
 
-async def test_chain_continues_over_checkpoints_and_epochs(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_the_commit_chain_continues_across_checkpoints_and_epochs(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = learner_config(tmp_path, tiny_model_dir, keep_checkpoints=2)
     batches = [make_batch(number, model_dir=tiny_model_dir) for number in (20, 21, 22)]
     async with opened(config) as learner:
@@ -469,7 +471,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.standard_normal()), float(torch.rand(()))
 
 
-async def test_a_process_has_one_learner(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_a_process_can_have_only_one_learner(tmp_path: Path, tiny_model_dir: Path) -> None:
     second = MegatronLearner(learner_config(tmp_path, tiny_model_dir))
     async with opened(learner_config(tmp_path, tiny_model_dir)) as first:
         with pytest.raises(LearnerAlreadyOpen):
@@ -484,7 +486,9 @@ async def test_a_process_has_one_learner(tmp_path: Path, tiny_model_dir: Path) -
     await second.close()
 
 
-async def test_a_failed_open_frees_the_process(tmp_path: Path, write_model: Callable[..., Path]) -> None:
+async def test_a_failed_open_lets_the_process_open_another_learner(
+    tmp_path: Path, write_model: Callable[..., Path]
+) -> None:
     model_dir = write_model(tmp_path / "model")
     config = learner_config(tmp_path, model_dir)
     keys = json.loads((model_dir / "config.json").read_text())

@@ -124,7 +124,7 @@ class Says:
         return ChatReply(text=self._text, finish_reason="stop")
 
 
-async def test_the_examples_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_examples_in_the_docs_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in examples().items():
         (tmp_path / name).write_text(text)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
@@ -167,7 +167,7 @@ async def verdict(plugin: str, **evaluator: Any) -> Any:
         return await evaluate(EvaluationRequest(key="1", task=greet, sandbox=ref), CleanSandboxes(provider, sandbox))
 
 
-async def test_an_agent_and_an_evaluator_of_another_package() -> None:
+async def test_an_agent_and_an_evaluator_can_come_from_another_package() -> None:
     found = await verdict("their_things:by_length")
     assert (found.reward, found.cause) == (pytest.approx(1.0), Cause.SOLVED)
 
@@ -183,14 +183,14 @@ async def test_an_agent_and_an_evaluator_of_another_package() -> None:
         ("absent", "has no attribute 'absent'"),
     ],
 )
-async def test_errors_of_an_evaluator_plugin_are_evaluator_errors(plugin: str, said: str) -> None:
+async def test_errors_in_an_evaluator_plugin_are_evaluator_errors(plugin: str, said: str) -> None:
     timeout = {"timeout_s": 0.2} if plugin == "never" else {}
     found = await verdict(f"their_things:{plugin}", **timeout)
     assert (found.reward, found.cause) == (None, Cause.EVALUATOR)
     assert said in found.detail
 
 
-def test_agents_travel_to_workers() -> None:
+def test_agents_can_be_pickled_for_workers() -> None:
     agent = make_agent(AgentSection(kind="their_things:Greeter", settings={"name": "you"}))
     assert pickle.loads(pickle.dumps(agent)).name == "you"  # type: ignore[attr-defined]
 
@@ -208,20 +208,20 @@ def test_agents_travel_to_workers() -> None:
         ({"kind": "sys:path"}, "is no agent: it is not callable"),
     ],
 )
-def test_an_agent_that_is_none_is_refused(section: dict[str, Any], said: str) -> None:
+def test_an_invalid_agent_is_refused(section: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         make_agent(AgentSection.model_validate(section))
     assert said in str(refused.value)
 
 
-def test_a_run_with_an_absent_agent_ends_at_its_start(tmp_path: Path) -> None:
+def test_a_run_with_a_missing_agent_fails_at_startup(tmp_path: Path) -> None:
     command = ["run", str(QUICKSTART), "--runs-dir", str(tmp_path / "runs")]
     told = CliRunner().invoke(app, [*command, "--set", "agent.kind=their_things:Absent"])
     assert isinstance(told.exception, ConfigError)
     assert "agent.kind: agent 'their_things:Absent': AttributeError" in str(told.exception)
 
 
-def test_tasks_name_their_evaluator(tmp_path: Path) -> None:
+def test_a_task_selects_its_evaluator_by_name(tmp_path: Path) -> None:
     greet = task("their_things:by_length", check="whatever it reads", expected="this too")
     write_tasks(tmp_path / "tasks.jsonl", [greet])
     [read] = load_tasks(tmp_path / "tasks.jsonl")
@@ -236,7 +236,7 @@ def test_tasks_name_their_evaluator(tmp_path: Path) -> None:
             load_tasks(tmp_path / "bad.jsonl")
 
 
-def test_a_form_of_data_of_another_package(tmp_path: Path) -> None:
+def test_a_data_format_can_come_from_another_package(tmp_path: Path) -> None:
     (tmp_path / "greetings").write_text("one\ntwo\n")
     command = ["data", "convert", str(tmp_path / "greetings"), "--out", str(tmp_path / "out")]
     told = CliRunner().invoke(app, [*command, "--form", "their_things:rows", "--set", "family=greet"])
@@ -275,7 +275,7 @@ def test_swe_rows_are_converted_or_refused(tmp_path: Path) -> None:
         (["--set", "timeout_s=soon"], "--form swe: timeout_s: Input should be a valid number"),
     ],
 )
-def test_bad_input_of_a_conversion(tmp_path: Path, given: list[str], said: str) -> None:
+def test_invalid_conversion_input_is_refused(tmp_path: Path, given: list[str], said: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(SWE_ROW))
     command = ["data", "convert", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
     told = CliRunner().invoke(app, [*command, *given])
@@ -283,14 +283,14 @@ def test_bad_input_of_a_conversion(tmp_path: Path, given: list[str], said: str) 
     assert said in str(told.exception)
 
 
-def test_a_data_file_that_is_none(tmp_path: Path) -> None:
+def test_an_unreadable_data_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name, said in (("absent", "No such file"), ("binary", "is not UTF-8 text"), (".", "Is a directory")):
         told = CliRunner().invoke(app, ["data", "convert", str(tmp_path / name), "--out", str(tmp_path / "out")])
         assert said in str(told.exception)
 
 
-async def test_a_cancelled_evaluation_is_no_verdict() -> None:
+async def test_a_cancelled_evaluation_gives_no_verdict() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(2.0):
             await verdict("their_things:never", timeout_s=60.0)

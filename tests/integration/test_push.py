@@ -82,7 +82,7 @@ async def sample(pool: EnginePool, name: str, tokens: int) -> list[Completion]:
     return pieces
 
 
-async def test_versions_change_within_a_request_and_every_token_matches_its_version(rig, models: list[Path]) -> None:
+async def test_versions_change_during_a_request_and_every_token_matches_its_version(rig, models: list[Path]) -> None:
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(rig.generate(name, f"{name}{index}", 1000)) for name in rig.engines for index in range(8)
@@ -126,7 +126,7 @@ async def test_phases_are_journalled_in_order_and_gates_enclose_the_pause(rig, m
     assert rig.gate.log == ["close one", "open one", "close two", "open two"]
 
 
-async def test_gates_stay_closed_longer_than_one_lease(rig, models: list[Path]) -> None:
+async def test_gates_can_stay_closed_for_longer_than_one_lease(rig, models: list[Path]) -> None:
     """The lease is renewed in every phase in which a gate is closed."""
     rig.gate.log.clear()
     held = ORDER[ORDER.index(Phase.PAUSE) : ORDER.index(Phase.OPEN)]
@@ -157,7 +157,7 @@ async def test_two_engines_are_updated_in_one_wave(rig, models: list[Path]) -> N
     assert {(await engine.info()).version for engine in rig.engines.values()} == {PolicyVersion(1, 6)}
 
 
-async def test_aborts_lost_in_the_pause_are_sent_again(rig, models: list[Path]) -> None:
+async def test_aborts_lost_during_the_pause_are_sent_again(rig, models: list[Path]) -> None:
     """A request that arrives in the pause cannot be aborted there: the gate tells, the push aborts it afterwards."""
     late: list[asyncio.Task] = []
 
@@ -188,7 +188,7 @@ async def test_each_trainer_rank_sends_its_own_shard(rig, models: list[Path], tm
         assert (await engine.info()).version == PolicyVersion(1, 8)
 
 
-async def test_shards_that_overlap_are_refused(rig, models: list[Path]) -> None:
+async def test_overlapping_shards_are_refused(rig, models: list[Path]) -> None:
     shards = snapshot(models[1], 8).shards * 2
     with pytest.raises(PushError, match="in 2 shards"):
         await rig.push_snapshot(WeightsSnapshot(version=PolicyVersion(1, 8), shards=shards))
@@ -209,7 +209,7 @@ async def test_a_snapshot_of_another_model_is_refused_before_any_change(
         assert (await engine.info()).version in before
 
 
-async def test_a_report_contains_the_costs_of_the_push(rig, models: list[Path]) -> None:
+async def test_a_push_report_contains_its_costs(rig, models: list[Path]) -> None:
     async with asyncio.TaskGroup() as tasks:
         for name in rig.engines:
             for index in range(4):

@@ -109,7 +109,7 @@ async def test_a_recipe_evaluates_rollouts_in_e2b_sandboxes(tmp_path: Path) -> N
             assert await verdicts(pool, evaluator, "right", "wrong") == [1.0, 0.0]
 
 
-async def test_a_recipe_names_a_provider_of_another_package(tmp_path: Path) -> None:
+async def test_a_recipe_can_use_a_provider_from_another_package(tmp_path: Path) -> None:
     log = tmp_path / "log"
     section = SandboxSection(provider="their_providers:Logged", settings={"log": str(log)})
     check_provider(section)
@@ -129,7 +129,7 @@ async def test_a_recipe_names_a_provider_of_another_package(tmp_path: Path) -> N
         ({"provider": "local", "settings": {"log": "x"}}, "sandbox.settings"),
     ],
 )
-def test_a_provider_that_does_not_exist_or_fit_is_refused_at_the_start(section: dict[str, Any], reason: str) -> None:
+def test_a_missing_or_unsuitable_provider_is_refused_at_startup(section: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_provider(SandboxSection.model_validate(section))
 
@@ -141,7 +141,7 @@ async def test_a_ref_of_an_unknown_provider_is_refused() -> None:
             await connections.attach(ref)
 
 
-def test_headraces_own_providers_keep_their_kind() -> None:
+def test_builtin_providers_keep_their_kind() -> None:
     assert SandboxSection.model_validate({"provider": "e2b"}).provider is SandboxKind.E2B
 
 
@@ -152,7 +152,7 @@ def example(folder: Path, name: str) -> None:
     (folder / f"{name}.py").write_text(block)
 
 
-async def test_the_provider_of_the_docs_boots_and_attaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_documented_provider_boots_and_attaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example(tmp_path, "providers")
     monkeypatch.delitem(sys.modules, "providers", raising=False)
     log = tmp_path / "boots.log"
@@ -162,9 +162,7 @@ async def test_the_provider_of_the_docs_boots_and_attaches(tmp_path: Path, monke
     assert [line.split()[1] for line in log.read_text().splitlines()] == ["host", "host"]
 
 
-def test_the_objective_of_the_docs_has_the_gradient_of_reinforce(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_objective_has_the_reinforce_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example(tmp_path, "objectives")
     monkeypatch.delitem(sys.modules, "objectives", raising=False)
     objective = OBJECTIVES.find("objectives:importance_sampled")()
@@ -194,7 +192,7 @@ def test_the_objective_of_the_docs_has_the_gradient_of_reinforce(
         ("no_such_package:loss", "No module named 'no_such_package'"),
     ],
 )
-def test_an_objective_that_does_not_exist_is_refused_at_the_start(tmp_path: Path, name: str, reason: str) -> None:
+def test_an_unknown_objective_is_refused_at_startup(tmp_path: Path, name: str, reason: str) -> None:
     learner = LearnerConfig(model_dir=tmp_path, checkpoint_dir=tmp_path, snapshot_dir=tmp_path, objective=name)
     with pytest.raises(ConfigError, match=reason):
         check_objective(learner)

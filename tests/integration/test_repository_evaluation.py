@@ -64,7 +64,7 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
-async def test_a_cheat_in_the_diff_fools_exit_codes_but_earns_nothing(provider: LocalProvider, cheat: str) -> None:
+async def test_a_cheat_in_the_diff_that_fools_exit_codes_earns_no_reward(provider: LocalProvider, cheat: str) -> None:
     task = repository_task(**CHECK) if cheat == CHEATS["__eq__ always true"] else repository_task()
     assert await exit_code_of_tests(provider, task, cheat) == 0
     verdict = await verdict_on(provider, task, cheat)
@@ -73,7 +73,7 @@ async def test_a_cheat_in_the_diff_fools_exit_codes_but_earns_nothing(provider: 
     assert not [name for name in dropped if f"{name} (test setting)" not in verdict.detail], verdict
 
 
-async def test_doing_nothing_is_failed(provider: LocalProvider) -> None:
+async def test_doing_nothing_fails_the_task(provider: LocalProvider) -> None:
     verdict = await verdict_on(provider, repository_task(), "true")
     assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED), verdict
     assert "1 of 3 tests did not pass: tests/test_calc.py::test_mean_of_nothing" in verdict.detail
@@ -170,13 +170,13 @@ KIN = ("skip at import", "skips of unittest", "tests are a link", "tests are a f
     "command",
     [pytest.param(text, id=name, marks=pytest.mark.slow if name in KIN else []) for name, text in UNSOLVED.items()],
 )
-async def test_no_trick_earns_a_reward_or_escapes_a_zero(provider: LocalProvider, command: str) -> None:
+async def test_cheating_neither_earns_a_reward_nor_avoids_a_zero(provider: LocalProvider, command: str) -> None:
     verdict = await verdict_on(provider, repository_task(), command)
     assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
 
 
 @pytest.mark.slow
-async def test_tests_that_do_not_end_because_of_the_patch_are_its_doing(provider: LocalProvider) -> None:
+async def test_tests_that_hang_because_of_the_patch_are_blamed_on_the_patch(provider: LocalProvider) -> None:
     verdict = await verdict_on(provider, repository_task(timeout_s=10.0), "echo 'while True: pass' > calc.py")
     assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
 
@@ -199,21 +199,21 @@ RECORDED = (
 )  # fmt: skip
 
 
-async def test_a_right_patch_is_rewarded_and_leftover_files_are_recorded(provider: LocalProvider) -> None:
+async def test_a_correct_patch_is_rewarded_and_leftover_files_are_recorded(provider: LocalProvider) -> None:
     verdict = await verdict_on(provider, repository_task(), f"{SOLVE}\n{HOSTILE_GIT}")
     assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED), verdict
     assert not [record for record in RECORDED if record not in verdict.detail], verdict
     assert "pycache" not in verdict.detail
 
 
-async def test_the_comparison_alone_can_decide_against_a_patch(provider: LocalProvider) -> None:
+async def test_the_comparison_alone_can_reject_a_patch(provider: LocalProvider) -> None:
     assert (await verdict_on(provider, repository_task(**CHECK), SOLVE)).reward == 1.0
     verdict = await verdict_on(provider, repository_task(**CHECK), "true")
     assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED)
     assert "ZeroDivisionError" in verdict.detail
 
 
-async def test_tests_and_hidden_files_arrive_after_the_agent_is_dead(provider: LocalProvider) -> None:
+async def test_tests_and_hidden_files_are_added_after_the_agent_is_killed(provider: LocalProvider) -> None:
     look = (
         "grep -rl 'test_mean_of_nothing' / --include=* -s --exclude-dir=proc --exclude-dir=usr && touch calc.py.found"
     )
@@ -226,7 +226,7 @@ async def test_tests_and_hidden_files_arrive_after_the_agent_is_dead(provider: L
         await sandbox.kill()
 
 
-async def test_an_evaluator_that_breaks_on_the_untouched_repository_is_to_blame(provider: LocalProvider) -> None:
+async def test_failing_on_the_untouched_repository_is_an_evaluator_error(provider: LocalProvider) -> None:
     for spec in (
         replace(SPEC, python="/usr/bin/false"),
         replace(SPEC, user="nobody-there"),
@@ -252,7 +252,7 @@ diff --git a/tests/test_calc.py b/tests/test_calc.py
 """
 
 
-async def test_a_test_patch_is_applied_over_what_the_agent_did_to_the_tests(provider: LocalProvider) -> None:
+async def test_a_test_patch_overrides_the_agents_changes_to_the_tests(provider: LocalProvider) -> None:
     spec = replace(SPEC, grader=replace(IDS, test_patch=TEST_PATCH))
     task = repository_task(spec, hidden_files={})
     rewritten = "echo 'def test_mean_of_nothing(): pass' > tests/test_calc.py"
@@ -262,7 +262,7 @@ async def test_a_test_patch_is_applied_over_what_the_agent_did_to_the_tests(prov
     assert (await verdict_on(provider, repository_task(broken, hidden_files={}), SOLVE)).cause is Cause.EVALUATOR
 
 
-async def test_bytes_line_ends_and_permissions_of_a_patch_arrive(provider: LocalProvider) -> None:
+async def test_a_patch_keeps_its_bytes_line_endings_and_permissions(provider: LocalProvider) -> None:
     left = r"printf 'caf\351\r\nlast' > latin.txt; printf '' > empty.txt; mkdir -p 'a b'; printf 'x\n' > 'a b/ü.txt'"
     check = """
 import os
@@ -275,23 +275,25 @@ result = [[open(name, "rb").read().hex() for name in names], bool(os.stat("calc.
     assert (verdict.reward, verdict.detail) == (1.0, ""), verdict
 
 
-async def test_a_repository_below_the_top_of_its_git_tree_is_patched_too(provider: LocalProvider) -> None:
+async def test_a_repository_below_the_top_of_its_git_tree_can_be_patched(provider: LocalProvider) -> None:
     spec = replace(SPEC, prepare=(f"cd ..; {COMMIT}",))
     assert (await verdict_on(provider, repository_task(spec), SOLVE)).reward == 1.0
 
 
-async def test_a_folder_without_git_is_patched_too(provider: LocalProvider) -> None:
+async def test_a_folder_without_git_can_be_patched(provider: LocalProvider) -> None:
     assert (await verdict_on(provider, repository_task(replace(SPEC, prepare=())), SOLVE)).reward == 1.0
     assert (await verdict_on(provider, repository_task(replace(SPEC, prepare=())), "true")).reward == 0.0
 
 
-async def test_an_agent_that_commits_and_rewrites_history_is_scored_by_its_tree(provider: LocalProvider) -> None:
+async def test_an_agent_that_commits_and_rewrites_history_is_scored_by_its_working_tree(
+    provider: LocalProvider
+) -> None:
     commit = "git -c user.name=a -c user.email=a@example.invalid commit -qam done"
     command = f"{SOLVE}; {commit}; git checkout -q --orphan x; rm -rf .git/refs"
     assert (await verdict_on(provider, repository_task(), command, user="agent")).reward == 1.0
 
 
-async def test_a_link_in_the_base_that_points_out_of_the_tree_gives_no_access(provider: LocalProvider) -> None:
+async def test_a_base_link_that_points_outside_the_tree_gives_no_access(provider: LocalProvider) -> None:
     spec = replace(SPEC, prepare=(f"ln -s /opt out; {COMMIT}",))
     check = "import os; result = [os.readlink('out'), os.path.exists('out/planted')]"
     task = repository_task(spec, check=check, expected='["/opt", false]')

@@ -119,7 +119,7 @@ class Dying:
     async def __aexit__(self, *_: object) -> None: ...
 
 
-async def test_an_actor_is_entered_called_and_passed_on() -> None:
+async def test_an_actor_can_be_entered_called_and_passed_to_another_actor() -> None:
     runtime = RayRuntime("passed-")
     counter = await runtime.spawn(Counter, 40, name="counter")
     relay = await runtime.spawn(Relay, counter, name="relay")
@@ -176,7 +176,7 @@ async def test_a_killed_actor_is_restarted_and_entered_again() -> None:
 
 
 @pytest.mark.slow
-async def test_an_actor_whose_background_task_fails_starts_again() -> None:
+async def test_an_actor_is_restarted_when_its_background_task_fails() -> None:
     runtime = RayRuntime("fragile-")
     fragile = await runtime.spawn(Fragile, name="fragile")
     before = await fragile.pid()
@@ -199,7 +199,7 @@ class Asking(RayRuntime):
         return answer
 
 
-async def test_a_guard_kills_an_actor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_guard_kills_a_hung_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.actors.runtime.call_guard.GUARD_S", 0.1)
     runtime = Asking("guarded-")
     counter = await runtime.spawn(Counter, 7, name="counter")
@@ -215,7 +215,7 @@ async def test_a_guard_kills_an_actor_that_hangs(monkeypatch: pytest.MonkeyPatch
     await runtime.stop(counter)
 
 
-async def test_a_call_that_its_actor_does_not_know_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_unknown_to_its_actor_is_reported_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setattr("headrace.actors.runtime.runtime.WATCH_S", 0.1)
@@ -230,7 +230,7 @@ async def test_a_call_that_its_actor_does_not_know_is_lost(monkeypatch: pytest.M
         await runtime.stop(actor)
 
 
-async def test_a_long_call_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_call_is_awaited_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setattr("headrace.actors.runtime.runtime.WATCH_S", 0.1)
@@ -252,7 +252,7 @@ async def test_a_long_call_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     await runtime.stop(counter)
 
 
-async def test_only_async_classes_and_unknown_names_are_refused() -> None:
+async def test_non_async_classes_and_unknown_names_are_refused() -> None:
     class Synchronous:
         def work(self) -> None: ...
 
@@ -263,7 +263,7 @@ async def test_only_async_classes_and_unknown_names_are_refused() -> None:
         await runtime.find(Counter, "nobody")
 
 
-async def test_an_actor_that_dies_while_starting_is_a_typed_error() -> None:
+async def test_an_actor_that_dies_during_startup_raises_a_typed_error() -> None:
     runtime = RayRuntime("dying-")
     with pytest.raises(StartFailed, match="dying"):
         await runtime.spawn(Dying, name="dying")
@@ -283,7 +283,7 @@ def test_a_client_without_the_token_cannot_join() -> None:
     assert "auth" in stranger.stderr.lower()
 
 
-def test_a_ray_that_was_imported_before_is_refused(tmp_path: Path) -> None:
+def test_an_already_imported_ray_is_refused(tmp_path: Path) -> None:
     code = (
         "import ray, sys; from pathlib import Path; from headrace.actors.runtime.runtime import start_local_ray; "
         "start_local_ray(Path(sys.argv[1]), object_store_bytes=128 << 20)"

@@ -122,7 +122,7 @@ async def fetch(sandbox: Sandbox, *paths: str) -> list[str]:
 
 
 @pytest.mark.namespaces
-async def test_only_the_prefix_is_reachable_also_on_a_kept_connection(
+async def test_only_the_prefix_is_reachable_even_on_a_reused_connection(
     sandbox: Sandbox, service: tuple[Service, HostPort]
 ) -> None:
     seen, target = service
@@ -134,7 +134,7 @@ async def test_only_the_prefix_is_reachable_also_on_a_kept_connection(
 
 
 @pytest.mark.namespaces
-async def test_the_services_own_port_and_the_world_stay_closed(
+async def test_the_services_own_port_and_the_internet_are_unreachable(
     sandbox: Sandbox, service: tuple[Service, HostPort]
 ) -> None:
     _, target = service
@@ -161,7 +161,9 @@ async def test_bodies_and_headers_are_forwarded(sandbox: Sandbox, service: tuple
 
 
 @pytest.mark.namespaces
-async def test_a_disconnecting_client_ends_its_request(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
+async def test_a_request_is_cancelled_when_its_client_disconnects(
+    sandbox: Sandbox, service: tuple[Service, HostPort]
+) -> None:
     seen, target = service
     script = (
         "import http.client\n"
@@ -227,7 +229,7 @@ time.sleep(1000)
 
 
 @pytest.mark.namespaces
-async def test_open_requests_do_not_delay_the_end_of_the_context(
+async def test_open_requests_do_not_delay_the_exit_of_the_context(
     sandbox: Sandbox, service: tuple[Service, HostPort]
 ) -> None:
     seen, target = service

@@ -79,7 +79,7 @@ async def test_sandboxes_share_one_copy_without_layer_space(provider: LocalProvi
     assert await provider.images() == ()
 
 
-async def test_host_folders_are_shown_in_images_but_not_in_clones(provider: LocalProvider, tools: HostFolder) -> None:
+async def test_host_folders_are_visible_in_images_but_not_in_clones(provider: LocalProvider, tools: HostFolder) -> None:
     first = await boot(provider, tools)
     await run(first, f"echo kept > kept; cp {TARGET}/say .")
     image = await first.snapshot()
@@ -105,7 +105,7 @@ async def test_frozen_data_does_not_include_host_folders(provider: LocalProvider
     )
 
 
-async def test_a_replaced_folder_is_handed_over_again(
+async def test_a_replaced_folder_is_passed_to_the_launcher_again(
     provider: LocalProvider, tools: HostFolder, tmp_path: Path
 ) -> None:
     before = await boot(provider, tools)
@@ -117,7 +117,7 @@ async def test_a_replaced_folder_is_handed_over_again(
     assert await run(before, f"{TARGET}/say") == (0, "said")
 
 
-async def test_a_restarted_launcher_gets_the_folder_again(provider: LocalProvider, tools: HostFolder) -> None:
+async def test_the_folder_is_passed_to_a_restarted_launcher(provider: LocalProvider, tools: HostFolder) -> None:
     await boot(provider, tools)
     assert provider.launcher_pid is not None
     os.kill(provider.launcher_pid, 9)

@@ -248,7 +248,7 @@ async def test_unbootable_images_are_refused(provider: LocalProvider, tmp_path: 
     assert await provider.list() == []
 
 
-async def test_at_most_max_images_are_held_ready(tmp_path: Path) -> None:
+async def test_at_most_max_images_are_kept_ready(tmp_path: Path) -> None:
     config = LocalSandboxConfig(image_folder=tmp_path / "images", max_images=1)
     async with LocalProvider(config) as provider:
         for name in ("a", "b", "c"):
@@ -262,7 +262,7 @@ async def test_at_most_max_images_are_held_ready(tmp_path: Path) -> None:
         assert len(await provider.images()) == 1
 
 
-async def test_a_dropped_image_is_provided_again(tmp_path: Path) -> None:
+async def test_a_dropped_image_is_prepared_again_on_demand(tmp_path: Path) -> None:
     """The image was dropped by this provider, or by another one of the same launcher."""
     await asyncio.to_thread(_unpack, tmp_path / "a")
     reference = str(tmp_path / "a")
@@ -276,7 +276,7 @@ async def test_a_dropped_image_is_provided_again(tmp_path: Path) -> None:
         assert await output(await boot(provider, reference), "echo fine") == "fine"
 
 
-async def test_concurrent_boots_of_a_new_image_lease_it_once(tmp_path: Path) -> None:
+async def test_concurrent_boots_from_a_new_image_lease_it_once(tmp_path: Path) -> None:
     archive = await asyncio.to_thread(kit.Layout().image([kit.tar(kit.base_entries())]).write, tmp_path / "layout")
     config = LocalSandboxConfig(image_folder=tmp_path / "images")
     async with LocalProvider(config) as provider:
@@ -284,7 +284,7 @@ async def test_concurrent_boots_of_a_new_image_lease_it_once(tmp_path: Path) -> 
         assert len(list((tmp_path / "images" / "leases").iterdir())) == 1
 
 
-async def test_an_image_of_a_hundred_layers_boots(tmp_path: Path) -> None:
+async def test_an_image_with_a_hundred_layers_boots(tmp_path: Path) -> None:
     layers = [kit.tar(kit.base_entries()), *(kit.tar((kit.file(f"etc/{n}", b"x"),)) for n in range(99))]
     archive = await asyncio.to_thread(kit.Layout().image(layers).write, tmp_path / "layout")
     async with LocalProvider(LocalSandboxConfig(image_folder=tmp_path / "images")) as provider:

@@ -68,7 +68,7 @@ async def test_only_the_command_that_exceeds_the_memory_limit_is_killed(provider
     assert await bystander.wait() == 128 + signal.SIGTERM
 
 
-async def test_files_count_as_memory_and_the_sandbox_outlives_their_excess(provider: LocalProvider) -> None:
+async def test_files_count_as_memory_and_the_sandbox_survives_exceeding_the_limit(provider: LocalProvider) -> None:
     """An agent cannot avoid a reward of zero by filling the memory with objects that belong to no process."""
     sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
     # System V segments (0o1000 creates one) are never removed and outlive a killed writer.
@@ -99,7 +99,7 @@ for (1 .. 1500) {
 
 
 @pytest.mark.timeout(400)
-async def test_a_small_process_that_fills_the_kernel_does_not_end_the_sandbox(ample: LocalProvider) -> None:
+async def test_a_small_process_that_exhausts_kernel_memory_does_not_kill_the_sandbox(ample: LocalProvider) -> None:
     """Data in sockets does not make a process large, so that the kernel would kill the sandbox's first process."""
     sandbox = await ample.attach(await ample.create(SandboxSpec(memory_bytes=64 << 20)))
     hoard = await sandbox.exec("perl -", stdin=HOARD.encode(), user="agent", timeout_s=300)
@@ -123,7 +123,7 @@ print(sum(int(row.split()[4].partition(":")[2], 16) for row in rows))
 """
 
 
-async def test_memory_of_socket_buffers_is_limited(ample: LocalProvider) -> None:
+async def test_socket_buffer_memory_is_limited(ample: LocalProvider) -> None:
     """The memory for sockets is shared by the whole host."""
     sandbox = await ample.attach(await ample.create(SandboxSpec(memory_bytes=64 << 20)))
     result = await sandbox.exec("python3 -", stdin=QUEUE.encode(), user="agent", timeout_s=60)
@@ -131,7 +131,7 @@ async def test_memory_of_socket_buffers_is_limited(ample: LocalProvider) -> None
     assert 0 < int(result.stdout) < 80 << 20
 
 
-async def test_processors_are_limited(provider: LocalProvider) -> None:
+async def test_processor_time_is_limited(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(cpu=0.1)))
     busy = await sandbox.spawn("while :; do :; done")
     await sandbox.exec("timeout 1 tail -f /dev/null", timeout_s=30)
@@ -167,7 +167,7 @@ async def test_a_sandbox_whose_first_process_gets_no_processor_time_can_be_kille
     assert await provider.list() == []
 
 
-async def test_processes_are_limited_and_counted(provider: LocalProvider) -> None:
+async def test_the_number_of_processes_is_limited_and_reported(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(pids=16)))
     forks = "import os\nfor _ in range(100):\n if os.fork() == 0: os.execlp('sleep', 'sleep', '1000')"
     result = await sandbox.exec("python3 -", stdin=forks.encode(), timeout_s=30)
@@ -241,7 +241,7 @@ async def test_a_paused_sandbox_can_be_killed_and_its_lease_still_runs(provider:
     assert await provider.list() == []
 
 
-async def test_launchers_of_one_host_use_different_user_ids() -> None:
+async def test_launchers_on_one_host_use_different_user_ids() -> None:
     """The kernel counts processes by user id, so that one launcher's processes would be charged to another's
     sandbox."""
     forks = "import os\nfor _ in range(40):\n if os.fork() == 0: os.execlp('sleep', 'sleep', '1000')\nprint('all')"
@@ -272,7 +272,7 @@ async def test_limits_above_the_hosts_total_are_refused_with_the_ceiling(provide
     await (await provider.attach(await provider.create(SandboxSpec(cpu=1e12)))).kill()
 
 
-async def test_all_sandboxes_together_are_kept_below_what_the_host_has(provider: LocalProvider) -> None:
+async def test_all_sandboxes_together_stay_below_the_hosts_resources(provider: LocalProvider) -> None:
     host = host_limits.read_host()
     found = {
         name: int((folder / name).read_text())
@@ -287,7 +287,7 @@ async def test_all_sandboxes_together_are_kept_below_what_the_host_has(provider:
     assert found["pids.max"] < host.processes
 
 
-async def test_default_descriptors_and_processes_of_all_slots_fit_the_host(sandbox: Sandbox) -> None:
+async def test_default_descriptor_and_process_limits_of_all_slots_fit_the_host(sandbox: Sandbox) -> None:
     host = host_limits.read_host()
     told = await sandbox.exec("ulimit -n; ulimit -u", timeout_s=30)
     open_files, processes = (int(line) for line in told.stdout.split())

@@ -61,7 +61,7 @@ async def output(sandbox: Sandbox, command: str, *, user: str = "root") -> str:
 # Isolation
 
 
-async def test_nothing_of_the_host_is_visible(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_nothing_on_the_host_is_visible(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "host-file").write_text("host")
     top = set((await output(sandbox, "ls -A /")).split())
     system = {"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "dev", "proc", "etc"}
@@ -116,12 +116,12 @@ async def test_commands_have_the_users_identity_and_capabilities(sandbox: Sandbo
         "kill -0 1 && kill -9 1 && sleep 0.1 && ! kill -0 1",
     ],
 )
-async def test_root_inside_cannot(sandbox: Sandbox, attempt: str) -> None:
+async def test_root_in_the_sandbox_cannot_perform_forbidden_operations(sandbox: Sandbox, attempt: str) -> None:
     assert (await run(sandbox, attempt)).exit_code != 0
     assert await output(sandbox, "echo alive") == "alive"
 
 
-async def test_root_inside_can_use_its_permitted_operations(sandbox: Sandbox) -> None:
+async def test_root_in_the_sandbox_can_perform_permitted_operations(sandbox: Sandbox) -> None:
     script = """
     set -e
     touch /workspace/f /data-at-root; chown agent /workspace/f; chmod 600 /workspace/f
@@ -136,7 +136,7 @@ async def test_root_inside_can_use_its_permitted_operations(sandbox: Sandbox) ->
     assert await output(sandbox, "id -u", user="u2") == "1002"
 
 
-async def test_network_is_loopback_only(sandbox: Sandbox) -> None:
+async def test_the_network_has_only_a_loopback_interface(sandbox: Sandbox) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -158,7 +158,7 @@ for address in [("127.0.0.1", {host_port}), ("8.8.8.8", 53), ("169.254.169.254",
     assert result.stdout.decode().split() == ["hi", "ECONNREFUSED", *["ENETUNREACH"] * 3]
 
 
-async def test_abstract_unix_sockets_of_the_host_are_out_of_reach(sandbox: Sandbox) -> None:
+async def test_abstract_unix_sockets_on_the_host_are_unreachable(sandbox: Sandbox) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         name = f"headrace-test-{os.getpid()}"
         listener.bind(f"\0{name}")
@@ -168,7 +168,7 @@ async def test_abstract_unix_sockets_of_the_host_are_out_of_reach(sandbox: Sandb
     assert b"ConnectionRefusedError" in result.stderr
 
 
-async def test_the_call_filter_closes_what_namespaces_leave_open(sandbox: Sandbox) -> None:
+async def test_the_system_call_filter_blocks_what_namespaces_leave_open(sandbox: Sandbox) -> None:
     probe = """
 import ctypes, errno, socket
 for family in (1, 2, 10, 16, 38, 40):
@@ -200,7 +200,7 @@ async def test_sandboxes_do_not_see_each_other(provider: LocalProvider) -> None:
 # Commands
 
 
-async def test_exec_defaults_and_failures_to_run(sandbox: Sandbox) -> None:
+async def test_exec_uses_its_defaults_and_reports_commands_that_cannot_run(sandbox: Sandbox) -> None:
     assert await output(sandbox, "pwd; read -r line; echo [$line]; ulimit -c") == "/workspace\n[]\n0"
     assert (await run(sandbox, "kill -9 $$")).exit_code == 137
     assert (await run(sandbox, "yes | head -1")).stdout == b"y\n"
@@ -217,7 +217,7 @@ async def test_exec_defaults_and_failures_to_run(sandbox: Sandbox) -> None:
     assert await output(sandbox, "pwd") == "/"
 
 
-async def test_timeout_takes_a_daemon_that_refuses_its_subreaper(sandbox: Sandbox) -> None:
+async def test_a_timeout_kills_a_daemon_that_disables_its_subreaper(sandbox: Sandbox) -> None:
     escape = """
 import ctypes, os, time
 ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
@@ -234,19 +234,19 @@ time.sleep(1000)
     await output(sandbox, "while pgrep python3; do :; done")
 
 
-async def test_a_daemon_that_holds_the_output_delays_nothing_and_lives_on(sandbox: Sandbox) -> None:
+async def test_a_daemon_that_keeps_the_output_open_delays_nothing_and_survives(sandbox: Sandbox) -> None:
     result = await run(sandbox, "echo said; (sleep 1000 &)", timeout_s=60)
     assert result.stdout == b"said\n"
     assert await output(sandbox, "until pgrep sleep > /dev/null; do :; done; pgrep -c sleep") == "1"
 
 
-async def test_kill_minus_one_spares_the_sandbox(sandbox: Sandbox) -> None:
+async def test_kill_minus_one_does_not_kill_the_sandbox(sandbox: Sandbox) -> None:
     await run(sandbox, "kill -9 -1")
     assert await output(sandbox, "echo alive") == "alive"
 
 
 @pytest.mark.parametrize(("limit", "value"), [("NOFILE", 0), ("AS", 1), ("NPROC", 0), ("CPU", 1)])
-async def test_root_inside_cannot_limit_the_first_process(sandbox: Sandbox, limit: str, value: int) -> None:
+async def test_root_in_the_sandbox_cannot_limit_the_first_process(sandbox: Sandbox, limit: str, value: int) -> None:
     """Each of these attempts would end the sandbox, or all later commands, as if the host had failed."""
     source = f"import resource as r; r.prlimit(1, r.RLIMIT_{limit}, ({value}, {value}))"
     result = await run(sandbox, f"python3 -c '{source}'")
@@ -282,7 +282,7 @@ print(sum(name.isdigit() for name in os.listdir("/proc")))
 """
 
 
-async def test_the_process_limit_holds_for_all_users_together(provider: LocalProvider) -> None:
+async def test_the_process_limit_applies_to_all_users_together(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(pids=40)))
     result = await run(sandbox, f"python3 - <<'END'\n{FORK_AS_MANY_USERS}END")
     assert 60 < int(result.stdout) < 80, "one user may have 40 processes, all together have some 70"
@@ -307,7 +307,7 @@ for user in range(2000, 2010):
 """
 
 
-async def test_a_sandbox_without_free_processes_still_answers(provider: LocalProvider) -> None:
+async def test_a_sandbox_at_its_process_limit_still_responds(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(pids=40)))
     await run(sandbox, f"python3 - <<'END'\n{HOLD_ALL_PROCESSES}END")
     async with asyncio.timeout(30):
@@ -353,7 +353,7 @@ async def test_disk_bytes_is_a_hard_cap(provider: LocalProvider) -> None:
     assert int(await output(sandbox, "ls /workspace | wc -l")) < 5000
 
 
-async def test_kill_ends_daemons_and_is_idempotent(provider: LocalProvider, sandbox: Sandbox) -> None:
+async def test_kill_terminates_daemons_and_is_idempotent(provider: LocalProvider, sandbox: Sandbox) -> None:
     await run(sandbox, "setsid bash -c 'setsid sleep 1000 & sleep 1001' > /dev/null 2>&1 & ")
     await run(sandbox, "until [ $(pgrep -c sleep) = 2 ]; do :; done")
     pids = descendants(provider.launcher_pid)
@@ -400,14 +400,14 @@ async def test_files_round_trip(sandbox: Sandbox) -> None:
         "touch /workspace/f; chmod 0 /workspace/f",
     ],
 )
-async def test_only_small_regular_files_are_read(sandbox: Sandbox, prepare: str) -> None:
+async def test_only_regular_files_within_the_size_limit_are_read(sandbox: Sandbox, prepare: str) -> None:
     await output(sandbox, prepare)
     with pytest.raises(SandboxFileError, match="/workspace/f"):
         await sandbox.read("/workspace/f", user="agent", max_bytes=100)
 
 
 @pytest.mark.parametrize("prepare", ["mkfifo /workspace/f", "mkdir /workspace/f", "ln -s /tmp/elsewhere /workspace/f"])
-async def test_writes_follow_no_link_and_wait_for_no_reader(sandbox: Sandbox, prepare: str) -> None:
+async def test_writes_do_not_follow_links_or_wait_for_a_reader(sandbox: Sandbox, prepare: str) -> None:
     await output(sandbox, prepare)
     with pytest.raises(SandboxFileError):
         await sandbox.write("/workspace/f", b"data")
@@ -486,13 +486,13 @@ async def test_a_symbolic_link_in_a_mount_target_is_refused(provider: LocalProvi
         await provider.create(SandboxSpec(mounts=mounts))
 
 
-async def test_dots_cannot_leave_a_layer(provider: LocalProvider) -> None:
+async def test_dots_cannot_escape_a_layer(provider: LocalProvider) -> None:
     source = await frozen_with(provider, "echo x > /workspace/f")
     clean = await clean_with(provider, source, "/../../../../workspace", "/data")
     assert await output(clean, "cat /data/f") == "x"
 
 
-async def test_planted_start_files_do_nothing_in_the_clean_sandbox(provider: LocalProvider) -> None:
+async def test_planted_startup_files_have_no_effect_in_the_clean_sandbox(provider: LocalProvider) -> None:
     plant = """
     for f in .bashrc .bash_profile .profile .bash_env; do echo 'echo PLANTED; exit 0' > /root/$f; done
     echo 'echo PLANTED' > /etc/profile; echo /workspace/evil.so > /etc/ld.so.preload; mkdir /root/bin
@@ -533,7 +533,7 @@ async def test_only_frozen_sandboxes_can_be_mounted(provider: LocalProvider) -> 
         await clean_with(provider, frozen, "/workspace", "/usr/bin")
 
 
-async def test_a_frozen_sandbox_runs_nothing_and_can_be_killed_under_a_mount(provider: LocalProvider) -> None:
+async def test_a_frozen_sandbox_runs_nothing_and_can_be_killed_while_mounted(provider: LocalProvider) -> None:
     ref = await provider.create(SandboxSpec())
     sandbox = await provider.attach(ref)
     await sandbox.write("/workspace/f", b"kept")
@@ -581,7 +581,7 @@ async def test_create_is_idempotent_by_key(provider: LocalProvider) -> None:
     assert (await provider.create(spec)).id != first.id
 
 
-async def test_a_cancelled_create_leaves_nothing(provider: LocalProvider) -> None:
+async def test_a_cancelled_create_leaves_nothing_behind(provider: LocalProvider) -> None:
     await provider.list()
     tasks = [asyncio.create_task(provider.create(SandboxSpec())) for _ in range(5)]
     # One turn of the event loop sends the requests; the launcher cannot have answered yet.
@@ -612,7 +612,7 @@ async def test_unsupported_specs_are_refused(provider: LocalProvider) -> None:
             await provider.create(spec)
 
 
-async def test_capacity_is_a_transient_error() -> None:
+async def test_a_full_provider_raises_a_transient_error() -> None:
     async with LocalProvider(LocalSandboxConfig(max_sandboxes=1)) as provider:
         await provider.create(SandboxSpec())
         with pytest.raises(CapacityExceeded) as caught:
@@ -728,7 +728,7 @@ async def test_a_request_that_is_too_large_is_refused(sandbox: Sandbox) -> None:
     assert await output(sandbox, "echo alive") == "alive"
 
 
-async def test_another_process_attaches_by_the_pickled_ref(provider: LocalProvider) -> None:
+async def test_another_process_can_attach_with_a_pickled_ref(provider: LocalProvider) -> None:
     ref = await provider.create(SandboxSpec())
     completed = await asyncio.to_thread(attach_elsewhere, ref)
     assert completed.stdout == b"from elsewhere\n", completed.stderr
@@ -763,7 +763,7 @@ async def test_fifty_sandboxes_run_concurrently(provider: LocalProvider) -> None
     assert await provider.list() == []
 
 
-async def test_aclose_leaves_no_processes_or_files() -> None:
+async def test_aclose_leaves_no_processes_or_files_behind() -> None:
     async with LocalProvider() as provider:
         sandbox = await provider.attach(await provider.create(SandboxSpec()))
         await run(sandbox, "setsid sleep 1000 > /dev/null 2>&1 &")

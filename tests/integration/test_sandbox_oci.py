@@ -77,7 +77,7 @@ async def test_an_oci_image_boots(provider: OciProvider, tmp_path: Path) -> None
     assert await first.read("/workspace/file", max_bytes=1) == b"x"
 
 
-async def test_frozen_data_of_an_image_with_other_ids(provider: OciProvider, tmp_path: Path) -> None:
+async def test_frozen_data_is_readable_in_an_image_with_other_user_ids(provider: OciProvider, tmp_path: Path) -> None:
     (tmp_path / "base.tar").write_bytes(kit.tar(kit.base_entries()))
     agent = await boot(provider, image=str(tmp_path / "base.tar"))
     await output(agent, "echo x > /home/agent/private; exit 0", user="agent")
@@ -103,7 +103,7 @@ async def test_an_invalid_image_is_refused(provider: OciProvider, tmp_path: Path
 # Isolation and limits
 
 
-async def test_identity_and_capabilities(provider: OciProvider) -> None:
+async def test_commands_run_with_the_expected_identity_and_capabilities(provider: OciProvider) -> None:
     sandbox = await boot(provider)
     assert await output(sandbox, "hostname; id -u; echo /sys/*") == "sandbox\n0\n/sys/*"
     inside, outside, count = (await output(sandbox, "cat /proc/self/uid_map")).split()
@@ -131,7 +131,7 @@ async def test_identity_and_capabilities(provider: OciProvider) -> None:
         "ls /proc/1/fd/0 && echo > /proc/1/fd/0",
     ],
 )
-async def test_root_inside_cannot(shared: Sandbox, attempt: str) -> None:
+async def test_root_in_the_sandbox_cannot_perform_forbidden_operations(shared: Sandbox, attempt: str) -> None:
     assert (await shared.exec(attempt, timeout_s=60)).exit_code != 0
     assert await output(shared, "echo alive") == "alive"
 
@@ -141,7 +141,7 @@ async def shared(provider: OciProvider) -> Sandbox:
     return await boot(provider)
 
 
-async def test_the_system_call_filter(shared: Sandbox) -> None:
+async def test_the_system_call_filter_blocks_forbidden_calls(shared: Sandbox) -> None:
     probe = """
 import ctypes, errno, socket
 for family in (1, 2, 10, 16, 38, 40):
@@ -209,7 +209,7 @@ async def wait_until_traceless(sandbox_id: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_killed_sandbox_leaves_nothing(provider: OciProvider) -> None:
+async def test_a_killed_sandbox_leaves_nothing_behind(provider: OciProvider) -> None:
     ref = await provider.create(SandboxSpec())
     sandbox = await provider.attach(ref)
     await output(sandbox, "(sleep 1000 > /dev/null 2>&1 &)")
@@ -220,7 +220,7 @@ async def test_a_killed_sandbox_leaves_nothing(provider: OciProvider) -> None:
     await wait_until_traceless(ref.id)
 
 
-async def test_a_frozen_sandbox_that_is_killed_leaves_nothing(provider: OciProvider) -> None:
+async def test_a_killed_frozen_sandbox_leaves_nothing_behind(provider: OciProvider) -> None:
     ref = await provider.create(SandboxSpec())
     sandbox = await provider.attach(ref)
     await sandbox.freeze()
@@ -229,7 +229,7 @@ async def test_a_frozen_sandbox_that_is_killed_leaves_nothing(provider: OciProvi
     assert not Path(ref.endpoint).exists()
 
 
-async def test_a_cancelled_create_leaves_nothing(provider: OciProvider) -> None:
+async def test_a_cancelled_create_leaves_nothing_behind(provider: OciProvider) -> None:
     task = asyncio.create_task(provider.create(SandboxSpec()))
     assert provider._home is not None
     sandboxes = provider._home / "sandboxes"
@@ -243,7 +243,7 @@ async def test_a_cancelled_create_leaves_nothing(provider: OciProvider) -> None:
     assert await provider.list() == []
 
 
-async def test_a_boot_that_the_runtime_refuses_is_typed(provider: OciProvider) -> None:
+async def test_a_boot_refused_by_the_runtime_raises_a_typed_error(provider: OciProvider) -> None:
     with pytest.raises(BootFailed, match="runtime"):
         await provider.create(SandboxSpec(memory_bytes=4096))
     assert await provider.list() == []
@@ -293,7 +293,7 @@ def orphan(open_folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]
         process.kill()
 
 
-async def test_sandboxes_end_with_their_killed_provider(
+async def test_sandboxes_die_with_their_killed_provider(
     orphan: tuple[subprocess.Popen[str], list[str], int],
 ) -> None:
     process, ids, keeper = orphan
@@ -325,7 +325,7 @@ def wait_for_end(descriptor: int) -> None:
     assert poll.poll(60_000)
 
 
-async def test_a_keeper_that_died_is_replaced(provider: OciProvider) -> None:
+async def test_a_dead_keeper_is_replaced(provider: OciProvider) -> None:
     sandbox = await boot(provider)
     assert provider._keeper is not None
     old = provider._keeper.pid
@@ -348,7 +348,7 @@ async def test_a_folder_that_is_not_searchable_is_refused(tmp_path: Path) -> Non
         await OciProvider(OciSandboxConfig(runtime_folder=tmp_path / "run")).start()
 
 
-async def test_a_missing_runtime_is_an_error(config: OciSandboxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_runtime_raises_an_error(config: OciSandboxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oci_runtime, "_SEARCH_PATH", "/nonexistent")
     with pytest.raises(NamespacesUnavailable, match="apt-get install runc"):
         await OciProvider(config).start()
@@ -373,7 +373,7 @@ async def test_the_number_of_sandboxes_is_limited(tmp_path: Path) -> None:
 # Peers
 
 
-async def test_peers_return_figures_or_a_reason() -> None:
+async def test_each_peer_measurement_returns_figures_or_a_reason() -> None:
     results = await peers.measure_peers(cycles=1, boots=2, widths=(1, 2))
     assert results.keys() == {"bwrap", "runc"}
     for result in results.values():

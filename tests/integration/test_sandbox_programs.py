@@ -72,7 +72,7 @@ async def test_preloaded_modules_can_be_imported(sandbox: LocalSandbox) -> None:
     assert (result.stdout, result.stderr) == (b'["a", "a"]\n', b"")
 
 
-async def test_a_program_has_its_users_limits_and_nothing_of_the_launcher(sandbox: LocalSandbox) -> None:
+async def test_a_program_has_its_users_limits_and_inherits_nothing_from_the_launcher(sandbox: LocalSandbox) -> None:
     program = "import os, json; print(json.dumps([os.getuid(), os.getgid(), dict(os.environ), os.getpid() > 1]))"
     for user in ("root", "agent"):
         uid, gid, environment, is_child = json.loads((await run(sandbox, program, user=user)).stdout)
@@ -155,7 +155,7 @@ async def test_a_program_can_be_stopped_by_its_user_but_not_read_or_rewritten(sa
     assert isinstance(outcome, ExecTimeout)
 
 
-async def test_it_has_no_secret_of_the_launcher(provider: LocalProvider, sandbox: LocalSandbox) -> None:
+async def test_a_program_has_no_access_to_the_launchers_secrets(provider: LocalProvider, sandbox: LocalSandbox) -> None:
     """The secrets of the launcher and of other sandboxes are not among the objects of the fork.
 
     They are passed to the program in disguise, because its arguments are objects too.
@@ -176,7 +176,7 @@ async def test_it_has_no_secret_of_the_launcher(provider: LocalProvider, sandbox
 
 
 @pytest.mark.parametrize("path", ["relative", "/proc/version", "/etc", "/dev/null/x"])
-async def test_an_impossible_first_write_is_refused_like_a_later_one(sandbox: LocalSandbox, path: str) -> None:
+async def test_an_impossible_first_write_is_refused_like_any_later_one(sandbox: LocalSandbox, path: str) -> None:
     with pytest.raises(SandboxFileError) as first:
         await sandbox.write_many({"/workspace/before": b"1", path: b"2"})
     await sandbox.exec("true", timeout_s=20)
@@ -187,7 +187,7 @@ async def test_an_impossible_first_write_is_refused_like_a_later_one(sandbox: Lo
 
 
 @pytest.mark.parametrize("files", [None, 7, [7], [["/workspace/a"]], [["/workspace/a", "x"]], [[1, 1]], [[None, None]]])
-async def test_an_invalid_first_write_does_not_end_the_sandbox(sandbox: LocalSandbox, files: object) -> None:
+async def test_an_invalid_first_write_does_not_kill_the_sandbox(sandbox: LocalSandbox, files: object) -> None:
     with pytest.raises(SandboxFileError):
         await sandbox._file_operation({"op": "write", "files": files, "user": "root"}, b"1", 4096)
     assert (await sandbox.exec("echo alive", timeout_s=20)).stdout == b"alive\n"

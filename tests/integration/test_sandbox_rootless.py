@@ -155,10 +155,10 @@ def test_unenforceable_limits_are_refused(found: dict[str, Any]) -> None:
     assert "memory limit" in found["memory"]
 
 
-def test_many_rootless_sandboxes_leave_nothing(found: dict[str, Any]) -> None:
+def test_many_rootless_sandboxes_leave_nothing_behind(found: dict[str, Any]) -> None:
     assert found["many"] == 10
     assert found["launcher"] is False
 
 
-def test_folders_of_the_host_are_refused(found: dict[str, Any]) -> None:
+def test_host_folders_are_refused_without_root(found: dict[str, Any]) -> None:
     assert "only root can show folders of the host" in found["folder"]

@@ -103,7 +103,7 @@ async def test_a_command_that_does_not_read_blocks_the_writer_until_it_ends(sand
     assert await process.wait() == 3
 
 
-async def test_a_command_blocks_while_its_output_is_not_read(sandbox: Sandbox) -> None:
+async def test_a_command_blocks_while_nobody_reads_its_output(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("head -c 10000000 /dev/zero; echo done > /tmp/done")
     assert (await sandbox.exec("cat /tmp/done", timeout_s=30)).exit_code != 0
     assert len((await everything(process))[Stream.STDOUT]) == 10_000_000
@@ -188,7 +188,7 @@ async def test_a_terminal_can_be_written_read_and_resized(sandbox: Sandbox) -> N
     assert await process.wait() == 9
 
 
-async def test_one_sandbox_does_not_take_the_terminals_of_all() -> None:
+async def test_one_sandbox_cannot_use_up_all_terminals() -> None:
     opening = "import os\nfor number in range(200): os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY)"
     async with LocalProvider() as provider:
         greedy, other = [await provider.attach(await provider.create(SandboxSpec())) for _ in range(2)]
@@ -212,7 +212,7 @@ while True:
 """
 
 
-async def test_a_terminal_that_never_opens_is_not_waited_for(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_terminal_that_never_opens_does_not_block(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "TERMINAL_TIMEOUT_S", 0.5)
     stopping = await sandbox.spawn(["python3", "-c", STOP_WHOEVER_COMES])
     await anext(stopping.output())

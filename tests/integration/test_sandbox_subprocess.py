@@ -57,7 +57,9 @@ async def test_the_environment_of_the_host_is_not_inherited(sandbox: Sandbox, mo
     assert b"leak" not in (await sandbox.exec("env", timeout_s=30)).stdout
 
 
-async def test_timeout_cancel_and_daemons(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_timeouts_and_cancellation_kill_processes_and_daemons_survive_exec(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
     with pytest.raises(ExecTimeout):
         await sandbox.exec("setsid sleep 1000 & setsid bash -c 'sleep 1001 & sleep 1002'", timeout_s=0.3)
     assert sandboxes_left(tmp_path) == 0
@@ -77,7 +79,7 @@ async def test_timeout_cancel_and_daemons(sandbox: Sandbox, tmp_path: Path) -> N
         await sandbox.exec("true", timeout_s=30)
 
 
-async def test_files(sandbox: Sandbox) -> None:
+async def test_files_round_trip_and_links_are_not_followed(sandbox: Sandbox) -> None:
     await sandbox.write_many({"/workspace/a/b": b"1", "/tmp/c": b""})
     assert await sandbox.read("/workspace/a/b", max_bytes=1) == b"1"
     await sandbox.exec("ln -s /etc/passwd /workspace/link; mkfifo /workspace/fifo", timeout_s=30)
@@ -91,7 +93,7 @@ async def test_files(sandbox: Sandbox) -> None:
             await sandbox.write(path, b"x")
 
 
-async def test_frozen_data(provider: SubprocessProvider) -> None:
+async def test_files_of_a_frozen_sandbox_can_be_mounted_but_links_are_refused(provider: SubprocessProvider) -> None:
     ref = await provider.create(SandboxSpec())
     sandbox = await provider.attach(ref)
     await sandbox.exec(
@@ -111,7 +113,7 @@ async def test_frozen_data(provider: SubprocessProvider) -> None:
     assert len(await provider.list()) == 2
 
 
-async def test_leases_keys_and_secrets(provider: SubprocessProvider) -> None:
+async def test_leases_keys_and_secrets_are_enforced(provider: SubprocessProvider) -> None:
     spec = SandboxSpec(idempotency_key="k", ttl_s=3)
     ref = await provider.create(spec)
     assert await provider.create(spec) == ref
@@ -127,7 +129,7 @@ async def test_leases_keys_and_secrets(provider: SubprocessProvider) -> None:
         await provider.create(SandboxSpec(image="other"))
 
 
-async def test_another_process_attaches(provider: SubprocessProvider) -> None:
+async def test_another_process_can_attach(provider: SubprocessProvider) -> None:
     ref = await provider.create(SandboxSpec())
     script = """
 import asyncio, pickle, sys
@@ -144,7 +146,7 @@ asyncio.run(main())
     assert await (await provider.attach(ref)).read("/workspace/f", max_bytes=100) == b"elsewhere\n"
 
 
-async def test_closing_leaves_nothing(tmp_path: Path) -> None:
+async def test_closing_the_provider_leaves_nothing_behind(tmp_path: Path) -> None:
     async with SubprocessProvider(tmp_path, label=run_label(tmp_path)) as provider:
         sandbox = await provider.attach(await provider.create(SandboxSpec()))
         await sandbox.exec("setsid sleep 1000 > /dev/null 2>&1 &", timeout_s=30)

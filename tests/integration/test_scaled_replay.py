@@ -52,7 +52,7 @@ def test_real_and_virtual_time_are_both_reported(ray_cluster: None, tmp_path: Pa
     )
 
 
-def test_a_scaled_plan_is_the_same_plan() -> None:
+def test_scaling_a_plan_changes_only_its_times() -> None:
     plan = make_plan("swe64", {"steps": 4})
     small = scaled(plan, 1 / 200)
     assert small.ideal_s == pytest.approx(plan.ideal_s / 200)
@@ -62,7 +62,7 @@ def test_a_scaled_plan_is_the_same_plan() -> None:
     assert scaled(plan, 1.0) == plan
 
 
-def test_both_times_use_the_same_configs(tmp_path: Path) -> None:
+def test_real_and_virtual_time_use_the_same_configs(tmp_path: Path) -> None:
     """The actors of the real service get the plan's configuration."""
     plan = make_plan("swe64", {"slots": 48, "steps": 4, "seed": 3}, ["evaluate_s=2.5"])
     directory = RunDirectory(path=tmp_path / "run")
@@ -82,7 +82,7 @@ def test_both_times_use_the_same_configs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runtime", [InlineRuntime(), RayRuntime("load-")], ids=["inline", "ray"])
-def test_a_load_pass_ends_and_is_measured(ray_cluster: None, tmp_path: Path, runtime: Any) -> None:
+def test_a_load_pass_completes_and_is_measured(ray_cluster: None, tmp_path: Path, runtime: Any) -> None:
     plan = load_plan(rollouts=128, in_flight=64, turn_s=0.02)
     loaded = asyncio.run(run_load(plan, runtime, RunDirectory(path=tmp_path / "run"), idle_s=0.2))
     assert loaded.measured.rollouts == 128

@@ -29,7 +29,9 @@ QUICK = (
 
 
 @pytest.mark.parametrize("push", [pytest.param("pause", marks=pytest.mark.slow), "drain"])
-async def test_a_run_of_simulated_parts(ray_cluster: None, tmp_path: Path, push: str) -> None:
+async def test_a_run_with_simulated_parts_completes_without_problems(
+    ray_cluster: None, tmp_path: Path, push: str
+) -> None:
     """Two workers in processes of their own hear of every version, and of every drain."""
     overrides = (*QUICK, f"engines.simulated.push={push}", "engines.simulated.push_s=0.1")
     directory = await run_simulated(tmp_path, f"simulated-{push}", *overrides)

@@ -48,7 +48,7 @@ def test_rollouts_are_in_flight_during_every_push(finished_run: RunDirectory) ->
     assert verify(finished_run.path).mean_staleness > 0
 
 
-def test_the_trace_of_an_attempt_is_the_tree_of_the_design(finished_run: RunDirectory) -> None:
+def test_an_attempts_trace_has_the_documented_span_tree(finished_run: RunDirectory) -> None:
     traces = spans_of(finished_run)
     attempts = read_evidence(finished_run.path).attempts
     attempt = next(attempt for attempt in attempts if attempt.turns == 2 and attempt.cause in ("solved", "failed"))
@@ -93,7 +93,7 @@ def test_the_summary_agrees_with_the_ledger(finished_run: RunDirectory) -> None:
     assert set(state["held_out"]) == {"base", "final"}
 
 
-def test_no_reward_without_an_evaluation_and_no_evaluation_of_infra(finished_run: RunDirectory) -> None:
+def test_rewards_require_an_evaluation_and_infra_failures_are_not_evaluated(finished_run: RunDirectory) -> None:
     evidence = read_evidence(finished_run.path)
     for attempt in evidence.attempts:
         if attempt.offered and attempt.reward is None:
@@ -106,7 +106,7 @@ def temperatures(spans: list[dict[str, Any]]) -> set[float]:
     return {span["attributes"]["gen_ai.request.temperature"] for span in spans if span["name"] == "turn"}
 
 
-def test_training_and_evaluations_have_sampling_settings_of_their_own(finished_run: RunDirectory) -> None:
+def test_training_and_evaluations_have_separate_sampling_settings(finished_run: RunDirectory) -> None:
     traces = spans_of(finished_run)
     attempts = [attempt for attempt in read_evidence(finished_run.path).attempts if attempt.turns and attempt.trained]
     assert {temperature for attempt in attempts for temperature in temperatures(traces[attempt.trace_id])} == {1.0}
@@ -120,7 +120,7 @@ def test_training_and_evaluations_have_sampling_settings_of_their_own(finished_r
     assert (document["sampling"]["temperature"], document["sampling"]["top_p"]) == (0.0, 1.0)
 
 
-def test_every_answer_of_an_evaluation_is_stored(finished_run: RunDirectory) -> None:
+def test_every_answer_in_an_evaluation_is_stored(finished_run: RunDirectory) -> None:
     summaries = {
         record["tag"]: record for record in read_metrics(finished_run.metrics) if record["kind"] == "evaluation"
     }

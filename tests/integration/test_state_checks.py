@@ -85,7 +85,9 @@ BOUND = {
 
 @pytest.mark.parametrize("python", ["/usr/bin/python3", "/bin/python3"])
 @pytest.mark.parametrize("check", BOUND)
-async def test_a_check_sets_reward_and_solved(provider: LocalProvider, check: str, python: str) -> None:
+async def test_a_check_sets_the_reward_and_whether_the_task_is_solved(
+    provider: LocalProvider, check: str, python: str
+) -> None:
     """Without an interpreter of its own, and in one that the task names."""
     verdict = await verdict_on(provider, check, python=python)
     assert (verdict.reward, verdict.solved) == BOUND[check], verdict
@@ -96,7 +98,7 @@ READ = "answer = open('/workspace/answer').read(); "
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "1e200", "10**400", "'much'", "None"])
-async def test_a_reward_that_is_no_bounded_number_is_the_evaluators_fault(provider: LocalProvider, value: str) -> None:
+async def test_a_reward_that_is_not_a_bounded_number_is_an_evaluator_error(provider: LocalProvider, value: str) -> None:
     """Also where it has a proper one for the untouched files."""
     check = f"{READ}reward = 0 if answer == '1\\n' else {value}"
     verdict = await verdict_on(provider, check, "echo 2 > answer")
@@ -104,14 +106,14 @@ async def test_a_reward_that_is_no_bounded_number_is_the_evaluators_fault(provid
     assert verdict.detail.startswith("evaluator error: the reward"), verdict
 
 
-async def test_a_check_that_turns_out_to_need_more_gets_an_interpreter(provider: LocalProvider) -> None:
+async def test_a_check_that_needs_more_than_the_preloaded_modules_gets_an_interpreter(provider: LocalProvider) -> None:
     late = "hashlib = sys.modules['builtins'].__import__('hashlib')"
     check = f"import sys; {late}; sys.exit(not hashlib.sha256(b'').hexdigest().startswith('e3b0'))"
     assert imports_only(check, PRELOADED)
     assert (await verdict_on(provider, check)).solved
 
 
-async def test_a_check_that_raises_after_binding_a_reward_has_none(provider: LocalProvider) -> None:
+async def test_a_check_that_raises_after_setting_a_reward_gives_no_reward(provider: LocalProvider) -> None:
     verdict = await verdict_on(provider, f"reward = 1; {READ}assert answer == '1\\n'", "echo 2 > answer")
     assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID)
 
@@ -198,7 +200,7 @@ async def test_a_state_check_may_use_pytest(provider: LocalProvider) -> None:
 
 
 @pytest.mark.parametrize("command", HIJACKS.values(), ids=HIJACKS)
-async def test_nothing_that_the_agent_left_takes_pytest_over(provider: LocalProvider, command: str) -> None:
+async def test_files_left_by_the_agent_cannot_take_over_pytest(provider: LocalProvider, command: str) -> None:
     verdict = await verdict_on(provider, PYTEST_CHECK, command, ImageWithPytest, **WITH_PYTEST)
     assert (verdict.reward, verdict.cause, "1 failed" in verdict.detail) == (0.0, Cause.FAILED, True), verdict
 

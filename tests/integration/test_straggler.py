@@ -29,7 +29,7 @@ def slowed(task: Task) -> Task:
     return replace(task, evaluator=replace(task.evaluator, check=check))
 
 
-async def test_the_learner_steps_while_a_straggler_is_out(tmp_path: Path) -> None:
+async def test_the_learner_keeps_stepping_while_a_straggler_is_running(tmp_path: Path) -> None:
     straggler, *others = generate(seed=3, count=12, split=Split.TRAIN)
     write_tasks(tmp_path / "train.jsonl", [slowed(straggler), *others])
     write_tasks(tmp_path / "heldout.jsonl", generate(seed=3, count=4, split=Split.HELD_OUT))

@@ -67,7 +67,7 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-async def test_a_right_patch_is_solved(provider: LocalProvider, task: object) -> None:
+async def test_a_correct_patch_solves_the_task(provider: LocalProvider, task: object) -> None:
     verdict = await verdict_on(provider, task, SOLVE)
     assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED), verdict
 
@@ -86,18 +86,20 @@ EACH_CHEAT_ONCE = {(GRADERS[place % 3], name) for place, name in enumerate(CHEAT
         for cheat, command in CHEATS.items()
     ],
 )
-async def test_a_cheat_earns_nothing(provider: LocalProvider, name: str, cheat: str) -> None:
+async def test_a_cheat_earns_no_reward(provider: LocalProvider, name: str, cheat: str) -> None:
     verdict = await verdict_on(provider, TASKS[name], cheat)
     assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
 
 
-async def test_a_skip_that_the_untouched_repository_has_too_is_none_of_the_patchs(provider: LocalProvider) -> None:
+async def test_a_test_also_skipped_in_the_untouched_repository_is_not_blamed_on_the_patch(
+    provider: LocalProvider
+) -> None:
     skipping = HIDDEN_TESTS + "\n\ndef test_elsewhere():\n    import pytest\n    pytest.skip('not on this machine')\n"
     task = repository_task(replace(SPEC, grader=Script(script=F2P.replace(HIDDEN_TESTS, skipping))), hidden_files={})
     assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
 
 
-async def test_a_command_that_runs_no_pytest_is_no_evaluator(provider: LocalProvider) -> None:
+async def test_a_command_that_does_not_run_pytest_is_refused_as_evaluator(provider: LocalProvider) -> None:
     task = repository_task(replace(SPEC, grader=Command(command="true")))
     assert (await verdict_on(provider, task, SOLVE)).cause is Cause.EVALUATOR
 
@@ -110,12 +112,12 @@ async def test_a_command_that_runs_no_pytest_is_no_evaluator(provider: LocalProv
         pytest.param("open(__import__('sys').argv[3], 'w').write('[]')", marks=pytest.mark.slow),
     ],
 )
-async def test_a_parser_that_breaks_is_the_evaluators_failure(provider: LocalProvider, parser: str) -> None:
+async def test_a_crashing_parser_is_an_evaluator_error(provider: LocalProvider, parser: str) -> None:
     spec = replace(SPEC, grader=replace(SWEPRO, parser_script=parser), prepare=(GOLD_TESTS,))
     assert (await verdict_on(provider, repository_task(spec, hidden_files={}), SOLVE)).cause is Cause.EVALUATOR
 
 
-async def test_a_patch_to_a_file_that_the_set_up_changes_is_dropped(provider: LocalProvider) -> None:
+async def test_a_patch_to_a_file_changed_by_the_setup_is_dropped(provider: LocalProvider) -> None:
     spec = replace(SPEC, grader=replace(SWEPRO, selected_test_files=("spec/any",)), prepare=(GOLD_TESTS,))
     moved = replace(spec.grader, before_repo_set_cmd="echo 'def mean(_): return 9' > calc.py", run_script="exit 0")
     verdict = await verdict_on(provider, repository_task(replace(spec, grader=moved), hidden_files={}), SOLVE)

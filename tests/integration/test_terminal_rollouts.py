@@ -49,21 +49,21 @@ async def work(problem: Problem, *commands: str) -> tuple[list[str], Verdict]:
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.kind)
-async def test_looking_first_solves_it(problem: Problem) -> None:
+async def test_acting_on_what_was_looked_up_solves_the_task(problem: Problem) -> None:
     seen, verdict = await work(problem, problem.look, problem.act(problem.finding))
     assert seen == [problem.instruction, problem.shown]
     assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.kind)
-async def test_looking_in_the_wrong_place_does_not(problem: Problem) -> None:
+async def test_looking_in_the_wrong_place_does_not_solve_the_task(problem: Problem) -> None:
     command, shown, finding = problem.stray
     seen, verdict = await work(problem, command, problem.act(finding))
     assert seen == [problem.instruction, shown[: ShellAgentConfig().max_observation_bytes].rstrip("\n")]
     assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED)
 
 
-async def test_code_of_the_agent_cannot_end_the_check() -> None:
+async def test_the_agents_code_cannot_stop_the_check() -> None:
     problem = next(problem for problem in PROBLEMS if problem.kind is Kind.REPAIR)
     _, verdict = await work(problem, "echo 'import os; os._exit(0)' > calc.py; exit")
     assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID)

@@ -95,7 +95,7 @@ def test_every_trained_token_was_sampled_by_the_version_its_span_names(
     assert (before > TOLERANCE).mean() > 0.1, "versions too alike would not show which of them sampled"
 
 
-def test_the_loss_mask_covers_the_sampled_tokens_and_nothing_else(trajectories: dict[Key, Trajectory]) -> None:
+def test_the_loss_mask_covers_exactly_the_sampled_tokens(trajectories: dict[Key, Trajectory]) -> None:
     for row in (row for trajectory in trajectories.values() for row in trajectory.rows):
         times = np.zeros(len(row.tokens_T), dtype=int)
         for span in row.versions:
@@ -105,7 +105,7 @@ def test_the_loss_mask_covers_the_sampled_tokens_and_nothing_else(trajectories: 
         assert (row.logprobs_T[row.loss_mask_T] < 0).all()
 
 
-def test_a_row_is_the_conversation_as_the_tokenizer_writes_it(
+def test_a_row_is_the_conversation_as_rendered_by_the_tokenizer(
     finished_run: RunDirectory, trajectories: dict[Key, Trajectory]
 ) -> None:
     """Prompt, answer, observation, answer: what is masked is the template with contents, and each answer is followed by
@@ -122,7 +122,7 @@ def test_a_row_is_the_conversation_as_the_tokenizer_writes_it(
     assert multi_turn > 10
 
 
-def test_a_step_trained_exactly_the_tokens_of_its_batch(
+def test_a_step_trains_exactly_the_tokens_of_its_batch(
     finished_run: RunDirectory, evidence: Evidence, trajectories: dict[Key, Trajectory]
 ) -> None:
     steps: dict[str, Any] = {

@@ -61,7 +61,7 @@ LONG_SPACE = Space(slots=(96,), bounds=(2, 4), rules=("all", "fraction(0.75)", "
 
 
 @pytest.mark.timeout(400)
-async def test_a_recorded_run_is_tuned_and_its_rule_runs(ray_cluster: None, tmp_path: Path) -> None:
+async def test_a_rule_tuned_on_a_recorded_run_can_be_run(ray_cluster: None, tmp_path: Path) -> None:
     """The short form: no figure is compared, for CI's machines have other work."""
     recorded = (await rig.run_simulated(tmp_path, "recorded", *SHORT)).path
     space = Space(slots=(12,), bounds=(4,), rules=("fraction(0.5)",))
@@ -80,7 +80,7 @@ async def test_a_recorded_run_is_tuned_and_its_rule_runs(ray_cluster: None, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-async def test_the_predicted_step_time_is_met(ray_cluster: None, tmp_path: Path) -> None:
+async def test_the_predicted_step_time_matches_the_measured_one(ray_cluster: None, tmp_path: Path) -> None:
     """Within 5 %: the figure is of the measured steps, half of them warm up, on a machine that keeps up with real
     time."""
     recorded = (await rig.run_simulated(tmp_path, "recorded", *LONG)).path

@@ -114,12 +114,12 @@ def test_a_replacement_hunk_applies_to_the_new_text(before: bytes, after: bytes)
 
 
 @given(st.binary(min_size=1).map(lambda raw: raw.decode("utf-8", "surrogateescape")))
-def test_names_survive_quoting(name: str) -> None:
+def test_quoted_names_round_trip(name: str) -> None:
     assert unquote(quote(name)) == name
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 400), max_size=6))
-def test_a_damaged_diff_is_refused_or_filtered_but_never_an_error(noise: bytes, places: list[int]) -> None:
+def test_a_damaged_diff_is_refused_or_filtered_without_an_unexpected_error(noise: bytes, places: list[int]) -> None:
     diff = bytearray(render_diff([file_diff("src/calc.py", b"one\ntwo\n", b"one\nthree", "100755")]))
     for place in places:
         diff[place % len(diff) : place % len(diff)] = noise[:5]

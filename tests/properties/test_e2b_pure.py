@@ -92,7 +92,7 @@ def test_deadlines_fall_due_once_and_in_order(steps: list[tuple[str, float | Non
 
 
 @given(st.lists(st.binary(min_size=1, max_size=5), max_size=20), st.integers(1, 8), st.integers(0, 20))
-def test_a_log_delivers_or_counts_every_piece(pieces: list[bytes], limit: int, before: int) -> None:
+def test_a_log_delivers_every_piece_or_counts_it_as_dropped(pieces: list[bytes], limit: int, before: int) -> None:
     """The first `before` pieces arrive without a reader, the others with one."""
 
     async def run() -> None:
@@ -131,7 +131,7 @@ looks = st.dictionaries(
 
 
 @given(looks, looks)
-def test_changes_transform_one_scan_into_the_next(before: dict[str, Entry], after: dict[str, Entry]) -> None:
+def test_reported_changes_transform_one_scan_into_the_next(before: dict[str, Entry], after: dict[str, Entry]) -> None:
     found = changes(before, after)
     present = set(before)
     for change in found:

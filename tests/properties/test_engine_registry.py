@@ -116,7 +116,7 @@ def test_an_open_breaker_allows_one_probe_in_each_delay(steps: list[tuple[float,
 
 
 @given(gaps=st.lists(st.floats(0, 290), min_size=3, max_size=40))
-def test_delays_grow_while_failures_are_within_the_window(gaps: list[float]) -> None:
+def test_delays_grow_while_failures_fall_within_the_window(gaps: list[float]) -> None:
     breaker, now, delays = new_breaker(), 0.0, []
     for gap in gaps:
         now += gap

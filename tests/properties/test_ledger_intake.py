@@ -142,7 +142,7 @@ def test_each_result_is_accepted_or_refused_on_its_own(data):
 
 @fuzzed
 @given(rollout_id=st.one_of(text, st.sampled_from(["g000000-0", "g" + "9" * 5000 + "-0"])), attempt=anything)
-def test_offers_of_any_name_are_answered(rollout_id, attempt):
+def test_offers_with_any_name_are_answered(rollout_id, attempt):
     result = RolloutResult(
         rollout_id=rollout_id, attempt=attempt, outcome=Outcome.infra("it broke"), trajectory=cases.trajectory(FIRST)
     )
@@ -170,7 +170,7 @@ def test_offers_of_any_name_are_answered(rollout_id, attempt):
     batch_id=text,
     step=st.one_of(st.none(), number.filter(lambda value: not isinstance(value, np.ndarray))),
 )
-def test_steps_and_checkpoints_of_any_learner_are_kept_or_refused(metrics, skipped, path, batch_id, step):
+def test_steps_and_checkpoints_from_any_learner_are_kept_or_refused(metrics, skipped, path, batch_id, step):
     """`step` None: the checkpoint says the version that it is of."""
 
     async def life():

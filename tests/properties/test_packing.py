@@ -12,7 +12,7 @@ lengths_strategy = st.lists(st.integers(1, 50), max_size=60)
 
 
 @given(lengths=lengths_strategy, token_budget=st.integers(50, 400))
-def test_each_row_once_and_within_the_budget(lengths: list[int], token_budget: int) -> None:
+def test_each_row_is_packed_once_and_within_the_budget(lengths: list[int], token_budget: int) -> None:
     bins = pack(lengths, token_budget=token_budget)
     assert sorted(index for rows in bins for index in rows) == list(range(len(lengths)))
     assert all(rows for rows in bins)

@@ -150,7 +150,7 @@ def test_coder_calls_are_parsed_as_written(blocks: list[ParsedBlock]) -> None:
 
 @patient
 @given(blocks=turns(values=json_values), cut=st.integers(0, 400))
-def test_a_cut_output_has_its_complete_calls(blocks: list[ParsedBlock], cut: int) -> None:
+def test_complete_calls_are_parsed_from_truncated_output(blocks: list[ParsedBlock], cut: int) -> None:
     text = "\n".join(map(spelled, blocks))[:cut]
     parsed = parse("hermes", text)
     calls = [block for block in parsed.blocks if isinstance(block, ParsedCall)]

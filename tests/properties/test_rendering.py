@@ -61,7 +61,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_ids_of_any_conversation_equal_those_of_transformers(
+def test_any_conversation_is_rendered_to_the_same_ids_as_transformers(
     model: tuple[Family, Renderer, Any], data: st.DataObject
 ) -> None:
     family, renderer, theirs = model

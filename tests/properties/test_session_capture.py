@@ -141,7 +141,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_mutated_echo_never_loses_a_token_with_the_templates_of_model_families(
+def test_a_mutated_echo_never_loses_a_token_with_any_model_family_template(
     model: tuple[Renderer, ChatTokenizer], data: st.DataObject
 ) -> None:
     renderer, tokenizer = model
@@ -163,7 +163,7 @@ def test_a_mutated_echo_never_loses_a_token_with_the_templates_of_model_families
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_token_sums_hold_for_any_change_of_history(data: st.DataObject) -> None:
+def test_token_counts_add_up_after_any_change_of_history(data: st.DataObject) -> None:
     played = rig(bridges=data.draw(st.booleans()))
     histories: list[tuple[Message, ...]] = [(user("task"),)]
     for number in range(data.draw(st.integers(1, 8))):

@@ -65,7 +65,7 @@ def test_rendering_more_messages_only_appends(talk: list[Said], cut: int) -> Non
 
 
 @given(talk=messages, answer=texts, follows=observations, closed=st.booleans())
-def test_history_output_and_bridge_are_the_next_prompt(
+def test_the_next_prompt_is_history_output_and_bridge(
     talk: list[Said], answer: str, follows: list[Said], closed: bool
 ) -> None:
     """With or without a sampled end of turn, the appended ids are those of the whole conversation."""
@@ -77,7 +77,7 @@ def test_history_output_and_bridge_are_the_next_prompt(
 
 
 @given(follows=observations, sampled=st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=6))
-def test_the_bridge_depends_on_nothing_but_how_the_turn_ended(follows: list[Said], sampled: list[int]) -> None:
+def test_the_bridge_depends_only_on_how_the_turn_ended(follows: list[Said], sampled: list[int]) -> None:
     last = sampled[-1] if sampled else 0
     closed, cut = TOKENIZER.bridge(TOKENIZER.eos_id, follows), TOKENIZER.bridge(0, follows)
     assert cut == (TOKENIZER.eos_id, *closed)
@@ -148,7 +148,7 @@ modest = settings(max_examples=60, deadline=None, suppress_health_check=[HealthC
 @pytest.mark.parametrize("name", EXACT)
 @modest
 @given(data=st.data())
-def test_prompt_output_and_bridge_are_the_whole_conversation(
+def test_prompt_output_and_bridge_form_the_whole_conversation(
     renderers: dict[str, Renderer], name: str, data: st.DataObject
 ) -> None:
     renderer, family = renderers[name], family_of(name)
@@ -187,7 +187,7 @@ def test_a_bridge_is_the_end_of_the_whole_conversation(
 @pytest.mark.parametrize("name", BRIDGING)
 @modest
 @given(data=st.data())
-def test_a_prompt_has_the_control_tokens_of_its_shape_alone(
+def test_the_control_tokens_in_a_prompt_depend_only_on_its_structure(
     renderers: dict[str, Renderer], name: str, data: st.DataObject
 ) -> None:
     """Whatever the contents spell, the control tokens are those of the same conversation about nothing."""
@@ -224,7 +224,7 @@ repeated = st.lists(
 @pytest.mark.parametrize("name", BRIDGING)
 @modest
 @given(parts=repeated)
-def test_ids_in_pieces_are_the_ids_of_the_whole(
+def test_encoding_in_pieces_gives_the_ids_of_the_whole(
     renderers: dict[str, Renderer], name: str, parts: list[tuple[str, int]]
 ) -> None:
     text = "".join(part * times for part, times in parts)
@@ -238,7 +238,7 @@ tokens = st.lists(st.text("<|ab1>", min_size=1, max_size=5), min_size=1, max_siz
 
 
 @given(tokens=tokens, text=st.text("<|ab1>", max_size=40))
-def test_spellings_are_found_leftmost_and_longest(tokens: list[str], text: str) -> None:
+def test_the_leftmost_longest_spelling_is_matched(tokens: list[str], text: str) -> None:
     longest_first = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
     assert [found.span() for found in pattern_of(tokens).finditer(text)] == [
         found.span() for found in longest_first.finditer(text)

@@ -55,7 +55,7 @@ def printed(*lines: object, max_bytes: int = 4096) -> OutputTail:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_launch_of_every_agent(kind: str, tmp_path: Path) -> None:
+def test_every_agent_is_launched_with_the_expected_command(kind: str, tmp_path: Path) -> None:
     agent = KINDS[kind](ProgramConfig(folder=tmp_path, arguments=("--more",), model='a "name"'))
     launch = agent.launch(PLACE)
     told = json.dumps([launch.command, dict(launch.environment), [text.decode() for text in launch.files.values()]])
@@ -84,7 +84,7 @@ def test_an_agent_that_is_not_installed_is_refused(kind: str, tmp_path: Path, mo
         KINDS[kind](ProgramConfig())
 
 
-def test_settings_of_claude_code(tmp_path: Path) -> None:
+def test_claude_code_gets_its_settings(tmp_path: Path) -> None:
     launch = ClaudeCode(ProgramConfig(folder=tmp_path), ClaudeCodeConfig(bare=True)).launch(PLACE)
     assert launch.environment["ANTHROPIC_BASE_URL"] == PLACE.url
     assert launch.environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "30000"
@@ -93,7 +93,7 @@ def test_settings_of_claude_code(tmp_path: Path) -> None:
     assert launch.command[-1] == "--bare"
 
 
-def test_settings_of_codex(tmp_path: Path) -> None:
+def test_codex_gets_its_settings(tmp_path: Path) -> None:
     launch = Codex(ProgramConfig(folder=tmp_path, model='a "b" \x7f'), CodexConfig(compact_at=0.5)).launch(PLACE)
     settings = tomllib.loads(launch.files["/home/agent/.codex/config.toml"].decode())
     assert settings["model"] == 'a "b" \x7f'
@@ -103,7 +103,7 @@ def test_settings_of_codex(tmp_path: Path) -> None:
     assert launch.environment[provider["env_key"]] == "secret"
 
 
-def test_settings_of_opencode(tmp_path: Path) -> None:
+def test_opencode_gets_its_settings(tmp_path: Path) -> None:
     launch = Opencode(ProgramConfig(folder=tmp_path)).launch(PLACE)
     settings = json.loads(launch.files["/home/agent/.config/opencode/opencode.json"])
     provider, _, model = settings["model"].partition("/")
@@ -112,7 +112,7 @@ def test_settings_of_opencode(tmp_path: Path) -> None:
     assert settings["provider"][provider]["models"][model]["limit"]["context"] == 30000
 
 
-def test_settings_of_mini_swe_agent(tmp_path: Path) -> None:
+def test_mini_swe_agent_gets_its_settings(tmp_path: Path) -> None:
     settings = MiniSweAgentConfig(mode=MiniMode.TEXT, command_timeout_s=7)
     launch = MiniSweAgent(ProgramConfig(folder=tmp_path), settings).launch(PLACE)
     told = json.loads(launch.files[launch.command[-1]])
@@ -181,7 +181,7 @@ def test_output_of_every_agent_is_parsed(
     assert (found.result, found.turns, found.error) == ending
 
 
-def test_only_the_end_of_long_output_is_kept() -> None:
+def test_only_the_tail_of_long_output_is_kept() -> None:
     out = printed(*({"n": number, "pad": "x" * 30} for number in range(100)), max_bytes=1024)
     out.add(Stream.STDERR, b"e" * 10_000)
     numbers = [event["n"] for event in out.events()]
@@ -225,7 +225,7 @@ SOLVED = Verdict(reward=1.0, solved=True, cause=Cause.SOLVED)
         (StopReason.TIME, Exhausted.NONE, Verdict(reward=0.0, cause=Cause.INVALID), Cause.INVALID),
     ],
 )
-def test_outcome_by_stop_reason_and_verdict(
+def test_the_outcome_follows_from_stop_reason_and_verdict(
     stop: StopReason, exhausted: Exhausted, verdict: Verdict, cause: Cause
 ) -> None:
     outcome = outcome_of(AgentReport(stop=stop, turns=1), exhausted, verdict)

@@ -36,7 +36,7 @@ def test_every_installable_agent_has_a_kind() -> None:
     assert set(PROGRAMS) == set(PINNED)
 
 
-def test_agents_that_are_not_programs() -> None:
+def test_builtin_agents_need_no_program() -> None:
     shell = AgentSection()
     assert isinstance(make_agent(shell), ShellAgent)
     assert (shell.max_turns, make_agent(shell).folders) == (shell.shell.max_turns, ())

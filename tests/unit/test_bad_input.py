@@ -78,14 +78,14 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         ('[model]\npath = "x"\n', "has no config.json"),
     ],
 )
-def test_a_wrong_recipe_is_one_line_with_the_key(
+def test_an_invalid_recipe_is_a_one_line_error_naming_the_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, text: str, says: str
 ) -> None:
     recipe.write_text(text)
     assert says in refused(monkeypatch, capsys, recipe)
 
 
-def test_a_missing_recipe_is_reported_with_an_existing_one(
+def test_a_missing_recipe_is_reported_with_an_existing_alternative(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert "scripts/recipes/quickstart.toml" in refused(monkeypatch, capsys, tmp_path / "none.toml")
@@ -104,7 +104,7 @@ def test_a_missing_recipe_is_reported_with_an_existing_one(
         ("sandbox.provider=remote", "sandbox.remote.urls is empty"),
     ],
 )
-def test_a_wrong_override_is_one_line(
+def test_an_invalid_override_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, option: str, says: str
 ) -> None:
     assert says in refused(monkeypatch, capsys, recipe, "--set", option)
@@ -124,7 +124,7 @@ def test_missing_sglang_is_refused_before_the_run_folder_is_created(
     ("name", "says"),
     [("missing", "cannot be written: No such file"), ("x" * 90, "is too long"), ("theirs", "belongs to another user")],
 )
-def test_an_unusable_tmpdir_is_one_line_with_the_fix(
+def test_an_unusable_tmpdir_is_a_one_line_error_with_the_fix(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     recipe: Path,
@@ -161,7 +161,7 @@ def model_with(folder: Path, **changes: object) -> Path:
     return model
 
 
-def test_a_tokenizer_that_does_not_fit_the_model_names_both_numbers(
+def test_a_tokenizer_model_mismatch_error_names_both_numbers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     model = model_with(tmp_path, vocab_size=300)
@@ -178,7 +178,7 @@ def test_a_tokenizer_that_does_not_fit_the_model_names_both_numbers(
         ("tokenizer.json", b"{}", "tokenizer.json"),
     ],
 )
-def test_a_broken_model_file_is_named(
+def test_a_broken_model_file_is_named_in_the_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     recipe: Path,
@@ -193,7 +193,7 @@ def test_a_broken_model_file_is_named(
     assert says in refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
 
 
-def test_weights_of_another_shape_are_refused(
+def test_weights_with_the_wrong_shape_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     model = model_with(tmp_path, num_hidden_layers=4)
@@ -207,7 +207,7 @@ def test_an_unsupported_architecture_default_is_refused_at_start(
     assert "self_attn.q_proj" in refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
 
 
-def test_a_bad_line_of_a_task_file_is_reported_by_number(
+def test_a_bad_line_in_a_task_file_is_reported_by_number(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     good = {"id": "a", "family": "f", "instruction": "do", "evaluator": {"kind": "none"}}
@@ -271,7 +271,7 @@ def test_overlapping_task_files_are_refused(
     assert "1 tasks are also in tasks.train" in refused(monkeypatch, capsys, recipe, *options)
 
 
-def test_unknown_commands_and_runs_are_bad_input(
+def test_unknown_commands_and_runs_are_reported_as_bad_input(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert headrace(monkeypatch, "rum") == cli.EXIT_BAD_INPUT
@@ -279,7 +279,7 @@ def test_unknown_commands_and_runs_are_bad_input(
     assert "not a run directory" in capsys.readouterr().err
 
 
-def test_a_name_cannot_leave_the_runs_folder(
+def test_a_run_name_cannot_escape_the_runs_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path
 ) -> None:
     assert "--name" in refused(monkeypatch, capsys, recipe, "--name", "../elsewhere")
@@ -294,7 +294,7 @@ def test_a_runs_folder_that_cannot_be_created_is_reported(
     assert "--runs-dir" in capsys.readouterr().err
 
 
-def test_a_taken_run_name_is_refused(
+def test_an_existing_run_name_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
@@ -304,7 +304,7 @@ def test_a_taken_run_name_is_refused(
     assert list((tmp_path / "runs" / "mine").iterdir()) == []
 
 
-def test_verbose_shows_the_traceback(
+def test_the_verbose_option_shows_the_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path
 ) -> None:
     assert headrace(monkeypatch, "run", str(recipe), "--set", "x", "--verbose") == cli.EXIT_BAD_INPUT

@@ -85,7 +85,7 @@ class CountedOperations:
         raise AssertionError("everything is wanted")
 
 
-def test_operations_begin_together_while_a_call_runs() -> None:
+def test_operations_are_batched_while_a_call_is_running() -> None:
     async def history() -> tuple[list[int], list[list[int]]]:
         counted = CountedOperations()
         async with (

@@ -23,7 +23,7 @@ HYBRID = """\
 """
 
 
-def test_mounts_of_a_hybrid_host_are_found() -> None:
+def test_the_mounts_on_a_hybrid_host_are_found() -> None:
     own = "5:devices:/\n4:memory:/jobs/one\n2:cpu,cpuacct:/\n1:name=systemd:/\n0::/\n"
     assert find_mounts(HYBRID, own) == [
         Mount(1, frozenset({"cpu", "cpuacct"}), "/sys/fs/cgroup/cpu,cpuacct"),
@@ -32,7 +32,7 @@ def test_mounts_of_a_hybrid_host_are_found() -> None:
     ]
 
 
-def test_the_mount_of_a_version_2_host_is_found() -> None:
+def test_the_mount_on_a_version_2_host_is_found() -> None:
     mountinfo = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
     own = "0::/user.slice/user-0.slice/session-1.scope\n"
     folder = "/sys/fs/cgroup/user.slice/user-0.slice/session-1.scope"
@@ -49,7 +49,7 @@ def test_a_container_sees_its_own_group_as_the_root_of_the_mount() -> None:
     ]
 
 
-def test_only_groups_of_dead_launchers_of_our_own_pid_namespace_are_orphans() -> None:
+def test_only_groups_left_by_dead_launchers_in_our_pid_namespace_are_orphans() -> None:
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     own, started = os.getpid(), parse_stat(Path("/proc/self/stat").read_text()).started
     assert not is_orphan(f"headrace-{namespace}-{own}-{started}")
@@ -62,11 +62,11 @@ def test_groups_with_foreign_names_are_not_removed(name: str) -> None:
     assert not is_orphan(name)
 
 
-def test_groups_of_another_pid_namespace_are_not_removed() -> None:
+def test_groups_from_another_pid_namespace_are_not_removed() -> None:
     assert not is_orphan(f"headrace-1-{1 << 30}-5")
 
 
-def test_an_error_names_its_errno_and_the_path() -> None:
+def test_a_control_group_error_names_its_errno_and_the_path() -> None:
     with pytest.raises(FileNotFoundError) as caught:
         Path("/nowhere/cgroup.procs").read_text()
     assert reason_of(caught.value) == "ENOENT: /nowhere/cgroup.procs: No such file or directory"
@@ -88,20 +88,20 @@ def a_group(folder: Path, *, is_root: bool = False, processes: str = "1\n77\n", 
     return folder
 
 
-def test_processes_of_a_container_move_into_a_leaf_before_controllers_are_switched_on(tmp_path: Path) -> None:
+def test_processes_in_a_container_move_into_a_leaf_before_controllers_are_enabled(tmp_path: Path) -> None:
     own = a_group(tmp_path / "mount")
     place(str(own), ALL)
     assert (own / LEAF / "cgroup.procs").read_text() == "77"
     assert set((own / "cgroup.subtree_control").read_text().split()) == {"+cpu", "+memory", "+pids"}
 
 
-def test_processes_of_the_real_root_are_never_moved(tmp_path: Path) -> None:
+def test_processes_in_the_real_root_group_are_never_moved(tmp_path: Path) -> None:
     own = a_group(tmp_path / "mount", is_root=True)
     place(str(own), ALL)
     assert not (own / LEAF).exists()
 
 
-def test_processes_of_a_unit_that_is_not_delegated_are_not_moved(tmp_path: Path) -> None:
+def test_processes_in_a_non_delegated_unit_are_not_moved(tmp_path: Path) -> None:
     root = a_group(tmp_path / "mount", is_root=True)
     unit = a_group(root / "ssh.service")
     if os.geteuid() != 0:
@@ -110,7 +110,7 @@ def test_processes_of_a_unit_that_is_not_delegated_are_not_moved(tmp_path: Path)
     assert not (unit / LEAF).exists()
 
 
-def test_groups_are_made_below_a_delegated_unit(tmp_path: Path) -> None:
+def test_groups_are_created_below_a_delegated_unit(tmp_path: Path) -> None:
     root = a_group(tmp_path / "mount", is_root=True)
     unit = a_group(root / "headrace.service")
     try:

@@ -27,7 +27,7 @@ TURN = {
 METADATA = {"reward": 0.0, "cause": "failed", "phases_s": {"boot": 0.1, "agent": 0.25}}
 
 
-def test_a_task_is_found_by_number_or_id(tmp_path: Path) -> None:
+def test_a_task_can_be_selected_by_number_or_id(tmp_path: Path) -> None:
     first, second, *_ = train = generate(0, 512, Split.TRAIN)
     held_out = generate(0, 64, Split.HELD_OUT)
     for wanted, task in (("1", first), ("2", second), ("512", train[-1]), (held_out[3].id, held_out[3])):

@@ -37,7 +37,7 @@ def publish(root: Path, version: PolicyVersion) -> Path:
     return checkpoints.publish(staged, version)
 
 
-def test_manifest_round_trip(tmp_path: Path) -> None:
+def test_a_manifest_round_trips(tmp_path: Path) -> None:
     path = publish(tmp_path, PolicyVersion(1, 40))
     assert checkpoints.read_manifest(path) == manifest(PolicyVersion(1, 40))
     reference = checkpoints.read_checkpoint(path)
@@ -45,7 +45,7 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
     assert (reference.path, reference.version) == (str(path), PolicyVersion(1, 40))
 
 
-def test_the_latest_checkpoint_is_by_version_and_complete(tmp_path: Path) -> None:
+def test_the_latest_checkpoint_is_the_complete_one_with_the_highest_version(tmp_path: Path) -> None:
     assert checkpoints.usable_checkpoint(tmp_path / "absent").checkpoint is None
     for version in (PolicyVersion(1, 9), PolicyVersion(1, 10), PolicyVersion(2, 8)):
         publish(tmp_path, version)
@@ -56,7 +56,7 @@ def test_the_latest_checkpoint_is_by_version_and_complete(tmp_path: Path) -> Non
     assert latest.version == PolicyVersion(2, 8)
 
 
-def test_stage_removes_directories_of_interrupted_saves(tmp_path: Path) -> None:
+def test_staging_removes_directories_left_by_interrupted_saves(tmp_path: Path) -> None:
     left = checkpoints.stage(tmp_path, PolicyVersion(1, 3))
     (left / "half").write_text("x")
     staged = checkpoints.stage(tmp_path, PolicyVersion(1, 4))
@@ -71,7 +71,7 @@ def test_the_newest_checkpoints_are_retained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["absent", "no json", "format", "field", "chain", "member"])
-def test_damaged_checkpoints_are_refused_with_the_file(tmp_path: Path, damage: str) -> None:
+def test_damaged_checkpoints_are_refused_naming_the_file(tmp_path: Path, damage: str) -> None:
     path = publish(tmp_path, PolicyVersion(1, 1)) / checkpoints.MANIFEST
     document = json.loads(path.read_text())
     match damage:

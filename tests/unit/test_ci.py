@@ -26,13 +26,13 @@ ERROR = '<testcase classname="tests.unit.test_c" name="test_c"><error message="i
         ([FAILED.format(number) for number in range(4)], ""),
     ],
 )
-def test_a_few_failed_tests_are_named(tmp_path: Path, cases: list[str], told: str) -> None:
+def test_a_few_failed_tests_are_listed_by_name(tmp_path: Path, cases: list[str], told: str) -> None:
     report = tmp_path / "tests.xml"
     report.write_text(f'<testsuites><testsuite name="pytest">{"".join(cases)}</testsuite></testsuites>')
     found = subprocess.run([sys.executable, str(SCRIPT), str(report)], capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout) == (0, told), found.stderr
 
 
-def test_no_report_is_no_success(tmp_path: Path) -> None:
+def test_a_missing_report_is_a_failure(tmp_path: Path) -> None:
     found = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path / "x")], capture_output=True, timeout=60)
     assert (found.returncode != 0, found.stdout) == (True, b"")

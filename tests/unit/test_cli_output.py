@@ -47,7 +47,7 @@ def test_the_help_shows_the_lines_of_a_key_file() -> None:
     assert "name:key[:max_sandboxes]" in re.sub(r"\x1b\[[0-9;]*m", "", said)
 
 
-def test_version_prints_the_version() -> None:
+def test_the_version_option_prints_the_version() -> None:
     told = CliRunner().invoke(app, ["--version"])
     assert (told.exit_code, told.output) == (0, f"headrace {version('headrace')}\n")
 

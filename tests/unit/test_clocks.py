@@ -20,7 +20,7 @@ def config_of(recipe: str, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("recipe", AGENTS)
-def test_the_timeouts_of_an_agent_recipe_allow_agents_of_half_an_hour(recipe: str) -> None:
+def test_the_timeouts_of_an_agent_recipe_allow_half_hour_agents(recipe: str) -> None:
     config = config_of(recipe)
     rollout = config.rollout
     assert rollout.agent_timeout_s == 1800
@@ -39,7 +39,7 @@ def test_derived_timeouts_never_contradict_each_other(recipe: str, minutes: int)
     assert config.service.stall_s >= 2 * config.rollout.agent_timeout_s
 
 
-def test_a_long_wait_for_absent_actors_is_no_stall() -> None:
+def test_a_long_wait_for_absent_actors_is_not_a_stall() -> None:
     assert config_of("quickstart", "cluster.absent_s=1800").service.stall_s == 2700
 
 
@@ -54,7 +54,7 @@ def test_a_resolved_configuration_keeps_its_timeouts() -> None:
     assert RunConfig.model_validate(document).model_dump(mode="json") == document
 
 
-def test_a_key_that_is_set_stays_as_it_is() -> None:
+def test_a_configured_timeout_is_not_derived() -> None:
     assert config_of("claude_code", "service.stall_s=7200").service.stall_s == 7200
 
 
@@ -76,7 +76,7 @@ def test_a_key_that_is_set_stays_as_it_is() -> None:
         ),
     ],
 )
-def test_contradicting_timeouts_are_refused_in_one_line_with_both_keys(
+def test_contradictory_timeouts_are_refused_in_one_line_with_both_keys(
     overrides: list[str], names: tuple[str, str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -95,12 +95,12 @@ def test_a_simulated_step_longer_than_its_stage_is_refused() -> None:
         config_of("simulated", "training.stage_timeout_s=10")
 
 
-def test_a_push_is_bounded_by_all_its_buckets() -> None:
+def test_a_push_timeout_covers_all_its_buckets() -> None:
     config = config_of("claude_code", "push.transfer_timeout_s=20", "push.bucket_bytes=1000000")
     one, ten = clocks.push_s(config, 1), clocks.push_s(config, 10_000_000)
     assert ten - one == 9 * 20
 
 
-def test_a_long_health_timeout_of_an_engine_is_no_stall() -> None:
+def test_a_long_engine_health_timeout_is_not_a_stall() -> None:
     config = config_of("quickstart", "engines.health_timeout_s=90")
     assert config.service.stall_s == clocks.STALLED_PHASES * clocks.unhealthy_s(config) > 180

@@ -38,5 +38,5 @@ def test_equality_needs_the_same_types_and_values(one: object, other: object, sa
         (b'{"result": ' + b"9" * 10_000 + b"}", None),
     ],
 )
-def test_only_an_object_on_the_last_line_is_an_answer(stdout: bytes, answer: object) -> None:
+def test_only_an_object_on_the_last_line_counts_as_an_answer(stdout: bytes, answer: object) -> None:
     assert last_answer(stdout) == answer

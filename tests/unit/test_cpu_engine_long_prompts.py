@@ -54,7 +54,7 @@ def expected_ids(runner: Runner, item: Generation) -> list[int]:
     return ids[len(item.prompt.input_ids) :]
 
 
-def test_a_long_prompt_takes_as_many_steps_as_portions(runner: Runner, scheduler: Scheduler) -> None:
+def test_a_long_prompt_takes_one_step_per_chunk(runner: Runner, scheduler: Scheduler) -> None:
     item = generation("long", LONG)
     scheduler.add(item)
     for _ in range(PORTIONS - 1):
@@ -66,7 +66,7 @@ def test_a_long_prompt_takes_as_many_steps_as_portions(runner: Runner, scheduler
     assert item.output_ids == expected_ids(runner, item)
 
 
-def test_a_long_prompt_follows_its_row_when_others_end(runner: Runner, scheduler: Scheduler) -> None:
+def test_a_long_prompt_follows_its_row_when_other_requests_end(runner: Runner, scheduler: Scheduler) -> None:
     first, long = generation("first", 5, tokens=50), generation("long", LONG)
     scheduler.add(first)
     runner.step(scheduler)
@@ -81,7 +81,7 @@ def test_a_long_prompt_follows_its_row_when_others_end(runner: Runner, scheduler
 
 
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
-def test_a_pause_within_a_long_prompt_changes_nothing(runner: Runner, scheduler: Scheduler, mode: PauseMode) -> None:
+def test_a_pause_during_a_long_prompt_changes_nothing(runner: Runner, scheduler: Scheduler, mode: PauseMode) -> None:
     item = generation("long", LONG)
     scheduler.add(item)
     runner.step(scheduler)

@@ -14,14 +14,14 @@ def parse(body: object):
     return parse_generate(body, LIMITS, lambda text: [ord(letter) % 100 for letter in text])
 
 
-def test_defaults_are_sglangs() -> None:
+def test_request_defaults_match_sglang() -> None:
     (prompt,) = parse({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 5}}).prompts
     sampling = prompt.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.n) == (1.0, 1.0, -1, 1)
     assert not prompt.return_logprob
 
 
-def test_batches_and_samples_are_named_as_in_sglang() -> None:
+def test_batched_requests_and_samples_are_named_as_in_sglang() -> None:
     parsed = parse({"rid": "bat", "input_ids": [[1], [2]], "sampling_params": {"max_new_tokens": 5}})
     assert [prompt.request_id for prompt in parsed.prompts] == ["bat_0", "bat_1"]
     assert parsed.listed
@@ -75,7 +75,7 @@ def test_unknown_top_level_keys_are_ignored() -> None:
         ({"input_ids": [1], "return_logprob": "yes"}, "return_logprob"),
     ],
 )
-def test_refusals_name_their_key(body: object, named: str) -> None:
+def test_refusals_name_the_offending_key(body: object, named: str) -> None:
     if isinstance(body, dict):
         body = {"sampling_params": {"max_new_tokens": 5}, **body}
     with pytest.raises(RequestInvalid, match=named):

@@ -34,13 +34,13 @@ def step(core: Scheduler, token: int, version: str = "1.0") -> list[Generation]:
     return core.record(rows, [token] * len(rows), [-1.0] * len(rows), version)
 
 
-def test_length_beats_stop_as_in_sglang() -> None:
+def test_length_takes_precedence_over_stop_as_in_sglang() -> None:
     core = scheduler()
     core.add(generation("a", max_new_tokens=1))
     assert [item.finish for item in step(core, EOS)] == [LengthReached(length=1)]
 
 
-def test_stop_id_is_kept_in_the_ids() -> None:
+def test_a_stop_id_is_kept_in_the_ids() -> None:
     core = scheduler()
     core.add(generation("a"))
     (finished,) = step(core, EOS)
@@ -48,7 +48,7 @@ def test_stop_id_is_kept_in_the_ids() -> None:
     assert finished.output_ids == [EOS]
 
 
-def test_ignore_eos_leaves_stop_strings() -> None:
+def test_ignore_eos_does_not_disable_stop_strings() -> None:
     core = scheduler()
     core.add(generation("a", ignore_eos=True, stop=["jb"]))
     assert step(core, EOS) == []
@@ -57,7 +57,7 @@ def test_ignore_eos_leaves_stop_strings() -> None:
     assert finished.output_ids == [EOS, 1]
 
 
-def test_nothing_to_sample_finishes_at_once() -> None:
+def test_a_request_with_nothing_to_sample_finishes_at_once() -> None:
     core = scheduler()
     assert [item.finish for item in core.add(generation("a", max_new_tokens=0))] == [LengthReached(length=0)]
     assert not core.runnable
@@ -71,7 +71,7 @@ def test_prefill_is_bounded_by_padded_tokens_but_never_empty() -> None:
     assert [item.prompt.request_id for item in core.admit()] == ["b", "c"]
 
 
-def test_retracted_requests_come_first_and_keep_their_tokens() -> None:
+def test_retracted_requests_are_admitted_first_and_keep_their_tokens() -> None:
     core = scheduler(max_running=2)
     for name in "abc":
         core.add(generation(name))
@@ -87,7 +87,7 @@ def test_retracted_requests_come_first_and_keep_their_tokens() -> None:
     assert first.versions == ["1.0", "1.1"]
 
 
-def test_replies_of_aborts_match_sglang() -> None:
+def test_replies_to_aborted_requests_match_sglang() -> None:
     core = scheduler(max_running=1)
     for name in "ab":
         core.add(generation(name))
@@ -97,7 +97,7 @@ def test_replies_of_aborts_match_sglang() -> None:
     assert core.abort("unknown") == []
 
 
-def test_abort_of_a_paused_arrival_is_lost_until_the_pause_ends() -> None:
+def test_aborting_a_request_that_arrived_during_a_pause_has_no_effect_until_the_pause_ends() -> None:
     core = scheduler()
     core.add(generation("old"))
     step(core, 1)
@@ -117,7 +117,7 @@ def test_pausing_with_abort_ends_all_requests() -> None:
     assert [item.finish for item in core.pause(PauseMode.ABORT)] == [Aborted(queued=False), Aborted(queued=True)]
 
 
-def test_in_place_keeps_rows_and_splits_spans() -> None:
+def test_an_in_place_pause_keeps_rows_and_splits_spans() -> None:
     core = scheduler(max_running=2)
     for name in "abc":
         core.add(generation(name))
@@ -152,7 +152,7 @@ def test_aborting_a_request_paused_in_place_takes_effect_at_the_end() -> None:
     assert [item.prompt.request_id for item in core.waiting] == ["late"]
 
 
-def test_a_client_that_disconnects_in_a_pause_in_place_frees_its_row() -> None:
+def test_a_client_that_disconnects_during_an_in_place_pause_frees_its_row() -> None:
     core = scheduler()
     kept, gone = generation("kept"), generation("gone")
     for item in (gone, kept):
@@ -166,7 +166,7 @@ def test_a_client_that_disconnects_in_a_pause_in_place_frees_its_row() -> None:
     assert core.resume() == []
 
 
-def test_a_pause_in_place_can_turn_into_another() -> None:
+def test_an_in_place_pause_can_become_another_kind_of_pause() -> None:
     core = scheduler()
     for name in "ab":
         core.add(generation(name))
@@ -181,7 +181,7 @@ def test_a_pause_in_place_can_turn_into_another() -> None:
     assert [item.finish for item in core.pause(PauseMode.ABORT)] == [Aborted(queued=False)]
 
 
-def test_a_session_holds_waiting_requests_and_not_running_ones() -> None:
+def test_a_weight_session_holds_waiting_but_not_running_requests() -> None:
     core = scheduler()
     core.add(generation("a"))
     step(core, 1)
@@ -212,7 +212,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(ACTIONS)
-def test_rows_follow_the_moves(actions: list[tuple[str, Any]]) -> None:
+def test_cache_rows_follow_the_scheduled_moves(actions: list[tuple[str, Any]]) -> None:
     """A mirror of the cache, updated by prefills and `moves` only, always holds the right generation in each row.
     Nothing is sampled in a pause, and every token is in the span of the version that sampled it."""
     core = scheduler(max_running=3)

@@ -14,7 +14,7 @@ def keep_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", torch.cuda.current_device)
 
 
-def test_nothing_is_touched_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_patched_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(vars(torch.cuda))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     changed_by_test = {"is_available"}

@@ -30,7 +30,7 @@ asyncio.run(main())
 """
 
 
-def test_a_process_can_exit_while_a_call_runs() -> None:
+def test_a_process_can_exit_while_a_call_is_running() -> None:
     ended = subprocess.run([sys.executable, "-c", ENDLESS_CALL], capture_output=True, timeout=GUARD_S)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
@@ -45,7 +45,7 @@ async def test_results_and_errors_reach_the_caller() -> None:
         thread.stop()
 
 
-async def test_a_call_whose_waiter_is_cancelled_does_not_begin() -> None:
+async def test_a_call_whose_waiter_is_cancelled_does_not_start() -> None:
     thread, may_end, ran = DaemonThread("render"), threading.Event(), []
     try:
         first = asyncio.ensure_future(thread.run(lambda: may_end.wait(GUARD_S)))

@@ -162,7 +162,7 @@ def test_assistant_blocks_are_parsed_in_order() -> None:
     )
 
 
-def test_null_empty_and_missing_contents_are_equal() -> None:
+def test_null_empty_and_missing_contents_are_equivalent() -> None:
     forms: list[dict[str, object]] = [{}, {"content": None}, {"content": ""}, {"content": []}]
     forms.append({"content": [{"type": "text", "text": ""}]})
     for role in ("user", "assistant"):
@@ -239,7 +239,7 @@ def test_count_tokens_accepts_a_final_assistant_message() -> None:
         ({"model": 3}, "model"),
     ],
 )
-def test_unsupported_parameters_are_refused_by_name(wrong: dict[str, object], field: str) -> None:
+def test_unsupported_parameters_are_named_in_the_refusal(wrong: dict[str, object], field: str) -> None:
     with pytest.raises(BadRequest) as caught:
         parse(**wrong)
     assert caught.value.field == field
@@ -247,7 +247,7 @@ def test_unsupported_parameters_are_refused_by_name(wrong: dict[str, object], fi
     assert DIALECT.error(caught.value)["error"] == {"type": "invalid_request_error", "message": str(caught.value)}
 
 
-def test_the_answer_has_the_form_of_a_message() -> None:
+def test_an_answer_is_encoded_as_an_anthropic_message() -> None:
     assert DIALECT.answer(parse(), answered(), created_s=0) == {
         "id": "msg_t-1_x",
         "type": "message",
@@ -284,7 +284,7 @@ def test_the_answer_has_the_form_of_a_message() -> None:
         (TurnEnd.LENGTH, "", "max_tokens"),
     ],
 )
-def test_the_stream_equals_the_answer(end: TurnEnd, stop_string: str, reason: str) -> None:
+def test_the_streamed_events_match_the_complete_answer(end: TurnEnd, stop_string: str, reason: str) -> None:
     request, turn = parse(), answered(end=end, stop_string=stop_string)
     folded = wires.fold_anthropic(DIALECT.stream(request, turn, created_s=0))
     assert folded == DIALECT.answer(request, turn, created_s=0)
@@ -302,7 +302,7 @@ def test_an_answer_without_a_block_is_a_message_without_content() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_echo_equals_the_sampled_turn(streamed: bool) -> None:
+def test_a_client_echo_is_parsed_as_the_sampled_turn(streamed: bool) -> None:
     request, turn = parse(), answered()
     if streamed:
         served = wires.fold_anthropic(DIALECT.stream(request, turn, created_s=0))
@@ -336,7 +336,7 @@ SENTENCES = {"no": "no", "gone": "gone", "big": "big"} | dict.fromkeys(("engine"
         (GatewayBroken("bug"), 500, "api_error"),
     ],
 )
-def test_errors_have_the_form_of_this_api(failure: WireError, status: int, kind: str) -> None:
+def test_errors_have_the_format_of_the_api(failure: WireError, status: int, kind: str) -> None:
     body = {"type": "error", "error": {"type": kind, "message": SENTENCES[str(failure)]}}
     assert (DIALECT.status(failure), DIALECT.error(failure)) == (status, body)
     assert not DIALECT.refuses_in_stream(failure)
@@ -351,7 +351,7 @@ def test_context_exceeded_is_worded_so_that_claude_code_compacts(tokens: int | N
     assert DIALECT.error(failure)["error"] == {"type": "invalid_request_error", "message": message}
 
 
-def test_the_model_list_has_anthropics_form() -> None:
+def test_the_model_list_has_anthropics_format() -> None:
     assert DIALECT.models(0) == {
         "data": [
             {"type": "model", "id": "policy", "display_name": "policy", "created_at": "1970-01-01T00:00:00+00:00"}

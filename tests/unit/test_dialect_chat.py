@@ -114,7 +114,7 @@ def test_a_side_call_of_opencode_without_tools_is_parsed() -> None:
     assert (request.turn.tools, len(request.turn.messages)) == ((), 3)
 
 
-def test_fields_of_a_request_are_parsed() -> None:
+def test_request_fields_are_parsed() -> None:
     request = parse(max_tokens=9, max_completion_tokens=7, stop="END", tool_choice="none", surprise={"x": 1})
     assert (request.turn.max_tokens, request.turn.stop, request.turn.calls_allowed) == (7, ("END",), False)
     assert (request.model, request.turn.model) == ("gpt-x", "gpt-x")
@@ -122,7 +122,7 @@ def test_fields_of_a_request_are_parsed() -> None:
     assert (unnamed.model, unnamed.turn.model, unnamed.turn.tools) == ("policy", "", ())
 
 
-def test_developer_and_later_system_messages_keep_their_places() -> None:
+def test_developer_and_later_system_messages_keep_their_positions() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert messages({"role": "developer", "content": parts}, USER, {"role": "system", "content": "c"}) == (
         say(Role.SYSTEM, "a\n\nb"),
@@ -132,7 +132,7 @@ def test_developer_and_later_system_messages_keep_their_places() -> None:
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
-def test_null_empty_and_missing_contents_are_equal(content: dict[str, object]) -> None:
+def test_null_empty_and_missing_contents_are_equivalent(content: dict[str, object]) -> None:
     said = messages({"role": "assistant", "tool_calls": [WIRE_CALL], "reasoning_content": ""} | content, USER)
     assert said[0] == Message(Role.ASSISTANT, (CALL,))
 
@@ -194,7 +194,7 @@ def test_reasoning_is_parsed_under_both_field_names() -> None:
         ({"model": 3}, "model"),
     ],
 )
-def test_unsupported_parameters_are_refused_by_name(wrong: dict[str, object], field: str) -> None:
+def test_unsupported_parameters_are_named_in_the_refusal(wrong: dict[str, object], field: str) -> None:
     with pytest.raises(BadRequest) as caught:
         parse(**wrong)
     assert caught.value.field == field
@@ -207,7 +207,7 @@ def test_unsupported_parameters_are_refused_by_name(wrong: dict[str, object], fi
     }
 
 
-def test_the_answer_has_the_form_of_a_chat_completion() -> None:
+def test_an_answer_is_encoded_as_a_chat_completion() -> None:
     turn = answered(Reasoning("hm"), Text("I look."), CALL)
     assert DIALECT.answer(parse(), turn, created_s=7) == {
         "id": "chatcmpl-t1",
@@ -257,7 +257,7 @@ def test_the_answer_has_the_form_of_a_chat_completion() -> None:
         (),
     ],
 )
-def test_the_stream_equals_the_answer(blocks: tuple[Any, ...], end: TurnEnd, reason: str) -> None:
+def test_the_streamed_events_match_the_complete_answer(blocks: tuple[Any, ...], end: TurnEnd, reason: str) -> None:
     request, turn = parse(stream=True, stream_options={"include_usage": True}), answered(*blocks, end=end)
     folded = wires.fold_chat(DIALECT.ping + DIALECT.stream(request, turn, created_s=7))
     whole: Any = DIALECT.answer(request, turn, created_s=7)
@@ -286,7 +286,7 @@ def test_a_stream_ends_with_usage_only_if_requested(asked: bool | None) -> None:
     assert all(("usage" in chunk) is bool(asked) for chunk in chunks)
 
 
-def test_a_client_echo_equals_the_sampled_turn() -> None:
+def test_a_client_echo_is_parsed_as_the_sampled_turn() -> None:
     blocks = (Reasoning("hm"), Text("I look.\n"), CALL, ToolCall("call_2", "bash", '{"a'))
     request, turn = parse(stream=True), answered(*blocks)
     echo = wires.fold_chat(DIALECT.stream(request, turn, created_s=7))["message"]
@@ -308,7 +308,7 @@ SENTENCES = {"no": "no", "gone": "gone", "big": "big"} | dict.fromkeys(("engine"
         (GatewayBroken("bug"), 500, "server_error"),
     ],
 )
-def test_errors_have_the_form_of_this_api(failure: WireError, status: int, kind: str) -> None:
+def test_errors_have_the_format_of_the_api(failure: WireError, status: int, kind: str) -> None:
     error = {"message": SENTENCES[str(failure)], "type": kind, "param": failure.field, "code": failure.code}
     assert (DIALECT.status(failure), DIALECT.error(failure)) == (status, {"error": error})
     assert not DIALECT.refuses_in_stream(failure)
@@ -328,7 +328,7 @@ def test_context_exceeded_has_openais_code_and_wording() -> None:
     assert "70000 tokens" in error["message"]
 
 
-def test_the_model_list_has_openais_form() -> None:
+def test_the_model_list_has_openais_format() -> None:
     assert DIALECT.models(7) == {
         "object": "list",
         "data": [{"id": "policy", "object": "model", "created": 7, "owned_by": "headrace"}],

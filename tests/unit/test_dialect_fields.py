@@ -73,7 +73,7 @@ def test_a_part_with_a_type_that_is_not_a_string_is_refused(kind: object) -> Non
 
 
 @pytest.mark.parametrize("dialect", WIRES)
-def test_schemas_too_deep_to_be_written_are_refused(dialect: Dialect) -> None:
+def test_schemas_too_deeply_nested_to_serialize_are_refused(dialect: Dialect) -> None:
     read = dialect.parse(orjson.dumps(body(dialect, schema=nested(DEEPEST_SCHEMA))), {})
     assert read.turn.tools[0].parameters == nested(DEEPEST_SCHEMA)
     with pytest.raises(BadRequest, match="nested too deeply"):

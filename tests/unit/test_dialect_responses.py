@@ -189,7 +189,7 @@ def test_raw_reasoning_is_preferred_to_its_summary() -> None:
         [item("assistant", "I"), {"type": "reasoning", "encrypted_content": "t9", "summary": []}],
     ],
 )
-def test_the_turn_is_identified_by_our_item_ids_too(items: list[dict[str, object]]) -> None:
+def test_a_turn_can_be_identified_by_our_item_ids(items: list[dict[str, object]]) -> None:
     blocks = messages(USER, *items, USER)[1].blocks
     assert Reasoning("", "t9") in blocks
     assert len(blocks) == 2
@@ -269,14 +269,14 @@ def test_codex_agents_and_compactions_are_distinguished(
         ({"model": []}, "model"),
     ],
 )
-def test_unsupported_parameters_are_refused_by_name(wrong: dict[str, object], field: str) -> None:
+def test_unsupported_parameters_are_named_in_the_refusal(wrong: dict[str, object], field: str) -> None:
     with pytest.raises(BadRequest) as caught:
         parse(**wrong)
     assert caught.value.field == field
     assert DIALECT.status(caught.value) == 400
 
 
-def test_the_answer_has_the_form_of_a_response() -> None:
+def test_an_answer_is_encoded_as_a_response_object() -> None:
     request = parse(tools=[EXEC, AGENTS, PATCH], max_output_tokens=9)
     document: Any = DIALECT.answer(request, answered(*ALL_BLOCKS), created_s=7)
     assert [document[name] for name in ("id", "object", "created_at", "status", "model", "max_output_tokens")] == [
@@ -328,7 +328,7 @@ def test_the_answer_has_the_form_of_a_response() -> None:
 
 @pytest.mark.parametrize("end", list(TurnEnd))
 @pytest.mark.parametrize("blocks", [ALL_BLOCKS, (Text("a\u2028"),), (Reasoning("", TURN_ID), Text("a")), ()])
-def test_the_stream_equals_the_answer(blocks: tuple[Any, ...], end: TurnEnd) -> None:
+def test_the_streamed_events_match_the_complete_answer(blocks: tuple[Any, ...], end: TurnEnd) -> None:
     request, turn = parse(tools=[EXEC, AGENTS, PATCH], stream=True), answered(*blocks, end=end)
     folded = wires.fold_responses(DIALECT.stream(request, turn, created_s=7))
     assert folded == DIALECT.answer(request, turn, created_s=7)
@@ -343,7 +343,7 @@ def test_a_truncated_turn_is_incomplete() -> None:
     assert [part["status"] for part in response["output"]] == ["completed", "incomplete"]
 
 
-def test_an_item_is_empty_in_its_added_event() -> None:
+def test_an_item_is_empty_in_the_event_that_adds_it() -> None:
     stream = DIALECT.stream(parse(tools=[PATCH]), answered(*ALL_BLOCKS), created_s=7)
     added = [data["item"] for name, data in wires.read_events(stream) if name == "response.output_item.added"]
     grown = {name: value for part in added for name, value in part.items() if name in ("arguments", "content", "input")}
@@ -352,7 +352,7 @@ def test_an_item_is_empty_in_its_added_event() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_codex_echo_equals_the_sampled_turn(streamed: bool) -> None:
+def test_a_codex_echo_is_parsed_as_the_sampled_turn(streamed: bool) -> None:
     request, turn = parse(tools=[EXEC, AGENTS, PATCH]), answered(*ALL_BLOCKS)
     if streamed:
         served = wires.fold_responses(DIALECT.stream(request, turn, created_s=7))
@@ -383,7 +383,7 @@ def test_a_free_form_call_with_other_arguments_is_sent_unchanged(arguments: str)
         (ContextExceeded("full"), 400, "invalid_request_error", "context_length_exceeded"),
     ],
 )
-def test_errors_have_the_form_of_this_api(failure: WireError, status: int, kind: str, code: str) -> None:
+def test_errors_have_the_format_of_the_api(failure: WireError, status: int, kind: str, code: str) -> None:
     error: Any = DIALECT.error(failure)["error"]
     assert (DIALECT.status(failure), error["type"], error["code"]) == (status, kind, failure.code)
     assert DIALECT.refuses_in_stream(failure) is isinstance(failure, ContextExceeded)
@@ -392,5 +392,5 @@ def test_errors_have_the_form_of_this_api(failure: WireError, status: int, kind:
     assert last["response"]["error"] == {"code": code, "message": error["message"]}
 
 
-def test_the_model_list_has_openais_form() -> None:
+def test_the_model_list_has_openais_format() -> None:
     assert DIALECT.models(7)["object"] == "list"

@@ -213,7 +213,7 @@ async def test_sdks_raise_the_matching_error_types(
                 await other.responses.create(input=asked, stream=stream, **RESPONSES)
 
 
-async def test_sdks_raise_errors_from_streams_that_have_begun(provider: Provider) -> None:
+async def test_sdks_raise_errors_received_during_a_stream(provider: Provider) -> None:
     provider.failure = NoEngineOpen("shut")
     asked: Any = [{"role": "user", "content": "hello"}]
     async with claude(provider) as client, gpt(provider) as other:

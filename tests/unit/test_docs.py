@@ -70,7 +70,7 @@ def defined(path: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_files_and_tests_of_a_page_exist(page: Path) -> None:
+def test_links_files_and_tests_named_on_a_page_exist(page: Path) -> None:
     assert problems(page) == []
 
 
@@ -105,7 +105,7 @@ def columns(statements: Iterable[str]) -> set[str]:
         return tables | {row[1] for table in tables for row in database.execute(f"PRAGMA table_info({table})")}
 
 
-def test_run_directory_page_names_every_file_column_key_and_span() -> None:
+def test_the_run_directory_page_names_every_file_column_key_and_span() -> None:
     named = set(re.findall(r"[\w.-]+", (ROOT / "docs" / "run_directory.md").read_text()))
     paths = vars(RunDirectory).items()
     run = RunDirectory(path=Path("/run"))
@@ -116,7 +116,7 @@ def test_run_directory_page_names_every_file_column_key_and_span() -> None:
     assert files | columns(LEDGER_STATEMENTS) | exported | keys | spans <= named
 
 
-def test_pages_named_in_the_code_exist() -> None:
+def test_documentation_pages_named_in_the_code_exist() -> None:
     files = [path for folder in CODE for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".toml"}]
     named = {page for path in files for page in re.findall(r"docs/[\w-]+\.md", path.read_text())}
     assert len(named) > 5
@@ -137,7 +137,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def test_readme_snippets_are_valid_recipes_tasks_and_parts(tmp_path: Path) -> None:
+def test_readme_snippets_are_valid(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("".join(blocks("toml")))
     assert load_recipe(recipe, (), tmp_path / "run").engines.attach

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_the_gap_before_a_resume_does_not_count(tmp_path: Path) -> None:
+def test_the_gap_before_a_resume_is_not_counted_as_driven_time(tmp_path: Path) -> None:
     """The issue's run: interrupted after 50 s, resumed 101 s later, done after 45 s more."""
     directory = RunDirectory(path=tmp_path)
     for start, end in ((1000.0, 1050.0), (1151.0, 1196.0)):
@@ -23,7 +23,7 @@ def test_the_gap_before_a_resume_does_not_count(tmp_path: Path) -> None:
     assert driven.within_s(1010.0, 1161.0) == 50
 
 
-def test_a_killed_driver_counts_up_to_its_last_record(tmp_path: Path) -> None:
+def test_the_time_of_a_killed_driver_is_counted_up_to_its_last_record(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path)
     directory.append_session(1000.0, None)
     directory.append_session(1100.0, None)
@@ -34,7 +34,7 @@ def test_a_killed_driver_counts_up_to_its_last_record(tmp_path: Path) -> None:
     assert driven.spans == ((1000.0, 1030.0), (1100.0, 1100.0), (1200.0, 1250.0))
 
 
-def test_sessions_of_older_versions_have_only_ends(tmp_path: Path) -> None:
+def test_sessions_written_by_older_versions_have_only_end_times(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path)
     directory.append_session(10.0, 20.0)
     assert read_driven_time(directory.sessions, (15.0,)).total_s() == 10

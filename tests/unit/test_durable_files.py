@@ -79,7 +79,7 @@ def test_data_is_on_disk_before_its_name(
     assert ("fsync", tmp_path.name) in disk[renamed:], "the rename itself is durable too"
 
 
-def test_a_tree_is_fsynced_whole(tmp_path: Path, disk: list[tuple[str, str]]) -> None:
+def test_a_whole_tree_is_fsynced(tmp_path: Path, disk: list[tuple[str, str]]) -> None:
     published_tree(tmp_path)
     assert {("fsync", name) for name in ("data", "inner", "staged")} <= set(disk)
 
@@ -93,7 +93,7 @@ def test_a_private_file_is_readable_by_its_owner_only_even_after_a_crash(tmp_pat
 
 
 @pytest.mark.parametrize("left", [b"", b"\0\0\0\0", b"[]", b'{"version": '], ids=["empty", "zeros", "list", "torn"])
-def test_an_empty_or_torn_file_is_written_again(tmp_path: Path, left: bytes) -> None:
+def test_an_empty_or_torn_file_is_rewritten(tmp_path: Path, left: bytes) -> None:
     for name in ("newest.json", "members.json", "gateway.json"):
         (tmp_path / name).write_bytes(left)
     (tmp_path / "pushes.jsonl").write_bytes(left)
@@ -106,7 +106,7 @@ def test_an_empty_or_torn_file_is_written_again(tmp_path: Path, left: bytes) -> 
     assert journal.newest() == SNAPSHOT
 
 
-def test_requests_are_answered_in_the_order_of_asking_whatever_the_clock_says(tmp_path: Path) -> None:
+def test_requests_are_answered_in_the_order_they_were_made_whatever_the_clock_says(tmp_path: Path) -> None:
     for number, age_s in ((1, 0), (2, 50), (3, 10_000)):
         name = f"{number:06d}-x"
         write_private(tmp_path / f"{name}.json", b'{"request_id": "%s", "kind": "add", "what": "u"}' % name.encode())

@@ -31,7 +31,7 @@ def members(data: bytes) -> dict[str, tarfile.TarInfo]:
         return {member.name: member for member in tar}
 
 
-def test_only_folders_files_and_links_below_the_path_are_taken() -> None:
+def test_only_folders_files_and_links_below_the_path_are_extracted() -> None:
     given = archive(
         entry("data", tarfile.DIRTYPE, mode=0o777),
         entry("data/file", data=b"text", mode=0o4777),
@@ -53,7 +53,7 @@ def test_only_folders_files_and_links_below_the_path_are_taken() -> None:
     }
 
 
-def test_a_single_file_takes_the_name_of_the_target() -> None:
+def test_a_single_file_is_given_the_targets_name() -> None:
     assert set(members(filtered(archive(entry("result", data=b"1")), "/frozen/answer", max_bytes=10))) == {
         "frozen/answer"
     }
@@ -74,6 +74,6 @@ def test_a_damaged_or_large_archive_is_refused(given: bytes, reason: str) -> Non
         filtered(given, "/frozen", max_bytes=100)
 
 
-def test_a_cut_archive_is_refused() -> None:
+def test_a_truncated_frozen_archive_is_refused() -> None:
     with pytest.raises(FrozenPathRefused, match="more than 5 bytes"):
         filtered(archive(entry("data", data=b"x")), "/frozen", max_bytes=5, truncated=True)

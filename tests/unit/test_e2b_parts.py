@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         ("/" + "x" * 5000, None),
     ],
 )
-def test_paths_are_resolved_as_envd_does(path: str, wanted: str | None) -> None:
+def test_paths_are_resolved_as_in_envd(path: str, wanted: str | None) -> None:
     account = Account(name="a", home="/home/a", folder="/home/a")
     if wanted is None:
         with pytest.raises(RpcError):
@@ -62,7 +62,7 @@ def test_paths_are_resolved_as_envd_does(path: str, wanted: str | None) -> None:
         assert account.resolve(path) == wanted
 
 
-def test_keys_are_plain_or_digests(tmp_path: Path) -> None:
+def test_keys_can_be_plain_or_digests(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"secret-b").hexdigest()
     (tmp_path / "keys").write_text(f"\n# people\na:secret-a\nb:{digest}:5\n")
     keys = load_keys(tmp_path / "keys")
@@ -70,7 +70,7 @@ def test_keys_are_plain_or_digests(tmp_path: Path) -> None:
     assert [owner and (owner.name, owner.max_sandboxes) for owner in found] == [("a", None), ("b", 5), None, None, None]
 
 
-def test_images_come_from_the_map_only(tmp_path: Path) -> None:
+def test_images_come_only_from_the_map(tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text('{"a": "host", "acme/swe:1": "/images/swe.tar"}')
     images = load_images(tmp_path / "map.json", "acme")
     assert images.resolve("base", {}, {}) == "host"
@@ -115,7 +115,7 @@ def test_entries_with_unusual_names_are_parsed() -> None:
         (SandboxError("x"), 500, None),
     ],
 )
-def test_every_error_has_a_response(error: SandboxError, status: int, retry: str | None) -> None:
+def test_every_error_maps_to_a_response(error: SandboxError, status: int, retry: str | None) -> None:
     answer = api_error(error, repeatable=False).response()
     assert (answer.status, answer.headers.get("Should-Retry")) == (status, retry)
     assert (answer.headers.get("Retry-After") is not None) == (status == 429)
@@ -151,12 +151,12 @@ def test_an_api_error_is_an_object_with_code_and_message() -> None:
         (httpx.ReadTimeout("slow"), Step.FILE, ProviderUnreachable),
     ],
 )
-def test_errors_of_the_sdk_are_typed(error: Exception, step: Step, kind: type[SandboxError]) -> None:
+def test_sdk_errors_map_to_typed_errors(error: Exception, step: Step, kind: type[SandboxError]) -> None:
     found = classify(error, step)
     assert type(found) is kind
 
 
-async def test_a_full_boot_queue_returns_a_time_to_wait() -> None:
+async def test_a_full_boot_queue_returns_a_retry_delay() -> None:
     queue = BootQueue(boots=1, max_waiting=1)
     order: list[str] = []
 

@@ -138,7 +138,7 @@ def test_a_push_does_not_use_up_the_wait_for_an_engine() -> None:
     in_pool(TimedEngine(1.0), act, admitted=False)
 
 
-def test_a_push_stops_the_clock_of_the_call_that_it_delays() -> None:
+def test_a_push_stops_the_clock_of_a_call_that_it_delays() -> None:
     engine = TimedEngine(CALL_S - 1.0 + 100.0)
 
     async def act(pool: EnginePool) -> None:

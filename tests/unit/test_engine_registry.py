@@ -34,7 +34,7 @@ def registry_of(**engines: str) -> EngineRegistry:
     return registry
 
 
-def test_an_engine_is_routed_to_once_it_has_weights() -> None:
+def test_an_engine_receives_turns_once_it_has_weights() -> None:
     registry = registry_of(one="http://h:1")
     assert [route.admitted for route in registry.table(1).engines] == [False]
     registry.serves(ONE, V1)
@@ -44,7 +44,7 @@ def test_an_engine_is_routed_to_once_it_has_weights() -> None:
     assert registry[ONE].reason == "checksums disagree"
 
 
-def test_two_engines_at_one_address_are_refused_by_name() -> None:
+def test_two_engines_at_one_address_are_refused_with_their_names() -> None:
     registry = registry_of(one="http://127.0.0.1:80")
     with pytest.raises(EngineAddressTaken, match="two and one have one address"):
         registry.starting(TWO, place="two", origin=Origin.ATTACHED, now=0.0, url="http://localhost")
@@ -52,7 +52,7 @@ def test_two_engines_at_one_address_are_refused_by_name() -> None:
     registry.starting(TWO, place="two", origin=Origin.ATTACHED, now=0.0, url="http://localhost")
 
 
-def test_gone_and_leaving_engines_do_not_return() -> None:
+def test_engines_that_are_gone_or_leaving_do_not_return() -> None:
     registry = registry_of(one="http://h:1", two="http://h:2")
     registry.leaving(ONE)
     registry.gone(TWO, "dead")
@@ -63,7 +63,7 @@ def test_gone_and_leaving_engines_do_not_return() -> None:
         registry.leaving(THREE)
 
 
-def test_only_the_last_gone_engines_are_remembered() -> None:
+def test_only_the_most_recently_removed_engines_are_remembered() -> None:
     registry = EngineRegistry()
     for number in range(REMEMBERED + 5):
         registry.starting(EngineId(str(number)), place="place", origin=Origin.LOCAL, now=0.0)
@@ -71,7 +71,7 @@ def test_only_the_last_gone_engines_are_remembered() -> None:
     assert REMEMBERED <= len(registry.all()) <= REMEMBERED + 1
 
 
-def test_an_attached_engine_in_quarantine_is_due_as_often_as_its_breaker_allows() -> None:
+def test_a_quarantined_attached_engine_is_probed_as_often_as_its_breaker_allows() -> None:
     registry = registry_of(one="http://h:1")
     for now in (0.0, 1.0):
         registry.quarantine(ONE, "hangs", now)
@@ -89,7 +89,7 @@ def test_an_attached_engine_in_quarantine_is_due_as_often_as_its_breaker_allows(
     assert registry.breaker(registry[ONE].place).state(12.0) is BreakerState.CLOSED
 
 
-def test_our_own_quarantined_engine_is_replaced_and_not_pushed_to() -> None:
+def test_a_quarantined_local_engine_is_replaced_and_not_pushed_to() -> None:
     registry = EngineRegistry()
     registry.starting(ONE, place="place-1", origin=Origin.LOCAL, now=0.0)
     registry.answered(ONE, url="http://h:1", version=None)
@@ -97,7 +97,7 @@ def test_our_own_quarantined_engine_is_replaced_and_not_pushed_to() -> None:
     assert registry.due(0.0) == ()
 
 
-def test_repeated_failures_at_a_place_grow_its_delay() -> None:
+def test_repeated_failures_in_a_slot_increase_its_delay() -> None:
     registry, now, waits = EngineRegistry(), 0.0, []
     for number in range(12):
         began = now
@@ -138,7 +138,7 @@ def info(version: PolicyVersion, *, paused: bool) -> EngineInfo:
     return EngineInfo(server_version="", version=version, running=0, waiting=0, max_context_tokens=9, paused=paused)
 
 
-async def test_an_interrupted_push_shows_which_engines_may_be_mixed(tmp_path: Path) -> None:
+async def test_an_interrupted_push_shows_which_engines_may_have_mixed_weights(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
     assert journal.broken() is None
     journal.begin(snapshot(tmp_path, V2))
@@ -162,7 +162,7 @@ async def test_an_interrupted_push_shows_which_engines_may_be_mixed(tmp_path: Pa
     }
 
 
-async def test_a_push_of_many_engines_is_read_from_its_first_line_on(tmp_path: Path) -> None:
+async def test_a_push_to_many_engines_is_read_from_its_first_journal_line(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
     journal.begin(snapshot(tmp_path, V2))
     await journal.step("before", step(0, Phase.BROADCAST, THREE))
@@ -177,7 +177,7 @@ async def test_a_push_of_many_engines_is_read_from_its_first_line_on(tmp_path: P
     assert not broken.is_whole(names[0], info(V2, paused=True)), "the push quarantined it"
 
 
-async def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
+async def test_a_torn_journal_line_is_skipped(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
     journal.begin(snapshot(tmp_path, V2))
     await journal.step("push", step(0, Phase.PROBE, ONE))

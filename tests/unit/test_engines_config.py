@@ -73,7 +73,7 @@ def test_valid_engine_configs_are_accepted(given: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_engine_configs_that_contradict_the_push_config_are_rejected(
+def test_engine_configs_that_conflict_with_the_push_config_are_rejected(
     overrides: list[str], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
@@ -86,7 +86,7 @@ def plan_in(folder: Path) -> ServerPlan:
     )
 
 
-def test_sglang_servers_get_the_settings(tmp_path: Path) -> None:
+def test_sglang_servers_receive_the_configured_settings(tmp_path: Path) -> None:
     given = {"backend": "sglang", "dtype": "bfloat16", "sglang": {"arguments": ["--enable-metrics"]}}
     process = server_process(EnginesConfig.model_validate(given), plan_in(tmp_path))
     assert isinstance(process, SGLangProcess)
@@ -95,7 +95,7 @@ def test_sglang_servers_get_the_settings(tmp_path: Path) -> None:
     assert config.arguments == ("--enable-metrics",)
 
 
-def test_a_push_s_deadlines_reach_the_engines_it_pushes_to(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_push_deadlines_reach_the_engines(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Else somebody's default decides: the client's before the push's, the engine's group before the sender's."""
     given = PushConfig(phase_timeout_s=100.0, transfer_timeout_s=200.0)
     context = EngineContext(model_dir=tiny_model_dir, directory=tmp_path, seed=1, push=given, runtime=None)

@@ -64,7 +64,7 @@ def test_invalid_sampling_is_refused(override: str, said: str) -> None:
         config(override)
 
 
-def test_engines_get_the_longer_of_both_context_limits() -> None:
+def test_engines_get_the_longer_of_the_two_context_limits() -> None:
     overrides = ["engines.max_context_tokens=300", "evaluation.sampling.max_context_tokens=301"]
     with pytest.raises(ConfigError, match=r"is below evaluation\.sampling\.max_context_tokens 301: raise the first"):
         load_recipe(RECIPE, overrides, Path("/run"))
@@ -74,7 +74,7 @@ def evaluation(run: Path, overrides: Sequence[str] = ()) -> Path:
     return prepare_evaluation(EvalRequest(source=run, runs_dir=run.parent, overrides=overrides)).out
 
 
-def test_a_run_is_evaluated_at_another_temperature_in_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_evaluating_a_run_at_another_temperature_uses_a_separate_folder(tmp_path: Path) -> None:
     directory = prepare(RunRequest(recipe=RECIPE, runs_dir=tmp_path, name="run"))[1]
     checkpoint = directory.checkpoints / "1.3"
     checkpoint.mkdir(parents=True)

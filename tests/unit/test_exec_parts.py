@@ -33,12 +33,12 @@ def test_an_error_document_preserves_the_kind(kind: type[SandboxError]) -> None:
     assert 400 <= status_of(error) < 600
 
 
-def test_a_client_side_error_is_encoded_as_its_base_class() -> None:
+def test_a_client_side_error_is_encoded_as_the_base_class() -> None:
     assert type(from_document(to_document(NotConnected("x")))) is errors.ProviderUnreachable
 
 
 @given(st.one_of(st.none(), st.floats(), st.integers(), st.text(), st.booleans()))
-def test_a_time_to_wait_is_preserved_within_bounds(wait_s: object) -> None:
+def test_a_retry_delay_is_preserved_within_bounds(wait_s: object) -> None:
     back = from_document({"error": "RateLimited", "message": "", "retry_after_s": wait_s})
     assert isinstance(back, CapacityExceeded)
     assert 0 <= back.retry_after_s <= 3600

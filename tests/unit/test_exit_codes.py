@@ -64,12 +64,12 @@ DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_an_error_has_its_code(error: Exception, of_command: int, of_run: int) -> None:
+def test_each_error_has_its_own_exit_code(error: Exception, of_command: int, of_run: int) -> None:
     assert exit_code(error) == of_command
     assert exit_code_of_run(error) == of_run
 
 
-def test_help_and_docs_have_every_code() -> None:
+def test_help_and_docs_list_every_exit_code() -> None:
     codes = {str(value) for name, value in vars(exit_codes).items() if re.fullmatch(r"EXIT_\w+", name)}
     assert codes <= set(re.findall(r"\d+", exit_codes.HELP))
     assert codes <= set(re.findall(r"^\| (\d+) \|", DOCS.read_text(), re.MULTILINE))

@@ -141,7 +141,7 @@ def test_an_actor_that_ends_itself_is_restarted() -> None:
     assert ("died", "counter", "it ended itself") in events
 
 
-def test_calls_are_lost_and_repeated() -> None:
+def test_lossy_calls_are_lost_and_repeated_at_the_configured_rates() -> None:
     faults = CallFaults(delay_s=0.01, slow=0.0, slow_s=5.0, lost=0.1, answer_lost=0.1, repeated=0.1)
 
     async def history(runtime: FaultyRuntime) -> tuple[int, int]:
@@ -162,7 +162,7 @@ def test_calls_are_lost_and_repeated() -> None:
     assert counted == 300 - lost + repeated
 
 
-def test_the_same_seed_is_the_same_history() -> None:
+def test_the_same_seed_gives_the_same_history() -> None:
     faults = CallFaults(delay_s=0.5, slow=0.1, lost=0.05, answer_lost=0.05, repeated=0.05, restart_s=2.0)
 
     async def history(runtime: FaultyRuntime) -> list[object]:
@@ -180,7 +180,7 @@ def test_the_same_seed_is_the_same_history() -> None:
     assert first != third
 
 
-def test_a_cut_off_actor_is_unreachable_until_it_is_reconnected() -> None:
+def test_a_partitioned_actor_is_unreachable_until_it_is_reconnected() -> None:
     async def history(runtime: FaultyRuntime) -> None:
         counter = await runtime.spawn(Counter, name="counter")
         runtime.cut_off.add("counter")

@@ -14,7 +14,7 @@ def test_a_second_lock_on_a_path_is_refused_until_the_first_is_released(tmp_path
     FileLock(path, blocking=False).release()
 
 
-def test_releasing_twice_closes_no_foreign_descriptor(tmp_path):
+def test_releasing_twice_does_not_close_another_descriptor(tmp_path):
     lock = FileLock(tmp_path / "lock")
     lock.release()
     # The kernel reuses the lowest free number, which is that of the released lock.

@@ -36,14 +36,14 @@ def progress(elapsed_s: float = 83.0) -> Progress:
     )
 
 
-def test_the_plain_line_has_all_values_in_order() -> None:
+def test_the_plain_progress_line_has_all_values_in_order() -> None:
     assert plain_line(progress()) == (
         "01:23 train  step 12/40  version 1.12  reward 0.62  held-out 50%  staleness 1.25  rollouts 96  sandboxes 12  "
         "tokens/s 1234  learner idle 7%"
     )
 
 
-def test_failures_are_at_the_end_of_the_line() -> None:
+def test_failures_are_shown_at_the_end_of_the_line() -> None:
     failing = replace(progress(), infra_failures=3, parser_fails=True)
     assert plain_line(failing) == f"{plain_line(progress())}  infra 3  parser reads no calls"
     out = io.StringIO()
@@ -100,7 +100,7 @@ def test_rewards_outside_0_to_1_get_their_own_scale() -> None:
     assert low <= -3.0 < 250.0 <= high
 
 
-def test_a_plot_is_drawn_from_any_part_of_the_metrics(tmp_path: Path) -> None:
+def test_a_plot_is_drawn_from_any_subset_of_the_metrics(tmp_path: Path) -> None:
     metrics: list[dict[str, object]] = [
         {"kind": "evaluation", "step": 0, "success": 0.25, "answers": 256},
         {"kind": "step", "step": 1, "reward": 0.3, "staleness": {"0": 5, "2": 3}, "step_s": 2.0, "idle_s": 1.0},

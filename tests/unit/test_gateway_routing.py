@@ -26,7 +26,7 @@ def router() -> Router:
     return router
 
 
-def test_without_engines_nothing_is_chosen() -> None:
+def test_no_engine_is_chosen_when_there_are_none() -> None:
     assert Router().choose(ONE, 0.0) is None
 
 
@@ -44,7 +44,7 @@ def test_the_least_busy_engine_is_chosen(router: Router) -> None:
     assert router.choose(TWO, 0.0) == A
 
 
-def test_a_session_stays_until_its_engine_is_much_busier(router: Router) -> None:
+def test_a_session_stays_on_its_engine_until_it_is_much_busier(router: Router) -> None:
     assert router.choose(ONE, 0.0) == A
     for _ in range(2):
         router.begin(A)
@@ -56,7 +56,7 @@ def test_a_session_stays_until_its_engine_is_much_busier(router: Router) -> None
     assert router.choose(ONE, 0.0) == B
 
 
-def test_a_closed_gate_sends_turns_elsewhere_and_opens_by_itself(router: Router) -> None:
+def test_a_closed_gate_sends_turns_elsewhere_and_opens_on_expiry(router: Router) -> None:
     assert router.choose(ONE, 0.0) == A
     router.close_gate(A, until=10.0, now=0.0)
     assert router.choose(ONE, 5.0) == B

@@ -83,14 +83,14 @@ def test_the_token_budget_ends_the_agent_and_limits_its_last_turn() -> None:
     assert played.core.spent(0.0) is Exhausted.TOKENS
 
 
-def test_wall_time_counts_from_the_opening() -> None:
+def test_wall_time_counts_from_the_opening_of_the_session() -> None:
     core = session(opened_at=100.0, wall_s=10.0)
     assert core.spent(109.9) is Exhausted.NONE
     assert core.wall_left_s(104.0) == 6.0
     assert core.spent(110.0) is Exhausted.WALL
 
 
-def test_a_spent_budget_gives_the_final_text_or_a_truncated_answer() -> None:
+def test_an_exhausted_budget_gives_the_final_text_or_a_truncated_answer() -> None:
     said = session(final_text="Enough.").final_answer()
     assert (said.text, said.end) == ("Enough.", TurnEnd.STOP)
     assert (session(final_text="").final_answer().blocks, session(final_text="").final_answer().end) == (
@@ -193,7 +193,7 @@ def test_a_turn_cut_by_the_context_is_flagged_and_masked_if_configured() -> None
 # What a faithful agent does.
 
 
-def test_each_prompt_begins_with_prompt_and_output_of_the_turn_before() -> None:
+def test_each_prompt_begins_with_the_previous_turns_prompt_and_output() -> None:
     played = rig()
     messages = [SYSTEM, user("go")]
     for number in range(4):
@@ -277,7 +277,7 @@ def test_a_mutated_echo_matches_its_turn_and_loses_no_token(mutate: Any) -> None
     assert (len(report.lineages), report.masked) == (1, {})
 
 
-def test_trimmed_or_reflowed_text_is_matched_by_its_words() -> None:
+def test_trimmed_or_rewrapped_text_is_matched_by_its_words() -> None:
     played = rig()
     played.turn(asks(user("a")), "  one\n two ")
     played.turn(asks(user("a"), say(Role.ASSISTANT, "one two"), user("b")), "c")
@@ -285,7 +285,7 @@ def test_trimmed_or_reflowed_text_is_matched_by_its_words() -> None:
     assert (len(report.lineages), report.drift) == (1, {"text": 1})
 
 
-def test_parallel_results_match_in_any_order_twice_or_missing() -> None:
+def test_parallel_results_match_in_any_order_duplicated_or_missing() -> None:
     played = rig()
     first = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1") + call("bash", command="2"))
     one, two = (block.id for block in first.blocks if isinstance(block, ToolCall))
@@ -304,7 +304,7 @@ def test_parallel_results_match_in_any_order_twice_or_missing() -> None:
     assert played.prompts[1].index(ord("x")) < played.prompts[1].index(ord("y")), "in the order of the calls"
 
 
-def test_parallel_calls_echoed_one_by_one_are_one_turn() -> None:
+def test_parallel_calls_echoed_one_by_one_are_matched_as_one_turn() -> None:
     played = rig()
     first = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1") + call("bash", command="2"))
     one, two = first.blocks
@@ -323,7 +323,7 @@ def test_parallel_calls_echoed_one_by_one_are_one_turn() -> None:
     assert bytes(item for item in played.prompts[1] if item < 256).count(b"CALL") == 2, "neither call stands twice"
 
 
-def test_a_missing_message_makes_another_history() -> None:
+def test_a_missing_message_makes_a_different_history() -> None:
     played = rig()
     first = played.turn(asks(user("a"), user("b"), user("c")), "x")
     request = asks(user("a"), user("c"), echo(first), user("on"))
@@ -363,14 +363,14 @@ def test_a_dropped_answer_is_abandoned() -> None:
     assert len(report.lineages) == 1
 
 
-def test_a_dropped_first_answer_is_abandoned_too() -> None:
+def test_a_dropped_first_answer_is_abandoned() -> None:
     played = rig()
     played.turn(asks(SYSTEM, user("a")), "garbled")
     played.turn(asks(SYSTEM, user("a"), user("That was no call.")), "sorry")
     assert check(report_of(played.core)).masked == {"abandoned": len(b"garbled") + 1}
 
 
-def test_agents_of_the_same_kind_do_not_abandon_turns_of_each_other() -> None:
+def test_agents_of_the_same_kind_do_not_abandon_each_others_turns() -> None:
     played = rig()
     for task in ("one", "two"):
         played.turn(asks(SYSTEM, user(task)), "done")
@@ -524,7 +524,7 @@ def test_an_accepted_answer_is_never_replayed() -> None:
     assert played.core.replay(played.core.match(asks(user("a"))), asks(user("a")), now=0.0) is None
 
 
-def test_of_two_answers_to_one_request_the_continued_one_is_trained() -> None:
+def test_the_continued_one_of_two_answers_to_one_request_is_trained() -> None:
     played = rig()
     request = asks(user("a"))
     first, second = played.turn(request, "first"), played.turn(request, "second")
@@ -554,6 +554,6 @@ def test_the_tree_lists_every_turn_with_its_status() -> None:
         ({"session_id": "a", "budget": {}}, "budget"),
     ],
 )
-def test_invalid_specs_are_refused_with_their_key(spec: dict[str, object], where: str) -> None:
+def test_invalid_specs_are_refused_naming_the_key(spec: dict[str, object], where: str) -> None:
     with pytest.raises(BadRequest, match=where):
         codec.read_form(codec.OpenForm, orjson.dumps({"sessions": [spec]}))

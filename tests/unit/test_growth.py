@@ -58,7 +58,7 @@ def loaded(run_dir):
 
 
 @pytest.mark.parametrize(("name", "steps"), [("short", 43), ("long", 133), ("old", 133)])
-def test_a_generated_run_is_clean_and_whole(run, name, steps):
+def test_a_generated_run_is_complete_and_has_no_problems(run, name, steps):
     report = verify(run(name))
     assert report.problems == ()
     assert (report.steps, report.lost, report.trained_twice) == (steps, 0, 0)
@@ -70,7 +70,7 @@ def kinds_of(snapshot):
     return sorted(type(record).__name__ for record in snapshot.records if type(record).__name__ != "TaskRecord")
 
 
-def test_as_many_rows_are_folded_after_nine_hours_as_after_three(run):
+def test_a_ledger_keeps_as_many_rows_after_nine_hours_as_after_three(run):
     short, long, migrated = (loaded(run(name)) for name in ("short", "long", "old"))
     assert kinds_of(short) == kinds_of(long) == kinds_of(migrated)
     assert len(long.evaluations) == len(short.evaluations) == len(migrated.evaluations) == 0
@@ -80,7 +80,7 @@ def test_as_many_rows_are_folded_after_nine_hours_as_after_three(run):
     assert long.evaluations_closed == migrated.evaluations_closed
 
 
-def test_the_resume_report_reads_open_groups_only(run):
+def test_the_resume_report_reads_only_open_groups(run):
     short, long, old = run("short"), run("long"), run("old")
     bring_up_to_date(old)
     sizes = [
@@ -94,7 +94,7 @@ def test_the_resume_report_reads_open_groups_only(run):
     assert sum(decile.kept for decile in report.deciles) == (3 + 3) * 64 - 32, "of open groups"
 
 
-def test_a_checkpoint_s_copy_is_as_large_after_nine_hours_as_after_three(run, tmp_path):
+def test_a_checkpoints_ledger_copy_is_as_large_after_nine_hours_as_after_three(run, tmp_path):
     sizes = []
     for name in ("short", "long", "old"):
         with closing(opened(run(name))) as ledger:
@@ -103,7 +103,7 @@ def test_a_checkpoint_s_copy_is_as_large_after_nine_hours_as_after_three(run, tm
     assert max(sizes) <= 1.1 * min(sizes)
 
 
-def test_a_return_recalls_only_the_undone_rows(run):
+def test_returning_to_a_checkpoint_recalls_only_the_undone_rows(run):
     run_dir = run("long")
     with closing(sqlite3.connect(run_dir / "archive.db")) as archive:
         [(chain,)] = archive.execute("SELECT chain FROM commits WHERE sequence = 110")
@@ -118,7 +118,7 @@ def test_a_return_recalls_only_the_undone_rows(run):
     assert verify(run_dir).problems == ()
 
 
-def test_readers_of_both_files_see_everything(run, tmp_path):
+def test_reading_the_ledger_and_the_archive_gives_all_rows(run, tmp_path):
     run_dir, old = run("long"), run("old")
     evidence = read_evidence(run_dir)
     before = read_evidence(old)
@@ -128,7 +128,7 @@ def test_readers_of_both_files_see_everything(run, tmp_path):
     assert export(run_dir, tmp_path / "out").rows["rollouts"] == 136 * 64
 
 
-def test_evaluations_that_ended_are_known_after_a_migration(run):
+def test_finished_evaluations_are_known_after_a_migration(run):
     run_dir = run("old")
     tags = {record["tag"] for record in read_metrics(run_dir / "metrics.jsonl", ("evaluation",))}
     with (run_dir / "metrics.jsonl").open("ab") as file:
@@ -176,7 +176,7 @@ def test_a_restored_ledger_accepts_the_newer_archive(run, tmp_path):
         assert archive.execute("SELECT count(*) FROM groups WHERE ordinal >= 1088").fetchone() == (0,)
 
 
-async def test_a_return_into_a_lost_archive_is_refused(tmp_path):
+async def test_returning_to_a_checkpoint_in_a_lost_archive_is_refused(tmp_path):
     store, ref, _ = await stocked(tmp_path)
     async with store:
         await store.checkpointed(ref)
@@ -210,7 +210,7 @@ async def stocked(run_dir):
     return store, ref, orders[4:]
 
 
-async def test_offers_are_answered_while_a_checkpoint_s_copy_is_written(tmp_path, monkeypatch):
+async def test_offers_are_answered_while_a_checkpoints_ledger_copy_is_written(tmp_path, monkeypatch):
     store, ref, orders = await stocked(tmp_path)
     copying, go_on = threading.Event(), threading.Event()
 
@@ -232,7 +232,7 @@ async def test_offers_are_answered_while_a_checkpoint_s_copy_is_written(tmp_path
     assert (tmp_path / "checkpoints" / "1.1" / "ledger.db").exists()
 
 
-async def test_an_evaluation_that_ended_is_known_after_a_restart_and_from_the_archive(tmp_path):
+async def test_a_finished_evaluation_is_known_after_a_restart_and_from_the_archive(tmp_path):
     store, ref, _ = await stocked(tmp_path)
     answer = cases.result(SimpleNamespace(rollout_id="base/task-0/0", attempt=1), PolicyVersion(1, 0))
     async with store:
@@ -247,7 +247,7 @@ async def test_an_evaluation_that_ended_is_known_after_a_restart_and_from_the_ar
         assert store.status().evaluations == 1
 
 
-def test_the_step_of_the_newest_checkpoint_stays_after_a_migration(run):
+def test_the_newest_checkpoints_step_is_kept_by_a_migration(run):
     run_dir = run("old")
     bring_up_to_date(run_dir)
     ref = usable_checkpoint(run_dir / "checkpoints").checkpoint

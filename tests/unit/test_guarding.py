@@ -67,14 +67,14 @@ async def watch(*changes: tuple[float, Any]) -> Watched:
     return watched
 
 
-def test_an_actor_that_hangs_is_killed_once() -> None:
+def test_a_hung_actor_is_killed_once() -> None:
     watched = run_virtual(watch((10.0, lambda watched: watched.become("hangs"))))
     assert len(watched.killed_s) == 1
     assert HANG_S - 1 <= watched.killed_s[0] - 10.0 <= HANG_S + 5
 
 
 @pytest.mark.parametrize("seconds", [HANG_S + 1, 3600.0])
-def test_a_pause_kills_no_actor(seconds: float) -> None:
+def test_a_pause_of_the_machine_kills_no_actor(seconds: float) -> None:
     pauses = ((at_s, lambda _: pause(seconds)) for at_s in (10.0, 12.3, 14.1))
     asked = ((20.0, lambda watched: watched.become("hangs")), (21.0, lambda _: pause(seconds)))
     back = ((40.0, lambda watched: watched.become("well")),)
@@ -82,7 +82,7 @@ def test_a_pause_kills_no_actor(seconds: float) -> None:
     assert run_virtual(watch(*asked, *((at_s + seconds, change) for at_s, change in back))).killed_s == []
 
 
-def test_a_lost_actor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_waits_for_a_lost_actor_to_return(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ABSENCE, "seconds", 100.0)
     lost, back = (10.0, lambda watched: watched.become("lost")), (100.0, lambda watched: watched.become("well"))
     assert run_virtual(watch(lost, back)).killed_s == []
@@ -93,7 +93,7 @@ def test_a_lost_actor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "was not back after 100 s (cluster.absent_s)" in str(gone)
 
 
-def test_pauses_do_not_count_as_time() -> None:
+def test_time_paused_is_not_counted() -> None:
     clock = AwakeClock(10.0)
     assert [clock.read(now_s) for now_s in (100.0, 105.0, 119.0, 719.0, 720.0)] == [100.0, 105.0, 119.0, 119.0, 120.0]
     assert clock.paused_within(30.0) == 600.0

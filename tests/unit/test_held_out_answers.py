@@ -110,7 +110,7 @@ for number in range(10**6):
 """
 
 
-def test_acknowledged_answers_survive_a_kill_once(tmp_path: Path) -> None:
+def test_acknowledged_answers_are_present_exactly_once_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     first = json.dumps(answer().to_json())
     acknowledged = -1
@@ -138,7 +138,7 @@ def test_every_task_id_has_a_unique_name_that_is_not_a_path(ids: list[str]) -> N
         FinishForm.model_validate({"session_ids": [session_id]})
 
 
-def test_folders_of_hostile_ids_stay_inside_the_root(tmp_path: Path) -> None:
+def test_folders_for_hostile_ids_stay_inside_the_root(tmp_path: Path) -> None:
     folders = EvaluationFolders(root=tmp_path / "evaluations", about=ABOUT)
     for task_id in HOSTILE:
         one = answer(task_id)
@@ -195,13 +195,13 @@ def test_capped_files_mark_truncation(tmp_path: Path, monkeypatch: pytest.Monkey
     assert log.endswith(folders_module.TRUNCATED)
 
 
-def test_an_answer_survives_a_disk_that_refuses_its_folder(tmp_path: Path) -> None:
+def test_an_answer_is_recorded_although_its_folder_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "rollouts").write_text("in the way")
     assert EvaluationFolders(root=tmp_path, about=ABOUT).write("base", answer(), RolloutReports()) == answer(folder="")
 
 
-def test_infra_answers_are_in_no_mean_and_counted_apart(tmp_path: Path) -> None:
+def test_infra_answers_are_excluded_from_means_and_counted_separately(tmp_path: Path) -> None:
     answers = [answer(), answer(sample=1, reward=0.0), answer("two", reward=None, versions=()), answer("two", 1)]
     summary = summarize_answers(answers, tag="base", tasks=2, samples=2, dataset_sha256="ab")
     assert (summary.answers, summary.infra, summary.success) == (4, 1, 2 / 3)
@@ -232,7 +232,7 @@ def test_pass_rates_count_solved_answers_not_rewards() -> None:
     assert (summary.success, summary.mean_reward) == (0.5, -0.45)
 
 
-def test_older_lines_are_solved_by_a_reward_above_0() -> None:
+def test_older_lines_count_as_solved_if_the_reward_is_positive() -> None:
     lines = [answer(reward=reward).to_json() for reward in (1.0, 0.0, None)]
     for line in lines:
         del line["solved"]

@@ -129,7 +129,7 @@ def held_out(*instructions: str) -> list[Task]:
     ]
 
 
-async def test_every_answer_has_a_line_and_infra_is_counted_apart(tmp_path: Path) -> None:
+async def test_every_answer_has_a_line_and_infra_is_counted_separately(tmp_path: Path) -> None:
     tasks = held_out("return", "break", "break once")
     async with opened(tmp_path / "run", tasks) as actors, actors.dispatcher() as dispatcher, asyncio.timeout(WAIT_S):
         summary = await dispatcher.evaluate(tasks, samples=1, tag="base")
@@ -176,7 +176,7 @@ async def test_a_new_dispatcher_repeats_no_finished_answer(tmp_path: Path, train
             assert actors.agent.attempts[task.id] == ran[task.id], "solved ones come from the records"
 
 
-async def test_an_evaluation_uses_no_slot_inventory_or_batch_of_training(tmp_path: Path) -> None:
+async def test_an_evaluation_uses_no_training_slot_inventory_or_batch(tmp_path: Path) -> None:
     tasks = held_out("return", "return")
     async with opened(tmp_path / "run", tasks) as actors, actors.dispatcher() as dispatcher, asyncio.timeout(WAIT_S):
         replay = actors.replay
@@ -221,14 +221,14 @@ async def test_a_cancelled_attempt_still_has_an_answer(tmp_path: Path) -> None:
     assert (answer.cause, answer.reward) == ("cancelled", None)
 
 
-def test_a_catalog_keeps_tasks_with_the_same_id_apart_by_purpose(tmp_path: Path) -> None:
+def test_a_catalog_distinguishes_tasks_with_the_same_id_by_purpose(tmp_path: Path) -> None:
     train, evaluation = held_out("train"), held_out("evaluate")
     write_tasks(tmp_path / "train.jsonl", train)
     tasks = TaskCatalog(train=tmp_path / "train.jsonl", evaluation=evaluation).load()
     assert tasks == {(Purpose.TRAIN, train[0].id): train[0], (Purpose.EVALUATION, train[0].id): evaluation[0]}
 
 
-async def test_a_worker_refuses_orders_for_tasks_that_it_was_not_given(tmp_path: Path) -> None:
+async def test_a_worker_refuses_orders_for_unknown_tasks(tmp_path: Path) -> None:
     [known] = held_out("return")
     async with opened(tmp_path / "run", [known], trains=False) as actors:
         assignment = (await actors.worker.reset()).assignment

@@ -45,7 +45,7 @@ def test_configured_values_are_used_even_if_they_do_not_fit() -> None:
     assert share(allowed, 64, 200, None).fits(64, allowed)
 
 
-def test_groups_around_the_launcher_count_where_they_are_lower() -> None:
+def test_lower_limits_of_enclosing_groups_apply_to_the_launcher() -> None:
     allowed = allowed_to_sandboxes(SYSTEMD, 8 * GIB, 1000)
     assert allowed.memory_bytes == 7 * GIB
     assert allowed.processes == 750

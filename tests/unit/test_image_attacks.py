@@ -53,11 +53,11 @@ def refused(data: bytes, target: Path, match: str, **limits: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["../witness/planted", "a/../../witness/planted", "/tmp/planted", "..", "a/.."])
-def test_names_that_leave_the_layer_are_refused(name: str, tmp_path: Path) -> None:
+def test_names_that_escape_the_layer_are_refused(name: str, tmp_path: Path) -> None:
     refused(kit.tar([kit.file(name, b"x")]), tmp_path, "unsafe archive")
 
 
-def test_the_attacks_change_the_witness_with_a_naive_unpacker(tmp_path: Path) -> None:
+def test_the_attacks_modify_the_witness_file_with_a_naive_unpacker(tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "witness").mkdir()
     entries = [kit.link("out", "../witness"), kit.file("out/planted", b"x"), kit.file("../witness/dots", b"x")]
@@ -101,7 +101,7 @@ def test_links_into_proc_are_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["../witness/file", "/etc/passwd", "missing", ""])
-def test_hard_links_cannot_leave_the_layer(target: str, tmp_path: Path) -> None:
+def test_hard_links_cannot_escape_the_layer(target: str, tmp_path: Path) -> None:
     refused(kit.tar([kit.hard_link("planted", target)]), tmp_path, "archive")
 
 
@@ -136,7 +136,7 @@ def test_devices_and_fifos_are_dropped(tmp_path: Path) -> None:
     assert [path.name for path in tree.iterdir()] == ["last"]
 
 
-def test_attributes_with_meaning_to_the_kernel_or_overlayfs_are_dropped(tmp_path: Path) -> None:
+def test_attributes_interpreted_by_the_kernel_or_overlayfs_are_dropped(tmp_path: Path) -> None:
     names = ["security.capability", "trusted.overlay.redirect", "user.overlay.redirect", "user.kept"]
     headers = {f"SCHILY.xattr.{name}": "value" for name in names}
     tree = unpack_bytes(kit.tar([kit.file("f", b"x", pax_headers=headers)]), tmp_path)
@@ -254,7 +254,7 @@ def is_opaque(path: Path) -> bool:
     return "trusted.overlay.opaque" in os.listxattr(path)
 
 
-def test_whiteouts_are_converted_to_those_of_overlayfs(tmp_path: Path) -> None:
+def test_whiteouts_are_converted_to_overlayfs_whiteouts(tmp_path: Path) -> None:
     entries = [
         kit.file("a/.wh.gone"),
         kit.file("b/.wh..wh..opq"),
@@ -291,7 +291,7 @@ KINDS = st.sampled_from([tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarf
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.lists(st.tuples(NAMES, KINDS, TARGETS), max_size=8))
-def test_no_sequence_of_entries_leads_out(
+def test_no_sequence_of_entries_escapes_the_tree(
     plan: Iterable[tuple[list[str], bytes, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target = tmp_path_factory.mktemp("plan")
@@ -305,13 +305,13 @@ def test_no_sequence_of_entries_leads_out(
     remove(target)
 
 
-def test_an_xz_file_of_several_streams_is_read_completely(tmp_path: Path) -> None:
+def test_an_xz_file_with_several_streams_is_read_completely(tmp_path: Path) -> None:
     data = kit.tar([kit.file("f", b"x" * 100_000)])
     pieces = kit.compress("xz", data[:50_000]) + bytes(8) + kit.compress("xz", data[50_000:])
     assert (unpack_bytes(pieces, tmp_path) / "f").stat().st_size == 100_000
 
 
-def test_both_digests_cover_every_byte(tmp_path: Path) -> None:
+def test_compressed_and_uncompressed_digests_cover_every_byte(tmp_path: Path) -> None:
     plain = kit.tar([kit.file("f", b"x")]) + b"\0" * 5000
     packed = gzip.compress(plain) + gzip.compress(b"\0" * 600)
     (tmp_path / "archive").write_bytes(b"before" + packed + b"after")

@@ -10,7 +10,7 @@ from headrace.sandboxes.launcher.connections import Secrets
 from headrace.sandboxes.launcher.requests import CommandCosts
 
 
-def test_only_the_right_secret_fits() -> None:
+def test_only_the_right_secret_is_accepted() -> None:
     secrets = Secrets("the owner's")
     assert secrets.is_admin("the owner's")
     assert secrets.fits("one", secrets.of("one"))
@@ -22,7 +22,7 @@ def test_only_the_right_secret_fits() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_has_no_secret() -> None:
+def test_a_forked_child_cannot_see_the_secret() -> None:
     secrets = Secrets("the owner's")
     known = secrets.of("one")
     child = os.fork()

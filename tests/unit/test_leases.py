@@ -39,7 +39,7 @@ async def opened(tmp_path: Path, *, lease_s: float = 60.0) -> AsyncIterator[tupl
         yield pool, leases
 
 
-async def test_a_lease_does_not_wait_for_others_of_its_batch(tmp_path: Path) -> None:
+async def test_a_lease_does_not_wait_for_others_in_its_batch(tmp_path: Path) -> None:
     async with opened(tmp_path) as (pool, leases):
         first, second = asyncio.create_task(leases.lease(PLAIN)), asyncio.create_task(leases.lease(PLAIN))
         lease = await first

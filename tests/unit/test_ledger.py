@@ -59,7 +59,7 @@ def test_load_returns_the_written_records(tmp_path):
     again.close()
 
 
-def test_memory_ledger_behaves_like_the_file():
+def test_the_memory_ledger_behaves_like_the_file_ledger():
     buffer = busy_core()
     ledger = Ledger.in_memory(IDENTITY)
     ledger.write(buffer.drain(), [])
@@ -118,7 +118,7 @@ def test_a_failed_write_leaves_no_rows(tmp_path):
     ledger.close()
 
 
-def test_a_second_process_cannot_open_the_ledger(tmp_path):
+def test_the_ledger_cannot_be_opened_by_a_second_process(tmp_path):
     ledger = Ledger.open(tmp_path, IDENTITY)
     with pytest.raises(LedgerInUse, match="another process"):
         Ledger.open(tmp_path, IDENTITY)
@@ -147,7 +147,7 @@ def test_foreign_ledgers_are_refused_and_unchanged(tmp_path, damage, message):
     assert (tmp_path / "ledger.db").read_bytes() == before
 
 
-def test_garbage_is_refused_and_an_empty_file_is_new(tmp_path):
+def test_garbage_is_refused_and_an_empty_file_becomes_a_new_ledger(tmp_path):
     path = tmp_path / "ledger.db"
     path.write_bytes(b"this is no database" * 100)
     with pytest.raises(LedgerRefused, match="not readable"):
@@ -212,7 +212,7 @@ def test_network_file_systems_are_refused(tmp_path):
         assert filesystem_magic(Path("/proc")) == 0x9FA0, "procfs, from statfs(2)"
 
 
-def test_a_full_disk_is_refused_before_a_write_fails_half_way(tmp_path):
+def test_a_full_disk_is_refused_before_a_write_fails_halfway(tmp_path):
     refuse_full(tmp_path, 1 << 30)
     with pytest.raises(LedgerRefused, match="free some space"):
         refuse_full(tmp_path, 1 << 20)
@@ -232,7 +232,7 @@ def test_a_backup_is_a_complete_ledger(tmp_path):
     ledger.close()
 
 
-def test_codec_round_trip_is_exact_and_stable():
+def test_the_trajectory_codec_round_trips_exactly_and_stably():
     first = cases.trajectory(FIRST, PolicyVersion(2, 7), tokens=9)
     empty = replace(
         first.rows[0],

@@ -33,7 +33,7 @@ async def make_run(run_dir: Path) -> tuple[ReplayStore, list]:
     return store, list(batch.items)
 
 
-async def test_tables_and_trajectories_of_a_running_run_are_exported(tmp_path: Path) -> None:
+async def test_tables_and_trajectories_are_exported_from_a_live_run(tmp_path: Path) -> None:
     store, items = await make_run(tmp_path / "run")
     async with store:
         report = export(tmp_path / "run", tmp_path / "out")

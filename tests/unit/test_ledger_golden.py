@@ -43,7 +43,7 @@ async def finish_all(store, version):
     return await store.offer_many([cases.result(order, version) for order in orders])
 
 
-async def test_a_run_of_schema_1_continues(golden):
+async def test_a_run_with_schema_1_continues(golden):
     run_dir = golden("ledger_v1")
     report = verify(run_dir)
     assert report.problems == ()
@@ -67,7 +67,7 @@ async def test_a_run_of_schema_1_continues(golden):
 
 
 @pytest.mark.parametrize("name", ["ledger_v1", "ledger_v2"])
-async def test_results_of_older_schemas_were_solved_by_a_reward_above_0(golden, name):
+async def test_results_in_older_schemas_count_as_solved_if_the_reward_is_positive(golden, name):
     run_dir = golden(name)
     attempts = read_evidence(run_dir).attempts
     assert {attempt.solved for attempt in attempts} == {True, False}
@@ -77,7 +77,7 @@ async def test_results_of_older_schemas_were_solved_by_a_reward_above_0(golden, 
     assert (evaluation.reward, evaluation.solved) == (1.0, True)
 
 
-async def test_a_run_of_schema_2_continues(golden):
+async def test_a_run_with_schema_2_continues(golden):
     run_dir = golden("ledger_v2")
     report = verify(run_dir)
     assert report.problems == ()
@@ -94,7 +94,7 @@ async def test_a_run_of_schema_2_continues(golden):
     assert report.sealed == 8 + 3
 
 
-async def test_a_run_of_schema_3_continues(golden):
+async def test_a_run_with_schema_3_continues(golden):
     """With an archive; a reward above 0 solves nothing by itself."""
     run_dir = golden("ledger_v3")
     report = verify(run_dir)

@@ -178,7 +178,7 @@ def change(run_dir: Path, *statements: str) -> None:
         ("UPDATE rollouts SET state = 'sealed', batch_id = NULL WHERE reason = 'batch_dropped'", "says filtered"),
     ],
 )
-async def test_a_drop_that_contradicts_the_journal_is_found(run: Run, statement: str, problem: str) -> None:
+async def test_a_drop_that_contradicts_the_journal_is_reported(run: Run, statement: str, problem: str) -> None:
     await run.store.operators.drop_batch()
     change(run.run_dir, statement)
     assert any(problem in line for line in verify(run.run_dir).problems)
@@ -255,7 +255,7 @@ async def test_all_trajectories_can_be_lost(run: Run) -> None:
     assert (report.problems, report.steps, report.trained) == ((), 6, 24)
 
 
-async def test_a_group_whose_rule_depends_on_times_is_clean_after_a_retry(tmp_path: Path) -> None:
+async def test_a_group_with_a_time_dependent_rule_has_no_problems_after_a_retry(tmp_path: Path) -> None:
     """Nobody knows when the lost result came."""
     config = cases.SMALL.model_copy(update={"group_size": 4, "rule": "count(2)", "batch_size": 8})
     run_dir, now = tmp_path / "run", iter(range(100, 1000))
@@ -318,7 +318,7 @@ async def begin_and_end(run_dir: Path) -> None:
     await (await begin(run_dir)).store.aclose()
 
 
-def test_the_commands_change_a_run_that_has_ended(monkeypatch, capsys, named_run: Path, tmp_path: Path) -> None:
+def test_the_repair_commands_change_a_run_that_has_ended(monkeypatch, capsys, named_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
     def said(command: str) -> dict:
@@ -338,7 +338,7 @@ def test_the_commands_change_a_run_that_has_ended(monkeypatch, capsys, named_run
 
 
 @pytest.mark.parametrize("command", ["drop-batch", "retry-lost"])
-def test_the_commands_refuse_a_run_that_is_driven_or_empty(monkeypatch, capsys, named_run: Path, command: str) -> None:
+def test_the_repair_commands_refuse_a_live_or_empty_run(monkeypatch, capsys, named_run: Path, command: str) -> None:
     def refused() -> str:
         assert headrace(monkeypatch, "ledger", command, named_run) != 0
         (line,) = capsys.readouterr().err.strip().splitlines()

@@ -136,7 +136,7 @@ async def test_a_killed_run_is_read_from_its_log_without_changing_it(tmp_path):
         ("UPDATE checkpoints SET chain = '11'", "different hash chains"),
     ],
 )
-async def test_contradictions_are_found(run_dir, statement, problem):
+async def test_contradictions_in_the_ledger_are_reported(run_dir, statement, problem):
     change(run_dir, statement)
     report = verify(run_dir)
     assert not report.clean
@@ -160,7 +160,7 @@ async def test_a_missing_trajectory_counts_as_lost(run_dir):
     assert report.lost == 4 + 4 + 4 + 1, "trained since the checkpoint, leased, sealed, waiting"
 
 
-async def test_the_checkpoint_is_an_independent_witness(run_dir):
+async def test_the_ledger_is_checked_against_the_checkpoint(run_dir):
     manifest = run_dir / "checkpoints" / "1.2" / "headrace.json"
     document = json.loads(manifest.read_text())
     first, second = document["batches"]
@@ -209,7 +209,7 @@ async def early_dir(tmp_path):
     return run_dir
 
 
-async def test_a_run_with_early_groups_is_clean(early_dir):
+async def test_a_run_with_groups_sealed_early_has_no_problems(early_dir):
     report = verify(early_dir)
     assert report.problems == ()
     assert report.trained == 24
@@ -242,7 +242,7 @@ async def test_a_run_with_early_groups_is_clean(early_dir):
         ("UPDATE rollouts SET state = 'pending' WHERE rollout_id = 'g000000-0'", "says trained"),
     ],
 )
-async def test_contradictions_of_groups_are_found(early_dir, statement, problem):
+async def test_contradictions_in_groups_are_reported(early_dir, statement, problem):
     change(early_dir, statement)
     report = verify(early_dir)
     assert any(problem in line for line in report.problems), report.problems
@@ -269,14 +269,14 @@ def two_lines(run_dir, *, skipped):
     ledger.close()
 
 
-def test_a_repeated_line_counts_as_the_line_before(tmp_path):
+def test_a_repeated_line_of_training_counts_as_the_previous_line(tmp_path):
     two_lines(tmp_path, skipped=False)
     report = verify(tmp_path)
     assert (report.problems, report.max_staleness_seen, report.steps_rolled_back) == ((), 0, 2)
 
 
 @pytest.mark.parametrize("claimed", ["1.1", "1.2", "2.1", "7.1"])
-def test_a_fork_that_claims_to_be_the_line_before_is_found(tmp_path, claimed):
+def test_a_fork_that_claims_to_be_the_previous_line_is_reported(tmp_path, claimed):
     two_lines(tmp_path, skipped=True)
     assert verify(tmp_path).problems == ()
     change(tmp_path, f"UPDATE epochs SET follows = '{claimed}' WHERE epoch = 2")
@@ -284,7 +284,7 @@ def test_a_fork_that_claims_to_be_the_line_before_is_found(tmp_path, claimed):
 
 
 @pytest.mark.parametrize("rule", ["all", "count(3)"])
-def test_a_take_with_a_bound_off_by_one_is_found(tmp_path, monkeypatch, rule):
+def test_an_off_by_one_staleness_bound_in_a_take_is_reported(tmp_path, monkeypatch, rule):
     """`take` uses a bound of one more than the run's, which the commits record."""
     config = EARLY.model_copy(update={"rule": rule})
     buffer = cases.core(config)

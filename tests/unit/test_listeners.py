@@ -23,7 +23,7 @@ def listening(pid: int | None = None) -> set[str]:
     return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
-def test_the_senders_store_listens_on_its_own_address_only() -> None:
+def test_the_senders_store_listens_only_on_its_own_address() -> None:
     before = listening()
     store = host_store("127.0.0.1", 2, 30.0)
     assert listening() - before == {"127.0.0.1"} - before
@@ -32,12 +32,12 @@ def test_the_senders_store_listens_on_its_own_address_only() -> None:
     assert store.get("key") == b"value"
 
 
-def test_an_address_of_another_machine_is_named() -> None:
+def test_an_address_on_another_machine_is_named_in_the_error() -> None:
     with pytest.raises(GroupFailed, match=r"no store could be opened at 203\.0\.113\.1"):
         host_store("203.0.113.1", 2, 10.0)
 
 
-def test_the_learners_world_listens_on_loopback_only(tmp_path: Path) -> None:
+def test_the_learners_process_group_listens_only_on_loopback(tmp_path: Path) -> None:
     code = """
 import psutil
 from headrace.policies.learners import megatron_world

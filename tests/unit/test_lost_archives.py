@@ -77,7 +77,7 @@ async def saved(run_dir, steps=3):
     return store, await save(store, run_dir, version, batches)
 
 
-async def test_a_checkpoint_of_the_start_keeps_the_trajectories_of_all_steps(tmp_path):
+async def test_a_checkpoint_of_the_initial_version_keeps_the_trajectories_of_all_steps(tmp_path):
     """As a drain before the first step leaves it."""
     store = await open_store(tmp_path)
     async with store:

@@ -75,12 +75,12 @@ def gradient(ratios: list[float], advantages: list[float], brakes: ClipConfig = 
         (7.0, -1.0, 2.0),
     ],
 )
-def test_gradient_is_minus_capped_ratio_times_advantage(ratio: float, advantage: float, expected: float) -> None:
+def test_the_gradient_is_minus_capped_ratio_times_advantage(ratio: float, advantage: float, expected: float) -> None:
     assert gradient([ratio], [advantage]) == pytest.approx([expected], rel=1e-5)
 
 
 @pytest.mark.parametrize(("ratio", "advantage"), [(1.29, 1.0), (50.0, 0.1), (0.79, -1.0), (0.01, -3.0)])
-def test_beyond_the_clip_in_the_advantages_direction_there_is_no_gradient(ratio: float, advantage: float) -> None:
+def test_the_gradient_is_zero_beyond_the_clip_in_the_advantages_direction(ratio: float, advantage: float) -> None:
     assert gradient([ratio, 1.0], [advantage, advantage])[0] == 0.0
     assert gradient([ratio, 1.0], [advantage, advantage], UNCLIPPED)[0] != 0.0
 
@@ -110,7 +110,7 @@ def test_a_non_finite_advantage_reaches_the_gradient() -> None:
     assert math.isnan(gradient([1.0, 1.0], [math.nan, 1.0])[0])
 
 
-def test_logprobs_are_those_of_the_temperature_scaled_softmax() -> None:
+def test_logprobs_match_the_temperature_scaled_softmax() -> None:
     row = weighted(tokens=[3, 1, 4], mask=[False, False, True], temperature=0.5)
     logits = torch.randn(1, 3, VOCABULARY, generator=torch.Generator().manual_seed(1))
     logprobs, entropies = trained_logprobs(logits, collate([row], torch.device("cpu")))
@@ -175,7 +175,9 @@ def loss_and_gradient(batch: Batch, token_budget: int) -> tuple[float, torch.Ten
 
 @settings(deadline=None, max_examples=40)
 @given(items=items_strategy, budget=st.integers(9, 60))
-def test_micro_batches_change_nothing(items: list[tuple[float, list[Row]]], budget: int) -> None:
+def test_splitting_into_micro_batches_does_not_change_the_result(
+    items: list[tuple[float, list[Row]]], budget: int
+) -> None:
     batch = make_batch(items)
     one_loss, one_gradient = loss_and_gradient(batch, 10_000)
     loss, grad = loss_and_gradient(batch, budget)
@@ -215,7 +217,7 @@ def test_each_trajectory_has_the_same_weight(items: list[tuple[float, list[Row]]
         (make_row([-1, 2], [False, True]), "vocabulary"),
     ],
 )
-def test_rows_the_model_cannot_train_are_refused(row: Row, words: str) -> None:
+def test_rows_that_the_model_cannot_train_are_refused(row: Row, words: str) -> None:
     with pytest.raises(RowUnusable, match=words):
         weighted_rows(make_batch([(1.0, [row])]), vocabulary=VOCABULARY)
 

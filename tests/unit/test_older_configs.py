@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "config_v1.json"
 """What an early version wrote for the quickstart, its paths made relative."""
 
 
-def test_the_configuration_of_an_early_version_is_read(tmp_path):
+def test_an_early_versions_configuration_is_read(tmp_path):
     (tmp_path / "config.json").write_bytes(GOLDEN.read_bytes())
     old = json.loads(GOLDEN.read_bytes())
     config, directory = reopen(tmp_path)
@@ -42,7 +42,7 @@ def test_a_configuration_that_no_version_wrote_is_refused(tmp_path, change):
         reopen(tmp_path)
 
 
-def test_constant_timeouts_of_older_versions_are_derived(tmp_path):
+def test_constant_timeouts_from_older_versions_are_replaced_by_derived_ones(tmp_path):
     """A run of the agent recipes of that time: its stall clock was a tenth of its agents' time."""
     old = json.loads(GOLDEN.read_bytes())
     old["rollout"] |= {"agent_timeout_s": 1800.0, "evaluate_timeout_s": 600.0, "guard_s": 2700.0}

@@ -67,7 +67,7 @@ def test_a_result_clears_the_record_of_a_task():
 
 
 @pytest.mark.parametrize("minutes", [2, 10, 30])
-def test_no_task_is_charged_while_no_engine_serves(minutes):
+def test_no_task_is_charged_while_no_engine_is_serving(minutes):
     buffer = buffer_of()
     running = buffer.issue(1000, FIRST, 0.0)
     buffer.engines(serving=False, now=10.0)
@@ -85,7 +85,7 @@ def test_no_task_is_charged_while_no_engine_serves(minutes):
     assert all(rollout.failures == 0 for rollout in buffer.state.rollouts.values())
 
 
-def test_an_attempt_that_ran_through_an_outage_is_charged_to_it():
+def test_an_attempt_running_throughout_an_outage_is_charged_to_it():
     buffer = buffer_of()
     orders = buffer.issue(2, FIRST, 0.0)
     buffer.engines(serving=False, now=10.0)
@@ -96,7 +96,7 @@ def test_an_attempt_that_ran_through_an_outage_is_charged_to_it():
     assert fail(buffer, buffer.issue(1, FIRST, 503.0)[0], 504.0, engine_failed=True) is Charge.ENGINES
 
 
-def test_a_dead_worker_is_charged_to_the_worker_only():
+def test_a_dead_worker_is_charged_only_to_the_worker():
     buffer = buffer_of()
     for number in range(5):
         (order,) = buffer.issue(1, FIRST, 100.0 * number)
@@ -160,19 +160,19 @@ def test_a_successful_probe_ends_the_hold():
     assert buffer.status().parked == {}
 
 
-def test_a_hold_ends_with_its_window():
+def test_a_hold_ends_when_its_window_has_passed():
     buffer = failing()
     assert len(buffer.issue(9, FIRST, 100.0 + WINDOW_S + 1)) == 9
     assert buffer.status().held == ""
 
 
-def test_an_attempt_begun_at_the_end_of_an_outage_did_not_run_during_it():
+def test_an_attempt_started_when_an_outage_ends_is_not_charged_to_it():
     buffer = failing()
     orders = buffer.issue(9, FIRST, 100.0 + WINDOW_S + 1)
     assert fail(buffer, orders[0], 800.0, host="b") is Charge.HOST
 
 
-def test_a_probe_is_of_a_task_that_did_not_fail():
+def test_the_probe_uses_a_task_that_did_not_fail():
     buffer = failing()
     failed = {f"g{ordinal:06d}" for ordinal in range(8)}
     (probe,) = buffer.issue(9, FIRST, 100.0 + PROBE_S)
@@ -182,12 +182,12 @@ def test_a_probe_is_of_a_task_that_did_not_fail():
     assert another.group_id not in failed | {probe.group_id}
 
 
-def test_a_probe_is_of_any_task_where_all_failed():
+def test_the_probe_uses_any_task_if_all_have_failed():
     buffer = failing_with_no_room()
     assert len(buffer.issue(9, FIRST, 100.0 + PROBE_S)) == 1
 
 
-def test_broken_tasks_do_not_hold_all_others_for_ever():
+def test_broken_tasks_do_not_hold_all_others_forever():
     buffer, now = failing_with_no_room(max_attempts=5), 100.0
     while not buffer.state.by_state[RolloutState.POISON]:
         now += PROBE_S
@@ -201,7 +201,7 @@ def test_a_clock_set_back_does_not_extend_a_hold():
     assert len(buffer.issue(9, FIRST, -7200.0)) > 0
 
 
-def test_tasks_that_were_parked_by_a_failing_system_are_released():
+def test_tasks_parked_because_of_a_failing_system_are_released():
     buffer = buffer_of(batch_size=4, max_attempts=1)
     for number, order in enumerate(buffer.issue(8, FIRST, 0.0)):
         fail(buffer, order, 100.0 * (number % 2) + number, host=f"host-{number % 2}")
@@ -212,7 +212,7 @@ def test_tasks_that_were_parked_by_a_failing_system_are_released():
     assert buffer.status().parked == {}
 
 
-def test_a_hold_and_the_records_of_tasks_survive_a_restart(tmp_path):
+def test_a_hold_and_the_task_records_survive_a_restart(tmp_path):
     buffer = failing()
     with_engines = buffer_of(tasks=1)
     with_engines.engines(serving=False, now=5.0)
@@ -226,7 +226,7 @@ def test_a_hold_and_the_records_of_tasks_survive_a_restart(tmp_path):
         assert again.status().held == before.status().held
 
 
-def test_an_unparked_task_is_issued_again():
+def test_a_released_task_is_issued_again():
     buffer = buffer_of(tasks=1)
     fail_again_and_again(buffer, ["a", "b"], apart_s=100.0)
     with pytest.raises(TaskNotParked, match=r"task-7 is not parked: .*\(task-0\)"):

@@ -26,7 +26,7 @@ QUIET = Pressure(engine_queue=0.5)
 QUEUED = Pressure(engine_queue=2.0)
 
 
-def test_the_limit_grows_while_it_is_used_and_nothing_is_overloaded() -> None:
+def test_the_limit_grows_while_it_is_reached_and_nothing_is_overloaded() -> None:
     limit = AdaptiveLimit(CONFIG, most=20, now_s=0.0)
     assert [limit.look(QUIET, limit.limit, 10.0 * n) for n in range(1, 5)] == [18, 20, 20, 20]
     assert limit.look(QUIET, 3, 100.0) == 20
@@ -43,7 +43,7 @@ def test_an_overload_shrinks_the_limit_once_per_interval_down_to_the_minimum() -
     assert "engines have 2.00 times" in limit.reason
 
 
-def test_a_service_that_slows_down_is_a_named_overload() -> None:
+def test_an_overload_names_the_service_that_slowed_down() -> None:
     limit = AdaptiveLimit(CONFIG, most=64, now_s=0.0)
     limit.look(Pressure(latencies_s=(("simulator", 1.0),)), 0, 1.0)
     assert limit.look(Pressure(latencies_s=(("simulator", 2.9),)), 0, 10.0) == 16
@@ -94,7 +94,7 @@ def test_an_overload_is_detected_despite_noise() -> None:
     assert "boot" not in said[-1]
 
 
-def test_latencies_need_enough_ends_and_expire_after_one_window() -> None:
+def test_latencies_need_enough_finished_rollouts_and_expire_after_one_window() -> None:
     watch = LatencyWatch()
     told = []
     for now in range(60):
@@ -129,7 +129,7 @@ def test_the_limit_never_exceeds_the_slots() -> None:
     assert limit.look(QUEUED, 2, 10.0) == 2
 
 
-def test_a_start_below_the_minimum_is_refused() -> None:
+def test_a_starting_limit_below_the_minimum_is_refused() -> None:
     with pytest.raises(ValidationError, match="raise start or lower least"):
         PacingConfig(start=4, least=8)
 

@@ -37,13 +37,13 @@ def imported_packages(path: Path, allowed: str = "") -> set[str]:
 
 
 @pytest.mark.parametrize("package", RANKS)
-def test_imports_go_only_downwards(package: str) -> None:
+def test_packages_import_only_lower_packages(package: str) -> None:
     for path in (ROOT / package).rglob("*.py"):
         for target in imported_packages(path, PRIMITIVES if package == "sandboxes" else "") - {package}:
             assert RANKS[target] < RANKS[package], f"{path.relative_to(ROOT)} imports headrace.{target}"
 
 
-def test_an_upward_import_would_be_seen(tmp_path: Path) -> None:
+def test_an_upward_import_is_detected(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("def f() -> None:\n    from headrace import actors\n    import headrace.serve.gateway.gateway\n")
     assert imported_packages(bad) == {"actors", "serve"}
@@ -59,7 +59,7 @@ def test_every_package_folder_is_listed() -> None:
     assert found == listed, "run scripts/packages.py"
 
 
-def test_wheel_holds_exactly_the_tree(tmp_path: Path) -> None:
+def test_the_wheel_contains_exactly_the_source_tree(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -92,7 +92,7 @@ def test_wheel_holds_exactly_the_tree(tmp_path: Path) -> None:
     assert packed == tree
 
 
-def test_importing_the_packages_pulls_nothing_heavy() -> None:
+def test_importing_the_packages_imports_nothing_heavy() -> None:
     code = (
         "import sys, headrace.sandboxes, headrace.buffer, headrace.policies, headrace.serve, headrace.actors\n"
         "import headrace.actors.run.config, headrace.actors.run.service, headrace.serve.gateway.gateway\n"
@@ -103,7 +103,7 @@ def test_importing_the_packages_pulls_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_the_version_comes_from_the_distribution() -> None:
+def test_the_version_is_read_from_the_distribution_metadata() -> None:
     from importlib.metadata import version
 
     assert version("headrace") == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -116,7 +116,7 @@ def test_a_malformed_call_does_not_hide_the_next_one() -> None:
     assert hermes(broken + wrapped(LS)) == ParsedOutput((Text(broken.rstrip()), LS_CALL), 1)
 
 
-def test_a_cut_call_with_reasoning_tags_is_one_text() -> None:
+def test_a_truncated_call_with_reasoning_tags_is_one_text_block() -> None:
     cut = '<tool_call>\n{"name": "write", "arguments": {"text": "<think></think> and </think>'
     assert hermes(cut) == ParsedOutput((Text(cut),), 1)
 
@@ -247,7 +247,7 @@ def test_invalid_coder_calls_remain_text_and_are_counted(broken: str) -> None:
     assert parsed.lost_calls >= 1
 
 
-def test_coder_escapes_lone_surrogates() -> None:
+def test_the_coder_parser_escapes_lone_surrogates() -> None:
     parsed = coder(function("edit", edits='["\\ud800é"]'))
     assert parsed.blocks == (ParsedCall("edit", '{"edits": ["\\ud800\\u00e9"]}'),)
 

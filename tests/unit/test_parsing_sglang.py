@@ -65,7 +65,7 @@ def parsed_call(command: str, tool: str = "bash") -> ParsedCall:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_calls_of_known_and_unknown_tools_keep_their_positions(name: str) -> None:
+def test_calls_to_known_and_unknown_tools_keep_their_positions(name: str) -> None:
     calls = call(name, "bash", "ls") + call(name, "nobody_offered", "x")
     text = f"<think>hm {call(name, 'bash', 'no')}</think>I look.\n{section(name, calls)}\nDone."
     expected = (
@@ -79,7 +79,7 @@ def test_calls_of_known_and_unknown_tools_keep_their_positions(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cut_call_remains_text(name: str) -> None:
+def test_a_truncated_call_remains_text(name: str) -> None:
     whole, cut = call(name, "bash", "ls"), call(name, "bash", "cat calc.py")[:-12]
     head = section(name, whole + cut).partition(cut)[0] + cut
     parsed = parse(name, head)
@@ -96,7 +96,7 @@ def test_text_without_markup_is_unchanged(name: str) -> None:
     assert without == ParsedOutput((Text(section(name, call(name, "bash", "ls"))),))
 
 
-def test_calls_of_families_without_known_tags_are_parsed() -> None:
+def test_calls_from_model_families_without_known_tags_are_parsed() -> None:
     assert parse("llama3", '{"name": "bash", "parameters": {"command": "ls"}}') == ParsedOutput((parsed_call("ls"),))
     listed = '[TOOL_CALLS] [{"name": "bash", "arguments": {"command": "ls"}}]'
     assert parse("mistral", f"Yes. {listed}").blocks[-1] == parsed_call("ls")

@@ -40,5 +40,5 @@ def test_checks_with_other_imports_are_not_plain(check: str) -> None:
     assert not imports_only(check, PRELOADED)
 
 
-def test_programs_without_interpreter_import_only_preloaded_modules() -> None:
+def test_programs_without_an_interpreter_import_only_preloaded_modules() -> None:
     assert imports_only(source("collect_files"), PRELOADED | {"__future__"})

@@ -62,7 +62,7 @@ async def stays(name):
         ("ProviderFolder(runtime_folder(None))",) * 2,
     ],
 )
-def test_folders_are_private_for_any_umask_and_order_of_commands(
+def test_folders_are_private_whatever_the_umask_and_order_of_commands(
     umask: int, order: tuple[str, str], machine: Path
 ) -> None:
     for statement in (*order, *reversed(order)):
@@ -72,14 +72,14 @@ def test_folders_are_private_for_any_umask_and_order_of_commands(
     assert {mode(path) for path in folder.iterdir()} == {0o700}
 
 
-async def test_a_chosen_folder_of_a_launcher_that_stays_gets_private_parents(machine: Path) -> None:
+async def test_a_persistent_launchers_chosen_folder_gets_private_parents(machine: Path) -> None:
     async with locked_folder(machine / "new" / "stays"):
         assert mode(machine / "new") == mode(machine / "new" / "stays") == 0o700
     assert ProviderFolder(machine / "new").path.parent == machine / "new"
 
 
 @pytest.mark.parametrize("wrong", [0o755, 0o775, 0o777, 0o500, 0o000])
-def test_a_folder_of_an_older_version_is_repaired(wrong: int, machine: Path) -> None:
+def test_a_folder_created_by_an_older_version_is_repaired(wrong: int, machine: Path) -> None:
     folder = machine / f"headrace-sandboxes-{os.geteuid()}"
     (folder / "dead").mkdir(parents=True)
     folder.chmod(wrong)
@@ -89,7 +89,7 @@ def test_a_folder_of_an_older_version_is_repaired(wrong: int, machine: Path) -> 
 
 @as_root
 @pytest.mark.parametrize("wrong", [0o700, 0o777])
-def test_a_folder_that_another_user_took_is_left_alone(wrong: int, machine: Path) -> None:
+def test_a_folder_owned_by_another_user_is_left_alone(wrong: int, machine: Path) -> None:
     taken = machine / "headrace-sandboxes-0"
     taken.mkdir()
     taken.chmod(wrong)
@@ -104,7 +104,7 @@ def test_a_folder_that_another_user_took_is_left_alone(wrong: int, machine: Path
 
 
 @as_root
-def test_a_writable_folder_with_files_of_another_user_is_not_used(machine: Path) -> None:
+def test_a_writable_folder_containing_another_users_files_is_not_used(machine: Path) -> None:
     folder = machine / "headrace-sandboxes-0"
     folder.mkdir()
     folder.chmod(0o777)
@@ -133,7 +133,7 @@ def test_the_error_names_the_folder_when_every_name_is_taken(machine: Path) -> N
 
 @as_root
 @pytest.mark.parametrize("mode_there", [0o700, 0o711])
-def test_a_chosen_folder_of_another_user_is_refused(mode_there: int, machine: Path) -> None:
+def test_a_chosen_folder_owned_by_another_user_is_refused(mode_there: int, machine: Path) -> None:
     folder = machine / "stays"
     folder.mkdir(mode=mode_there)
     os.chown(folder, OTHER_USER, OTHER_USER)
@@ -189,7 +189,7 @@ def test_a_tmpdir_without_write_permission_is_refused_in_one_line(machine: Path)
 
 
 @as_root
-def test_a_tmpdir_of_another_user_is_refused_in_one_line(machine: Path) -> None:
+def test_a_tmpdir_owned_by_another_user_is_refused_in_one_line(machine: Path) -> None:
     os.chown(machine, OTHER_USER, OTHER_USER)
     with pytest.raises(FolderRefused, match=f"belongs to another user .id {OTHER_USER}.*set TMPDIR"):
         temporary_folder()

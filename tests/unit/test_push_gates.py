@@ -40,7 +40,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_late_renewal_does_not_close_an_opened_gate() -> None:
+async def test_a_late_renewal_does_not_close_a_reopened_gate() -> None:
     gate = SlowGate()
     gate.quick.set()
     held = HeldGates(gate, lease_s=0.01)

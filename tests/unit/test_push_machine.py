@@ -58,7 +58,7 @@ def test_a_successful_push_runs_every_phase_in_order() -> None:
     assert machine.outcome(A) is machine.outcome(B) is PushOutcome.UPDATED
 
 
-def test_refused_begin_leaves_session_pause_and_gate() -> None:
+def test_a_refused_begin_ends_the_session_and_resumes_and_reopens_the_engine() -> None:
     machine = PushMachine([[A], [B]])
     steps = run(machine, {(Phase.BEGIN, A): GONE})
     assert phases(steps, A)[-4:] == [Phase.BEGIN, Phase.END, Phase.RESUME, Phase.OPEN]
@@ -66,7 +66,7 @@ def test_refused_begin_leaves_session_pause_and_gate() -> None:
     assert machine.outcome(B) is PushOutcome.UPDATED
 
 
-def test_tainted_engine_is_neither_resumed_nor_opened() -> None:
+def test_a_tainted_engine_is_neither_resumed_nor_reopened() -> None:
     machine = PushMachine([[A], [B]])
     steps = run(machine, {(Phase.BROADCAST, A): GONE})
     assert phases(steps, A)[-1] is Phase.BROADCAST
@@ -74,7 +74,7 @@ def test_tainted_engine_is_neither_resumed_nor_opened() -> None:
     assert machine.outcome(B) is PushOutcome.UPDATED
 
 
-def test_survivors_of_a_wave_are_sent_again_in_a_new_group() -> None:
+def test_the_weights_are_sent_again_to_survivors_of_a_wave_in_a_new_group() -> None:
     machine = PushMachine([[A, B, C]])
     steps = run(machine, {(Phase.BROADCAST, A): GONE, (Phase.BROADCAST, B): VICTIM, (Phase.BROADCAST, C): VICTIM})
     broadcasts = [step for step in steps if step.phase is Phase.BROADCAST]
@@ -86,7 +86,7 @@ def test_survivors_of_a_wave_are_sent_again_in_a_new_group() -> None:
     ]
 
 
-def test_loss_during_pause_forms_a_new_group_before_broadcast() -> None:
+def test_losing_an_engine_during_the_pause_forms_a_new_group_before_the_broadcast() -> None:
     machine = PushMachine([[A, B]])
     steps = run(machine, {(Phase.PAUSE, A): GONE})
     assert phases(steps, B).count(Phase.FORM) == 2
@@ -94,7 +94,7 @@ def test_loss_during_pause_forms_a_new_group_before_broadcast() -> None:
     assert phases(steps, A)[-2:] == [Phase.RESUME, Phase.OPEN]
 
 
-def test_an_engine_in_doubt_serves_with_all_of_the_new_weights_or_not_at_all() -> None:
+def test_an_uncertain_engine_serves_with_all_new_weights_or_not_at_all() -> None:
     machine = PushMachine([[A], [B]], in_doubt=(A,))
     steps = run(machine, {(Phase.BEGIN, A): GONE})
     assert phases(steps, A)[-1] is Phase.BEGIN, "neither resumed nor opened"
@@ -111,7 +111,7 @@ def test_an_engine_in_doubt_serves_with_all_of_the_new_weights_or_not_at_all() -
     assert abandoned.outcome(A) is PushOutcome.QUARANTINED
 
 
-def test_abandoned_push_leaves_later_waves_behind() -> None:
+def test_an_abandoned_push_leaves_later_waves_behind() -> None:
     machine = PushMachine([[A], [B]])
     steps = []
     while step := machine.next():
@@ -190,7 +190,7 @@ def has_all_or_nothing(
     return not was_cut and not has_failed
 
 
-def test_the_majority_of_engines_of_a_kind_is_right() -> None:
+def test_the_checksums_of_most_engines_of_a_kind_are_trusted() -> None:
     agreement = Agreement()
     agreement.add(A, {"w": "wrong", "b": "same"})
     assert agreement.wrong() == {}
@@ -203,7 +203,7 @@ def test_the_majority_of_engines_of_a_kind_is_right() -> None:
     assert agreement.wrong() == {A: ["w"], EngineId("d"): ["w"]}, "as many against as many: who was believed before"
 
 
-def test_an_engine_found_wrong_after_its_wave_fails() -> None:
+def test_an_engine_whose_checksum_is_found_wrong_after_its_wave_fails() -> None:
     machine = PushMachine([[A], [B]])
     run(machine, {})
     machine.condemn(A, "the others have other checksums")

@@ -33,7 +33,7 @@ def test_every_rank_of_a_group_has_an_owner(counts: list[int]) -> None:
     assert [0, *taken] == list(range(layout.world_size))
 
 
-def test_waiting_for_an_nccl_transfer_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_an_nccl_transfer_returns_after_it_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch spells it; that it is read there, at the making of a group, only a build with NCCL can show."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     monkeypatch.setenv(name, "0")
@@ -63,7 +63,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
     return directory
 
 
-def test_specs_are_read_from_headers(tmp_path: Path, write_model) -> None:
+def test_tensor_specs_are_read_from_file_headers(tmp_path: Path, write_model) -> None:
     model = write_model(tmp_path / "model", seed=1)
     rewrite(model, lambda tensors: tensors.update(extra=torch.zeros(2).half()))
     assert read_model_specs(model) == specs_of(model)
@@ -82,7 +82,7 @@ def test_a_model_in_several_files_is_read_through_its_index(tmp_path: Path, writ
     assert read_model_specs(model) == specs
 
 
-def test_dtypes_may_differ_among_floating_point_ones(tmp_path: Path, write_model) -> None:
+def test_floating_point_dtypes_may_differ(tmp_path: Path, write_model) -> None:
     specs = specs_of(write_model(tmp_path / "snapshot", seed=1))
     served = rewrite(
         write_model(tmp_path / "served", seed=1),
@@ -109,7 +109,7 @@ def test_dtypes_may_differ_among_floating_point_ones(tmp_path: Path, write_model
         ),
     ],
 )
-def test_another_model_is_refused_with_both_sides_named(tmp_path: Path, write_model, change, said: str) -> None:
+def test_a_different_model_is_refused_with_both_sides_named(tmp_path: Path, write_model, change, said: str) -> None:
     specs = specs_of(write_model(tmp_path / "snapshot", seed=1))
     served = rewrite(write_model(tmp_path / "served", seed=1), change)
     with pytest.raises(ModelInvalid, match=said):
@@ -117,7 +117,7 @@ def test_another_model_is_refused_with_both_sides_named(tmp_path: Path, write_mo
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_head_may_be_left_out_only_where_it_is_tied(tmp_path: Path, write_model, tied: bool) -> None:
+def test_a_head_may_be_omitted_only_if_it_is_tied(tmp_path: Path, write_model, tied: bool) -> None:
     served = write_model(tmp_path / "served", seed=1, tied=tied)
     specs = specs_of(served)
     if tied:
@@ -130,7 +130,7 @@ def test_a_head_may_be_left_out_only_where_it_is_tied(tmp_path: Path, write_mode
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{"])
-def test_damaged_files_are_named(tmp_path: Path, write_model, damage: bytes) -> None:
+def test_damaged_files_are_named_in_the_error(tmp_path: Path, write_model, damage: bytes) -> None:
     served = write_model(tmp_path / "served", seed=1)
     (served / "model.safetensors").write_bytes(damage)
     with pytest.raises(ModelInvalid, match=r"model\.safetensors"):
@@ -139,14 +139,14 @@ def test_damaged_files_are_named(tmp_path: Path, write_model, damage: bytes) -> 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize("damage", ["", "{", "[]"])
-def test_damaged_descriptions_are_named(tmp_path: Path, write_model, name: str, damage: str) -> None:
+def test_damaged_model_descriptions_are_named_in_the_error(tmp_path: Path, write_model, name: str, damage: str) -> None:
     served = write_model(tmp_path / "served", seed=1)
     (served / name).write_text(damage)
     with pytest.raises(ModelInvalid, match=name):
         check_fits({}, served)
 
 
-def test_a_directory_out_of_reach_is_not_checked(tmp_path: Path) -> None:
+def test_an_inaccessible_directory_is_not_checked(tmp_path: Path) -> None:
     check_fits({"x": TensorSpec(dtype="float32", shape=(1,))}, tmp_path / "elsewhere")
 
 

@@ -29,7 +29,7 @@ def random_prompts(vocabulary: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_agrees_with_transformers(tmp_path: Path, write_model, tied: bool) -> None:
+def test_the_model_agrees_with_transformers(tmp_path: Path, write_model, tied: bool) -> None:
     from transformers import Qwen3ForCausalLM
 
     directory = write_model(tmp_path / "model", seed=1, tied=tied)
@@ -79,7 +79,7 @@ def test_cache_rows_can_be_moved(tiny_model_dir: Path) -> None:
         ({"hidden_size": 64}, "embed_tokens"),
     ],
 )
-def test_bad_models_are_named(tmp_path: Path, write_model, change: dict[str, object], named: str) -> None:
+def test_bad_models_are_named_in_the_error(tmp_path: Path, write_model, change: dict[str, object], named: str) -> None:
     directory = write_model(tmp_path / "model")
     keys = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(keys | change))
@@ -87,7 +87,7 @@ def test_bad_models_are_named(tmp_path: Path, write_model, change: dict[str, obj
         load(directory)
 
 
-def test_truncated_weights_are_named(tmp_path: Path, write_model) -> None:
+def test_truncated_weights_are_named_in_the_error(tmp_path: Path, write_model) -> None:
     directory = write_model(tmp_path / "model")
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -96,7 +96,7 @@ def test_truncated_weights_are_named(tmp_path: Path, write_model) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_sort_into_the_order_of_the_storage(tmp_path: Path, write_model, tied: bool) -> None:
+def test_parameters_sort_into_storage_order(tmp_path: Path, write_model, tied: bool) -> None:
     config = load(write_model(tmp_path / "model", tied=tied)).config
     weights = Qwen3Weights.allocate(config)
     names = list(config.shapes())
@@ -113,7 +113,7 @@ def test_parameters_sort_into_the_order_of_the_storage(tmp_path: Path, write_mod
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_values_that_are_not_finite_are_refused(tiny_model_dir: Path, bad: float) -> None:
+def test_non_finite_values_are_refused(tiny_model_dir: Path, bad: float) -> None:
     weights = Qwen3Weights.allocate(load(tiny_model_dir).config)
     norm = torch.ones(96)
     weights.load("model.norm.weight", torch.full((96,), 3e38))

@@ -30,7 +30,7 @@ def digests(directory: Path, hash_seed: int) -> list[str]:
     return told.stdout.split()
 
 
-def test_it_is_the_same_in_every_process_and_place(tmp_path: Path) -> None:
+def test_a_recipe_digest_is_the_same_in_every_process_and_folder(tmp_path: Path) -> None:
     found = digests(tmp_path / "here", 0)
     assert len(found) == len(RECIPES) == len(set(found))
     for seed in (1, 2, 3):

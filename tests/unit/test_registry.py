@@ -54,7 +54,7 @@ def install(site: Path, distribution: str, **points: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "six"), [("same", 3), ("their_parts:double", 6), ("their_parts:Inner.triple", 9)])
-def test_own_parts_and_those_named_by_their_module(site: Path, name: str, six: int) -> None:
+def test_builtin_parts_and_parts_named_by_module_are_found(site: Path, name: str, six: int) -> None:
     assert REGISTRY.find(name)(3) == six
 
 
@@ -76,14 +76,14 @@ def test_an_entry_point_is_found_by_name(site: Path) -> None:
         ("their_parts:", "AttributeError"),
     ],
 )
-def test_a_name_that_leads_to_no_part_is_refused(site: Path, name: str, said: str) -> None:
+def test_a_name_that_resolves_to_no_part_is_refused(site: Path, name: str, said: str) -> None:
     install(site, "theirs", double="their_parts:double")
     with pytest.raises(PartRefused) as refused:
         REGISTRY.find(name)
     assert said in str(refused.value)
 
 
-def test_a_name_of_two_parts_is_refused(site: Path) -> None:
+def test_a_name_shared_by_two_parts_is_refused(site: Path) -> None:
     install(site, "theirs", double="their_parts:double", same="their_parts:double")
     install(site, "others", double="their_parts:Inner.triple")
     with pytest.raises(PartRefused, match="'double' exists twice: in others and theirs"):

@@ -65,7 +65,7 @@ def conversation(name: str) -> list[Message]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("with_tools", [False, True])
-def test_ids_equal_those_of_transformers(
+def test_rendered_ids_match_transformers(
     folders: dict[str, Path], renderers: dict[str, Renderer], name: str, with_tools: bool
 ) -> None:
     if with_tools and name not in WITH_TOOLS:
@@ -164,7 +164,7 @@ def test_a_role_token_that_ended_the_turn_is_not_repeated_before_the_same_role(
     assert bridged(glm, "<|endoftext|>", [LS], DONE).startswith("<|observation|>\n")
 
 
-def test_results_of_unparsed_calls_are_rendered(renderers: dict[str, Renderer]) -> None:
+def test_results_for_unparsed_calls_are_rendered(renderers: dict[str, Renderer]) -> None:
     for name in WITH_TOOLS:
         renderer = renderers[name]
         if renderer.bridges:
@@ -277,7 +277,7 @@ def test_a_lone_surrogate_is_rendered_as_text(renderers: dict[str, Renderer]) ->
     assert "\U0001f600" in qwen.decode(qwen.render([say(Role.USER, "\ud83d\ude00")], []))
 
 
-def test_properties_of_a_renderer_match_its_tokenizer(renderers: dict[str, Renderer], folders: dict[str, Path]) -> None:
+def test_renderer_properties_match_the_tokenizer(renderers: dict[str, Renderer], folders: dict[str, Path]) -> None:
     glm = renderers["glm4"]
     assert [glm.decode([stop]) for stop in glm.stop_ids] == ["<|endoftext|>", "<|user|>", "<|observation|>"]
     assert glm.template == (folders["glm4"] / "chat_template.jinja").read_text()
@@ -298,7 +298,7 @@ NINE_LETTERS = """{%- for m in messages %}
 TEXT_ARGUMENTS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"  # noqa: E501
 
 
-def test_call_ids_and_arguments_have_the_form_that_the_template_requires(
+def test_call_ids_and_arguments_have_the_format_required_by_the_template(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = templates.STRICT.write(tmp_path)
@@ -344,7 +344,7 @@ def test_the_cache_is_bounded(folders: dict[str, Path]) -> None:
     assert 0 < tokenizer._pieces._cache.bytes_kept <= 50_000
 
 
-def test_threads_share_a_renderer(folders: dict[str, Path]) -> None:
+def test_threads_can_share_a_renderer(folders: dict[str, Path]) -> None:
     renderer = load_renderer(folders["qwen3"])
     conversations = [[say(Role.SYSTEM, LONG.replace("guess", f"g{n % 3}")), ASKED] for n in range(12)]
     other = load_renderer(folders["qwen3"])
@@ -371,7 +371,7 @@ def test_threads_share_a_renderer(folders: dict[str, Path]) -> None:
         (r"\s*\S+\s*", False),
     ],
 )
-def test_text_is_split_at_lines_only_at_word_ends(words: str, cuts_lines: bool) -> None:
+def test_text_is_split_at_line_breaks_only_after_complete_words(words: str, cuts_lines: bool) -> None:
     tokenizer = templates.byte_level(words)
     tokenizer.add_special_tokens(["<|end|>"])
     encoder = PieceEncoder(tokenizer)

@@ -59,7 +59,7 @@ def states(buffer, orders):
         ("(all | count(6)) & deadline(1)", 101.0),
     ],
 )
-def test_a_rule_returns_the_time_from_which_it_accepts(text, since):
+def test_a_rule_returns_the_earliest_time_at_which_it_accepts(text, since):
     rule = parse_rule(text)
     assert rule.since(VIEW) == since
     assert parse_rule(rule.text).since(VIEW) == since, "its own text means the same"
@@ -68,7 +68,7 @@ def test_a_rule_returns_the_time_from_which_it_accepts(text, since):
         assert rule(VIEW, since)
 
 
-def test_edge_cases_of_rules():
+def test_rules_handle_edge_cases():
     assert every_member().since(replace(VIEW, running=0)) == ALWAYS
     expiring = parse_rule("all | expiring(1)")
     assert expiring.expires
@@ -129,7 +129,7 @@ def test_members_left_behind_are_carried_with_fixed_baselines():
     assert buffer.state.task(orders[0].task_id).reward_sum == 2.25
 
 
-def test_a_late_member_is_refilled_and_poison_leaves_it_out():
+def test_a_late_member_is_refilled_and_left_out_once_poisoned():
     buffer, orders = quartet(rule="count(3)", max_attempts=2)
     for order in orders[:3]:
         finish(buffer, order, 1.0, float(order is orders[0]))
@@ -199,7 +199,7 @@ def test_rules_with_times_report_when_they_are_due():
 
 
 @pytest.mark.parametrize("call", ["issue", "take", "tick", "abandon"])
-def test_any_call_with_a_time_seals_due_groups(call):
+def test_any_call_with_a_time_argument_seals_due_groups(call):
     buffer, orders = quartet(rule="deadline(100)")
     for order in orders[:2]:
         finish(buffer, order, 1.0)
@@ -212,7 +212,7 @@ def test_any_call_with_a_time_seals_due_groups(call):
     assert states(buffer, orders[:2]) == [RolloutState.SEALED] * 2
 
 
-def test_baselines_of_a_deadline_are_those_in_by_it():
+def test_a_deadline_rule_uses_baselines_of_members_finished_by_the_deadline():
     buffer, orders = quartet(rule="count(2) & deadline(10)")
     finish(buffer, orders[0], 1.0, 1.0)
     finish(buffer, orders[1], 20.0, 0.5)
@@ -235,7 +235,7 @@ def test_an_expiring_group_is_sealed_when_the_version_advances():
     assert states(buffer, orders)[2:] == [RolloutState.IN_FLIGHT] * 2
 
 
-def test_the_clock_may_jump_back():
+def test_rules_tolerate_a_clock_that_jumps_back():
     buffer, orders = quartet(rule="count(3) & grace(5)")
     for now, order in zip((1000.0, 10.0, 500.0), orders[:3], strict=True):
         finish(buffer, order, now, now / 1000)
@@ -246,7 +246,7 @@ def test_the_clock_may_jump_back():
     assert all(math.isfinite(member(buffer, order).baseline) for order in orders)
 
 
-def test_scales_of_early_groups_come_from_complete_ones():
+def test_scales_for_early_groups_come_from_complete_groups():
     buffer, orders = quartet(rule="count(3)", advantage="grpo")
     for order, reward in zip(orders, (4.0, 0.0, 0.0, 0.0), strict=True):
         finish(buffer, order, 1.0, reward)
@@ -264,7 +264,7 @@ def test_scales_of_early_groups_come_from_complete_ones():
     assert {member(buffer, order).scale for order in third} == {math.sqrt(1.5)}
 
 
-def test_the_scale_of_history_has_a_floor_and_a_full_group_has_its_own():
+def test_the_historical_scale_has_a_floor_and_a_full_group_has_its_own_scale():
     buffer, orders = quartet(advantage="grpo")
     for order, reward in zip(orders, (0.5, 0.5, 0.5, 0.5), strict=True):
         finish(buffer, order, 1.0, reward)
@@ -284,7 +284,7 @@ def test_the_scale_of_history_has_a_floor_and_a_full_group_has_its_own():
     assert {member(early, order).scale for order in again} == {0.1}
 
 
-def test_zero_variance_needs_a_group_without_running_members():
+def test_a_group_sealed_with_a_running_member_is_not_filtered_for_zero_variance():
     buffer, orders = quartet(rule="count(3)", zero_variance="filter")
     for order in orders:
         finish(buffer, order, 1.0)

@@ -37,7 +37,7 @@ def ids(record):
     return [member.rollout_id for member in record.members]
 
 
-def test_oldest_first_and_exactly_batch_size(stocked):
+def test_a_take_returns_exactly_batch_size_rollouts_oldest_first(stocked):
     record = stocked.take(FIRST, 1, 2.0)
     assert ids(record) == ["g000000-0", "g000000-1", "g000001-0", "g000001-1"]
     assert stocked.inventory().leased == 4
@@ -101,7 +101,7 @@ def test_a_rollout_over_the_bound_is_reissued_first_and_evicted_later(stocked):
     assert stocked.inventory().pending == 0
 
 
-def test_the_stalest_go_first_then_the_oldest():
+def test_the_stalest_rollouts_are_taken_first_then_the_oldest():
     buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 3}))
     buffer.open_epoch(None, 0.0)
     cases.fill(buffer, FIRST, limit=4)
@@ -114,7 +114,7 @@ def test_the_stalest_go_first_then_the_oldest():
     assert ids(record) == [order.rollout_id for order in (*slow, *fast[:2])], "sealed last, but most urgent"
 
 
-def test_staleness_is_that_of_the_oldest_trained_token():
+def test_staleness_is_measured_from_the_oldest_trained_token():
     buffer = cases.core()
     buffer.open_epoch(None, 0.0)
     version = FIRST
@@ -126,7 +126,7 @@ def test_staleness_is_that_of_the_oldest_trained_token():
     assert {member.staleness for member in buffer.take(version, 1, 2.0).members} == {2}
 
 
-def test_commit_is_idempotent_and_extends_the_chain(stocked):
+def test_a_commit_is_idempotent_and_extends_the_chain(stocked):
     record, version = cases.step(stocked, FIRST)
     digest = batch_digest(record.batch_id, tuple((member.rollout_id, member.attempt) for member in record.members))
     assert stocked.state.path.chain == extend_chain("", digest)
@@ -157,7 +157,7 @@ def test_a_skipped_step_consumes_its_batch_and_keeps_the_version(stocked):
     assert stocked.take(FIRST, 1, 3.0) == restamped
 
 
-def test_a_released_batch_is_issued_again_as_it_was(stocked):
+def test_a_released_batch_is_issued_again_unchanged(stocked):
     record = stocked.take(FIRST, 1, 2.0)
     stocked.batches.release(cases.lease_of(record))
     stocked.batches.release(cases.lease_of(record))
@@ -185,7 +185,7 @@ def test_older_epochs_are_fenced(stocked):
     assert (again.batch_id, ids(again)) == (record.batch_id, ids(record))
 
 
-def test_resume_issues_the_undone_batches_again_in_order(stocked):
+def test_resuming_issues_the_undone_batches_again_in_order(stocked):
     first, version = cases.step(stocked, FIRST)
     saved = cases.checkpoint(stocked, version)
     stocked.epochs.checkpointed(saved, 3.0)
@@ -221,7 +221,7 @@ def crashed(updates, *, per_step=4, bound=2, **changes):
     return buffer, batches, orders
 
 
-def test_a_crash_makes_nothing_stale():
+def test_a_crash_makes_no_rollout_stale():
     """Nine updates after the last checkpoint, a bound of 4: the same batches come in the same order, as fresh as they
     were, and what was in flight is trained after them."""
     buffer, batches, orders = crashed(9, bound=4)
@@ -243,7 +243,7 @@ def test_a_crash_makes_nothing_stale():
     assert buffer.state.path.epochs[2].follows == PolicyVersion(1, 9)
 
 
-def test_a_second_crash_while_repeating_follows_both_lines():
+def test_a_second_crash_while_repeating_batches_repeats_them_again():
     buffer, batches, _ = crashed(5)
     version = PolicyVersion(2, 0)
     for _ in range(3):
@@ -257,7 +257,7 @@ def test_a_second_crash_while_repeating_follows_both_lines():
     assert buffer.state.path.expected_tree.staleness(PolicyVersion(3, 4), PolicyVersion(2, 3)) == 1
 
 
-def test_engines_may_keep_weights_that_the_learner_will_reach_again():
+def test_engines_may_keep_weights_of_versions_that_will_be_trained_again():
     buffer, _, _ = crashed(3)
     newest, version = PolicyVersion(1, 3), PolicyVersion(2, 0)
     assert buffer.state.path.lies_ahead(newest)
@@ -269,7 +269,7 @@ def test_engines_may_keep_weights_that_the_learner_will_reach_again():
     assert not buffer.state.path.lies_ahead(newest), "2.3 has the same weights"
 
 
-def test_a_step_on_other_batches_is_a_fork():
+def test_a_step_on_different_batches_is_a_fork():
     """The first batch is skipped when it is trained again: nothing sampled after it is on the line any more."""
     buffer, _, _ = crashed(2, bound=4)
     _, version = cases.step(buffer, PolicyVersion(2, 0), epoch=2, skipped=True)
@@ -281,7 +281,7 @@ def test_a_step_on_other_batches_is_a_fork():
     )
 
 
-def test_a_skipped_batch_is_predicted_to_be_skipped_again():
+def test_a_batch_skipped_once_is_expected_to_be_skipped_again():
     buffer = cases.core(cases.SMALL)
     version = buffer.open_epoch(None, 0.0)
     cases.fill(buffer, version)
@@ -326,7 +326,7 @@ def test_a_batch_over_the_bound_after_a_fork_loses_only_those_members():
     assert ids(buffer.take(version, 2, 3.0)) == [order.rollout_id for order in third]
 
 
-def test_batches_to_be_issued_again_go_before_fresh_ones():
+def test_reissued_batches_are_taken_before_fresh_ones():
     buffer = cases.core()
     buffer.open_epoch(None, 0.0)
     cases.fill(buffer, FIRST, limit=4)
@@ -379,7 +379,7 @@ def test_a_rollout_over_the_bound_through_a_fork_is_reissued_without_an_eviction
     assert all(task.evicted == 0 for task in buffer.state.tasks.values())
 
 
-def test_a_slow_rollout_across_a_crash_counts_as_evicted():
+def test_a_slow_rollout_that_spans_a_crash_counts_as_evicted():
     """It went over the bound by the updates made meanwhile, and by no fork: that counts."""
     buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 3}))
     version = buffer.open_epoch(None, 0.0)
@@ -403,7 +403,7 @@ def learner_dies(buffer, version, epoch):
     return batch, buffer.open_epoch(None, 3.0)
 
 
-def test_a_batch_that_ends_the_learner_twice_is_not_issued_any_more(stocked):
+def test_a_batch_that_kills_the_learner_twice_is_no_longer_issued(stocked):
     batch, version = learner_dies(stocked, FIRST, 1)
     again, version = learner_dies(stocked, version, 2)
     assert (again.batch_id, again.tries) == (batch.batch_id, 2)
@@ -416,7 +416,7 @@ def test_a_batch_that_ends_the_learner_twice_is_not_issued_any_more(stocked):
     assert stocked.take(version, 3, 6.0).batch_id != batch.batch_id
 
 
-def test_the_reason_of_a_failed_step_is_recorded_and_an_in_place_retry_counts(stocked):
+def test_the_reason_for_a_failed_step_is_recorded_and_an_in_place_retry_counts_as_an_attempt(stocked):
     lease = cases.lease_of(stocked.take(FIRST, 1, 2.0))
     assert stocked.batches.step_failed(lease, "RowUnusable: row 3 of g000001-0\ud800", again=True) == ""
     verdict = stocked.batches.step_failed(lease, "RowUnusable: row 3 of g000001-0", again=True)
@@ -428,7 +428,7 @@ def test_the_reason_of_a_failed_step_is_recorded_and_an_in_place_retry_counts(st
     assert stocked.take(version, 2, 4.0).tries == 1
 
 
-def test_a_try_counts_for_the_batch_that_was_being_trained_only(stocked):
+def test_an_attempt_is_counted_only_for_the_batch_being_trained(stocked):
     """Of two leases the first; not after a release or an interruption; not once another step ended a learner, or this
     one went well."""
     first, second = stocked.take(FIRST, 1, 2.0), stocked.take(PolicyVersion(1, 1), 1, 2.0)
@@ -472,7 +472,7 @@ def test_a_ledger_behind_the_checkpoint_is_refused(stocked):
         stocked.open_epoch(replace(saved, version=PolicyVersion(1, 7)), 1.0)
 
 
-def test_a_checkpoint_of_an_undone_path_is_refused(stocked):
+def test_a_checkpoint_on_an_undone_path_is_refused(stocked):
     _, version = cases.step(stocked, FIRST)
     dead = cases.checkpoint(stocked, version)
     stocked.open_epoch(None, 1.0)

@@ -123,7 +123,7 @@ def test_carried_members_leave_the_gradient_unbiased(rule):
         assert naive == pytest.approx(LONG - SHORT, rel=1e-9)
 
 
-def test_expiring_is_unbiased_unless_a_member_completes_min_members():
+def test_expiring_groups_are_unbiased_unless_a_member_completes_min_members():
     """With one other in by the update, whether the group is sealed then depends on the member: `min_members` is 2."""
     estimate, exact = expectation_expiring("carry", {0, *range(2, MEMBERS)})
     assert estimate == pytest.approx(exact, rel=1e-9)
@@ -135,11 +135,11 @@ def test_expiring_is_unbiased_unless_a_member_completes_min_members():
 
 
 @pytest.mark.parametrize("rule", EARLY)
-def test_aborted_members_bias_it(rule):
+def test_aborted_members_bias_the_gradient(rule):
     estimate, _ = expectations(rule, "abort")
     assert abs(estimate / (LONG - SHORT) - 1) > 0.05
 
 
-def test_the_mean_over_early_finishers_would_bias_it_too():
+def test_the_mean_over_early_finishers_biases_the_gradient():
     _, naive = expectations("deadline(5)", "carry")
     assert abs(naive / (LONG - SHORT) - 1) > 0.1

@@ -47,7 +47,7 @@ def test_an_impossible_config_is_refused():
     assert BufferConfig(max_staleness=0, mode="sync").max_staleness == 0
 
 
-def test_stream_is_a_permutation_per_pass_and_repeatable():
+def test_the_task_stream_is_a_repeatable_permutation_in_each_pass():
     stream, again = (TaskStream(cases.tasks(5), seed=1) for _ in range(2))
     assert sorted(stream.order(0)) == sorted(stream.order(1)) == [task.id for task in cases.tasks(5)]
     assert stream.order(0) != stream.order(1)
@@ -69,7 +69,7 @@ def test_the_inventory_limits_new_rollouts(opened):
     assert opened.admit() == 4
 
 
-def test_a_group_may_start_in_parts(opened):
+def test_a_group_can_be_issued_in_parts(opened):
     (first,) = opened.issue(1, FIRST, 0.0)
     (second,) = opened.issue(1, FIRST, 0.0)
     assert first.group_id == second.group_id
@@ -103,7 +103,7 @@ def test_sync_mode_starts_only_rollouts_that_the_batch_needs():
     assert len(buffer.issue(1000, PolicyVersion(1, 1), 3.0)) == 4
 
 
-def test_offers_count_once(opened):
+def test_each_offer_counts_once(opened):
     first, second = opened.issue(2, FIRST, 0.0)
     done = cases.result(first, FIRST)
     assert opened.offer(done, 1.0).status is ReceiptStatus.ACCEPTED
@@ -122,7 +122,7 @@ def test_offers_count_once(opened):
     assert opened.status().counters["offers_unknown"] == 3
 
 
-def test_infra_is_refilled_then_poison(opened):
+def test_infra_failures_are_refilled_until_the_member_is_poisoned(opened):
     poisoned, other = opened.issue(2, FIRST, 0.0)
     for attempt in range(1, 4):
         assert opened.state.rollouts[poisoned.rollout_id].attempt == attempt
@@ -209,7 +209,7 @@ def test_solved_that_contradicts_the_cause_is_an_infra_failure(opened, cause, so
     assert (attempt.cause, attempt.reward) == (Cause.INFRA, None)
 
 
-def test_rollouts_over_the_bound_are_to_be_cancelled(opened):
+def test_rollouts_over_the_bound_are_listed_for_cancellation(opened):
     old = opened.issue(2, FIRST, 0.0)
     new = opened.issue(2, PolicyVersion(1, 1), 0.0)
     assert opened.to_cancel(PolicyVersion(1, 2)) == ()
@@ -217,7 +217,7 @@ def test_rollouts_over_the_bound_are_to_be_cancelled(opened):
     assert len(opened.to_cancel(PolicyVersion(1, 4))) == len(old) + len(new)
 
 
-def test_a_group_waits_for_every_member():
+def test_a_group_is_sealed_only_once_every_member_has_finished():
     buffer, (first, second, third) = trio()
     buffer.offer(cases.result(first, FIRST), 1.0)
     buffer.offer(cases.result(second, FIRST, reward=0.0), 1.0)
@@ -229,7 +229,7 @@ def test_a_group_waits_for_every_member():
 
 
 @pytest.mark.parametrize(("rule", "state"), [("keep", RolloutState.SEALED), ("filter", RolloutState.FILTERED)])
-def test_groups_without_variance(rule, state):
+def test_groups_without_variance_are_kept_or_filtered_by_rule(rule, state):
     buffer, orders = trio(zero_variance=rule)
     for order in orders:
         buffer.offer(cases.result(order, FIRST, reward=1.0), 1.0)
@@ -237,7 +237,7 @@ def test_groups_without_variance(rule, state):
     assert buffer.status().counters["groups_zero_variance"] == 1
 
 
-def test_results_without_trained_tokens_count_in_the_baseline_only():
+def test_results_without_trained_tokens_count_only_in_the_baseline():
     buffer, (first, second, third) = trio(advantage="centered")
     buffer.offer(cases.result(first, reward=0.0), 1.0)
     buffer.offer(cases.result(second, FIRST, reward=0.0, trainable=False), 1.0)
@@ -270,7 +270,7 @@ def test_a_contradictory_result_is_an_infra_failure(opened):
     assert opened.state.attempts[order.rollout_id].cause is Cause.INFRA
 
 
-def test_an_evaluation_counts_its_sampled_tokens_although_none_is_trained(opened):
+def test_an_evaluation_counts_its_sampled_tokens_although_none_are_trained(opened):
     (order,) = opened.issue(1, FIRST, 0.0)
     done = cases.result(order, FIRST)
     row = done.trajectory.rows[0]

@@ -29,7 +29,7 @@ def buffer_of(**changes):
     return buffer
 
 
-def test_deciles_add_up_and_show_the_fate_of_long_rollouts(tmp_path):
+def test_deciles_add_up_and_show_the_outcome_of_long_rollouts(tmp_path):
     buffer = buffer_of(max_evictions=1)
     orders = buffer.issue(40, FIRST, 0.0)
     for seconds, order in enumerate(orders, start=1):
@@ -99,7 +99,7 @@ def test_left_out_members_are_reported_for_each_group(tmp_path):
     assert (other.late, other.late_finished, other.late_mean_s) == (1, 0, None)
 
 
-def test_nothing_finished_gives_no_deciles(tmp_path):
+def test_deciles_are_empty_when_nothing_has_finished(tmp_path):
     buffer = buffer_of()
     buffer.issue(4, FIRST, 0.0)
     assert acceptance(evidence_of(buffer, tmp_path)).deciles == ()

@@ -63,7 +63,7 @@ async def test_a_batch_contains_the_offered_trajectories(tmp_path, in_memory):
     assert bytes.fromhex(chain)
 
 
-async def test_acknowledged_means_on_disk(tmp_path):
+async def test_acknowledged_results_are_on_disk(tmp_path):
     async with await open_store(tmp_path) as store:
         await store.open_epoch(None)
         (receipt, *_) = await fill(store, FIRST)
@@ -92,7 +92,7 @@ async def test_concurrent_calls_share_a_transaction(tmp_path, monkeypatch):
         assert len(writes) <= 3, "the first call's own, then one for all who waited"
 
 
-async def test_take_waits_for_a_batch_and_ends_in_time(tmp_path):
+async def test_a_take_waits_for_a_batch_until_its_timeout(tmp_path):
     async with await open_store(tmp_path) as store:
         await store.open_epoch(None)
         assert await store.take(FIRST, 1, timeout_s=0.0) is None
@@ -106,7 +106,7 @@ async def test_take_waits_for_a_batch_and_ends_in_time(tmp_path):
         assert again.lease == batch.lease
 
 
-async def test_a_waiting_take_of_a_dead_learner_is_fenced(tmp_path):
+async def test_a_dead_learners_waiting_take_is_fenced(tmp_path):
     async with await open_store(tmp_path) as store:
         await store.open_epoch(None)
         async with asyncio.TaskGroup() as group:
@@ -122,7 +122,7 @@ async def _fenced(store):
     return True
 
 
-async def test_issue_waits_for_room(tmp_path):
+async def test_issuing_waits_for_free_inventory(tmp_path):
     async with await open_store(tmp_path) as store:
         await store.open_epoch(None)
         await fill(store, FIRST)
@@ -147,7 +147,7 @@ async def test_a_waiting_take_returns_when_a_group_is_due():
 
 
 @pytest.mark.parametrize("rule", ["deadline(60)", "count(2) & grace(60)"])
-async def test_a_stop_does_not_count_as_waiting_time_of_a_group(tmp_path, rule):
+async def test_downtime_does_not_count_as_a_groups_waiting_time(tmp_path, rule):
     config = cases.SMALL.model_copy(update={"rule": rule, "group_size": 4, "unfinished": "abort"})
     now = 1000.0
 
@@ -228,7 +228,7 @@ async def test_orders_that_no_worker_received_become_new_attempts(tmp_path):
         assert [order.attempt for order in orders] == [2, 2]
 
 
-async def test_a_write_error_ends_the_store_for_all(tmp_path):
+async def test_a_write_error_stops_the_store_for_all_callers(tmp_path):
     store = await open_store(tmp_path)
     await store.open_epoch(None)
     orders = await store.issue(2, FIRST)
@@ -272,7 +272,7 @@ def made(kind: type[Exception]) -> Exception:
         (UnicodeEncodeError, True),
     ],
 )
-async def test_any_exception_in_a_write_ends_the_store_and_loses_nothing(tmp_path, monkeypatch, kind, in_memory):
+async def test_any_exception_in_a_write_stops_the_store_and_loses_nothing(tmp_path, monkeypatch, kind, in_memory):
     """What the core was drained of is gone with it; the next store is folded from the disk."""
     write = Ledger.write
 
@@ -304,7 +304,7 @@ async def test_any_exception_in_a_write_ends_the_store_and_loses_nothing(tmp_pat
     assert verify(tmp_path).clean
 
 
-async def test_a_core_is_not_used_after_an_interrupted_change(tmp_path, monkeypatch):
+async def test_the_core_is_not_used_after_an_interrupted_change(tmp_path, monkeypatch):
     def breaks_off(sealing, now):
         raise KeyError("a defect")
 
@@ -394,7 +394,7 @@ async def test_a_step_is_recorded_whatever_its_metrics(tmp_path, metrics, kept):
     assert (report.problems, report.steps) == ((), 1)
 
 
-async def test_evaluations_survive(tmp_path):
+async def test_recorded_evaluations_survive_a_restart(tmp_path):
     async with await open_store(tmp_path) as store:
         await store.open_epoch(None)
         (order,) = await store.issue(1, FIRST)
@@ -406,7 +406,7 @@ async def test_evaluations_survive(tmp_path):
         assert receipt.status is ReceiptStatus.DUPLICATE
 
 
-async def test_return_to_an_older_checkpoint_undoes_closed_groups(tmp_path):
+async def test_returning_to_an_older_checkpoint_undoes_closed_groups(tmp_path):
     async with await open_store(tmp_path) as store:
         version = await store.open_epoch(None)
         saved, trained = [], []
@@ -431,7 +431,7 @@ async def test_return_to_an_older_checkpoint_undoes_closed_groups(tmp_path):
     assert (report.steps, report.steps_rolled_back, report.trained) == (2, 2, 8)
 
 
-async def test_a_change_of_a_cancelled_caller_wakes_waiting_callers(tmp_path, monkeypatch):
+async def test_a_cancelled_callers_change_wakes_waiting_callers(tmp_path, monkeypatch):
     writing, may_write = threading.Event(), threading.Event()
     write = Ledger.write
 

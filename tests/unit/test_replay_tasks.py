@@ -75,7 +75,7 @@ def test_the_history_of_a_task_is_preserved():
     assert (other.infra, other.poison, other.poison_streak, other.last_failure) == (1, 1, 1, "it broke")
 
 
-def test_a_repeatedly_poisoned_task_is_parked_with_its_reason():
+def test_a_repeatedly_poisoned_task_is_parked_with_a_reason():
     buffer = buffer_of()
     bad = buffer.issue(1, FIRST, 0.0)[0].task_id
     (second,) = buffer.issue(1, FIRST, 0.0)
@@ -93,7 +93,7 @@ def test_a_repeatedly_poisoned_task_is_parked_with_its_reason():
     assert again.status().parked == {bad: "it broke"}
 
 
-def test_a_member_that_finishes_ends_the_streak():
+def test_a_finished_member_ends_the_failure_streak():
     buffer = buffer_of(tasks=1, group_size=3, batch_size=6)
     for ends in ((None, 1.0, None), (1.0, None, 1.0)):
         for order, reward in zip(buffer.issue(3, FIRST, 0.0), ends, strict=True):
@@ -104,7 +104,7 @@ def test_a_member_that_finishes_ends_the_streak():
     assert buffer.status().parked == {}
 
 
-def test_the_frontier_is_preferred_and_nothing_starves():
+def test_frontier_tasks_are_preferred_and_no_task_starves():
     state = ReplayState(Snapshot())
     stream = TaskStream(cases.tasks(20), seed=0)
     order = stream.order(0)
@@ -125,7 +125,7 @@ def test_the_frontier_is_preferred_and_nothing_starves():
     assert order.index(taken[0]) < WINDOW
 
 
-def test_success_of_an_unknown_task_is_one_half():
+def test_the_assumed_success_rate_of_an_unknown_task_is_one_half():
     assert success(TaskRecord(task_id=TaskId("x"))) == 0.5
     assert success(TaskRecord(task_id=TaskId("x"), finished=8, solved=8)) == 0.9
 

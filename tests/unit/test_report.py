@@ -55,7 +55,7 @@ def test_an_id_truncated_at_a_blank_matches_all_with_that_prefix() -> None:
     assert read_report([worse]).not_passed(["t.py::three[a"]) == ("t.py::three[a",)
 
 
-def test_an_expected_failure_counts_only_where_it_is_excused() -> None:
+def test_an_expected_failure_counts_only_if_it_is_excused() -> None:
     report = read_report([SESSION])
     assert report.not_passed(["t.py::three[a b]"]) == ("t.py::three[a b]",)
     assert report.not_passed(["t.py::three[a b]"], excused=["t.py::three[a b]"]) == ()
@@ -90,7 +90,7 @@ def test_a_test_is_confirmed_by_a_twin_that_raised_the_canary_exception() -> Non
     assert excused_twins(TWINS) == {"t.py::yaml", "t.py::own"}
 
 
-def test_tests_of_the_untouched_repository_must_have_run() -> None:
+def test_tests_in_the_untouched_repository_must_have_run() -> None:
     assert missing_beside(read_report([SESSION]), TWINS) == (
         "t.py::own",
         "t.py::three[a]",
@@ -131,6 +131,6 @@ def test_sandbox_programs_are_valid_for_old_interpreters(name: str) -> None:
     assert ast.parse(source(name), feature_version=(3, 7)).body
 
 
-def test_the_first_few_are_named() -> None:
+def test_long_lists_name_only_the_first_few() -> None:
     assert named(["a", "b"]) == "a, b"
     assert named(map(str, range(8))) == "0, 1, 2, 3, 4 and 3 more"

@@ -33,7 +33,7 @@ def test_only_transient_failures_are_retried(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [75, -signal.SIGKILL, -signal.SIGSEGV])
-def test_waits_grow_and_are_reset_after_a_long_attempt(code: int) -> None:
+def test_restart_waits_grow_and_are_reset_after_a_long_attempt(code: int) -> None:
     policy = RestartPolicy(20)
     assert [policy.wait_after(code, 1.0) for _ in range(4)] == [5.0, 10.0, 20.0, 40.0]
     assert policy.wait_after(code, 3600.0) == 5.0
@@ -41,7 +41,7 @@ def test_waits_grow_and_are_reset_after_a_long_attempt(code: int) -> None:
     assert policy.restarts == 6
 
 
-def test_restarts_are_used_up() -> None:
+def test_no_restart_is_left_after_the_last_one() -> None:
     policy = RestartPolicy(1)
     assert policy.wait_after(75, 0.0) is not None
     assert policy.wait_after(75, 0.0) is None

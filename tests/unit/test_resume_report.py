@@ -88,7 +88,7 @@ def test_rollouts_over_the_bound_after_a_fork_are_reported(run_dir):
     assert any("over the bound" in line for line in tight.lines())
 
 
-async def test_the_reported_staleness_counts_steps_of_undissolved_batches_only(tmp_path):
+async def test_the_reported_staleness_counts_only_steps_of_undissolved_batches(tmp_path):
     """The first batch was skipped when it was trained again: what was sampled after it is on another line now."""
     first, second, third = (PolicyVersion(1, number) for number in range(3))
     async with await ReplayStore.open(tmp_path, cases.SMALL, cases.tasks(), run_id="run", seed=3) as store:
@@ -130,7 +130,7 @@ def test_without_a_checkpoint_all_steps_are_undone_and_nothing_is_lost(run_dir):
     assert report.lines()[0].startswith("resume from the start as epoch 3")
 
 
-def test_the_report_changes_nothing(run_dir):
+def test_the_resume_report_changes_nothing(run_dir):
     before = untouched(run_dir)
     resume_report(run_dir, max_staleness=2)
     after = untouched(run_dir)
@@ -195,7 +195,7 @@ def hollow(root):
 
 
 @pytest.mark.parametrize("damage", [lose, empty, hollow])
-def test_a_run_without_its_checkpoints_does_not_restart_on_its_own(run_dir, damage):
+def test_a_run_without_its_checkpoints_does_not_restart_automatically(run_dir, damage):
     damage(run_dir / "checkpoints")
     before = read_evidence(run_dir)
     with pytest.raises(LedgerRefused, match=r"ledger recorded 1\.2: restore the folder.*--from-start") as refused:
@@ -204,14 +204,14 @@ def test_a_run_without_its_checkpoints_does_not_restart_on_its_own(run_dir, dama
     assert read_evidence(run_dir).commits == before.commits
 
 
-async def test_a_learner_without_its_checkpoints_does_not_restart_either(run_dir):
+async def test_a_learner_without_its_checkpoints_does_not_restart(run_dir):
     async with await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="golden", seed=3) as store:
         with pytest.raises(CheckpointMissing, match=r"recorded checkpoint 1\.2.*--from-start"):
             await store.open_epoch(None)
         assert store.status().steps_committed == 3
 
 
-def test_from_the_start_all_steps_are_undone(run_dir):
+def test_resuming_from_the_start_undoes_all_steps(run_dir):
     """The trajectories of the first steps are gone, as they are once three checkpoints cover them."""
     with closing(sqlite3.connect(run_dir / "trajectories" / "000001.db")) as blobs, blobs:
         blobs.execute("DELETE FROM trajectories WHERE rollout_id LIKE 'g000000-%'")
@@ -244,7 +244,7 @@ def test_a_run_without_checkpoints_and_archive_is_refused_in_one_line(run_dir):
         resuming(run_dir, []).prepare()
 
 
-def test_a_damaged_checkpoint_is_left_out_by_name(run_dir):
+def test_a_damaged_checkpoint_is_skipped_and_named(run_dir):
     """Version 1.1 is whole, and what is after it is undone."""
     evidence = read_evidence(run_dir)
     [newest] = evidence.witnesses
@@ -307,7 +307,7 @@ def test_a_checkpoint_of_another_run_or_a_newer_version_is_refused_in_one_line(r
 
 @pytest.mark.parametrize("left", ["checkpoints", "trajectories"])
 @pytest.mark.parametrize("missing", [True, False])
-def test_a_lost_ledger_is_not_taken_for_a_new_run(run_dir, left, missing):
+def test_a_run_with_a_lost_ledger_is_not_mistaken_for_a_new_run(run_dir, left, missing):
     shutil.rmtree(run_dir / {"checkpoints": "trajectories", "trajectories": "checkpoints"}[left])
     (run_dir / "ledger.db").unlink()
     if not missing:
@@ -325,7 +325,7 @@ def test_a_run_that_died_while_creating_the_ledger_starts(tmp_path):
     assert said == ["nothing was recorded yet: the run starts from the beginning"]
 
 
-def test_a_run_of_the_newest_schema_is_reported_too(tmp_path):
+def test_the_resume_report_reads_the_newest_schema(tmp_path):
     run_dir = shutil.copytree(TESTS / "golden" / "ledger_v2", tmp_path / "run")
     issued = len(read_evidence(run_dir).rollouts)
     report = resume_report(run_dir, max_staleness=2)

@@ -36,7 +36,7 @@ def ended(rollouts: float, phase: str = "agent") -> RolloutPhasesMetric:
     return RolloutPhasesMetric(rollouts=float(rollouts), phases_s={phase: 1.0})
 
 
-def test_inline_fields_become_keys_of_the_line(tmp_path: Path) -> None:
+def test_inline_fields_become_keys_of_the_json_line(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.append(RolloutPhasesMetric(rollouts=2.0, phases_s={"boot": 0.5, "agent": 3.0}), time_s=7.0)
     line = b'{"kind":"rollout_phases","time_s":7.0,"rollouts":2.0,"boot":0.5,"agent":3.0}\n'
@@ -77,7 +77,7 @@ def test_the_oldest_files_are_removed_and_the_newest_is_retained(tmp_path: Path)
     assert left[0] > 0
 
 
-def test_files_beyond_their_age_are_removed_whatever_their_size(tmp_path: Path) -> None:
+def test_files_past_their_maximum_age_are_removed_whatever_their_size(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, SMALL)
     while len(older_files(path)) < 2:

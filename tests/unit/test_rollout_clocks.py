@@ -121,7 +121,7 @@ def test_every_phase_is_timed() -> None:
         ("evaluate", {"evaluate": EVER_S}),
     ],
 )
-def test_a_phase_timeout_is_infra_and_names_the_phase(phase: str, settings: dict[str, Any]) -> None:
+def test_a_phase_timeout_is_an_infra_failure_naming_the_phase(phase: str, settings: dict[str, Any]) -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
         assert result.outcome.detail.startswith(f"{phase}: ")
@@ -129,7 +129,7 @@ def test_a_phase_timeout_is_infra_and_names_the_phase(phase: str, settings: dict
     simulated(check, **settings)
 
 
-def test_the_agent_deadline_starts_with_the_agent() -> None:
+def test_the_agent_deadline_counts_from_the_start_of_the_agent() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
 
@@ -143,7 +143,7 @@ def test_an_agent_out_of_time_is_scored() -> None:
     simulated(check, agent=EVER_S)
 
 
-def test_the_guard_covers_phases_without_a_deadline() -> None:
+def test_phases_without_their_own_deadline_have_an_overall_timeout() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
 
@@ -169,7 +169,9 @@ WITHOUT_A_TURN = [
 
 
 @pytest.mark.parametrize(("report", "sampled_tokens", "infra"), WITHOUT_A_TURN)
-def test_an_agent_that_never_got_a_turn_is_infra(report: AgentReport, sampled_tokens: int, infra: str | None) -> None:
+def test_an_agent_that_never_got_a_turn_is_an_infra_failure(
+    report: AgentReport, sampled_tokens: int, infra: str | None
+) -> None:
     """Whatever the evaluator would say: the policy had no part in it. A policy that used the time up for one turn had,
     and an agent that is no program may need none."""
     outcome = outcome_after(report, turns=0, sampled_tokens=sampled_tokens)

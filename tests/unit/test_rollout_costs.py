@@ -19,7 +19,7 @@ def reading(time_s: float, rollouts: float, commands: dict[str, tuple[int, float
     )
 
 
-def test_the_parts_add_up_to_the_total() -> None:
+def test_rollout_cost_parts_add_up_to_the_total() -> None:
     start = reading(0.0, 0, {}, launcher=0.1, driver=2.0, sandboxes=0.0)
     warm_commands = {"train.write": (100, 0.1), "train.exec": (200, 1.0)}
     warm = reading(10.0, 100, warm_commands, launcher=1.0, driver=3.0, sandboxes=4.0)
@@ -55,7 +55,7 @@ def test_the_parts_add_up_to_the_total() -> None:
     assert told["start_cpu_s"] == pytest.approx(2.1)
 
 
-def test_a_process_is_found_by_the_name_of_its_actor() -> None:
+def test_processor_time_is_attributed_to_an_actor_by_name() -> None:
     before = read({os.getpid(): "replay"}, {}, {}, 0)
     total = sum(number * number for number in range(1_000_000))
     after = read({os.getpid(): "replay"}, {}, {}, 0)

@@ -60,7 +60,7 @@ def test_the_report_agrees_with_the_ledger(tmp_path: Path) -> None:
     assert len(document["left_out"]) == report.early.groups
 
 
-def test_evictions_are_those_that_came_back_and_those_that_were_the_end(tmp_path: Path) -> None:
+def test_evictions_include_reissued_and_final_ones(tmp_path: Path) -> None:
     """No rollout is issued again: each eviction is the end of one."""
     sizes = {"batch_size": 16, "group_size": 4, "slots": 40, "tasks": 64, "turns": 1, "max_staleness": 2, "steps": 10}
     plan = make_plan("swe64", sizes, ["buffer.max_evictions=0"])
@@ -73,7 +73,7 @@ def test_evictions_are_those_that_came_back_and_those_that_were_the_end(tmp_path
     assert acceptance(came_back).evicted == sum(rollout.evictions for rollout in came_back.rollouts) > 0
 
 
-def test_the_station_that_was_full_is_named(tmp_path: Path) -> None:
+def test_the_report_names_the_full_station(tmp_path: Path) -> None:
     report = told_of(tmp_path / "run", metrics=(stations(30.0, 64.0), stations(10.0, 56.0)))
     assert report.held_up_by == "sandbox"
     sandbox, learner = report.stations
@@ -87,7 +87,7 @@ def phase_lock(seconds: float, in_flight: float, evaluating: float) -> dict:
     return record | {"in_flight": in_flight}
 
 
-def test_a_service_without_a_size_that_holds_nearly_all_is_named(tmp_path: Path) -> None:
+def test_the_report_names_an_unbounded_service_holding_nearly_all_rollouts(tmp_path: Path) -> None:
     locked = (phase_lock(30.0, 32.0, 31.0), phase_lock(10.0, 16.0, 15.0))
     report = told_of(tmp_path / "locked", metrics=locked)
     assert report.held_up_by == "evaluator"
@@ -136,7 +136,7 @@ def pushed(*, gate_s: float, since_s: float | None) -> dict:
     return {"kind": record.kind, "time_s": 0.0} | record.document()
 
 
-def test_pushes_are_paid_for_in_closed_gates(tmp_path: Path) -> None:
+def test_push_costs_are_reported_as_the_share_of_time_with_closed_gates(tmp_path: Path) -> None:
     """The first one has no time before it; of the others, 2 engines x 0.5 s of 10 s and 2 x 1.5 s of 30 s."""
     records = (
         pushed(gate_s=7.0, since_s=None),
@@ -163,7 +163,7 @@ def text_of(report: RunReport) -> str:
     return console.export_text()
 
 
-def test_a_person_can_read_it(tmp_path: Path) -> None:
+def test_the_report_has_a_readable_text_form(tmp_path: Path) -> None:
     report = told_of(tmp_path / "run", metrics=(stations(30.0, 64.0) | {"rollout_limit": 8, "slowed_by": "boot"},))
     text = text_of(report)
     assert "held up by sandbox" in text

@@ -76,7 +76,7 @@ def test_the_state_follows_from_lock_and_summary(run: RunDirectory) -> None:
         assert run_state(run) is RunState.RUNNING
 
 
-def test_a_run_of_another_version_hides_no_other_run(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_run_from_another_version_does_not_hide_other_runs(run: RunDirectory, tmp_path: Path) -> None:
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text("{}")
     result = CliRunner().invoke(app, ["status", "--runs-dir", str(tmp_path)])

@@ -45,7 +45,7 @@ class WithProperty:
         return 1
 
 
-async def test_inline_actor_is_the_instance_entered_and_exited() -> None:
+async def test_an_inline_actor_is_the_instance_itself_entered_and_exited() -> None:
     runtime, log = InlineRuntime(), list[str]()
     actor = await runtime.spawn(Opened, log, name="opened")
     assert isinstance(actor, Opened)
@@ -61,7 +61,7 @@ def test_only_classes_with_async_methods_may_be_spawned(cls: type[object]) -> No
         require_async(cls)
 
 
-async def test_requests_of_one_window_are_sent_together() -> None:
+async def test_requests_in_one_window_are_sent_together() -> None:
     calls: list[list[int]] = []
 
     async def double(requests: list[int]) -> Sequence[int | Exception]:
@@ -122,7 +122,7 @@ async def test_idempotent_calls_survive_a_restart_but_not_other_errors() -> None
         await until_back(broken)
 
 
-async def test_an_actor_that_stays_lost_is_gone() -> None:
+async def test_an_actor_that_stays_lost_is_reported_gone() -> None:
     async def gone() -> int:
         raise ActorLost("gone")
 
@@ -161,7 +161,7 @@ class FailsOnce:
         return "done"
 
 
-async def test_an_actor_that_failed_to_enter_is_entered_again_by_the_next_call() -> None:
+async def test_the_next_call_retries_entering_an_actor_that_failed_to_enter() -> None:
     FailsOnce.tried = asyncio.Event()
     host = Host(pickle.dumps((ABSENCE.seconds, FailsOnce, (), {})))
     await host.stats(begin=True)
@@ -236,7 +236,7 @@ async def test_operations_do_not_wait_for_their_slowest() -> None:
         assert kitchen.calls <= 4
 
 
-async def test_operations_that_are_cancelled_are_withdrawn() -> None:
+async def test_cancelled_operations_are_withdrawn() -> None:
     kitchen = Kitchen(2)
     async with Waiter(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
         tasks = [asyncio.create_task(order(dish, dish)) for dish in ("soup", "stew")]
@@ -250,7 +250,7 @@ async def test_operations_that_are_cancelled_are_withdrawn() -> None:
         assert (await waiter.fetch(["soup"])).unknown == ("soup",)
 
 
-async def test_operations_of_a_lost_actor_begin_again() -> None:
+async def test_operations_on_a_lost_actor_are_started_again() -> None:
     kitchen = Kitchen()
     kitchen.lost_calls = 1
     async with Waiter(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
@@ -261,7 +261,7 @@ async def test_operations_of_a_lost_actor_begin_again() -> None:
         assert await task == "hot soup"
 
 
-async def test_a_result_in_the_turn_of_the_cancellation_is_released() -> None:
+async def test_a_result_arriving_in_the_same_loop_iteration_as_the_cancellation_is_released() -> None:
     kitchen = Kitchen()
 
     class Late(Waiter):

@@ -56,7 +56,7 @@ def test_admission_grants_in_order_up_to_the_boot_concurrency() -> None:
     assert admission.core.grant(0) == tickets[2:]
 
 
-def test_evaluations_go_first_and_have_reserved_places() -> None:
+def test_evaluations_go_first_and_have_reserved_slots() -> None:
     admission = NumberedAdmission(max_live=2)
     first, second = admission.enqueue(), admission.enqueue()
     assert admission.core.grant(0) == [first]
@@ -70,7 +70,7 @@ def test_evaluations_go_first_and_have_reserved_places() -> None:
     assert admission.core.grant(0) == [second]
 
 
-def test_held_out_tasks_overtake_the_queue_without_reserved_places() -> None:
+def test_held_out_tasks_overtake_the_queue_without_reserved_slots() -> None:
     admission = NumberedAdmission(max_live=2)
     running, queued = admission.enqueue(), admission.enqueue()
     assert admission.core.grant(0) == [running]
@@ -98,13 +98,13 @@ def test_a_large_evaluation_leaves_boots_for_training() -> None:
     assert booted == [*held_out[:4], *training[:4], *held_out[4:8], *training[4:8], *held_out[8:10], *training[8:]]
 
 
-def test_an_evaluation_takes_all_places_when_nothing_else_waits() -> None:
+def test_an_evaluation_takes_all_slots_when_nothing_else_is_waiting() -> None:
     admission = NumberedAdmission(max_live=12, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.25)
     held_out = [admission.enqueue(Priority.HELD_OUT) for _ in range(20)]
     assert admission.core.grant(0) == held_out[:8]
 
 
-def test_a_small_share_is_at_least_one_place() -> None:
+def test_a_small_share_is_at_least_one_slot() -> None:
     admission = NumberedAdmission(max_live=3, boot_concurrency=1, evaluation_reserve=1, held_out_share=0.01)
     training, held_out = [admission.enqueue() for _ in range(5)], admission.enqueue(Priority.HELD_OUT)
     assert admission.core.grant(0) == [held_out]
@@ -138,7 +138,7 @@ def test_a_withdrawn_ticket_is_never_granted() -> None:
     assert admission.core.waiting == 0
 
 
-def test_a_full_queue_refuses_at_once_with_a_time_to_wait() -> None:
+def test_a_full_queue_refuses_at_once_with_a_retry_delay() -> None:
     admission = NumberedAdmission(max_waiting=3, boots_per_s=0.5, burst=1)
     tickets = [admission.enqueue() for _ in range(3)]
     with pytest.raises(CapacityExceeded, match="max_waiting=3") as refusal:
@@ -150,7 +150,7 @@ def test_a_full_queue_refuses_at_once_with_a_time_to_wait() -> None:
     assert admission.core.waiting == 4
 
 
-def test_each_attempt_takes_a_token() -> None:
+def test_each_boot_attempt_takes_a_token_from_the_bucket() -> None:
     admission = NumberedAdmission(boots_per_s=2, burst=1)
     first, second = admission.enqueue(), admission.enqueue()
     assert admission.core.grant(0) == [first]
@@ -162,7 +162,7 @@ def test_each_attempt_takes_a_token() -> None:
     assert admission.core.grant(1.0) == [second]
 
 
-def test_shed_load_and_refusals_do_not_open_the_breaker() -> None:
+def test_load_shedding_and_refusals_do_not_open_the_breaker() -> None:
     admission = NumberedAdmission(breaker_failures=2)
     for error in (RateLimited("429"), CapacityExceeded("full"), ImageUnknown("x"), RateLimited("429")) * 2:
         ticket = admission.enqueue()
@@ -171,7 +171,7 @@ def test_shed_load_and_refusals_do_not_open_the_breaker() -> None:
     assert admission.core.breaker(0) is BreakerState.CLOSED
 
 
-def test_a_failing_host_recovers_by_one_probe() -> None:
+def test_a_failing_host_recovers_after_one_successful_probe() -> None:
     admission = NumberedAdmission(breaker_failures=2, breaker_open_s=5)
     for _ in range(2):
         ticket = admission.enqueue()
@@ -200,7 +200,7 @@ def test_an_abandoned_probe_allows_the_next() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["begin", "succeed", "fail", "end", "wait"]), st.integers(0, 20))))
-def test_a_half_open_breaker_has_one_probe_and_an_open_one_none(steps: list[tuple[str, int]]) -> None:
+def test_a_half_open_breaker_allows_one_probe_and_an_open_one_none(steps: list[tuple[str, int]]) -> None:
     breaker, now, running, calls = CircuitBreaker(3, 10.0), 0.0, list[int](), 0
     since_not_closed: set[int] = set()
     for action, number in steps:
@@ -232,7 +232,9 @@ def test_a_half_open_breaker_has_one_probe_and_an_open_one_none(steps: list[tupl
     steps=st.lists(st.floats(0, 3), max_size=80),
     span_s=st.floats(0.1, 5),
 )
-def test_no_period_exceeds_burst_and_rate(rate: float, burst: int, steps: list[float], span_s: float) -> None:
+def test_tokens_taken_in_any_period_are_bounded_by_burst_and_rate(
+    rate: float, burst: int, steps: list[float], span_s: float
+) -> None:
     bucket, now, taken = TokenBucket(rate, burst), 0.0, list[float]()
     for step in steps:
         now += step
@@ -253,7 +255,7 @@ def test_a_token_is_available_at_the_announced_time(rate: float, start: float, d
 
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["ask", "start", "booted", "leave"]), st.integers(0, 30))))
-def test_places_never_exceed_their_limits(steps: list[tuple[str, int]]) -> None:
+def test_slots_in_use_never_exceed_their_limits(steps: list[tuple[str, int]]) -> None:
     places = Slots(max_live=5, boot_concurrency=2, evaluation_reserve=2)
     booting: list[Ticket] = []
     taken: set[Ticket] = set()
@@ -278,7 +280,7 @@ def test_places_never_exceed_their_limits(steps: list[tuple[str, int]]) -> None:
         assert sum(ticket.priority is not Priority.EVALUATION for ticket in taken) <= 3
 
 
-def test_a_reserve_that_leaves_no_place_is_refused() -> None:
+def test_a_reserve_that_leaves_no_slot_is_refused() -> None:
     with pytest.raises(ValidationError, match="evaluation_reserve=4"):
         AdmissionConfig(max_live=4, evaluation_reserve=4)
 
@@ -311,7 +313,7 @@ def test_waits_are_jittered_bounded_and_never_before_retry_after(attempt: int, r
     assert retry_after_s <= waited_s <= retry_after_s + 10.0
 
 
-def test_there_is_one_retry_table() -> None:
+def test_retries_are_defined_only_in_the_retry_table() -> None:
     folder = Path(admission_module.__file__).parents[1]
     users = {
         path.name

@@ -69,7 +69,7 @@ def entry(parent: int, started: int = 10, state: str = "S") -> ProcessEntry:
     return ProcessEntry(parent=parent, state=state, started=started)
 
 
-def test_tree_of_finds_descendants_and_optionally_strays() -> None:
+def test_the_process_tree_includes_descendants_and_optionally_strays() -> None:
     entries = {
         10: entry(1),
         11: entry(10),
@@ -102,7 +102,7 @@ def test_accounts_are_found_by_name_and_number() -> None:
 
 
 @pytest.mark.parametrize("target", ["workspace", "/", "/a/../usr", "/usr/bin", "/proc/x", "/etc", "/lib64/x", "/dev"])
-def test_mount_targets_over_the_system_are_refused(target: str) -> None:
+def test_mount_targets_that_cover_system_paths_are_refused(target: str) -> None:
     with pytest.raises(MountRefused):
         check_target(target)
 
@@ -117,7 +117,7 @@ def channel_pair() -> tuple[Channel, Channel]:
     return Channel(left), Channel(right)
 
 
-def test_channel_keeps_messages_and_their_descriptors_together() -> None:
+def test_the_channel_keeps_messages_and_their_descriptors_together() -> None:
     left, right = channel_pair()
     read_end, write_end = os.pipe()
     left.send({"number": 1})
@@ -141,7 +141,7 @@ def test_channel_keeps_messages_and_their_descriptors_together() -> None:
     right.close()
 
 
-def test_channel_buffers_data_that_the_socket_does_not_take() -> None:
+def test_the_channel_buffers_data_that_the_socket_does_not_accept() -> None:
     left, right = channel_pair()
     big = "x" * 2_000_000
     left.send({"text": big})
@@ -158,7 +158,7 @@ def test_channel_buffers_data_that_the_socket_does_not_take() -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\0\0\0\x01x", b"\0\0\0\x02[]", b'\0\0\0\x09{"fds":1}'])
-def test_channel_refuses_invalid_data(garbage: bytes) -> None:
+def test_the_channel_refuses_invalid_data(garbage: bytes) -> None:
     left, right = channel_pair()
     left.socket.sendall(garbage)
     with pytest.raises(ChannelClosed):

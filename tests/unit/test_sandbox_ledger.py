@@ -42,7 +42,7 @@ def entry(key: str, *, holder: str = "w", deadline_s: float = 10.0, ref: Sandbox
     )
 
 
-def test_applied_changes_are_loaded_again(tmp_path: Path) -> None:
+def test_applied_changes_are_loaded_after_reopening(tmp_path: Path) -> None:
     ledger = SandboxLedger.open(tmp_path / "new")
     owner = ledger.owner
     ledger.apply([entry("a"), entry("b", ref=None), entry("c"), Drop("h", "c"), Renewed("w", 99.0)])
@@ -101,7 +101,7 @@ def test_the_last_change_of_a_key_wins(words: list[tuple[str, str]]) -> None:
     ledger.close()
 
 
-async def test_concurrent_writes_are_one_transaction(tmp_path: Path) -> None:
+async def test_concurrent_writes_share_one_transaction(tmp_path: Path) -> None:
     applied: list[int] = []
 
     class Counting(SandboxLedger):
@@ -156,7 +156,7 @@ async def killed(pool: Pool) -> None:
     await pool.__aexit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
-async def test_a_restarted_pool_has_its_leases_and_kills_orphans(tmp_path: Path) -> None:
+async def test_a_restarted_pool_restores_its_leases_and_kills_orphans(tmp_path: Path) -> None:
     provider = Outliving(SimulationConfig(boot_s=0.01, answer_s=0, exec_s=0))
     spec = SandboxSpec(labels={HOLDER_LABEL: "w"}, idempotency_key="k", ttl_s=500)
     pool = Pool({"host": provider}, ledger=SandboxLedger.open(tmp_path))

@@ -60,7 +60,7 @@ async def alive(provider: SubprocessProvider) -> set[SandboxId]:
     return {info.id for info in await provider.list()}
 
 
-async def test_lease_and_release(provider: Flaky) -> None:
+async def test_a_sandbox_can_be_leased_and_released(provider: Flaky) -> None:
     async with pool_of(provider) as pool:
         refs = await leased(pool, SandboxSpec(), SandboxSpec())
         assert await alive(provider) == {ref.id for ref in refs}
@@ -110,7 +110,7 @@ async def test_a_full_pool_waits_for_a_release_and_evaluations_use_the_reserve(p
         assert isinstance(ref, SandboxRef)
 
 
-async def test_a_frozen_sandbox_frees_its_place(provider: Flaky) -> None:
+async def test_a_frozen_sandbox_frees_its_slot(provider: Flaky) -> None:
     async with pool_of(provider, max_live=2) as pool:
         (held,) = await leased(pool, SandboxSpec())
         await pool.freeze([held.id, held.id, SandboxId("unknown")])
@@ -141,7 +141,7 @@ async def test_release_does_not_wait_for_a_boot(provider: Flaky) -> None:
         assert all(isinstance(result, SandboxRef) for result in await booting)
 
 
-async def test_a_cancelled_lease_leaves_nothing(provider: Flaky) -> None:
+async def test_a_cancelled_lease_leaves_nothing_behind(provider: Flaky) -> None:
     async with pool_of(provider, max_live=2) as pool:
         task = asyncio.create_task(pool.lease([SandboxSpec(), SandboxSpec()]))
         async with asyncio.timeout(30):
@@ -158,7 +158,7 @@ async def test_a_cancelled_lease_leaves_nothing(provider: Flaky) -> None:
         assert await alive(provider) == set()
 
 
-async def test_places_of_dead_sandboxes_are_freed(provider: Flaky) -> None:
+async def test_slots_of_dead_sandboxes_are_freed(provider: Flaky) -> None:
     async with pool_of(provider, max_live=2) as pool:
         (held,) = await leased(pool, SandboxSpec())
         sandbox: Sandbox = await provider.attach(held)
@@ -180,7 +180,7 @@ async def test_renew_returns_dead_sandboxes(provider: Flaky) -> None:
         assert (await pool.status()).lost_total == 1
 
 
-async def test_equal_keys_take_one_place(provider: Flaky) -> None:
+async def test_equal_keys_share_one_slot(provider: Flaky) -> None:
     async with pool_of(provider) as pool:
         spec = SandboxSpec(idempotency_key="k")
         (first,) = await leased(pool, spec)
@@ -189,7 +189,7 @@ async def test_equal_keys_take_one_place(provider: Flaky) -> None:
         assert (await pool.status()).live == 1
 
 
-async def test_closing_ends_everything(provider: Flaky) -> None:
+async def test_closing_the_pool_terminates_everything(provider: Flaky) -> None:
     async with pool_of(provider) as pool:
         await leased(pool, SandboxSpec(), SandboxSpec())
         await pool.aclose()

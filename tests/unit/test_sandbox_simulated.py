@@ -60,7 +60,7 @@ def echo(_: SandboxId, command: str) -> ExecResult:
 # The provider
 
 
-def test_time_comes_only_from_the_event_loop() -> None:
+def test_the_simulated_provider_takes_time_only_from_the_event_loop() -> None:
     async def main() -> None:
         provider = SimulatedProvider(
             SimulationConfig(boot_s=3, boot_sigma=0, answer_s=0, exec_s=2),
@@ -84,7 +84,7 @@ def test_time_comes_only_from_the_event_loop() -> None:
     run_virtual(main())
 
 
-def test_commands_run_once_for_each_exec_id_and_end_with_their_sandbox() -> None:
+def test_commands_run_once_per_exec_id_and_end_with_their_sandbox() -> None:
     async def main() -> None:
         commands: list[str] = []
 
@@ -338,7 +338,7 @@ def test_releasing_a_holder_cancels_its_boots() -> None:
     run_virtual(main())
 
 
-def test_kills_do_not_wait_for_boots_and_failed_ones_do_not_free_their_place() -> None:
+def test_kills_do_not_wait_for_boots_and_failed_kills_do_not_free_their_slot() -> None:
     async def main() -> None:
         provider = host(kill_failure=0.8, lost_create=0, seed=2)
         async with pool_of(provider, max_live=5, boot_concurrency=4) as pool:
@@ -534,7 +534,7 @@ def breaker_of(status: Any, name: str) -> BreakerState:
     return next(row.breaker for row in status.hosts if row.name == name)
 
 
-def test_frozen_data_is_shown_on_its_own_host() -> None:
+def test_a_sandbox_that_mounts_frozen_data_boots_on_its_host() -> None:
     async def main() -> None:
         first, second = named("a"), named("b")
         async with pool_of(first, second) as pool:

@@ -42,7 +42,7 @@ class Shell(ServerProcess):
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-async def test_children_of_a_dead_leader_are_ended(tmp_path: Path, end: str) -> None:
+async def test_children_of_a_dead_leader_are_terminated(tmp_path: Path, end: str) -> None:
     server = Shell(tmp_path, stop_timeout_s=0.2)
     await server.start()
     os.kill(server.pid, signal.SIGKILL)
@@ -76,7 +76,7 @@ asyncio.run(main())
 """
 
 
-def test_zombies_are_not_waited_for(tmp_path: Path) -> None:
+def test_stopping_does_not_wait_for_zombies(tmp_path: Path) -> None:
     """As in a container whose first process reaps nobody: a process of its own is the one that orphans come to."""
     command = [sys.executable, "-c", ALONE, __file__, str(tmp_path)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60)

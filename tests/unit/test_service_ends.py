@@ -99,7 +99,7 @@ async def park_all(directory: RunDirectory, config: RunConfig) -> None:
             await store.offer_many(failed)
 
 
-async def test_a_run_whose_tasks_are_all_parked_ends_with_their_failure(open_run: Any, tmp_path: Path) -> None:
+async def test_a_run_whose_tasks_are_all_parked_fails_with_their_reason(open_run: Any, tmp_path: Path) -> None:
     async with open_run("tasks.train_count=3", "training.steps=3", "buffer.max_attempts=2"):
         pass
     config, directory = reopen(tmp_path / "run")
@@ -175,7 +175,7 @@ async def test_draining_cancels_the_base_evaluation(open_run: Any) -> None:
         assert (await service.progress()).phase == "starting", "it can be resumed"
 
 
-def test_parked_tasks_beside_others_are_no_error() -> None:
+def test_parked_tasks_are_no_error_while_others_remain() -> None:
     parked = {TaskId("a"): "no image", TaskId("b"): "no network"}
     refuse_all_parked(parked, tasks=3, step=2)
     with pytest.raises(TasksParked, match=r"after 2 steps: 2 tasks are parked, last b: no network; .*new run") as end:

@@ -63,7 +63,7 @@ def check(played: Rig) -> SessionReport:
         (asks(say(Role.SYSTEM, " s"), user("go")), asks(say(Role.SYSTEM, "s"), user("go"))),
     ],
 )
-def test_concurrent_requests_rendered_to_different_ids_are_two_prompts(one: Any, other: Any) -> None:
+def test_concurrent_requests_rendered_to_different_ids_are_separate_prompts(one: Any, other: Any) -> None:
     played = rig()
     plans = [played.plan(one), played.plan(other)]
     for plan in plans:
@@ -76,7 +76,7 @@ def test_concurrent_requests_rendered_to_different_ids_are_two_prompts(one: Any,
     check(played)
 
 
-def test_the_same_requests_in_sequence_are_one_prompt() -> None:
+def test_identical_requests_in_sequence_share_one_prompt() -> None:
     played = rig()
     played.turn(asks(user("go")), "x")
     played.turn(asks(user("go\n")), "y")
@@ -157,14 +157,14 @@ def test_a_turn_with_a_foreign_call_id_is_still_matched_by_its_words() -> None:
     assert (report.masked, len(report.lineages)) == ({}, 1)
 
 
-def test_joining_text_around_reasoning_is_not_drift() -> None:
+def test_joining_the_text_around_reasoning_does_not_count_as_drift() -> None:
     played = rig()
     played.turn(asks(user("go")), "one\nTHINK hm\ntwo\n")
     played.turn(asks(user("go"), say(Role.ASSISTANT, "one\ntwo\n"), user("on")), "x")
     assert check(played).drift == {}
 
 
-def test_drift_of_a_turn_that_is_quoted_twice_counts_once() -> None:
+def test_drift_in_a_turn_that_is_quoted_twice_counts_once() -> None:
     played = rig()
     answer = played.turn(asks(user("go"), tools=TOOLS), call("bash", command="1"))
     changed = Message(Role.ASSISTANT, (ToolCall(calls_of(answer)[0].id, "bash", "{}"),))
@@ -186,7 +186,7 @@ OUTPUT = "I look.\n" + call("bash", command="1") + call("bash", command="2")
 
 @pytest.mark.parametrize("own_ids", [False, True])
 @pytest.mark.parametrize("output", [OUTPUT, call("bash", command="1") + "And that is it.\n", "one\nTHINK hm\ntwo\n"])
-def test_a_turn_echoed_as_several_messages_is_one_turn(output: str, own_ids: bool) -> None:
+def test_a_turn_echoed_as_several_messages_is_matched_as_one_turn(output: str, own_ids: bool) -> None:
     played = rig()
     answer = played.turn(asks(user("go"), tools=TOOLS), output)
     blocks = [
@@ -278,7 +278,7 @@ def test_a_summary_of_a_summary_is_trained() -> None:
     assert check(played).masked == {}
 
 
-def test_status_of_a_delivered_turn_that_was_rewritten_is_accepted() -> None:
+def test_a_delivered_turn_that_was_rewritten_counts_as_accepted() -> None:
     played = rig()
     answer = played.turn(asks(user("go")), "A long answer.")
     request = asks(user("go"), cut_short(answer), user("on"))

@@ -76,7 +76,7 @@ def test_a_session_is_restored_from_its_log(tmp_path: Path) -> None:
     assert (tmp_path / next(os.walk(tmp_path))[2][0]).stat().st_mode & 0o077 == 0
 
 
-def test_a_truncated_log_restores_the_session_after_some_event(tmp_path: Path) -> None:
+def test_a_truncated_log_restores_the_session_as_of_an_earlier_event(tmp_path: Path) -> None:
     rig, again = played(), Session(SPEC, 12.5)
     kept(tmp_path, rig)
     [path] = tmp_path.iterdir()
@@ -116,7 +116,7 @@ def test_every_prefix_of_a_log_restores_a_session(tmp_path: Path) -> None:
         assert log.load(SPEC.session_id).failures[-1] == "after the restart"
 
 
-def test_a_finished_session_is_closed_but_can_be_reported_again(tmp_path: Path) -> None:
+def test_a_finished_session_is_closed_but_its_report_can_be_fetched_again(tmp_path: Path) -> None:
     rig = played()
     log = kept(tmp_path, rig)
     log.finish(SPEC.session_id)

@@ -43,7 +43,7 @@ def asked(cache: Path) -> list[str]:
     return (cache / "asked").read_text().splitlines()
 
 
-def test_output_is_the_python_path_and_a_second_run_does_nothing(cache: Path) -> None:
+def test_the_installer_prints_the_python_path_and_a_second_run_does_nothing(cache: Path) -> None:
     assert environment_python() is None
     first = run()
     assert first.stdout == f"{environment_directory('0.5.23')}/bin/python\n"
@@ -55,7 +55,7 @@ def test_output_is_the_python_path_and_a_second_run_does_nothing(cache: Path) ->
     assert asked(cache) == before
 
 
-def test_an_incomplete_environment_is_made_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_environment_is_rebuilt(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL_AT", "sglang==0.5.21")
     failed = run("0.5.21")
     assert (failed.returncode, failed.stdout) == (1, "")
@@ -70,7 +70,7 @@ def test_an_incomplete_environment_is_made_again(cache: Path, monkeypatch: pytes
     assert not left.exists()
 
 
-def test_an_environment_of_other_pins_is_made_again(cache: Path) -> None:
+def test_an_environment_with_different_pins_is_rebuilt(cache: Path) -> None:
     assert run().returncode == 0
     (environment_directory("0.5.23") / "headrace-stamp").write_text("other pins")
     assert environment_python() is None
@@ -95,7 +95,7 @@ def test_an_environment_in_use_is_not_replaced(cache: Path) -> None:
     assert environment_python() == python
 
 
-def test_concurrent_installations_make_one_environment(cache: Path) -> None:
+def test_concurrent_installations_create_one_environment(cache: Path) -> None:
     with ThreadPoolExecutor() as threads:
         done = [job.result() for job in [threads.submit(run) for _ in range(2)]]
     assert [item.returncode for item in done] == [0, 0]

@@ -64,7 +64,7 @@ def test_unknown_versions_get_the_nearest_older_one_with_one_warning(
     assert [text.split(" is ")[0] for text in said] == [f"SGLang {version}"]
 
 
-def test_a_dialect_without_spans_labels_the_whole_output() -> None:
+def test_a_dialect_without_spans_labels_the_whole_output_with_one_version() -> None:
     assert completion().spans == (VersionSpan(start=0, end=4, version=PolicyVersion(1, 3)),)
     with pytest.raises(errors.EngineReplyInvalid, match="weight_version"):
         completion(weight_version=None)
@@ -72,7 +72,7 @@ def test_a_dialect_without_spans_labels_the_whole_output() -> None:
         parse_completion({"text": "", "output_ids": [0, 1, 2, 3], "meta_info": META})
 
 
-def test_tokens_after_a_change_of_version_are_stale() -> None:
+def test_tokens_after_a_version_change_are_stale() -> None:
     changed = completion(("1.3", 0, 1), ("1.4", 1, 3), ("1.5", 3, 4))
     assert stale(mark_stale(changed, "1.3")) == [False, True, True]
     assert stale(mark_stale(completion(("1.3", 0, 4)), "1.3")) == [False]
@@ -81,7 +81,7 @@ def test_tokens_after_a_change_of_version_are_stale() -> None:
 
 
 @pytest.mark.parametrize("cached_tokens", [0, 2])
-def test_all_tokens_are_stale_if_the_cache_is_of_another_version(cached_tokens: int) -> None:
+def test_all_tokens_are_stale_if_the_cache_is_from_another_version(cached_tokens: int) -> None:
     done = completion(("1.3", 0, 4), cached_tokens=cached_tokens)
     assert stale(mark_stale(done, "1.3")) == [False]
     assert stale(mark_stale(done, "1.2")) == [True]
@@ -112,7 +112,9 @@ def test_the_cache_namespace_is_sent_only_if_set() -> None:
         ("/generate", "Flush cache failed.", errors.EngineRefused),
     ],
 )
-def test_refusals_are_typed_and_survive_pickling(path: str, text: str, kind: type[errors.EngineRefused]) -> None:
+def test_refusals_raise_typed_errors_that_survive_pickling(
+    path: str, text: str, kind: type[errors.EngineRefused]
+) -> None:
     error = refusal(400, path, text, "one")
     assert type(error) is kind
     again = pickle.loads(pickle.dumps(error))

@@ -115,7 +115,7 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
 
 
-async def test_a_server_starts_answers_and_leaves_nothing(rig: Rig) -> None:
+async def test_a_server_starts_responds_and_leaves_nothing_behind(rig: Rig) -> None:
     async with SGLangProcess(rig.config(seed=7, max_context=64, tensor_parallel=2)) as server:
         assert server.alive
         seen = rig.seen
@@ -133,7 +133,7 @@ async def test_a_server_starts_answers_and_leaves_nothing(rig: Rig) -> None:
     await server.kill()
 
 
-async def test_an_interpreter_that_hangs_is_a_failed_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hung_interpreter_counts_as_a_failed_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     (rig.folder / "python").write_text("#!/bin/bash\nexec sleep 600\n")
     monkeypatch.setattr("headrace.policies.sglang.server.ASK_TIMEOUT_S", 0.1)
     with pytest.raises(EngineStartFailed, match="did not report its version"):
@@ -160,7 +160,7 @@ def test_ranks_share_the_cores() -> None:
     assert shares_of({5}, 2) == "5|5"
 
 
-async def test_a_server_that_ignores_sigterm_is_killed_with_what_it_started(rig: Rig) -> None:
+async def test_a_server_that_ignores_sigterm_is_killed_with_its_children(rig: Rig) -> None:
     async with SGLangProcess(rig.config("deaf", stop_timeout_s=0.2)) as server:
         pass
     assert await server.wait() == -signal.SIGKILL
@@ -175,7 +175,7 @@ async def test_children_of_a_dead_server_are_killed(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["", "silent"])
-async def test_a_server_dies_with_a_killed_parent_at_any_time(rig: Rig, behaviour: str) -> None:
+async def test_a_server_dies_whenever_its_parent_is_killed(rig: Rig, behaviour: str) -> None:
     config = rig.config(behaviour).model_dump_json()
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, config)
     await rig.until_started()
@@ -185,7 +185,7 @@ async def test_a_server_dies_with_a_killed_parent_at_any_time(rig: Rig, behaviou
     await rig.until_gone()
 
 
-async def test_a_lost_port_is_tried_again_with_another(rig: Rig) -> None:
+async def test_the_server_retries_on_another_port_if_its_port_was_taken(rig: Rig) -> None:
     async with SGLangProcess(rig.config("lose-port")) as server:
         assert server.alive
     assert (rig.folder / "starts").read_text() == "xx"
@@ -197,7 +197,7 @@ async def test_a_configured_port_is_not_replaced(rig: Rig) -> None:
     assert (rig.folder / "starts").read_text() == "x"
 
 
-async def test_a_server_that_ends_or_does_not_answer_fails_to_start(rig: Rig) -> None:
+async def test_a_server_that_exits_or_does_not_respond_fails_to_start(rig: Rig) -> None:
     with pytest.raises(EngineStartFailed, match=r"ended with 1.*the model is too large"):
         await SGLangProcess(rig.config("crash")).start()
     with pytest.raises(EngineStartFailed, match=r"start_timeout_s=0\.5"):

@@ -60,14 +60,14 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found(tmp_path: Path, name: str) -> None:
+def test_every_kind_of_shape_fault_is_reported(tmp_path: Path, name: str) -> None:
     files, said = FAULTS[name]
     write(tmp_path, files)
     code, lines = shape(tmp_path)
     assert (code, any(said in line for line in lines)) == (1, True), lines
 
 
-def test_downward_imports_of_every_kind_are_fine(tmp_path: Path) -> None:
+def test_downward_imports_of_every_kind_are_allowed(tmp_path: Path) -> None:
     above = "import headrace.buffer.tasks\nfrom headrace.buffer import errors\nfrom headrace.sandboxes.base import X\n"
     write(tmp_path, {"buffer/types.py": above, "buffer/tasks.py": "", "buffer/errors.py": "", "sandboxes/base.py": ""})
     assert shape(tmp_path) == (0, [])

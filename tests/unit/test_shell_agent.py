@@ -150,7 +150,7 @@ async def test_a_command_timeout_is_an_observation(tmp_path: Path) -> None:
         ((400, {"error": {"message": "full", "code": "context_length_exceeded"}}), StopReason.CONTEXT),
     ],
 )
-async def test_unusable_answers_are_not_run(tmp_path: Path, answer: tuple[int, object], stop: StopReason) -> None:
+async def test_unusable_answers_are_not_executed(tmp_path: Path, answer: tuple[int, object], stop: StopReason) -> None:
     report, _ = await play(tmp_path / "w", answer)
     assert report.stop is stop
     assert report.commands == ()
@@ -166,7 +166,7 @@ async def test_unusable_answers_are_not_run(tmp_path: Path, answer: tuple[int, o
         ((200, {"choices": []}), 200, ""),
     ],
 )
-async def test_a_failing_service_is_an_error(
+async def test_a_failing_service_raises_an_error(
     tmp_path: Path, answer: tuple[int, object], status: int | None, code: str
 ) -> None:
     with pytest.raises(ChatFailed) as caught:
@@ -176,7 +176,7 @@ async def test_a_failing_service_is_an_error(
     assert (copy.status, copy.code, str(copy)) == (status, code, str(caught.value))
 
 
-async def test_an_absent_service_is_an_error() -> None:
+async def test_a_missing_service_raises_an_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         async with aiohttp.ClientSession() as session:
@@ -186,7 +186,7 @@ async def test_an_absent_service_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("command", ["exit", "echo a > b; exit", "true && exit ", "cat a;exit"])
-def test_exit_as_the_last_word_ends_the_session(command: str) -> None:
+def test_a_command_ending_in_exit_ends_the_session(command: str) -> None:
     assert ends_session(command)
 
 
@@ -195,7 +195,7 @@ def test_other_commands_do_not_end_the_session(command: str) -> None:
     assert not ends_session(command)
 
 
-def test_a_stopped_answer_is_usable() -> None:
+def test_an_answer_with_finish_reason_stop_is_usable() -> None:
     assert unusable(ChatReply(text="ls", finish_reason="stop")) is None
 
 

@@ -35,7 +35,7 @@ def gateway(*closed: str) -> GatewayStats:
     return GatewayStats(sessions=1, turns_in_flight={}, sampled_tokens=50, tokens_by_version={}, turns=5, closed=closed)
 
 
-def test_actors_without_an_answer_have_no_signs() -> None:
+def test_unresponsive_actors_show_no_signs_of_progress() -> None:
     signs = signs_of(snapshot(), LONGEST)
     assert (signs.counts, signs.under_way, signs.version) == ({}, {}, None)
 
@@ -74,12 +74,12 @@ def test_all_counts_are_signs_of_progress() -> None:
         ({"gateway": gateway()}, {}),
     ],
 )
-def test_work_under_way_has_its_timeout(parts: dict[str, Any], under_way: dict[str, float]) -> None:
+def test_work_in_progress_is_reported_with_its_timeout(parts: dict[str, Any], under_way: dict[str, float]) -> None:
     assert signs_of(snapshot(**parts), LONGEST).under_way == under_way
 
 
 @pytest.mark.parametrize("state", EngineState)
-def test_an_engine_that_starts_is_work_under_way(state: EngineState) -> None:
+def test_a_starting_engine_counts_as_work_in_progress(state: EngineState) -> None:
     engine = EngineStatus(
         engine_id=EngineId("e"), origin=Origin.LOCAL, place="0", state=state, url="http://e:1", version=None
     )

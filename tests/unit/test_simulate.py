@@ -47,14 +47,14 @@ def synchronous() -> RunStatistics:
     return account(mode=Mode.SYNC)
 
 
-def test_the_preset_is_the_published_one() -> None:
+def test_the_preset_matches_the_published_figures() -> None:
     plan = PRESETS["swe64"]
     assert (plan.batch_size, plan.group_size, plan.learner_s, plan.push_s) == (64, 8, 240, 10)
     assert plan.ideal_s / 60 == pytest.approx(9.9, abs=0.05)
     assert plan.model_copy(update={"slots": 160}).ideal_s / 60 == 4.0
 
 
-def test_async_mode_is_near_the_ideal_and_within_the_bound(asynchronous: RunStatistics) -> None:
+def test_async_mode_is_close_to_the_ideal_and_within_the_staleness_bound(asynchronous: RunStatistics) -> None:
     assert not asynchronous.problems
     assert 0 < asynchronous.max_staleness <= 4
     assert asynchronous.trained == sum(asynchronous.staleness.values()) == 24 * 16
@@ -93,7 +93,7 @@ def test_sync_one_step_off_and_async_modes_differ_in_speed_and_staleness(
     assert not (*synchronous.problems, *one_step_off.problems)
 
 
-def test_a_push_costs_the_time_that_it_pauses(asynchronous: RunStatistics) -> None:
+def test_a_pausing_push_costs_little_and_a_draining_push_costs_more(asynchronous: RunStatistics) -> None:
     pause = account(push=PushMode.PAUSE, push_s=60.0)
     drain = account(push=PushMode.DRAIN, steps=12)
     assert 1.02 < pause.step_s / asynchronous.step_s < 1.3
@@ -121,7 +121,7 @@ def test_the_same_seed_gives_the_same_ledger(tmp_path: Path) -> None:
     assert verify(tmp_path / "0").clean
 
 
-def test_an_attempt_takes_the_same_time_whatever_the_schedule(tmp_path: Path) -> None:
+def test_an_attempts_duration_does_not_depend_on_the_schedule(tmp_path: Path) -> None:
     agent_s: list[dict[tuple[str, int], float]] = []
     for number, mode in enumerate((Mode.ASYNC, Mode.SYNC)):
         run_plan(quarter(steps=4, mode=mode), tmp_path / str(number))
@@ -199,7 +199,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
-def test_bad_input_is_one_line(
+def test_bad_input_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
 ) -> None:
     assert run_command(monkeypatch, *arguments) == cli.EXIT_BAD_INPUT
@@ -208,7 +208,7 @@ def test_bad_input_is_one_line(
     assert said.count("\n") == 1
 
 
-def test_values_of_other_keys_are_toml() -> None:
+def test_values_for_other_keys_are_parsed_as_toml() -> None:
     plan = make_plan("swe64", {}, ["durations.recorded_s=[1.0, 2.0]", 'buffer={ zero_variance = "filter" }'])
     assert plan.mean_s == 1.5
     assert plan.buffer_config().zero_variance == "filter"
@@ -223,12 +223,12 @@ def test_a_run_without_progress_ends_with_an_error(monkeypatch: pytest.MonkeyPat
         run_plan(quarter(steps=2))
 
 
-def test_a_plan_whose_data_ends_before_it_is_measured_is_refused() -> None:
+def test_a_plan_whose_data_runs_out_before_the_measurement_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"after 2 of 24 steps, of which 12 are the warm-up: raise tasks"):
         run_plan(quarter(tasks=8, buffer={"passes": 1}))
 
 
-def test_sync_mode_is_simulated_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_mode_can_be_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[SimulationPlan] = []
     real = run_plan
 
@@ -247,7 +247,9 @@ def test_sync_mode_is_simulated_too(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("slots", "bound", "fraction", "speedup"), [(64, 4, 0.97, 3.0), (160, 8, 0.95, 7.0)])
-def test_swe64_reaches_its_figures(slots: int, bound: int, fraction: float, speedup: float) -> None:
+def test_the_swe64_preset_reaches_its_published_figures(
+    slots: int, bound: int, fraction: float, speedup: float
+) -> None:
     said = simulate(make_plan("swe64", {"slots": slots, "max_staleness": bound})).to_json()
     assert said["clean"]
     assert said["fraction_of_ideal"] >= fraction
@@ -257,7 +259,7 @@ def test_swe64_reaches_its_figures(slots: int, bound: int, fraction: float, spee
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_thousand_rollouts_in_flight() -> None:
+def test_ten_thousand_rollouts_can_be_in_flight() -> None:
     many = run_plan(make_plan("swe64", {"slots": 10_000, "steps": 2}, ["batch_size=4096", "turns=2"]))[0]
     assert many.most_in_flight == 10_000
     assert not many.problems

@@ -79,13 +79,13 @@ def served(number: int, step: int, *, generating: bool = True) -> Served:
     return Served(number=number, version=PolicyVersion(1, step), generating=generating)
 
 
-def test_tokens_carry_the_version_that_was_served_meanwhile() -> None:
+def test_tokens_carry_the_version_served_while_they_were_sampled() -> None:
     completion, ended_s = one_turn(10, 10, (0, served(1, 3)), (4, served(2, 4)), (9, served(3, 5)))
     assert spans_of(completion) == [(0, 3, 3), (3, 8, 4), (8, 10, 5)]
     assert ended_s == 11
 
 
-def test_the_time_of_a_turn_stops_in_a_pause() -> None:
+def test_the_clock_of_a_turn_stops_during_a_pause() -> None:
     pause, resumed = served(2, 3, generating=False), served(3, 4)
     completion, ended_s = one_turn(10, 10, (0, served(1, 3)), (6, pause), (106, resumed))
     assert spans_of(completion) == [(0, 5, 3), (5, 10, 4)]
@@ -98,7 +98,7 @@ def test_nothing_is_generated_before_the_first_version() -> None:
     assert ended_s == 52
 
 
-def test_an_older_state_is_ignored() -> None:
+def test_an_older_engine_state_is_ignored() -> None:
     completion, _ = one_turn(4, 4, (0, served(5, 7)), (2, served(4, 6)))
     assert spans_of(completion) == [(0, 4, 7)]
 
@@ -108,7 +108,7 @@ def test_an_older_state_is_ignored() -> None:
     seconds=st.floats(0, 100),
     gaps=st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=8),
 )
-def test_spans_cover_every_token_once_and_versions_only_grow(
+def test_spans_cover_every_token_once_and_versions_never_decrease(
     tokens: int, seconds: float, gaps: list[tuple[float, bool]]
 ) -> None:
     changes, at_s = [(0.0, served(1, 0))], 0.0
@@ -177,7 +177,7 @@ def test_a_drain_does_not_wait_for_a_silent_worker() -> None:
     assert 0 < run_virtual(main()) <= 60
 
 
-def test_weights_of_a_dead_learner_are_not_served() -> None:
+def test_a_dead_learners_weights_are_not_served() -> None:
     async def main() -> None:
         group = SimulatedEngineGroup(SimulatedEnginesConfig(push_s=1), observing=UNOBSERVED)
         for epoch in (2, 1):
@@ -203,7 +203,7 @@ def batch(number: int) -> Batch:
     return Batch(lease=lease, version=PolicyVersion(1, number), items=(item,))
 
 
-def test_a_simulated_learner_takes_time_and_writes_chained_checkpoints(tmp_path: Path) -> None:
+def test_a_simulated_learner_spends_time_and_writes_chained_checkpoints(tmp_path: Path) -> None:
     async def main() -> None:
         learner = SimulatedLearner(SimulatedLearnerConfig(step_s=240, checkpoint_dir=tmp_path))
         with pytest.raises(LearnerNotOpen):
@@ -226,7 +226,7 @@ def test_a_simulated_learner_takes_time_and_writes_chained_checkpoints(tmp_path:
 
 
 @pytest.mark.parametrize("cap_s", [600.0, 1800.0, 1e9])
-def test_the_mean_is_that_of_the_draws(cap_s: float) -> None:
+def test_the_configured_mean_matches_the_drawn_durations(cap_s: float) -> None:
     durations = Durations(SWE.model_copy(update={"cap_s": cap_s}), seed=3)
     drawn = [durations.draw_s(str(key)) for key in range(20_000)]
     assert math.isclose(fmean(drawn), durations.mean_s, rel_tol=0.02)
@@ -246,7 +246,7 @@ def test_impossible_durations_are_refused(settings: dict[str, object]) -> None:
         DurationsConfig.model_validate(settings)
 
 
-def test_an_attempt_takes_the_same_time_in_every_run_and_its_turns_sum_up() -> None:
+def test_an_attempt_takes_the_same_time_in_every_run_and_its_turns_add_up() -> None:
     agent = SimulatedAgent(SimulatedAgentConfig(durations=SWE, turns=7, seed=1))
     again = SimulatedAgent(SimulatedAgentConfig(durations=SWE, turns=7, seed=1))
     keys = [f"task g{group}-0 {attempt}" for group in range(20) for attempt in (1, 2)]

@@ -19,7 +19,7 @@ def signs(
 
 
 @pytest.mark.parametrize("name", ["steps", "stages", "turns", "tokens", "answers", "judged_steps"])
-def test_every_count_that_grows_is_progress(name: str) -> None:
+def test_an_increase_of_any_count_is_progress(name: str) -> None:
     detector = StallDetector(0.0, STALL_S)
     assert {detector.stalled(float(second), signs(**{name: second}, still=3)) for second in range(1, 50)} == {None}
 
@@ -34,7 +34,7 @@ def test_every_count_that_grows_is_progress(name: str) -> None:
     ],
     ids=["still", "learner that dies again and again", "dispatcher that dies again and again", "nobody answers"],
 )
-def test_a_run_that_makes_no_progress_ends(still) -> None:
+def test_a_run_without_progress_is_ended(still) -> None:
     detector = StallDetector(0.0, STALL_S)
     reasons = [detector.stalled(float(second), still(second)) for second in range(1, 30)]
     assert reasons[0] is None
@@ -97,7 +97,7 @@ def test_the_reason_names_the_last_progress_of_each_count() -> None:
     assert reason.endswith("last progress: steps 16 s ago, turns 19 s ago")
 
 
-def test_a_count_that_restarts_lower_continues_from_there() -> None:
+def test_a_count_that_restarts_from_a_lower_value_continues_from_there() -> None:
     detector = StallDetector(0.0, STALL_S)
     assert detector.stalled(1.0, signs(scored=100)) is None
     assert detector.stalled(9.0, signs(scored=0)) is None
@@ -105,7 +105,7 @@ def test_a_count_that_restarts_lower_continues_from_there() -> None:
     assert detector.stalled(19.0, signs(scored=1)) is None
 
 
-def test_work_under_way_delays_a_stall() -> None:
+def test_work_in_progress_delays_a_stall() -> None:
     """A boot that takes longer than a run may stand still is no stall, and neither is a stage of the learner."""
     detector = StallDetector(0.0, STALL_S)
     detector.stalled(0.0, signs(turns=1))

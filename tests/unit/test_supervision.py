@@ -53,7 +53,7 @@ def watched(tmp_path: Path) -> Any:
     return watched
 
 
-def test_records_have_the_rollouts_in_flight_and_the_phase_lock(watched: Any) -> None:
+def test_records_contain_the_rollouts_in_flight_and_the_phase_lock(watched: Any) -> None:
     records = watched(lambda service: [service.dispatcher.run(), service.learner.run()])
     locked = records[3:25]
     assert {record["held_up_by"] for record in locked} == {"evaluator"}

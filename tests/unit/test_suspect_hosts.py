@@ -32,7 +32,7 @@ def records(**ends: str) -> HostRecords:
     return found
 
 
-def test_a_host_is_suspect_only_beside_better_ones() -> None:
+def test_a_host_is_suspect_only_if_others_do_better() -> None:
     assert dict(records(a="xxxxxx", b="........", c=".......").suspects()) == {"a": "6 of its last 6 attempts failed"}
     assert records(a="xxxxxx").suspects() == {}, "nothing to compare with"
     assert records(a="xx", b=".....").suspects() == {}, "chance"
@@ -48,7 +48,7 @@ def test_a_suspect_host_gets_one_probe_a_minute() -> None:
     assert found.avoided(-7200.0) == (), "a clock that is set back"
 
 
-def test_orders_avoid_suspects_and_where_they_failed() -> None:
+def test_orders_avoid_suspect_hosts_and_hosts_where_they_failed() -> None:
     config = BufferConfig(batch_size=64, group_size=2, max_attempts=3)
     buffer = ReplayBuffer(config, TaskStream(cases.tasks(40), seed=3))
     buffer.open_epoch(None, 0.0)

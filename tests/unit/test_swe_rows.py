@@ -65,14 +65,14 @@ def test_a_flat_row_becomes_a_task(folder: Path) -> None:
     assert "gold" not in str(task)
 
 
-def test_a_row_with_the_same_in_its_metadata(folder: Path) -> None:
+def test_a_row_with_the_fields_in_its_metadata_becomes_the_same_task(folder: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "do"}], "metadata": {"remote_env_info": FLAT | {"image": "i"}}}
     task = task_of(row, ENVIRONMENT, folder)
     assert task.image == "i"
     assert task.evaluator == task_of(FLAT, ENVIRONMENT, folder).evaluator
 
 
-def test_eval_cmd_and_pre_commands(folder: Path) -> None:
+def test_eval_cmd_and_pre_commands_become_grader_and_preparation(folder: Path) -> None:
     row = wrapped(eval_cmd="python -m pytest -q tests", pre_commands="git checkout x -f\\npip list")
     repository = task_of(row, ENVIRONMENT, folder).evaluator.repository
     assert repository is not None
@@ -87,7 +87,7 @@ def test_a_fail_to_pass_script_becomes_a_grader(folder: Path) -> None:
     assert (repository.grader, repository.prepare) == (Script(script="import pytest"), ("true\nfalse",))
 
 
-def test_swepro_goes_before_the_others_and_reads_its_scripts(folder: Path) -> None:
+def test_swepro_takes_precedence_and_its_scripts_are_read(folder: Path) -> None:
     row = wrapped(swepro=SWEPRO, eval_cmd="true")
     repository = task_of(row, ENVIRONMENT, folder).evaluator.repository
     assert repository is not None
@@ -131,7 +131,7 @@ def test_a_row_without_an_image_is_refused(folder: Path) -> None:
         task_of(FLAT, SweEnvironment(), folder)
 
 
-def test_a_file_gives_tasks_and_refusals_by_line_and_tasks_are_written_and_read_back(folder: Path) -> None:
+def test_a_file_gives_tasks_and_refusals_by_line_and_written_tasks_round_trip(folder: Path) -> None:
     path = folder / "rows.jsonl"
     other = wrapped(swepro=SWEPRO, instance_id="calc-8")
     rows = [json.dumps(FLAT), "", "{", json.dumps(other), json.dumps(wrapped())]
@@ -144,7 +144,7 @@ def test_a_file_gives_tasks_and_refusals_by_line_and_tasks_are_written_and_read_
 
 
 @pytest.mark.parametrize("name", ["swegym_rows5.nemo-gym.jsonl", "swebench_verified_rows5.nemo-gym.jsonl"])
-def test_rows_of_the_public_data_sets(name: str) -> None:
+def test_rows_from_the_public_data_sets_are_converted(name: str) -> None:
     path = SHARED / name
     if not path.exists():
         pytest.skip("the shared data is not beside this checkout")

@@ -31,7 +31,7 @@ def repository(**change: object) -> dict[str, Any]:
     return {"evaluator": {"kind": "repository", "repository": REPOSITORY | change}}
 
 
-def test_the_default_interpreter_changes_no_digest_of_an_older_task(tmp_path: Path) -> None:
+def test_the_default_interpreter_does_not_change_older_task_digests(tmp_path: Path) -> None:
     lines = [LINE, LINE | {"id": "two", "evaluator": STATE | {"python": "/usr/bin/python3"}}]
     one, two = load_tasks(write_lines(tmp_path, *lines))
     assert task_digest(one) == "fa5227851b423278184c84e34070a874d7da9f5db9ca316a71108fea0f1ab4eb"
@@ -47,7 +47,7 @@ def test_written_tasks_are_read_back_equal(tmp_path: Path) -> None:
     assert load_tasks(path) == tasks
 
 
-def test_defaults_and_references(tmp_path: Path) -> None:
+def test_task_lines_get_defaults_and_referenced_files(tmp_path: Path) -> None:
     (tmp_path / "check.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "start.txt").write_text("mango\n")
     line = LINE | {
@@ -128,7 +128,7 @@ def test_repositories_are_read_and_written(tmp_path: Path, grader: object) -> No
         (repository(grader={"kind": "swepro", "fail_to_pass": ["x"]}), "run_script: is missing"),
     ],
 )
-def test_a_wrong_line_is_refused_with_its_number_and_key(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_an_invalid_line_is_refused_with_its_number_and_key(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     path = write_lines(tmp_path, LINE | {"id": "first"}, "", LINE | change)
     with pytest.raises(TaskFileError) as caught:
         load_tasks(path)
@@ -155,7 +155,7 @@ def test_invalid_task_lines_are_refused(tmp_path: Path, lines: tuple[object, ...
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
 
 
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_task_file_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match=r"none\.jsonl: cannot be read: No such file or directory"):
         load_tasks(tmp_path / "none.jsonl")
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")

@@ -67,7 +67,7 @@ def test_tasks_are_reproducible_and_distinct() -> None:
     assert {task.family for task in tasks[:4]} == {f"terminal/{kind}" for kind in Kind}
 
 
-def test_a_combination_is_the_same_task_under_every_seed() -> None:
+def test_a_combination_gives_the_same_task_under_every_seed() -> None:
     by_id = {task.id: task for task in generate(0, 320, Split.TRAIN)}
     shared = [task for task in generate(1, 320, Split.TRAIN) if task.id in by_id]
     assert shared
@@ -88,14 +88,14 @@ def test_too_many_tasks_are_refused() -> None:
         generate(0, 400, Split.HELD_OUT)
 
 
-def test_no_word_is_part_of_another() -> None:
+def test_no_generated_word_contains_another() -> None:
     """`sed /word/d` and `grep word` must hit one line only."""
     every = (*WORDS, *NAMES)
     assert not [(one, other) for one in every for other in every if one != other and one in other]
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_the_instruction_does_not_hold_the_finding(kind: Kind) -> None:
+def test_the_instruction_does_not_reveal_the_finding(kind: Kind) -> None:
     assert not [problem for problem in combinations(kind) if problem.finding in problem.instruction]
 
 
@@ -105,7 +105,7 @@ class TestCheck:
         place(problem, tmp_path / "w")
         assert run(problem.look, tmp_path / "w").removesuffix("\n") == problem.shown
 
-    def test_looking_in_the_wrong_place_misleads(self, problem: Problem, tmp_path: Path) -> None:
+    def test_looking_in_the_wrong_place_gives_a_misleading_result(self, problem: Problem, tmp_path: Path) -> None:
         place(problem, tmp_path / "w")
         command, shown, finding = problem.stray
         assert run(command, tmp_path / "w").removesuffix("\n") == shown
@@ -122,7 +122,7 @@ class TestCheck:
         place(problem, tmp_path / "w")
         assert check(problem, tmp_path / "w") == 1
 
-    def test_every_guess_fails(self, problem: Problem, tmp_path: Path) -> None:
+    def test_every_guessed_answer_fails(self, problem: Problem, tmp_path: Path) -> None:
         for number, guess in enumerate(guesses(problem)[:6]):
             folder = tmp_path / f"w{number}"
             place(problem, folder)

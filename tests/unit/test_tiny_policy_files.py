@@ -15,7 +15,7 @@ from headrace.policies.tokens.tokenizer import ChatTokenizer
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 
 
-def test_the_weights_are_those_of_the_digest_and_small() -> None:
+def test_the_weights_match_the_digest_and_are_small() -> None:
     content = (MODEL / "model.safetensors").read_bytes()
     digest, name = (MODEL / "DIGEST").read_text().split()
     assert name == "model.safetensors"
@@ -23,7 +23,7 @@ def test_the_weights_are_those_of_the_digest_and_small() -> None:
     assert len(content) < 1_000_000
 
 
-def test_transformers_takes_the_folder_unchanged() -> None:
+def test_transformers_loads_the_folder_unchanged() -> None:
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -55,7 +55,7 @@ def test_the_policy_acts_on_what_it_read(kind: Kind) -> None:
     assert sum(solved) >= 7
 
 
-def test_the_same_seed_makes_the_same_weights(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     config = WarmStartConfig(practice_steps=2, noise_steps=2, batch_size=8)
     digest = warm_start(config, tmp_path / "one")
     assert warm_start(config, tmp_path / "two") == digest

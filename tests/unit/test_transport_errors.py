@@ -27,7 +27,7 @@ def closed_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
-async def test_a_missing_engine_is_a_readable_error(closed_url: str) -> None:
+async def test_a_missing_engine_gives_a_readable_error(closed_url: str) -> None:
     async with aiohttp.ClientSession() as http:
         transport = Transport(EngineId("engine-0"), closed_url, http, timeout_s=5.0)
         with pytest.raises(EngineDown) as error:
@@ -35,7 +35,7 @@ async def test_a_missing_engine_is_a_readable_error(closed_url: str) -> None:
     assert str(error.value) == f"engine-0: nothing listens at {closed_url}: Connection refused"
 
 
-async def test_a_missing_gateway_is_a_readable_error(closed_url: str) -> None:
+async def test_a_missing_gateway_gives_a_readable_error(closed_url: str) -> None:
     async with GatewayClient(closed_url, "token") as client:
         with pytest.raises(GatewayUnreachable) as error:
             await client.open([])
@@ -51,5 +51,5 @@ async def test_a_missing_gateway_is_a_readable_error(closed_url: str) -> None:
         (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
     ],
 )
-def test_other_failures_have_words_too(error: Exception, words: str) -> None:
+def test_other_transport_failures_have_readable_reasons(error: Exception, words: str) -> None:
     assert reason(error) == words

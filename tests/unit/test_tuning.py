@@ -121,14 +121,14 @@ def test_jsonl_and_csv_traces_are_read_the_same(tmp_path: Path) -> None:
     assert [observation.solved for observation in first.observations] == [True, None, False]
 
 
-def test_a_trace_is_solved_by_its_column_or_a_reward_of_1(tmp_path: Path) -> None:
+def test_a_trace_counts_as_solved_by_its_column_or_a_reward_of_1(tmp_path: Path) -> None:
     text = "seconds,reward,solved\n1,0.1,\n1,1,\n1,-1,true\n1,5,no\n1,,yes\n"
     (tmp_path / "t.csv").write_text(text)
     observations = read_traces(tmp_path / "t.csv").observations
     assert [observation.solved for observation in observations] == [False, True, True, False, True]
 
 
-def test_a_partial_reward_of_a_run_is_not_a_solution(run: Path, tmp_path: Path) -> None:
+def test_a_partial_reward_in_a_run_does_not_count_as_solved(run: Path, tmp_path: Path) -> None:
     formatted = shutil.copytree(run, tmp_path / "formatted")
     with closing(sqlite3.connect(formatted / "ledger.db")) as database, database:
         database.execute("UPDATE attempts SET reward = 0.1 WHERE reward = 0.0")
@@ -151,7 +151,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_traces_end_in_one_line_and_code_2(
+def test_bad_traces_print_one_line_and_exit_with_code_2(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, content, said = BAD[name]
@@ -173,7 +173,7 @@ def test_bad_traces_end_in_one_line_and_code_2(
         (["--out", "/dev/null/here"], "cannot be written"),
     ],
 )
-def test_bad_options_end_in_one_line_and_code_2(
+def test_bad_options_print_one_line_and_exit_with_code_2(
     run: Path,
     options: list[str],
     said: str,
@@ -252,7 +252,7 @@ def test_the_pareto_front_has_all_undominated_trials() -> None:
     assert pareto_front(twins) == twins
 
 
-def test_survivors_are_the_fastest_and_the_pareto_front() -> None:
+def test_trials_that_survive_are_the_fastest_and_the_pareto_front() -> None:
     ladder = [trial(step_s=10.0 + place, slots=place + 1) for place in range(9)]
     fresh = trial(step_s=40, mean_staleness=0.1, slots=99)
     recorded = ladder[0].candidate

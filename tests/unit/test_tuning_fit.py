@@ -57,7 +57,7 @@ def longest_of_a_group_s(config: DurationsConfig, *, seed: int = 9) -> float:
     )
 
 
-def test_the_curve_matches_a_textbook_example() -> None:
+def test_the_survival_curve_matches_a_textbook_example() -> None:
     """Remission times of 6-MP (Freireich and others, 1963; in every textbook of survival analysis)."""
     ended = [6, 6, 6, 7, 10, 13, 16, 22, 23]
     censored = [6, 9, 10, 11, 17, 19, 20, 25, 32, 32, 34, 35]
@@ -70,7 +70,7 @@ def test_the_curve_matches_a_textbook_example() -> None:
     assert max(curve.quantiles_s(10, Lognormal(mu=3.0, sigma=1.0), cap_s=40)) == 40
 
 
-def test_without_censoring_the_curve_is_empirical() -> None:
+def test_without_censoring_the_curve_is_the_empirical_distribution() -> None:
     curve = SurvivalCurve.estimate([3, 1, 2, 4], [True] * 4)
     assert curve.left == 0
     assert curve.quantiles_s(4, Lognormal(mu=0.0, sigma=1.0)) == (1, 2, 3, 4)
@@ -126,7 +126,7 @@ def test_the_longest_duration_of_a_group_matches_the_recording() -> None:
     assert longest_of_a_group_s(alone) > 1.15 * longest_of_a_group_s(truth)
 
 
-def test_a_fit_does_not_depend_on_the_order() -> None:
+def test_a_fit_does_not_depend_on_the_order_of_attempts() -> None:
     observations = drawn(TRUTH, tasks=20, censor_s=100)
     shuffled = random.Random(2).sample(observations, len(observations))
     assert fit(recorded(observations)) == fit(recorded(shuffled))

@@ -20,7 +20,7 @@ def load(station: Station, in_use: float, capacity: float | None) -> StationLoad
     return StationLoad(station=station, in_use=in_use, capacity=capacity, mean_s=None)
 
 
-def test_times_follow_from_littles_law() -> None:
+def test_service_times_follow_from_littles_law() -> None:
     """Rollouts of 4 s at the engine and 1 s at the evaluator, begun at random times, sampled once a second."""
     chance = random.Random(7)
     begun = sorted(chance.uniform(0, 20_000) for _ in range(40_000))

@@ -28,11 +28,11 @@ def tree() -> VersionTree:
         ("1.3", "1.7", 4),
     ],
 )
-def test_counts_updates_on_the_path(trained_at: str, sampled: str, updates: int) -> None:
+def test_staleness_counts_the_updates_on_the_path(trained_at: str, sampled: str, updates: int) -> None:
     assert tree().staleness(PolicyVersion.parse(trained_at), PolicyVersion.parse(sampled)) == updates
 
 
-def test_an_epoch_opens_once_and_at_a_known_parent() -> None:
+def test_an_epoch_can_be_opened_only_once_and_at_a_known_parent() -> None:
     versions = tree()
     with pytest.raises(ValueError, match="already open"):
         versions.open_epoch(2, PolicyVersion(1, 1))
@@ -40,14 +40,14 @@ def test_an_epoch_opens_once_and_at_a_known_parent() -> None:
         versions.open_epoch(6, PolicyVersion(5, 0))
 
 
-def test_two_roots_share_no_ancestor() -> None:
+def test_versions_under_different_roots_share_no_ancestor() -> None:
     versions = tree()
     versions.open_epoch(9, None)
     with pytest.raises(ValueError, match="no ancestor"):
         versions.staleness(PolicyVersion(9, 1), PolicyVersion(1, 1))
 
 
-def test_a_version_survives_a_round_trip_as_text() -> None:
+def test_a_version_round_trips_as_text() -> None:
     assert PolicyVersion.parse(str(PolicyVersion(3, 14))) == PolicyVersion(3, 14)
     with pytest.raises(ValueError, match="invalid literal"):
         PolicyVersion.parse("3")
@@ -61,5 +61,5 @@ def test_the_farthest_version_decides_how_long_a_rollout_stays_within_the_bound(
     assert bound.admits(tree(), trained_at, sampled) is (left >= 0)
 
 
-def test_the_stock_is_one_batch_for_each_version_within_the_bound() -> None:
+def test_the_inventory_is_one_batch_per_version_within_the_bound() -> None:
     assert StalenessBound(2).stock(batch_size=64) == 192

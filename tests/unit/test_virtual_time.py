@@ -29,7 +29,7 @@ def test_time_advances_to_the_next_timer() -> None:
     assert run_virtual(main()) == 86400.0
 
 
-def test_timers_of_one_moment_run_in_the_order_in_which_they_were_set() -> None:
+def test_timers_due_at_the_same_time_run_in_the_order_they_were_set() -> None:
     async def main() -> list[int]:
         loop, ran = asyncio.get_running_loop(), list[int]()
         for number in range(100):
@@ -122,7 +122,7 @@ def test_a_deadlock_is_raised_at_once_with_the_waiting_tasks() -> None:
         run_virtual(main())
 
 
-def test_work_without_any_timer_is_a_standstill() -> None:
+def test_waiting_without_any_timer_is_reported_as_a_standstill() -> None:
     async def main() -> None:
         while True:  # noqa: ASYNC110 - it is the point
             await asyncio.sleep(0)
@@ -131,7 +131,7 @@ def test_work_without_any_timer_is_a_standstill() -> None:
         run_virtual(main())
 
 
-def test_random_is_seeded_and_its_state_restored() -> None:
+def test_the_random_module_is_seeded_and_its_state_restored() -> None:
     async def main() -> float:
         return random.random()
 

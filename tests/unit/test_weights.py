@@ -51,7 +51,7 @@ def test_weights_survive_a_round_trip(
         assert checksum(tensor.float(), tensor.dtype) == sums[name]
 
 
-def test_checksum_sees_one_bit_and_does_not_see_how_it_is_cut() -> None:
+def test_a_checksum_depends_on_every_bit_but_not_on_chunking() -> None:
     tensor = torch.zeros(600_000)
     other = tensor.clone()
     other[599_999] = 1e-45
@@ -66,7 +66,7 @@ def test_integer_weights_are_refused(tmp_path: Path) -> None:
         read_snapshot(tmp_path / "model.safetensors", None)
 
 
-def test_the_memory_of_a_snapshot_is_used_again(tmp_path: Path) -> None:
+def test_snapshot_memory_is_reused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(4)}, path)
     first = read_snapshot(path, None)
@@ -76,7 +76,7 @@ def test_the_memory_of_a_snapshot_is_used_again(tmp_path: Path) -> None:
     assert torch.equal(second.tensors()["a"], torch.full((4,), 2.0))
 
 
-def test_snapshot_must_be_the_file_that_was_meant(tmp_path: Path) -> None:
+def test_a_snapshot_file_must_match_its_expected_digest(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(4)}, path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
