@@ -286,7 +286,7 @@ async def test_a_folder_without_git_can_be_patched(provider: LocalProvider) -> N
 
 
 async def test_an_agent_that_commits_and_rewrites_history_is_scored_by_its_working_tree(
-    provider: LocalProvider
+    provider: LocalProvider,
 ) -> None:
     commit = "git -c user.name=a -c user.email=a@example.invalid commit -qam done"
     command = f"{SOLVE}; {commit}; git checkout -q --orphan x; rm -rf .git/refs"

@@ -92,7 +92,7 @@ async def test_a_cheat_earns_no_reward(provider: LocalProvider, name: str, cheat
 
 
 async def test_a_test_also_skipped_in_the_untouched_repository_is_not_blamed_on_the_patch(
-    provider: LocalProvider
+    provider: LocalProvider,
 ) -> None:
     skipping = HIDDEN_TESTS + "\n\ndef test_elsewhere():\n    import pytest\n    pytest.skip('not on this machine')\n"
     task = repository_task(replace(SPEC, grader=Script(script=F2P.replace(HIDDEN_TESTS, skipping))), hidden_files={})
