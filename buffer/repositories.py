@@ -103,7 +103,8 @@ def required_ids(grader: TestIds | Script | Command | Swepro) -> tuple[str, ...]
 
 
 def why_unusable(spec: RepositorySpec) -> str | None:
-    """Return the key and reason for the first value that is invalid although its type is right; None if there is none."""
+    """Return the key and reason for the first value that is invalid although its type is right; None if there is
+    none."""
     grader = spec.grader
     if not is_plain_path(spec.workdir):
         return f"workdir: {spec.workdir!r} must be an absolute path without '.' or '..'"

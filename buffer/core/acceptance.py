@@ -127,7 +127,8 @@ def effective_since(rule: AcceptanceRule, group: GroupView, min_members: int) ->
 
 
 def parse_rule(text: str, limits: Limits | None = None) -> AcceptanceRule:
-    """Parse a rule. Raises ValueError when the text is not a rule, or is a rule that can never be met within `limits`."""
+    """Parse a rule. Raises ValueError when the text is not a rule, or is a rule that can never be met within
+    `limits`."""
     if len(text) > LONGEST_TEXT:
         raise ValueError(f"the rule has {len(text)} characters: use at most {LONGEST_TEXT}")
     try:

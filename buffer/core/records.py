@@ -349,7 +349,8 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """A finished evaluation rollout. `version` is the requested one, `sampled` the versions that actually sampled it."""
+    """A finished evaluation rollout. `version` is the requested one, `sampled` the versions that actually sampled
+    it."""
 
     rollout_id: RolloutId
     attempt: int

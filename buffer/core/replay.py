@@ -137,7 +137,8 @@ class ReplayBuffer:
         return self.state.drain()
 
     def inventory(self, in_flight: int | None = None) -> Inventory:
-        """Return the rollouts in stock. `in_flight` is used if it is larger than the number that the ledger knows of."""
+        """Return the rollouts in stock. `in_flight` is used if it is larger than the number that the ledger knows
+        of."""
         size = {state: len(rollouts) for state, rollouts in self.state.by_state.items()}
         return Inventory(
             pending=size[RolloutState.PENDING],
@@ -328,7 +329,8 @@ class ReplayBuffer:
         return max(0, room) if left is None else min(max(0, room), left)
 
     def _next_rollout(self, now: float) -> RolloutRecord | None:
-        """Return the rollout whose attempt is next. A probe uses a task that has not failed recently, if there is one."""
+        """Return the rollout whose attempt is next. A probe uses a task that has not failed recently, if there is
+        one."""
         spared = self.outages.to_spare()
         if not spared:
             return self.state.next_pending() or self._open_group(now)

@@ -160,7 +160,8 @@ class TrainingPath:
         del self.batches[batch.batch_id], self._by_state[batch.state][batch.batch_id]
 
     def forget_steps(self, before: int, checkpoints: Collection[PolicyVersion]) -> None:
-        """Remove the steps and checkpoints that the ledger has moved to its archive; only the number of steps is kept."""
+        """Remove the steps and checkpoints that the ledger has moved to its archive; only the number of steps is
+        kept."""
         for sequence in [sequence for sequence in self.commits if sequence < before]:
             del self.commits[sequence]
             self.steps_closed += 1

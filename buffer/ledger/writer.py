@@ -198,7 +198,8 @@ class LedgerWriter:
             raise LedgerBroken(f"the store has ended: {self._broken}")
 
     async def _flush(self) -> None:
-        """Return when everything applied so far is durable. The first caller writes on behalf of all that are waiting."""
+        """Return when everything applied so far is durable. The first caller writes on behalf of all that are
+        waiting."""
         wanted = self._applied
         async with self._writing:
             self.check()

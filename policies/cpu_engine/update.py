@@ -61,7 +61,8 @@ NOT_FLUSHED = (
 
 
 class Staging:
-    """One engine's staging memory. It has one writer at a time, but the torch thread may call `recycle` concurrently."""
+    """One engine's staging memory. It has one writer at a time, but the torch thread may call `recycle`
+    concurrently."""
 
     def __init__(self, config: Qwen3Config) -> None:
         self._config = config

@@ -175,7 +175,8 @@ class MegatronTrainer:
         megatron_world.stop()
 
     def _accumulate(self, rows: list[WeightedRow]) -> tuple[float, LossSums]:
-        """Accumulate the gradient of all rows in Megatron's buffers. Return the loss and its sums over trained tokens."""
+        """Accumulate the gradient of all rows in Megatron's buffers. Return the loss and its sums over trained
+        tokens."""
         self._ddp.zero_grad_buffer()
         lengths = [len(row.row.tokens_T) for row in rows]
         clip = ClipConfig(

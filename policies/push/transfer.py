@@ -216,7 +216,8 @@ class Transfer:
         return taken
 
     async def disband(self) -> None:
-        """Leave the current groups, on both sides concurrently: with some transports the two sides wait for each other."""
+        """Leave the current groups, on both sides concurrently: with some transports the two sides wait for each
+        other."""
         async with asyncio.TaskGroup() as tasks:
             for shard in self._shards:
                 group, shard.group = shard.group, None

@@ -78,7 +78,8 @@ REQUIREMENTS: Final = {
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the comparable part of a version, (0, 5, 15) for `0.5.15.post1`; empty if the version contains no number."""
+    """Return the comparable part of a version, (0, 5, 15) for `0.5.15.post1`; empty if the version contains no
+    number."""
     found = re.search(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
