@@ -159,28 +159,7 @@ class NamespacesUnavailable(PermanentSandboxError):
 
 
 _BY_NAME: dict[str, type[SandboxError]] = {
-    kind.__name__: kind
-    for kind in (
-        BootTimeout,
-        BootFailed,
-        CapacityExceeded,
-        RateLimited,
-        QueueTimeout,
-        OutOfDisk,
-        ImagePending,
-        ProviderUnreachable,
-        LauncherGone,
-        ImageUnknown,
-        ImageRefused,
-        SpecRefused,
-        Unsupported,
-        SecretRefused,
-        SandboxGone,
-        ExecTimeout,
-        ExecResultLost,
-        SandboxFileError,
-        FrozenPathRefused,
-    )
+    name: kind for name, kind in list(globals().items()) if isinstance(kind, type) and issubclass(kind, SandboxError)
 }
 
 

@@ -24,7 +24,7 @@ _MAX_WAIT_S: Final = 3600.0
 
 def to_document(error: SandboxError) -> dict[str, Any]:
     named = next(kind for kind in type(error).__mro__ if kind.__module__ == SandboxError.__module__)
-    document: dict[str, Any] = {"error": named.__name__, "message": str(error), "transient": error.transient}
+    document: dict[str, Any] = {"error": named.__name__, "message": error.message, "transient": error.transient}
     if isinstance(error, CapacityExceeded):
         document["retry_after_s"] = error.retry_after_s
     return document
