@@ -187,7 +187,10 @@ class Service(ServiceParts):
     async def _train_and_evaluate(self, tasks: asyncio.TaskGroup) -> bool:
         await keep_running(self.learner.open, self.learner.status)
         self._phase = "base evaluation"
-        if not await self._evaluated_base():
+        opening = tasks.create_task(self._keep_learner_open())
+        evaluated = await self._evaluated_base()
+        opening.cancel()
+        if not evaluated:
             return False
         self._phase = "training"
         dispatching = tasks.create_task(keep_running(self.dispatcher.run, self.dispatcher.status))
@@ -222,6 +225,13 @@ class Service(ServiceParts):
         self._phase = "final evaluation"
         await self._evaluate_once("final", self._config.evaluation.samples)
         return True
+
+    async def _keep_learner_open(self) -> NoReturn:
+        """Open the successors of a learner that dies before the first step: engines that died with it may have no
+        weights until a learner pushes some."""
+        while True:
+            await asyncio.sleep(self._externals.check_interval_s)
+            await keep_running(self.learner.open, self.learner.status)
 
     def _end_steps(self) -> None:
         """Wake all callers of `reached` that wait for steps beyond the last one."""

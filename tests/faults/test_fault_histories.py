@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ActorError
+from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.faults import FaultReport, History, Storm, prepare_storm, simulate_faults
 from headrace.actors.simulation.faulty_runtime import CallFaults
@@ -218,6 +219,28 @@ def test_a_batch_that_kills_the_learner_ends_the_run_after_two_attempts(tmp_path
     _, ended = one_run(tmp_path / "run", StepKills)
     assert "BatchUntrainable: batch b000003 was tried 2 times" in ended
     assert "the learner's process died in the step" in ended
+    assert verify(tmp_path / "run").problems == ()
+
+
+class WeightsVanish(History):
+    """Engines and learner are killed together during the base evaluation, and the engines' journal is lost."""
+
+    async def _inject_faults(self, runtime: FaultyRuntime) -> None:
+        evaluating = 0
+        while not evaluating:
+            await asyncio.sleep(0.1)
+            if "dispatcher" in runtime.cells:
+                evaluating = (await runtime.actor("dispatcher", Dispatcher).status()).evaluating
+        (self.directory.path / "served.json").unlink()
+        for name in ("engines", "learner"):
+            runtime.cells[name].kill("struck")
+
+
+def test_engines_that_lose_their_weights_during_the_base_evaluation_get_them_again(tmp_path: Path) -> None:
+    history, ended = one_run(tmp_path / "run", WeightsVanish)
+    assert (ended, history.restarts) == ("", 0)
+    first, second = read_evidence(tmp_path / "run").epochs
+    assert second.opened_at_s - first.opened_at_s < 60, "not only when the rollouts' timeouts have expired"
     assert verify(tmp_path / "run").problems == ()
 
 
