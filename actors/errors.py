@@ -10,7 +10,7 @@ RunError
 ├── RunMissing          the run does not exist or cannot be resumed
 ├── DiskFull            the run directory's disk is full
 ├── TasksParked         every training task is parked, so there is nothing left to train on
-├── RunInterrupted      the run was interrupted during its start, so there is no summary yet
+├── RunInterrupted      the run was interrupted during startup, so there is no summary yet
 └── RunStalled          the run made no progress for too long: contains the diagnosis
 """
 
@@ -66,7 +66,7 @@ class RunInterrupted(RunError):
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the first single error in a TaskGroup's exception group; the others are its consequences."""
+    """Return the first error in a TaskGroup's (possibly nested) exception group; the others are consequences of it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -85,8 +85,8 @@ class EngineUnknown(EngineGroupError):
 
 
 class EngineNotAdded(EngineGroupError):
-    """No engine that could be attached answers at the address."""
+    """No server at the address answers as an engine that can be attached."""
 
 
 class EngineNotServing(EngineGroupError):
-    """The engine was added but did not take the newest weights; it gets no traffic until it does."""
+    """The engine was added but has not loaded the latest weights; it receives no traffic until it has."""

@@ -79,13 +79,13 @@ def run(
         str | None, typer.Option(help="Sandbox provider; same as --set sandbox.provider=NAME (local, subprocess).")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override table.key=value; may be repeated.")
+        list[str] | None, typer.Option("--set", help="Override a key of the recipe (table.key=value); may be repeated.")
     ] = None,
     json: Json = None,
     quiet: Quiet = False,
     restarts: Restarts = 0,
 ) -> None:
-    """Train a policy: start all parts, run rollouts and learner, evaluate, and write the run directory."""
+    """Train a policy: start all parts, run the rollouts and the learner, evaluate, and write the run directory."""
     from headrace.actors.record.run_directory import free_folder
     from headrace.actors.run.launch import RunRequest, drive, prepare
 
@@ -112,7 +112,8 @@ def resume(
     quiet: Quiet = False,
     restarts: Restarts = 0,
     retry_batch: Annotated[
-        bool, typer.Option("--retry-batch", help="Retry a batch that stopped the learner, once its cause is fixed.")
+        bool,
+        typer.Option("--retry-batch", help="Retry a batch that stopped the learner; use this once the cause is fixed."),
     ] = False,
     from_start: Annotated[
         bool,
@@ -121,7 +122,7 @@ def resume(
         ),
     ] = False,
 ) -> None:
-    """Resume a run from its last checkpoint and its ledger; first report what is kept, restarted and lost."""
+    """Resume a run from its last checkpoint and its ledger, after reporting what is kept, restarted and lost."""
     from headrace.actors.run.launch import drive, reopen
     from headrace.actors.run.resume import ResumePreparation
 
@@ -155,12 +156,12 @@ def evaluate(
     runs_dir: Annotated[Path, typer.Option(help="Parent of the default output folder of a recipe.")] = Path("runs"),
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Override table.key=value; for a run, only keys of evaluation.sampling."),
+        typer.Option("--set", help="Override a key (table.key=value); for a run, only keys of evaluation.sampling."),
     ] = None,
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
-    """Evaluate a policy on held-out tasks without training; stores the record of every answer (docs/evaluation.md)."""
+    """Evaluate a policy on held-out tasks without training, and store a record of every answer (docs/evaluation.md)."""
     from headrace.actors.held_out.command import EvalRequest, drive_evaluation, prepare_evaluation
 
     evaluation = prepare_evaluation(
@@ -219,12 +220,12 @@ def status(
     show(table)
     for state in states:
         if state["held"]:
-            say(f"{state['run']} holds its orders: {state['held']}")
+            say(f"{state['run']} is holding back orders: {state['held']}")
         if state["parked"]:
             say(f"{state['run']} has {state['parked']} parked tasks: headrace tasks parked {state['run']}")
         if state["checkpoints_left_out"]:
             names = ", ".join(state["checkpoints_left_out"])
-            say(f"{state['run']} has damaged checkpoints: {names}; remove them once you have looked at them")
+            say(f"{state['run']} has damaged checkpoints: {names}; remove them once you have inspected them")
     # Engines end with their run, so their last state is of no interest afterwards.
     ended = states[0]["state"] in (RunState.FINISHED, RunState.DRAINED) if states else False
     if run_dir is not None and not ended and (engines := read_roster(found[0][1].engines).engines):
@@ -272,7 +273,8 @@ app.command()(tune)
 def verify(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")], json: Json = None
 ) -> None:
-    """Recompute conservation, staleness and the hash chain of a run; exit code 3 if any check fails."""
+    """Check that every rollout of a run is accounted for, that the staleness bound holds and that the hash chain is
+    intact; exit code 3 if any check fails."""
     from headrace.actors.run.launch import reopen
     from headrace.buffer.audit.verify import verify as verify_ledger
 
@@ -293,7 +295,7 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder to create, with one Parquet file per table.")],
     json: Json = None,
 ) -> None:
-    """Export the ledger and its trajectories as Parquet files; the run may keep running."""
+    """Export the ledger and its trajectories as Parquet files; also works while the run is live."""
     from headrace.actors.run.launch import reopen
     from headrace.buffer.audit.export import export as export_ledger
 
@@ -357,7 +359,9 @@ def serve_gateway(
 @sandbox_app.command("serve")
 def serve_sandboxes(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
-    host: Annotated[str, typer.Option(help="Address to bind; anything but loopback needs --keys.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to bind; any address other than loopback requires --keys.")
+    ] = "127.0.0.1",
     image_map: Annotated[
         Path | None, typer.Option(help="TOML or JSON file that maps template names to image references.")
     ] = None,
@@ -379,9 +383,11 @@ def serve_sandboxes(
     lease_s: Annotated[float, typer.Option(help="Seconds after which an unused drop-in container is removed.")] = 900,
     host_url: Annotated[
         list[str] | None,
-        typer.Option(help="Serve the sandboxes of this exec server instead of local ones; may be repeated."),
+        typer.Option(help="URL of an exec server whose sandboxes are served instead of local ones; may be repeated."),
     ] = None,
-    host_key: Annotated[Path | None, typer.Option(help="File with the key of those servers.")] = None,
+    host_key: Annotated[
+        Path | None, typer.Option(help="File with the key of the exec servers given by --host-url.")
+    ] = None,
     json: Json = None,
 ) -> None:
     """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the

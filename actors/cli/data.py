@@ -23,15 +23,19 @@ def convert(
     source: Source,
     out: Out,
     form: Annotated[
-        str, typer.Option(help="Row format: swe (SWE-bench, SWE-Gym, rows with metadata), or one of another package.")
+        str,
+        typer.Option(
+            help="Row format: swe (SWE-bench, SWE-Gym, rows with metadata), or a format from another package."
+        ),
     ] = "swe",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Setting name=value that rows do not contain, e.g. workdir=/testbed."),
+        typer.Option("--set", help="Setting that the rows do not contain, as name=value, e.g. workdir=/testbed."),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Convert the rows of a data set to tasks (docs/tasks.md); list ungradable rows with the reason."""
+    """Convert the rows of a data set to tasks (docs/tasks.md), and list the rows that cannot be graded, with the
+    reasons."""
     from headrace.actors.errors import ConfigError
     from headrace.buffer.datasets.converters import SettingsRefused
     from headrace.buffer.datasets.converters import convert as converted
@@ -48,7 +52,7 @@ def convert(
     except (PartRefused, SettingsRefused) as error:
         raise ConfigError(f"--form {form}: {error}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}: is not UTF-8 text") from error
+        raise ConfigError(f"{source} is not UTF-8 text") from error
     except OSError as error:
         raise ConfigError(f"{error.filename or source}: {error.strerror}") from error
     if json is not None:

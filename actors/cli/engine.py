@@ -23,16 +23,16 @@ __all__ = ["serve"]
 
 
 class Backend(StrEnum):
-    """Program that serves."""
+    """Program that serves the model."""
 
     CPU = "cpu"
-    """The embedded engine: small Qwen3 models, no further installation."""
+    """The embedded engine, which serves small Qwen3 models and needs no installation of its own."""
     SGLANG = "sglang"
     """SGLang, in the environment created by scripts/install_sglang or in another one."""
 
 
 class Device(StrEnum):
-    """Device of SGLang."""
+    """Device on which SGLang runs."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -50,7 +50,7 @@ def serve(
     seed: Annotated[int, typer.Option(min=0, help="Random seed for sampling.")] = 0,
     max_running: Annotated[int | None, typer.Option(min=1, help="Maximum number of sequences decoded at once.")] = None,
     max_context: Annotated[
-        int | None, typer.Option(min=2, help="Maximum tokens of prompt and output together.")
+        int | None, typer.Option(min=2, help="Maximum number of tokens in prompt and output together.")
     ] = None,
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="For sglang: number of processes that share the model.")
@@ -112,7 +112,7 @@ def refuse_foreign(foreign: dict[str, Any], defaults: dict[str, Any]) -> None:
     given = [key for key, value in foreign.items() if value != defaults[key]]
     if given:
         names = [f"--{key.replace('_', '-')}" if key != "arguments" else f"-- {foreign[key][0]}" for key in given]
-        raise ConfigError(f"{', '.join(names)}: only with --backend sglang")
+        raise ConfigError(f"{', '.join(names)}: available only with --backend sglang")
 
 
 async def serve_until_signalled(server: ServerProcess, announcement: Path | None) -> None:

@@ -34,7 +34,7 @@ def drop_batch(
     ] = "",
     json: Json = None,
 ) -> None:
-    """Drop a batch for good, so that a run whose learner cannot train it continues with the next resume."""
+    """Drop a batch permanently, so that a run whose learner cannot train on it can be resumed."""
     from headrace.actors.run.launch import reopen
     from headrace.buffer.types import BatchId
 
@@ -53,7 +53,7 @@ def drop_batch(
 
 
 def retry_lost(run_dir: Run, json: Json = None) -> None:
-    """Reissue rollouts that `ledger verify` reports as lost; exit code 3 if some remain lost."""
+    """Reissue the rollouts that `ledger verify` reports as lost; exit code 3 if any remain lost."""
     from headrace.actors.run.launch import reopen
     from headrace.buffer.audit.evidence import streamed
     from headrace.buffer.audit.verify import lost_rollouts, verify

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 Restarts = Annotated[
     int,
-    typer.Option(min=0, metavar="N", help="Resume up to N times after transient failures (exit code 75, or killed)."),
+    typer.Option(
+        min=0, metavar="N", help="Resume up to N times after transient failures (exit code 75, or death by a signal)."
+    ),
 ]
 HEADRACE = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()")
 

@@ -31,7 +31,7 @@ Timeout = Annotated[
 
 
 def list_engines(run: Run, json: Json = None) -> None:
-    """List the engines of a run: state, version, load (running+waiting), URL, and why an engine does not serve."""
+    """List the engines of a run: state, version, load (running+waiting), URL, and why an engine is not serving."""
     from headrace.actors.engine_group.members_file import read_roster
 
     directory = _directory(run)
@@ -48,7 +48,7 @@ def add_engine(
     timeout_s: Timeout = 120.0,
     json: Json = None,
 ) -> None:
-    """Attach a server to a live run; it serves once it has the newest weights. Idempotent."""
+    """Attach a server to a live run; it starts serving once it has the latest weights. Idempotent."""
     _ask(run, "add", url, timeout_s, json)
 
 
@@ -58,7 +58,8 @@ def remove_engine(
     timeout_s: Timeout = 120.0,
     json: Json = None,
 ) -> None:
-    """Remove an engine from a live run for good; its turns end or continue on other engines. Idempotent."""
+    """Remove an engine from a live run permanently; turns in progress there end or continue on other engines.
+    Idempotent."""
     _ask(run, "remove", engine, timeout_s, json)
 
 
@@ -84,7 +85,7 @@ def _ask(run: Path, kind: Literal["add", "remove"], what: str, timeout_s: float,
 
     directory = _directory(run)
     if not directory.is_driven():
-        raise RunMissing(f"{directory.path} is not live, so nobody can change its engines; run `headrace resume` first")
+        raise RunMissing(f"{directory.path} is not live, so its engines cannot be changed; run `headrace resume` first")
     engine_id = ask_group(directory.engine_requests, kind, what, timeout_s=timeout_s)
     if json is not None:
         done: dict[str, Any] = {"engine_id": engine_id, "done": kind}

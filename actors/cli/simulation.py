@@ -24,21 +24,25 @@ def simulate(
     accept: Annotated[str | None, typer.Option(metavar="RULE", help="Acceptance rule of a group.")] = None,
     mode: Annotated[str | None, typer.Option(help="Training mode: sync, one-step-off or async.")] = None,
     push: Annotated[str | None, typer.Option(help="Push mode: overlap, pause or drain.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer updates, up to 30 of them as warm-up.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed for durations, rewards and order.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Number of optimizer updates, of which up to 30 are warm-up.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed for durations, rewards and task order.")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Override key=value of the plan (docs/simulate.md); may be repeated."),
+        typer.Option("--set", help="Override a key of the plan (key=value, see docs/simulate.md); may be repeated."),
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder to create for the ledger.")] = None,
     faults: Annotated[
         int | None,
-        typer.Option(metavar="SEED", help="Simulate a small run under the fault storm of this seed instead.", min=0),
+        typer.Option(
+            metavar="SEED", help="Instead, simulate a small run under the fault storm that this seed generates.", min=0
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Run dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 if the ledger
-    shows a violated bound or a lost rollout."""
+    """Run the dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 if the
+    ledger shows a violated bound or a lost rollout."""
     from headrace.actors.simulation.plan import make_plan
     from headrace.actors.simulation.simulate import simulate as simulate_plan
 
@@ -83,17 +87,22 @@ def tune(
     ] = None,
     within: Annotated[
         float | None,
-        typer.Option(min=0, help="Settings at most this much slower than the fastest count as equal; by default 0.03."),
+        typer.Option(
+            min=0, help="Relative slowdown up to which a setting counts as equal to the fastest; by default 0.03."
+        ),
     ] = None,
     processes: Annotated[int, typer.Option(min=0, help="Number of parallel simulations; 0 for one per core.")] = 0,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Set key=value of the plan that the records lack (docs/tuning.md)."),
+        typer.Option(
+            "--set", help="Set a key of the plan that the records do not contain (key=value, see docs/tuning.md)."
+        ),
     ] = None,
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
-    """Find the best acceptance rule, staleness bound and slots for recorded durations by simulation in virtual time."""
+    """Find the best acceptance rule, staleness bound and number of slots for recorded durations by simulating in
+    virtual time."""
     from headrace.actors.tuning.candidates import Space, describe
     from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
     from headrace.actors.tuning.selection import WITHIN
@@ -136,10 +145,12 @@ Out = Annotated[Path | None, typer.Option(help="Folder for the records of the ro
 
 def check(
     recipe: Recipe,
-    task: Annotated[str, typer.Option(metavar="ID|N", help="Id of a task, or number of a training task from 1.")] = "1",
+    task: Annotated[
+        str, typer.Option(metavar="ID|N", help="Id of a task, or number of a training task, counted from 1.")
+    ] = "1",
     out: Out = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override table.key=value; may be repeated.")
+        list[str] | None, typer.Option("--set", help="Override a key of the recipe (table.key=value); may be repeated.")
     ] = None,
     json: Json = None,
     quiet: Quiet = False,

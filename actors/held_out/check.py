@@ -1,7 +1,8 @@
 """The rollout of `headrace check`, shown in full so that custom parts can be tried before a run.
 
 Invariants:
-- It is an evaluation rollout: it uses the same parts, with the training sampling unless `[evaluation.sampling]` is set.
+- The rollout runs as an evaluation rollout does, with the same parts. It uses the sampling settings of training unless
+  `[evaluation.sampling]` is set.
 - Control characters in text from the policy or the agent are escaped, so that the text cannot control the terminal.
 """
 
@@ -59,13 +60,13 @@ def prepare_check(recipe: Path, wanted: str, overrides: Sequence[str], out: Path
     number of a training task. Raises the errors of `prepare_evaluation`."""
     config = load_recipe(recipe, overrides, out / "service")
     if config.engines.is_simulated:
-        raise ConfigError("engines.backend simulated has no policy to run; set it to cpu")
+        raise ConfigError("engines.backend simulated has no policy to run; set engines.backend to cpu")
     train, held_out = load_task_sets(config)
     task = next((task for task in (*train, *held_out) if task.id == wanted), None)
     if task is None and wanted.isdecimal() and 1 <= int(wanted) <= len(train):
         task = train[int(wanted) - 1]
     if task is None:
-        raise ConfigError(f"--task {wanted}: no task has that id; training tasks have numbers 1 to {len(train)}")
+        raise ConfigError(f"--task {wanted}: no task has that id; training tasks are numbered 1 to {len(train)}")
     check_parts(config)
     evaluation = of_start_policy(config, (task,), samples=1, out=out)
     refuse_taken(evaluation)

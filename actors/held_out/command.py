@@ -2,9 +2,9 @@
 
 Invariants:
 - The request is validated before anything is written; a refused evaluation leaves no files behind.
-- The output folder belongs to one evaluation, which `evaluation.json` identifies. The same request resumes an
-  interrupted evaluation; any other one is refused.
-- A run's ledger, checkpoints and metrics are not changed, and the run cannot be live in the meantime.
+- The output folder belongs to one evaluation, which `evaluation.json` identifies. Repeating the request resumes an
+  interrupted evaluation; a different request is refused.
+- The ledger, checkpoints and metrics of a run are not changed, and the run cannot be driven during the evaluation.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ UNFINISHED = "evaluation.json.partial"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """Options of the command line. `source` is a recipe or a run directory; for other options, None means the recipe's
-    value."""
+    """Options of the command line. `source` is a recipe or a run directory. None for any other option means the
+    recipe's value."""
 
     source: Path
     out: Path | None = None
@@ -90,7 +90,7 @@ class Evaluation:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Contents of evaluation.json, which are equal if and only if two evaluations are the same."""
+        """Contents of evaluation.json; two evaluations are the same if and only if these are equal."""
         return {
             "model": str(self.config.model.path),
             "version": str(self.version),
@@ -113,14 +113,14 @@ def prepare_evaluation(request: EvalRequest) -> Evaluation:
         tasks = _chosen(request, config, *load_task_sets(config))
         evaluation = of_start_policy(config, tasks, samples=request.samples or config.evaluation.samples, out=out)
     if evaluation.config.engines.is_simulated:
-        raise ConfigError("engines.backend simulated has no policy to evaluate; set it to cpu")
+        raise ConfigError("engines.backend simulated has no policy to evaluate; set engines.backend to cpu")
     check_parts(evaluation.config)
     refuse_taken(evaluation)
     return evaluation
 
 
 def of_start_policy(config: RunConfig, tasks: tuple[Task, ...], *, samples: int, out: Path) -> Evaluation:
-    """Return an evaluation of the model of a recipe."""
+    """Return an evaluation of a recipe's model."""
     return Evaluation(
         config=config,
         run=None,
@@ -179,7 +179,7 @@ def _with_sampling(config: RunConfig, request: EvalRequest) -> RunConfig:
 
 def _checkpoint(run: RunDirectory, wanted: str | None) -> Path:
     """Return the checkpoint of a version, by default the newest. Raises ConfigError, whose message lists the existing
-    ones."""
+    checkpoints."""
     found = list_checkpoints(run.checkpoints)
     if not found:
         raise ConfigError(
@@ -206,10 +206,10 @@ def _chosen(
 
 
 def refuse_taken(evaluation: Evaluation) -> None:
-    """Check that the output folder is free or contains this same evaluation, unfinished. Raises ConfigError."""
+    """Check that the output folder is free or contains this evaluation in an unfinished state. Raises ConfigError."""
     out = evaluation.out
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: is a file; name a folder")
+        raise ConfigError(f"--out {out} is a file; name a folder")
     if not out.exists() or {path.name for path in out.iterdir()} <= {UNFINISHED}:
         return
     try:
@@ -217,9 +217,9 @@ def refuse_taken(evaluation: Evaluation) -> None:
     except (OSError, orjson.JSONDecodeError):
         identity = None
     if identity != evaluation.identity:
-        raise ConfigError(f"--out {out}: is not empty, and has other contents; choose another folder")
+        raise ConfigError(f"--out {out} contains files other than those of this evaluation; choose another folder")
     if (out / "summary.json").exists():
-        raise ConfigError(f"--out {out}: this evaluation is finished, see summary.json there; choose another folder")
+        raise ConfigError(f"--out {out}: this evaluation is finished (see summary.json there); choose another folder")
 
 
 def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> EvaluationSummary:
@@ -237,7 +237,9 @@ def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> Evaluati
             if not evaluation.directory.identity.exists():
                 replace_file(evaluation.directory.identity, uuid.uuid4().hex.encode())
         except OSError as error:
-            raise ConfigError(f"--out: {evaluation.out} cannot be written: {error.strerror}; choose another") from error
+            raise ConfigError(
+                f"--out: {evaluation.out} cannot be written: {error.strerror}; choose another folder"
+            ) from error
         stack.enter_context(_locked(evaluation.directory))
         interrupts = stack.enter_context(Interrupts())
         stack.callback(stop_local_ray)

@@ -3,7 +3,8 @@
 Invariants:
 - The parts are those of a run, without the learner and the buffer: engines receive the policy through a push, as in
   training, so every answer has the version that sampled it.
-- It ends either with all answers recorded or with an error that gives the reason. A stall is such an error.
+- An evaluation ends either with all answers recorded or with an error that gives the reason. A stall counts as an
+  error.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class DrivenTime:
     spans: tuple[tuple[float, float], ...]
 
     def total_s(self) -> float:
-        """Return the sum of all spans."""
+        """Return the sum of all spans, in seconds."""
         return sum(ended_s - started_s for started_s, ended_s in self.spans)
 
     def within_s(self, first_s: float, last_s: float) -> float:

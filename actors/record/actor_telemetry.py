@@ -27,7 +27,7 @@ class ActorTelemetry:
     config: TelemetryConfig
     run_dir: Path | None
     retention: RetentionConfig | None = None
-    """None: nothing is rotated or removed."""
+    """Limits on the files; None to rotate and remove nothing."""
 
     @contextmanager
     def spans(self, process: str) -> Iterator[None]:

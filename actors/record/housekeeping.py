@@ -1,8 +1,8 @@
 """Limits on data that grows during a months-long run: engine and sender logs, spans, and evaluation folders.
 
 Invariants:
-- Metrics and pushes are rotated by their writers. This module limits, in the service, the files that other processes
-  write through an open file descriptor, and those left by processes that have ended.
+- Metrics and pushes are rotated by their writers. This module runs in the service and limits the files that other
+  processes write through an open file descriptor, and those left behind by processes that have ended.
 - A log is copied and truncated, because its writer continues with the same file (like logrotate's `copytruncate`): a
   line written in between may be lost. No other line within the limits is lost.
 - Only evaluations with a summary are thinned out, the oldest first; their results and summaries remain.
@@ -46,7 +46,8 @@ def keep_house(directory: RunDirectory, retention: RetentionConfig) -> None:
 
 
 def thin_out_evaluations(root: Path, retention: RetentionConfig, now_s: float) -> tuple[Path, ...]:
-    """Remove the rollout folders of ended evaluations beyond the size and age limits; return the removed folders."""
+    """Remove the rollout folders of finished evaluations that exceed the size and age limits; return the removed
+    folders."""
     ended = by_age(path.parent for path in root.glob("*/summary.json"))
     left_bytes, removed = retention.evaluations_bytes, []
     for folder in reversed(ended):

@@ -70,7 +70,7 @@ class StepMetric(Metric):
     """Keys reported by the learner. The Megatron learner writes `tokens` (trained tokens), `computed_tokens` (those in
     rows with a nonzero advantage), `mean_staleness`, `max_staleness`, `mean_reward`, `entropy`, `clip_fraction`,
     `mean_ratio`, `mean_abs_log_ratio`, `loss`, `grad_norm`, `learning_rate` and `seconds` (forward, backward and
-    update). A value that is not finite is left out; without a nonzero advantage the four policy means are left out."""
+    update). A value that is not finite is left out; if all advantages are zero, the four policy means are left out."""
     staleness: Mapping[str, int]
     """Number of trained trajectories by staleness in optimizer steps."""
     stale_kv_tokens: int
@@ -99,7 +99,7 @@ class PushMetric(Metric):
     """Seconds by phase, summed over the waves: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume,
     open, disband."""
     sent_bytes: int
-    """Bytes sent; each bucket counts once per group of engines it was sent to."""
+    """Number of bytes sent; each bucket counts once for every group of engines that it was sent to."""
     rollouts_in_flight: int | None
     """Rollouts in flight when the push began; null when unknown (for an engine that rejoins)."""
     requests_in_flight: int
@@ -147,11 +147,12 @@ class EvaluationMetric(Metric):
     step: int
     """Optimizer step at which the evaluation was due; 0 for the base evaluation."""
     tag: str
-    """`base`, `step-N` or `final`: also the name of its folder in `evaluations/`."""
+    """`base`, `step-N` or `final`; also the name of the evaluation's folder in `evaluations/`."""
     answers: int
     """Number of answers (tasks x samples)."""
     infra: int
-    """Answers without a score because of an infrastructure failure; no other key counts them."""
+    """Number of answers without a score because of an infrastructure failure; they are not included in `success` or
+    `mean_reward`."""
     success: float | None
     """Fraction of scored answers that were solved; null when none was scored."""
     mean_reward: float | None
@@ -195,9 +196,9 @@ class StationMeans:
     in_use: float
     """Mean number of rollouts (turns, sandboxes) in the station."""
     capacity: float | None
-    """Maximum number; null where nothing limits it."""
+    """Maximum number in the station; null where nothing limits it."""
     mean_s: float | None
-    """Mean seconds that a rollout spends there; null while none has ended."""
+    """Mean number of seconds that a rollout spends in the station; null while none has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,14 +222,14 @@ class StationsMetric(Metric):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallMetric(Metric):
-    """A run that is making no progress: a warning before the stall detector ends it, or the end itself."""
+    """A lack of progress: a warning before the stall detector ends the run, or the end of the run."""
 
     kind = "stall"
 
     ended: bool
-    """True when the run was ended, False for a warning."""
+    """True if the run was ended, False for a warning."""
     reason: str
-    """Reason: the parts that made no progress, and for how long."""
+    """Parts that made no progress, and for how long."""
 
 
 METRICS: tuple[type[Metric], ...] = (
@@ -267,7 +268,7 @@ def read_metrics(path: Path, kinds: Collection[str] = ()) -> list[dict[str, Any]
 
 
 def each_metric(path: Path, kinds: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the records that `read_metrics` returns one at a time, so that a long run's files need not fit into
+    """Yield, one at a time, the records that `read_metrics` returns, so that a long run's files need not fit in
     memory."""
     # Most lines are of other kinds; searching for the name is cheaper than parsing them.
     names = [f'"{kind}"'.encode() for kind in kinds]

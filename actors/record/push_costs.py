@@ -1,7 +1,7 @@
 """Cost of weight pushes: the record of each push in `metrics.jsonl`, and a run's totals.
 
 Invariant: an engine stalls while its gate is closed. The stall share of a push refers to the engines' time since the
-previous push, which is the time of the step that made its weights.
+previous push, which is the time of the step that produced its weights.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class PushCosts:
     """Totals over the pushes of a run.
 
     `seconds` (by phase), `total_s` and `gb_per_s` are means over the pushes; `gb_per_s` is None when no engine received
-    data. `stall_share` is the time of closed gates as a share of the engines' time between the first push and the last.
-    `learner_waited_s` is the total time for which the learner waited for a push.
+    data. `stall_share` is the share of the engines' time between the first push and the last during which their gates
+    were closed. `learner_waited_s` is the total time for which the learner waited for a push.
     """
 
     pushes: int
@@ -65,8 +65,9 @@ class PushCosts:
         speed = "" if self.gb_per_s is None else f" at {self.gb_per_s:.2f} GB/s"
         stalled = "-" if self.stall_share is None else f"{self.stall_share:.1%}"
         return (
-            f"{self.pushes} pushes of {self.total_s:.2f} s (transfer {self.seconds.get('broadcast', 0):.2f} s{speed}); "
-            f"engines stalled {stalled} of their time; {self.requests_retracted} requests retracted, "
+            f"{self.pushes} pushes, on average {self.total_s:.2f} s "
+            f"(transfer {self.seconds.get('broadcast', 0):.2f} s{speed}); "
+            f"engines stalled for {stalled} of their time; {self.requests_retracted} requests retracted, "
             f"{self.tokens_recomputed} tokens recomputed; {self.quarantined} engines failed; the learner waited "
             f"{self.learner_waited_s:.1f} s for pushes"
         )

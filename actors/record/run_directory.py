@@ -94,14 +94,15 @@ class RunDirectory:
         return self.path / "driver.lock"
 
     def write_beginning(self, train: Sequence[Task], identity: str) -> None:
-        """Write the data that a buffer needs at its start: the training tasks and the identity of the run. Raises
+        """Write the data that a buffer needs at startup: the training tasks and the identity of the run. Raises
         OSError."""
         self.train_tasks.parent.mkdir(parents=True)
         write_tasks(self.train_tasks, train)
         self.identity.write_text(identity)
 
     def run_id(self) -> str:
-        """Return the identity of the run. Raises RunMissing when its file is missing, as after an incomplete copy."""
+        """Return the identity of the run. Raises RunMissing if the identity file is missing, as after an incomplete
+        copy."""
         try:
             return self.identity.read_text()
         except OSError as error:

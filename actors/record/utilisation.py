@@ -61,13 +61,13 @@ class StationLoad:
 
     def line(self) -> str:
         """Return the load as text, such as `sandbox 97% of 64, 9.9 s a rollout`."""
-        used = f"{self.in_use:.1f} in it" if self.capacity is None else f"{self.utilisation:.0%} of {self.capacity:g}"
+        used = f"{self.in_use:.1f} in use" if self.capacity is None else f"{self.utilisation:.0%} of {self.capacity:g}"
         return f"{self.station} {used}" + ("" if self.mean_s is None else f", {self.mean_s:.3g} s a rollout")
 
 
 def mean_loads(records: Iterable[Mapping[str, Any]]) -> tuple[StationLoad, ...]:
     """Return the mean loads over several `stations` records of the metrics, weighted by their seconds; records without
-    a value are left out of `mean_s`."""
+    a value are ignored for `mean_s`."""
     known = [
         (Station(name), load, record["seconds"]) for record in records for name, load in record["stations"].items()
     ]

@@ -1,7 +1,7 @@
 """Answers from evaluation rollouts, and the file `results.jsonl` with one line per answer.
 
 Invariants:
-- A line is durable once `append` returns, and is written only once: when a killed writer repeats its call, known lines
+- A line is durable once `append` returns, and is written only once: when a restarted writer repeats a call, known lines
   are skipped. A line left incomplete by a power cut is removed when the file is opened.
 - An answer without a reward (infra, a broken evaluator) says nothing about the policy, but still gets a line.
 - Text that agents can influence is treated as data: it is bounded and never used as a path.
@@ -61,7 +61,7 @@ class Answer:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """Parse the result of `to_json`, ignoring other keys. Raises KeyError, TypeError, ValueError."""
+        """Parse the result of `to_json`, ignoring unknown keys. Raises KeyError, TypeError, ValueError."""
         # Older lines have no `solved`; it meant a reward above 0.
         document = {"solved": (document["reward"] or 0.0) > 0} | document
         known = {name: document[name] for name in cls.__dataclass_fields__}
@@ -70,12 +70,13 @@ class Answer:
 
 
 def answer_id(tag: str, task_id: TaskId, sample: int) -> RolloutId:
-    """Return the rollout id of an answer. A task id that is not a plain name is digested, since gateways refuse it."""
+    """Return the rollout id of an answer. A task id that is not a plain name is replaced by a digest, since gateways
+    would refuse it."""
     return RolloutId(f"{tag}/{plain_name(task_id)}/{sample}")
 
 
 def plain_name(text: str) -> str:
-    """Return a unique name for files and ids: the string itself if it is plain, otherwise its first words and its
+    """Return a unique name for files and ids: the text itself if it is a plain name, otherwise its first words and its
     digest."""
     if _PLAIN.fullmatch(text):
         return text
@@ -184,7 +185,7 @@ def _readable(value: Any) -> Any:
 
 
 def read_answers(path: Path) -> tuple[Answer, ...]:
-    """Read the complete lines of results.jsonl. Returns nothing if the file is missing. Raises ConfigError for a
+    """Return the answers in the complete lines of results.jsonl; empty if the file is missing. Raises ConfigError for a
     complete line that is not an answer."""
     if not path.exists():
         return ()

@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.worker import RolloutWorker
 
 RECONCILE_S = 60.0
-"""Interval at which the buffer is sent the carried attempts, even if none is known to be lost."""
+"""Interval at which the buffer is told which attempts the workers carry, even if none is known to be lost."""
 MAX_ORDERS_PER_CALL = 128
-"""Small enough that the first of many orders reach the workers while the rest are still being issued."""
+"""Maximum number of orders requested in one call: small enough that the first of many orders reach the workers while
+the rest are still being issued."""
 
 
 class DispatcherConfig(BaseModel):
@@ -68,9 +69,9 @@ class DispatcherStatus:
     evaluating: int
     finished: int
     scored: int
-    """Training rollouts that have ended with a reward since this dispatcher started."""
+    """Number of training rollouts that have ended with a reward since this dispatcher started."""
     answered: int
-    """Evaluation attempts that have ended since this dispatcher started."""
+    """Number of evaluation attempts that have ended since this dispatcher started."""
     infra: int
     mean_reward: float | None
     """Mean reward of the last 128 scored training rollouts."""
@@ -218,8 +219,8 @@ class Dispatcher:
                 self._workers.cancel(known)
 
     async def _reconcile(self) -> None:
-        """Make the buffer reissue attempts that no worker is carrying. They exist when this dispatcher is new, or when
-        the buffer died, perhaps between recording an order and returning it."""
+        """Make the buffer reissue attempts that no worker is carrying. Such attempts exist when this dispatcher is new,
+        or when the buffer died, perhaps between recording an order and returning it."""
         carried = self._workers.carried
         await until_back(lambda: self._replay.reconcile(carried, self._incarnation))
 

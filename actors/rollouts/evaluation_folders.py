@@ -8,7 +8,7 @@ Invariants:
   processes but is not fsynced: after a power cut a folder may be missing, but a line never is.
 - An answer is durable in `results.jsonl` before it counts as finished; answers that finish within 10 ms share one
   fsync.
-- Only the dispatcher that runs the evaluation writes the file. Nothing is recorded if no folders are configured.
+- Only the dispatcher that runs the evaluation writes `results.jsonl`. Nothing is recorded if no folders are configured.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Recording(ResourceOwner):
         return self
 
     def get(self, rollout_id: RolloutId) -> Answer | None:
-        """Return an answer that is already in `results.jsonl`."""
+        """Return the answer if it is already in `results.jsonl`, otherwise None."""
         return self._log.get(rollout_id) if self._log else None
 
     def recover(self, order: RolloutOrder, known: Evaluated) -> Answer:
@@ -170,7 +170,7 @@ class Recording(ResourceOwner):
         return answer_without_record(order, outcome)
 
     async def add(self, answer: Answer) -> None:
-        """Add an answer, which is durable once this returns. Idempotent. Raises OSError."""
+        """Add an answer, which is durable once this method returns. Idempotent. Raises OSError."""
         if self._log is not None:
             await self._append(answer)
 

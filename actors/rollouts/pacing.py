@@ -35,7 +35,7 @@ OUTSIDE: Final = (Station.BOOT, Station.EVALUATOR, Station.SIMULATOR)
 
 
 class PacingConfig(BaseModel):
-    """Additive-increase, multiplicative-decrease control of the number of rollouts in flight."""
+    """Control of the number of rollouts in flight by additive increase and multiplicative decrease."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +44,7 @@ class PacingConfig(BaseModel):
     start: int = Field(default=32, ge=1)
     """Initial limit on rollouts in flight."""
     least: int = Field(default=8, ge=1)
-    """Minimum of the limit."""
+    """Lower bound of the limit."""
     increase: int = Field(default=4, ge=1)
     """Increment of the limit per `interval_s` while it is reached and nothing is overloaded."""
     decrease: float = Field(default=0.7, gt=0, lt=1)
@@ -61,7 +61,7 @@ class PacingConfig(BaseModel):
     @model_validator(mode="after")
     def _ordered(self) -> PacingConfig:
         if self.start < self.least:
-            raise ValueError(f"start ({self.start}) must be at least least ({self.least}): raise start or lower least")
+            raise ValueError(f"start ({self.start}) is below least ({self.least}): raise start or lower least")
         return self
 
 
@@ -117,7 +117,7 @@ class AdaptiveLimit:
         """Update the limit from one load measurement, and return it."""
         reasons = []
         if pressure.engine_queue is not None and pressure.engine_queue > self._config.engine_queue:
-            reasons.append(f"engines have {pressure.engine_queue:.2f} times the turns they decode at once")
+            reasons.append(f"engines have {pressure.engine_queue:.2f} times as many turns as they can decode at once")
         for service, seconds in pressure.latencies_s:
             if seconds > 0:
                 best = self._best_s[service] = min(seconds, self._best_s.get(service, seconds))

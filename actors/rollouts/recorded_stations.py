@@ -55,7 +55,7 @@ class RolloutReports:
 
 
 class RecordedStations:
-    """`rollout.Stations` that fill `reports`."""
+    """Implementation of `rollout.Stations` that stores the reports in `reports`."""
 
     def __init__(self, stations: Stations) -> None:
         self._stations = stations

@@ -137,7 +137,8 @@ class Phases:
 
 @asynccontextmanager
 async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> AsyncIterator[None]:
-    """Span, clock and deadline of one phase. Every error raised inside becomes an InfraFailure that names the phase."""
+    """Apply the span, clock and deadline of one phase to the block. Every error raised inside becomes an InfraFailure
+    that names the phase."""
     with tracer.start_as_current_span(span), phases.clock(phase):
         try:
             async with asyncio.timeout(timeout_s):
@@ -277,7 +278,7 @@ def _session_attributes(record: SessionReport) -> dict[str, int]:
 def _check_agent(report: AgentReport, record: SessionReport) -> None:
     """Raise InfraFailure for failures that the policy did not cause, even if the agent handled them."""
     if record.failures:
-        raise InfraFailure(f"agent: served a failure: {record.failures[0]}", engine=True)
+        raise InfraFailure(f"agent: was served a failure: {record.failures[0]}", engine=True)
     if report.exit_code is not None and record.turns == 0:
         output = " ".join((report.result or report.log_tail[-400:]).split())
         raise InfraFailure(f"agent: ended with exit code {report.exit_code} before its first turn: {output}")

@@ -4,7 +4,7 @@ Invariants:
 - A session is opened once per attempt and worker incarnation, and is finished once.
 - A simulated session has one row: a prompt, then turns with observations between them. Only sampled tokens are trained,
   with the versions that the engine reports.
-- Only the engine takes time.
+- Only generation on the simulated engines takes time.
 """
 
 from __future__ import annotations

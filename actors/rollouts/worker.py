@@ -37,7 +37,7 @@ from headrace.serve.observing.tracing import start_rollout_span
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 
 MANY = 8
-"""Number of running rollouts at or above which another is likely to end within `TOGETHER_S`."""
+"""Number of running rollouts at or above which another one is likely to end within `TOGETHER_S`."""
 CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 
 
@@ -56,8 +56,8 @@ class Finished:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """Status of a worker. `incarnation` identifies this process; leases of an earlier incarnation no longer have a
-    holder. `assignment` identifies the last reset: a caller with another assignment has lost everything that it had
-    started here."""
+    holder. `assignment` identifies the last reset: a caller that holds a different assignment has lost everything that
+    it had started here."""
 
     incarnation: str
     assignment: str
@@ -122,11 +122,11 @@ class RolloutWorker:
                 task.add_done_callback(partial(self._ended, key))
 
     async def finished(self, assignment: str, *, after: int, timeout_s: float) -> list[Finished]:
-        """Return the ended attempts numbered above `after`, and discard all others as acknowledged. Waits up to
-        `timeout_s` for the first one. A caller that lost a reply can ask again.
+        """Return the finished attempts numbered above `after`, and discard all others, which the caller has
+        acknowledged. Waits up to `timeout_s` for the first one. A caller that lost a reply can ask again.
 
-        Raises ActorLost for any `assignment` but the last: the process has died unnoticed or has been reset since, and
-        its attempts are gone."""
+        Raises ActorLost for any `assignment` but the latest: since then, the process has died unnoticed or has been
+        reset, and its attempts are gone."""
         self._require(assignment)
         while self._finished and self._finished[0].number <= after:
             self._finished.popleft()
@@ -152,7 +152,7 @@ class RolloutWorker:
                 task.cancel()
 
     async def reset(self) -> WorkerStatus:
-        """Serve the caller from now on: cancel all attempts, and drop ended attempts that have not been fetched.
+        """Serve the caller from now on: cancel all attempts, and drop finished attempts that have not been fetched.
         Returns once all have ended, so that the same attempts can be started again.
 
         Every call creates a new assignment, even a repeated call or a late one from a dead dispatcher: the dispatcher

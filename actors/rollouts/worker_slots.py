@@ -52,9 +52,9 @@ class WorkerSlot:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the worker is reachable and serving this dispatcher."""
     seen: int = 0
-    """Number of the last ended attempt that this worker reported."""
+    """Number of the latest finished attempt that this worker has reported."""
     receiving: int = 0
-    """Pending calls that hand over orders; the worker receives no further orders in the meantime."""
+    """Number of pending calls that hand over orders; the worker receives no further orders while there are any."""
     cancelling: bool = False
     """True while a call that cancels attempts is pending."""
     training: dict[Attempt, None] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class WorkerSlots:
         """Pending calls to workers that run in the background."""
         self._answers: dict[Attempt, asyncio.Future[Answer]] = {}
         self.answered = 0
-        """Evaluation attempts that have ended."""
+        """Number of evaluation attempts that have ended."""
 
     def watch(self, tasks: asyncio.TaskGroup) -> None:
         """Start watching all workers, using tasks in this group."""
@@ -235,7 +235,7 @@ class WorkerSlots:
                 status = await until_back(lambda: slot.worker.reset())
                 break
             except ActorGone as error:
-                logger.warning("a worker is still away: %s", error)
+                logger.warning("a worker is still unavailable: %s", error)
         slot.incarnation, slot.assignment = status.incarnation, status.assignment
         slot.seen = 0
         slot.ready.set()

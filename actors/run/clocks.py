@@ -3,10 +3,10 @@
 Invariants:
 - A key that the recipe leaves unset is derived from the phases that it bounds (`DERIVED`, in order: later entries see
   earlier ones). Derived values are written to the run's `config.json` like all others.
-- A combination that cannot work is refused at start with an error that names both keys and a value that works
+- A combination that cannot work is refused at startup with an error that names both keys and a value that works
   (`problem`).
-- A timeout bounds one thing. Work with a timeout of its own (a learner's stage, an engine's start, a boot, a push) need
-  not fit within `service.stall_s`; see `stall_detector`.
+- A timeout bounds one thing. Work with a timeout of its own (a learner's stage, an engine's start, a boot, a push) may
+  take longer than `service.stall_s`; see `stall_detector`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ TURN_TIMEOUTS_PER_AGENT: Final = 3
 STALLED_PHASES: Final = 2.0
 """Multiple of the longest phase after which a run without progress counts as stalled."""
 STALLED_ABSENCES: Final = 1.5
-"""Multiple of `cluster.absent_s` during which the run may wait for a lost actor without progress."""
+"""Multiple of `cluster.absent_s` for which the run may wait for a lost actor without making progress."""
 LEAST_STAGE_S: Final = 1800.0
-"""Lower bound of a stage timeout. The length of a step is unknown before the first one; published steps are far
-shorter."""
+"""Lower bound of a stage timeout. The length of a step is unknown before the first one; steps reported in publications
+are far shorter."""
 PUSH_PHASES: Final = 12
 """Phases in one wave of a push, each bounded by `push.phase_timeout_s`. Forming a group and sending each bucket are
 bounded by `push.transfer_timeout_s` instead."""
 
 
 class Clocked(Protocol):
-    """Sections of a run's configuration that have timeouts. `config.RunConfig` satisfies it and imports this module."""
+    """Sections of a run's configuration that have timeouts. `config.RunConfig` satisfies this protocol; it cannot be
+    named here because its module imports this one."""
 
     @property
     def rollout(self) -> RolloutConfig: ...
@@ -236,8 +237,8 @@ def problem(config: Clocked) -> str | None:
     if config.rollout.guard_s < (needed_s := guard_s(config)):
         return (
             f"rollout.guard_s {config.rollout.guard_s:g} is below the sum of its phases: queue_timeout_s, "
-            "boot_timeout_s, 3 x prepare_timeout_s, agent_timeout_s and evaluate_timeout_s; slow agents would end as "
-            f"infra; leave it unset, or set rollout.guard_s to {needed_s:g}"
+            "boot_timeout_s, 3 x prepare_timeout_s, agent_timeout_s and evaluate_timeout_s; rollouts of slow agents "
+            f"would end as infra; leave it unset, or set rollout.guard_s to {needed_s:g}"
         )
     phases = [longest_phase(config)]
     if not config.engines.is_simulated:

@@ -2,8 +2,8 @@
 
 Invariants:
 - Everything is checked before anything is created: unknown keys, wrong types, impossible combinations and unreadable
-  files are refused with the key or file, the reason and the fix, on one line.
-- The resolved configuration is written into the run directory; `resume` reads that one, never the recipe.
+  files are refused with a one-line error that names the key or file, the reason and the fix.
+- The resolved configuration is written to the run directory; `resume` reads that copy, never the recipe.
 - Timeouts that the recipe leaves unset are derived (`clocks`), so that no code sees their placeholder 0.
 """
 
@@ -92,7 +92,7 @@ def simulated_parts_go_together(config: RunConfig) -> str | None:
     missing = [setting for setting, is_set in parts.items() if not is_set]
     if not missing or not config.engines.is_simulated:
         return None
-    return f'engines.backend = "simulated" needs {" and ".join(missing)}; set that too'
+    return f'engines.backend = "simulated" requires {" and ".join(missing)}; add what is missing'
 
 
 def rows_fit_a_micro_batch(config: RunConfig) -> str | None:
@@ -100,8 +100,8 @@ def rows_fit_a_micro_batch(config: RunConfig) -> str | None:
     if budget >= context:
         return None
     return (
-        f"learner.token_budget {budget} is below sampling.max_context_tokens {context}: one row would not fit a "
-        "micro-batch; raise the budget"
+        f"learner.token_budget {budget} is below sampling.max_context_tokens {context}: one row would not fit in a "
+        "micro-batch; raise learner.token_budget"
     )
 
 
@@ -113,12 +113,15 @@ def turns_fit_the_engines(config: RunConfig) -> str | None:
     }
     for table, context in contexts.items():
         if limit is not None and context is not None and limit < context:
-            return f"engines.max_context_tokens {limit} is below {table}.max_context_tokens {context}: raise the first"
+            return (
+                f"engines.max_context_tokens {limit} is below {table}.max_context_tokens {context}; raise "
+                "engines.max_context_tokens"
+            )
     return None
 
 
 def weights_fit_the_devices(config: RunConfig) -> str | None:
-    """Refuse NCCL for engines without GPUs: it transfers weights between GPUs only."""
+    """Refuse NCCL for engines without GPUs, because NCCL transfers weights only between GPUs."""
     if config.push.backend != "nccl" or config.engines.device == "cuda" or config.engines.is_simulated:
         return None
     return "push.backend nccl needs engines on GPUs; set engines.device to cuda, or push.backend to gloo"
@@ -130,7 +133,10 @@ def other_hosts_reach_the_sender(config: RunConfig) -> str | None:
         return None
     for url in (*engines.attach, *([engines.router] if engines.router else [])):
         if not is_loopback(address(url)[0]):
-            return f"push.host {host} is not reachable from {url}; set it to this host's address as that engine sees it"
+            return (
+                f"push.host {host} is not reachable from {url}; set push.host to an address of this host that the "
+                "engine can reach"
+            )
     return None
 
 
@@ -140,8 +146,8 @@ def rollouts_fit_the_sandboxes(config: RunConfig) -> str | None:
     if slots <= room:
         return None
     return (
-        f"{slots} rollouts at once (dispatcher.slots_per_worker x service.workers + evaluation_slots) do not fit "
-        f"{room} sandboxes (sandbox.pool.max_live - evaluation_reserve); raise max_live or lower the slots"
+        f"{slots} rollouts at once (dispatcher.slots_per_worker x service.workers + evaluation_slots) do not fit in "
+        f"{room} sandboxes (sandbox.pool.max_live - evaluation_reserve); raise max_live or lower the number of slots"
     )
 
 
@@ -156,11 +162,11 @@ def programs_fit_the_sandboxes(config: RunConfig) -> str | None:
     if agent.is_program and provider not in (SandboxKind.LOCAL, SandboxKind.REMOTE):
         return (
             f"agent.kind {agent.kind} must reach the gateway from inside its sandbox, which sandbox.provider "
-            f"{provider} does not support; set it to local or remote"
+            f"{provider} does not support; set sandbox.provider to local or remote"
         )
     if agent.is_program and provider is SandboxKind.REMOTE and not agent.program.in_image:
         return (
-            "agent.program.in_image is empty, and sandbox.provider remote cannot mount folders of this host; set it to "
+            "agent.program.in_image is empty, but sandbox.provider remote cannot mount folders of this host; set it to "
             "the program's path in the tasks' images"
         )
     return None
@@ -171,7 +177,7 @@ def enough_held_out_tasks(config: RunConfig) -> str | None:
         return None
     return (
         f"evaluation.tasks {config.evaluation.tasks} is above tasks.heldout_count {config.tasks.heldout_count}; "
-        "generate more held-out tasks or evaluate fewer"
+        "generate more held-out tasks or evaluate on fewer of them"
     )
 
 

@@ -3,8 +3,8 @@
 Invariants:
 - The code is 2 when the user must change the input first. It is 75 (EX_TEMPFAIL of sysexits.h) when another try may
   succeed, so that a loop, systemd or Slurm can distinguish this case from the rest.
-- An error that ended a run is transient unless it is known to recur: a file that turns out to be damaged during the run
-  is rebuilt or left out by a resume.
+- An error that ended a run is transient unless it is known to recur: for example, a file found to be damaged during the
+  run is rebuilt or left out on resume.
 """
 
 from __future__ import annotations

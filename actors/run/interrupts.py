@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM handling in a command that drives a run, from before Ray starts until after it stops.
 
 Invariants:
-- An interrupt is never lost: one that arrives while nobody is listening is delivered to the next listener.
+- An interrupt is never lost: one that arrives while there is no listener is delivered to the next listener.
 - Signals in quick succession count as one: a scheduler signals each process of a group, and `--restarts` forwards its
   own signals.
 - Ray replaces the handlers while it starts; `reclaim` installs them again.
@@ -44,12 +44,12 @@ class Interrupts:
             signal.signal(number, handler)
 
     def reclaim(self) -> None:
-        """Install the handlers (again), which count signals until there is a listener."""
+        """Install the signal handlers (again); they count signals until there is a listener."""
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
     def note(self) -> bool:
-        """Count a signal; return False when it belongs to the previous interrupt."""
+        """Count a signal; return False if it is part of the previous interrupt."""
         now_s = time.monotonic()
         if now_s - self._last_s <= SAME_INTERRUPT_S:
             return False

@@ -113,7 +113,7 @@ def lay_out(config: RunConfig, directory: RunDirectory) -> None:
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise ConfigError(
-            f"--runs-dir: {directory.path} cannot be written: {error.strerror}; choose another"
+            f"--runs-dir: {directory.path} cannot be written: {error.strerror}; choose another folder"
         ) from error
 
 
@@ -147,7 +147,7 @@ def refuse_absent_sglang(engines: EnginesConfig) -> None:
         find_python(engines.sglang.python)
     except EngineStartFailed as error:
         raise ConfigError(
-            f"engines.backend sglang: {error}, set engines.sglang.python to another environment's Python, or "
+            f"engines.backend sglang: {error}, or set engines.sglang.python to another environment's Python, or "
             "engines.backend to cpu"
         ) from error
 
@@ -179,8 +179,8 @@ def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -
         if task.evaluator.repository is not None and needed_s > evaluate_timeout_s:
             raise ConfigError(
                 f"rollout.evaluate_timeout_s {evaluate_timeout_s:g} is below {REPOSITORY_RUNS} x evaluator.timeout_s "
-                f"({task.evaluator.timeout_s:g}) of task {task.id}: diff, tests, twins and untouched repository may "
-                f"each take that long; set rollout.evaluate_timeout_s to {needed_s:g}"
+                f"({task.evaluator.timeout_s:g}) of task {task.id}: the runs on the diff, the tests, the twins and the "
+                f"untouched repository may each take that long; set rollout.evaluate_timeout_s to {needed_s:g}"
             )
 
 
@@ -208,7 +208,7 @@ def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
 @contextmanager
 def sole_driver(directory: RunDirectory) -> Iterator[None]:
     """Hold the run's lock, which the kernel releases when this process dies. Raises RunExists if another process is
-    driving the run, ConfigError when the directory cannot be written."""
+    driving the run, and ConfigError if the directory cannot be written."""
     try:
         lock = FileLock(directory.lock, blocking=False)
     except BlockingIOError as error:
@@ -258,8 +258,8 @@ def drive(
 
 @contextmanager
 def interrupts_of_ray(interrupts: Interrupts) -> Iterator[None]:
-    """Restore our signal handlers after Ray has started in this block: Ray's own handlers exit the process during the
-    start, or dump native stacks."""
+    """Restore our signal handlers after Ray has started in this block: Ray's own handlers exit the process during
+    startup, or dump native stacks."""
     try:
         yield
     except SystemExit:
@@ -294,7 +294,7 @@ async def _drive(
             with interrupts.listening(interrupted):
                 await asyncio.wait([spawning])
         if spawning.cancelled():
-            raise RunInterrupted(f"interrupted during start; continue with: headrace resume {directory.path}")
+            raise RunInterrupted(f"interrupted during startup; continue with: headrace resume {directory.path}")
         service = spawning.result()
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -316,8 +316,8 @@ async def _drive(
 
 
 async def run_guarded(runtime: Runtime, service: Service, hang_s: float, draining: asyncio.Event | None = None) -> bool:
-    """Call `Service.run` until it returns, even if the service's process dies or hangs. A new process also drains if
-    `draining` is set."""
+    """Call `Service.run` until it returns, even if the service's process dies or hangs. If `draining` is set, the new
+    process drains as well."""
 
     async def ready() -> None:
         await service.progress()

@@ -12,7 +12,7 @@ _MOVED: Final = {
 }
 """Keys that moved when `agent.kind` was introduced."""
 _DROPPED: Final = (("service", "evaluators"),)
-"""Keys that no longer have a meaning: one evaluator was always started."""
+"""Keys that no longer have any effect: exactly one evaluator was started, whatever their value."""
 
 _CONSTANT_CLOCKS: Final = {
     ("gateway", "gate_wait_s"): 20.0,
@@ -21,7 +21,7 @@ _CONSTANT_CLOCKS: Final = {
     ("rollout", "lease_s"): 60.0,
     ("push", "gate_lease_s"): 60.0,
 }
-"""Defaults of timeouts before they were derived from each other."""
+"""Constant defaults of timeouts that are now derived from other timeouts."""
 
 
 def upgraded(document: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -64,11 +64,11 @@ class Externals:
     clock: Callable[[], float] = time.time
     """Unix time, in seconds."""
     provider: SandboxProvider | None = None
-    """Boots the sandboxes instead of the configuration's provider."""
+    """Provider that boots the sandboxes in place of the configured one."""
     tasks: tuple[Task, ...] = ()
     """Training tasks of a run without a directory."""
     check_interval_s: float = 1.0
-    """Interval between the supervision's checks."""
+    """Interval between the supervision's checks, in seconds."""
 
 
 class ServiceParts(ResourceOwner):

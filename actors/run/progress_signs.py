@@ -1,4 +1,4 @@
-"""Progress signs of real, simulated and evaluating runs, for the stall detector.
+"""Signs of progress of real runs, simulated runs and evaluations, for the stall detector.
 
 Invariants:
 - Only successes count: a recorded turn, a scored rollout, a judging step without an error.
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from headrace.actors.run.supervision import StatusSnapshot
 
 RESULT_ROLLOUTS = 2.0
-"""Multiple of the longest rollout within which some rollout must have a result; later, turns alone are no progress."""
+"""Multiple of the longest rollout's duration within which at least one rollout must have a result; after that, turns
+alone do not count as progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class WorkClocks:
 
 
 def work_clocks(config: RunConfig) -> WorkClocks:
-    """Return the timeouts of a run's work. A push transfers the model's weights."""
+    """Return the timeouts of a run's work. The timeout of a push depends on the size of the model's weights."""
     weights = config.model.path.glob("*.safetensors") if not config.engines.is_simulated else ()
     return WorkClocks(
         stage_s=config.training.stage_timeout_s,

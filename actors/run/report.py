@@ -1,7 +1,7 @@
 """Scheduling report of a run for `headrace report RUN`, read from its directory.
 
-Invariant: only files are read, no process is queried; the run may have ended, may have been killed, or may still be
-running.
+Invariant: only files are read and no process is queried, so the run may have ended, may have been killed, or may still
+be running.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class EarlySealing:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """Scheduling report of one run. `staleness` counts trained rollouts of the surviving path by staleness, `causes`
-    ended attempts by cause, `evicted` rollouts that exceeded the bound; `parked` maps tasks that are no longer issued
-    to their last failure."""
+    counts finished attempts by cause, and `evicted` counts rollouts that exceeded the bound; `parked` maps tasks that
+    are no longer issued to their last failure."""
 
     steps: int
     staleness: dict[int, int]
@@ -69,9 +69,9 @@ class RunReport:
     slowed_by: str
     """Reason for that limit."""
     pushes: PushCosts | None
-    """Costs of the weight pushes; None without any."""
+    """Costs of the weight pushes; None if there were none."""
     engines: tuple[EngineStatus, ...]
-    """Last status of every engine, including those that have left."""
+    """Last status of every engine, including those that have left the group."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"staleness": {str(staleness): count for staleness, count in self.staleness.items()}}
@@ -84,7 +84,7 @@ class RunReport:
         lines = [
             f"{self.steps} steps; trained rollouts by staleness {staleness or '-'}",
             f"exceeded the staleness bound: {self.evicted}, of which {finished} had finished",
-            f"ended attempts: {causes or '-'}",
+            f"finished attempts: {causes or '-'}",
         ]
         if self.early.groups:
             lines.append(

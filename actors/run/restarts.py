@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 FIRST_WAIT_S: Final = 5.0
 LONGEST_WAIT_S: Final = 300.0
 LASTED_S: Final = 600.0
-"""An attempt that lasted this long did not fail at start, so the next wait is the first one again."""
+"""An attempt that lasted at least this long, in seconds, did not fail at startup, so the wait before the next attempt
+is reset to its initial value."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -37,12 +38,13 @@ class RestartPolicy:
     """Restart policy: the number of restarts left, and the exponential wait before each. It performs no I/O."""
 
     restarts: int
-    """Restarts left."""
+    """Number of restarts left."""
     first_wait_s: float = FIRST_WAIT_S
     _in_a_row: int = 0
 
     def wait_after(self, code: int, lasted_s: float) -> float | None:
-        """Return the seconds until the next attempt, None when there is none. A negative code is that of a signal."""
+        """Return the number of seconds to wait before the next attempt, or None if there is to be none. A negative code
+        is a negated signal number."""
         if not (code == EXIT_TRANSIENT or code < 0) or self.restarts == 0:
             return None
         self.restarts -= 1
@@ -51,12 +53,13 @@ class RestartPolicy:
 
 
 class RestartLoop:
-    """Restart loop for the main thread, which runs commands until the policy ends it. It can be used only once."""
+    """Restart loop for the main thread, which runs commands until the policy allows no more attempts. It can be used
+    only once."""
 
     def __init__(self, policy: RestartPolicy, say: Callable[[str], object]) -> None:
         self._policy, self._say = policy, say
         self._interrupted = 0
-        """Number of the signal, 0 without one."""
+        """Number of the signal that interrupted the loop; 0 if there was none."""
         # A pipe, because the code that the signal interrupted may hold the lock of a threading.Event.
         self._wakes, self._wake = -1, -1
         self._child: subprocess.Popen[bytes] | None = None

@@ -3,7 +3,8 @@
 Invariants:
 - The preparation holds the run's lock and ends before any process starts. A run without a ledger needs none; a ledger
   of an older version is migrated first.
-- A run with lost rollouts is not resumed: they would later end it again and again.
+- A run with lost rollouts is not resumed, because the lost rollouts would later end it again, each time that it is
+  resumed.
 - Damaged checkpoints are renamed first, and reported. A run whose ledger recorded a checkpoint restarts from the
   initial policy only with `--from-start`, which undoes every step.
 """
@@ -41,8 +42,8 @@ R = TypeVar("R")
 
 
 class ResumePreparation:
-    """Preparation of one resume. `from_start` undoes all steps of the run; `retry_batch` resets the counters of failed
-    tries of its batches."""
+    """Preparation of one resume. `from_start` undoes all steps of the run; `retry_batch` resets the number of failed
+    tries of each batch."""
 
     def __init__(
         self,

@@ -25,13 +25,13 @@ class TasksSection(Section):
     train: Path | None = None
     """JSONL file of training tasks (docs/tasks.md), relative to the recipe; None generates terminal tasks."""
     heldout: Path | None = None
-    """JSONL file of held-out tasks; must be given exactly when `train` is."""
+    """JSONL file of held-out tasks; must be set if and only if `train` is set."""
     train_count: int = Field(default=512, ge=1)
     """Number of generated training tasks."""
     heldout_count: int = Field(default=64, ge=1)
     """Number of generated held-out tasks."""
     evaluate_s: float = Field(default=0.0, ge=0)
-    """Duration of evaluating a generated task for the simulated agent, in seconds."""
+    """Simulated duration of evaluating a generated task, in seconds; used only with the simulated agent."""
 
     @model_validator(mode="after")
     def _both(self) -> Self:
@@ -46,11 +46,11 @@ class SamplingSection(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Temperature of every turn of a training session; overrides the agent's."""
     max_tokens_per_turn: int = Field(default=48, ge=1)
-    """Maximum tokens of one answer."""
+    """Maximum number of tokens in one answer."""
     max_context_tokens: int = Field(default=256, ge=16)
-    """Maximum tokens of one conversation, prompt and answers together."""
+    """Maximum number of tokens in one conversation, prompt and answers together."""
     max_sampled_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens sampled in one session over all its conversations; None for no limit."""
+    """Maximum number of tokens sampled in one session over all its conversations; None for no limit."""
     train_truncated: bool = True
     """Train turns that were cut off at the end of the context; false masks them as `truncated`."""
 
@@ -63,15 +63,18 @@ class EvaluationSamplingSection(Section):
     """Temperature of every turn of an evaluation session; overrides the agent's. 0 is greedy. None uses
     sampling.temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: smallest set of tokens with this total probability; 1 for all tokens."""
+    """Nucleus sampling: sample from the smallest set of most likely tokens whose total probability reaches this value;
+    1 for all tokens."""
     top_k: int = Field(default=-1, ge=-1)
-    """Sample from this many of the likeliest tokens; -1 for all."""
+    """Sample from only this many of the most likely tokens; -1 for all."""
     max_tokens_per_turn: int | None = Field(default=None, ge=1)
-    """Maximum tokens of one answer. None uses sampling.max_tokens_per_turn."""
+    """Maximum number of tokens in one answer. None uses sampling.max_tokens_per_turn."""
     max_context_tokens: int | None = Field(default=None, ge=16)
-    """Maximum tokens of one conversation, prompt and answers together. None uses sampling.max_context_tokens."""
+    """Maximum number of tokens in one conversation, prompt and answers together. None uses
+    sampling.max_context_tokens."""
     max_sampled_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens sampled in one session over all its conversations. None uses sampling.max_sampled_tokens."""
+    """Maximum number of tokens sampled in one session over all its conversations. None uses
+    sampling.max_sampled_tokens."""
 
     @field_validator("top_k")
     @classmethod
@@ -85,13 +88,13 @@ class EvaluationSection(Section):
     """Section [evaluation] of a recipe."""
 
     tasks: int = Field(default=64, ge=1)
-    """Held-out tasks per evaluation (the first of the held-out file)."""
+    """Number of held-out tasks per evaluation, taken from the start of the held-out file."""
     samples: int = Field(default=4, ge=1)
-    """Sampled answers per task for the base and the final evaluation."""
+    """Number of answers sampled per task in the base and the final evaluation."""
     every_steps: int = Field(default=10, ge=0)
-    """Optimizer updates between two evaluations during training; 0 for none."""
+    """Number of optimizer updates between two evaluations during training; 0 disables them."""
     samples_on_the_way: int = Field(default=1, ge=1)
-    """Sampled answers per task for the evaluations during training."""
+    """Number of answers sampled per task in the evaluations during training."""
     sampling: EvaluationSamplingSection = EvaluationSamplingSection()
     """Sampling of evaluation rollouts."""
 
@@ -109,16 +112,17 @@ class ServiceSection(Section):
     hang_s: float = Field(default=60.0, gt=0)
     """Time without an answer after which an actor is killed and restarted."""
     min_free_bytes: int = Field(default=64 << 20, ge=0)
-    """Free space on the run directory's disk below which the run ends, resumable, before writes fail half-way."""
+    """Free space on the run directory's disk below which the run ends in a resumable state, before a write can fail
+    halfway."""
     drain_s: float = Field(default=30.0, gt=0)
     """Time limit for an interrupted run to save and stop."""
     object_store_bytes: int = Field(default=128 << 20, ge=80 << 20)
-    """Size of Ray's shared-memory store; trajectories are far below 1 MB each."""
+    """Size of Ray's shared-memory store; each trajectory is far smaller than 1 MB."""
 
 
 class ClusterSection(Section):
     """Section [cluster] of a recipe."""
 
     absent_s: float = Field(default=DEFAULT_ABSENT_S, gt=0)
-    """Time that an actor may be down (its process or host died) while the rest continues; after it the run ends with
-    exit code 75 and can be resumed."""
+    """Time that an actor may be down (its process or host died) while the rest of the run continues; after that, the
+    run ends with exit code 75 and can be resumed."""

@@ -5,10 +5,10 @@ Invariants:
 - A lost actor is called again after Ray has restarted it; its interrupted work is repeated idempotently or abandoned by
   the buffer.
 - An actor that does not answer for `hang_s` is killed. (The service itself is guarded by its driver, `launch`.)
-- A run ends when its steps are done, its data is used up, it is drained, or an error ends it. A stall is such an error,
-  and so is a data set in which every task is parked.
-- An evaluation during training that has started is recorded before the final one; one that has not is skipped, because
-  the weights of its step are gone.
+- A run ends when its steps are done, its data is used up, it is drained, or an error ends it. A stall counts as an
+  error, and so does a data set in which every task is parked.
+- An evaluation that has started during training is recorded before the final one. One that has not started by the end
+  of training is skipped, because the weights of its step are gone.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Service(ServiceParts):
         return self
 
     async def run(self) -> bool:
-        """Evaluate, train, evaluate. Return True when all steps are done or the data is used up, False if the run was
-        drained first. Concurrent calls share one execution.
+        """Evaluate, train, and evaluate again. Return True when all steps are done or the data is used up, False if the
+        run was drained first. Concurrent calls share one execution.
 
         Raises RunStalled, TasksParked, DiskFull, and permanent errors of the learner or the dispatcher.
         """
@@ -122,7 +122,7 @@ class Service(ServiceParts):
         return done
 
     async def progress(self) -> Progress:
-        """Return the current progress; actors that are restarting contribute their last value or none."""
+        """Return the current progress; for an actor that is restarting, its last known value is used, if any."""
         replay, learner, dispatcher, pool, gateway = await asyncio.gather(
             or_none(self.replay.status),
             or_none(self.learner.status),
@@ -220,7 +220,7 @@ class Service(ServiceParts):
                 "the data is used up (buffer.passes = %s) after %d of %d steps", passes, end.version.step, wanted
             )
             if parked:
-                logger.warning("not trained to the end: %s", parked_line(parked))
+                logger.warning("the run ends with parked tasks: %s", parked_line(parked))
         await on_the_way
         self._phase = "final evaluation"
         await self._evaluate_once("final", self._config.evaluation.samples)
@@ -329,11 +329,11 @@ class Service(ServiceParts):
         rollouts = f"{progress.rollouts_in_flight} rollouts in flight, {progress.sandboxes} sandboxes"
         parts = [f"phase {progress.phase}, step {progress.step}, {rollouts}, {self._supervision.diagnosis()}"]
         if status is None:
-            parts.append("the buffer does not answer")
+            parts.append("the buffer is not responding")
         else:
             held = ", ".join(f"{count} {state}" for state, count in status.rollouts.items() if count) or "nothing"
             parts.append(f"the buffer holds {held} and admits {status.admit}")
             parts += [f"orders are held: {status.held}"] if status.held else []
-            suspects = [f"host {host} gets probes only: {reason}" for host, reason in status.suspects.items()]
+            suspects = [f"host {host} receives only probes: {reason}" for host, reason in status.suspects.items()]
             parts += [", ".join(suspects), parked_line(status.parked)]
         return "; ".join(part for part in parts if part)

@@ -106,12 +106,15 @@ class StallDetector:
 
     def _what_is_missing(self, now_s: float) -> str:
         if max(self._counts_moved_s.values(), default=self._moved_s) <= self._moved_s:
-            return "nothing moved"
-        return f"no rollout had a result for {now_s - self._result_s:.0f} s, and turns alone were no progress"
+            return "no progress"
+        return (
+            f"no rollout has had a result for {now_s - self._result_s:.0f} s, and turns alone have not counted as "
+            "progress"
+        )
 
     def _last_progress(self, now_s: float) -> str:
         """Describe when each count grew last, the latest first."""
         clocks = sorted(self._counts_moved_s.items(), key=lambda clock: -clock[1])
         if not clocks:
-            return "nothing ever moved"
+            return "there has been no progress since the start"
         return "last progress: " + ", ".join(f"{name} {now_s - moved_s:.0f} s ago" for name, moved_s in clocks)

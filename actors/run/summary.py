@@ -22,8 +22,9 @@ class RunSummary:
     """Summary of one run. `completed` is true when all steps were done or the data was used up. Success is a share in
     [0, 1], None if that evaluation did not run. Staleness is in optimizer updates; `rollouts` counts training attempts
     that ended with a result; wall times are in seconds. `trained_twice`, `lost` and `max_staleness_seen` are those of
-    `ledger verify`; `sandboxes_leaked` counts processes on this host. `utilisation` is the share in use of each station
-    with a capacity, over the whole run; `held_up_by` names the bottleneck."""
+    `ledger verify`; `sandboxes_leaked` counts processes on this host. `utilisation` is the average share of its
+    capacity that each station had in use over the whole run, without the stations that have no capacity; `held_up_by`
+    names the bottleneck."""
 
     run: str
     completed: bool

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedActors:
-    """Actors to check. An evaluation has no learner; simulated engines have no gateway and no start."""
+    """Actors to check. An evaluation has no learner; simulated engines have neither a gateway nor a startup phase."""
 
     learner: LearnerLoop | None
     dispatcher: Dispatcher
@@ -75,7 +75,7 @@ class StatusSnapshot:
     engines: tuple[EngineStatus, ...]
 
     def in_use(self) -> dict[Station, float]:
-        """Return the number of rollouts in each station whose actors answered."""
+        """Return the number of rollouts in each station whose actors have answered."""
         found: dict[Station, float] = {}
         if self.pool is not None:
             found[Station.QUEUE] = self.pool.waiting
@@ -145,7 +145,7 @@ class Supervision:
             stage_s, allowed_s = learner.stage_s, self._config.training.stage_timeout_s
             if stage_s - self.clock.paused_within(stage_s) > allowed_s:
                 logger.error(
-                    "killing the learner: stage %s takes longer than training.stage_timeout_s (%.0f s)",
+                    "killing the learner: stage %s has taken longer than training.stage_timeout_s (%.0f s)",
                     learner.stage.value,
                     stage_s,
                 )

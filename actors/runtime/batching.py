@@ -1,11 +1,11 @@
-"""Batcher that sends all requests from a short window, or from the duration of the previous call, in one call.
+"""Batcher that combines into one call the requests that arrive within a short window or during the previous call.
 
 Invariants:
-- On a busy machine calls take longer, so batches grow just when each call is expensive. No request waits longer than
+- On a busy machine calls take longer, so batches grow exactly when calls are expensive. No request waits longer than
   `TOGETHER_S` for the previous batch.
 - Every request gets exactly one answer: its result, its own error, or the error of the call that carried it.
-- A cancelled request does not affect the others in its batch. Calls that create something, or that differ much in
-  duration, are operations instead (`operations.py`).
+- A cancelled request does not affect the others in its batch. Calls that create something, or whose durations vary
+  widely, are made as operations instead (`operations.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ R = TypeVar("R")
 DEFAULT_WINDOW_S = 0.01
 """Requests within 10 ms are sent together."""
 TOGETHER_S = 0.1
-"""Longest time that a request or result waits for others: a message costs more than this delay."""
+"""Longest time that a request or result waits to be sent with others: a message of its own would cost more than this
+delay."""
 
 
 class Batcher(Generic[Q, R]):
-    """Turns `call(list of requests) -> list of results or errors, same order` into one await for each request."""
+    """Turns a batch call `call(list of requests) -> list of results or errors, same order` into one await per
+    request."""
 
     def __init__(
         self, call: Callable[[list[Q]], Awaitable[Sequence[R | Exception]]], *, window_s: float = DEFAULT_WINDOW_S

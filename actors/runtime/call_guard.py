@@ -5,7 +5,7 @@ Invariants:
 - An actor that does not answer for `hang_s` is killed, which makes it a lost actor. An actor that is lost for
   `cluster.absent_s` ends the run; until then everything else continues.
 - Only time during which this process was running counts: after a pause of the machine or of this process (a migration,
-  SIGSTOP), answers may be waiting unread, and no actor is killed because of that.
+  SIGSTOP), answers may be waiting unread, so no actor is killed because of the pause.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ GUARD_S = 2.0
 SLICE_S: Final = 1.0
 """Longer waits are split into waits of this length, so that a pause is noticed."""
 PAUSE_S: Final = 5.0
-"""A wait that took this much longer than requested was a pause; a busy event loop is never that late."""
+"""A wait that takes this much longer than requested counts as a pause; a busy event loop is never that late."""
 PAUSES_KEPT: Final = 64
 
 logger = logging.getLogger(__name__)
 
 
 class AwakeClock:
-    """Clock that counts the seconds during which this process was running. It must be read at least every `every_s`."""
+    """Clock that counts the seconds during which this process was running. It must be read at least once every
+    `every_s` seconds."""
 
     def __init__(self, every_s: float) -> None:
         self._longest_s = every_s + PAUSE_S
@@ -73,7 +74,7 @@ async def keep_running(call: Callable[[], Awaitable[R]], ready: Callable[[], Awa
 
 async def guard(runtime: Runtime, name: str, actor: object, hang_s: float) -> NoReturn:
     """Kill an actor whenever it hangs, until cancelled. The callers that await its calls handle its death. Raises
-    ActorGone when the actor has been lost for `cluster.absent_s`."""
+    ActorGone once the actor has been lost for `cluster.absent_s`."""
     process_id: int | None = None
     lost_s = 0.0
     while True:
@@ -85,10 +86,12 @@ async def guard(runtime: Runtime, name: str, actor: object, hang_s: float) -> No
             process_id = None
             lost_s += GUARD_S
             if lost_s > ABSENCE.seconds:
-                raise ActorGone(f"{lost}; it was not back after {ABSENCE.seconds:g} s (cluster.absent_s)") from lost
+                raise ActorGone(
+                    f"{lost}; it did not come back within {ABSENCE.seconds:g} s (cluster.absent_s)"
+                ) from lost
         except TimeoutError:
             if process_id is not None:
-                logger.warning("actor %s (process %d) hangs and is killed", name, process_id)
+                logger.warning("killing actor %s (process %d), which is hung", name, process_id)
                 await runtime.restart(actor, process_id)
 
 

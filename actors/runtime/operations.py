@@ -29,11 +29,11 @@ R = TypeVar("R")
 FETCH_S: Final = 10.0
 """Longest time that a fetch waits for a first result before it returns nothing."""
 KEPT_S: Final = 120.0
-"""Longest time that a result is kept for its caller: longer than the restart of an actor."""
+"""Longest time that a result is kept for its caller: longer than an actor takes to restart."""
 
 
 DEFAULT_ABSENT_S: Final = 120.0
-"""A process that imports torch takes about 15 s to restart with cold caches."""
+"""Default of `cluster.absent_s`: a process that imports torch takes about 15 s to restart with cold caches."""
 
 
 @dataclass(slots=True)
@@ -48,10 +48,10 @@ ABSENCE: Final = Absence()
 
 
 async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float | None = None) -> R:
-    """Repeat an idempotent call while its actor restarts. Raises ActorGone when the actor is lost for `deadline_s`
-    (None: `cluster.absent_s`), and other errors at once.
+    """Repeat an idempotent call while its actor restarts. Raises ActorGone once the actor has been lost for
+    `deadline_s` (None: `cluster.absent_s`), and other errors immediately.
 
-    The time counts from the loss, not from the call, which may have been running for a long time."""
+    The time is measured from the loss, not from the call, which may have been running for a long time."""
     # Tenacity costs more than most calls, so it only handles a call that failed.
     try:
         return await call()
@@ -79,13 +79,14 @@ async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float | No
                     raise
     except RetryError as error:
         lost = error.last_attempt.exception()
-        raise ActorGone(f"{lost}; it was not back after {deadline_s:g} s (cluster.absent_s)") from lost
+        raise ActorGone(f"{lost}; it did not come back within {deadline_s:g} s (cluster.absent_s)") from lost
     raise AssertionError("tenacity ended without a result or an error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results(Generic[R]):
-    """Results that are ready, by key. `unknown` keys have no operation here: the caller must begin them again."""
+    """Results that are ready, by key. The keys in `unknown` have no operation here: the caller must begin those
+    again."""
 
     ready: dict[str, R | Exception] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
@@ -108,8 +109,8 @@ class Operator(Protocol[Q, R]):
 
 
 class Operations(ResourceOwner, Generic[Q, R]):
-    """Operations on the actor's side. Errors raised by `work` are results; `unclaimed` gets results that nobody has
-    fetched."""
+    """The actor's side of operations. Errors raised by `work` are returned as results; `unclaimed` receives results
+    that nobody has fetched."""
 
     def __init__(self, work: Callable[[Q], Awaitable[R]], *, unclaimed: Callable[[R], Awaitable[None]]) -> None:
         super().__init__()
@@ -189,7 +190,7 @@ class Operations(ResourceOwner, Generic[Q, R]):
 
 
 class OperationCalls(Generic[Q, R]):
-    """Operations on the caller's side: they turn begin and fetch into one await per request, and batch requests. A
+    """The caller's side of operations: turns begin and fetch into one await per request, and batches requests. A
     cancelled request is withdrawn from the actor; a result that still arrives goes to `unclaimed`."""
 
     def __init__(
@@ -214,7 +215,7 @@ class OperationCalls(Generic[Q, R]):
         await self._tasks.__aexit__(None, None, None)
 
     async def __call__(self, key: str, request: Q) -> R:
-        """Return the result of the operation. Raises its error, ActorGone."""
+        """Return the result of the operation. Raises the operation's error, or ActorGone."""
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._pending[key] = (request, answer)
         if len(self._pending) == 1:

@@ -1,8 +1,8 @@
-"""Resource usage of this process and its descendants; processes that end meanwhile are left out.
+"""Resource usage of this process and its descendants; processes that end during the measurement are left out.
 
 Invariants:
-- The tick monitor runs only if `HEADRACE_TICKER` names a folder, where it writes one file per process: the largest gap
-  between two ticks so far, in seconds, beyond the time of a tick.
+- The tick monitor runs only if `HEADRACE_TICKER` names a folder, where it writes one file per process: the number of
+  seconds by which the largest gap between two ticks so far exceeded the tick interval.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import psutil
 
 
 def cpu_s() -> float:
-    """Return the user and system time, including reaped children."""
+    """Return the user and system time of all processes in the tree, including reaped children."""
     total = 0.0
     for process in _tree():
         with suppress(psutil.NoSuchProcess):

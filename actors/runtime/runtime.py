@@ -115,7 +115,7 @@ class Runtime(Protocol):
 
     async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
         """Start an actor and return it once it is ready. Raises TypeError for a class with synchronous public methods,
-        StartFailed when the actor does not start."""
+        and StartFailed if the actor does not start."""
         ...
 
     async def stop(self, actor: object) -> None:
@@ -216,7 +216,9 @@ class _Life:
                 self._entered.exception()
                 return
             except asyncio.CancelledError:
-                self._entered.set_exception(ActorGone(f"{type(self._instance).__name__} was closed while it started"))
+                self._entered.set_exception(
+                    ActorGone(f"{type(self._instance).__name__} was closed while it was starting")
+                )
                 self._entered.exception()
                 raise
             self._entered.set_result(None)
@@ -336,7 +338,7 @@ class ActorProxy:
 
 async def _await_call(name: str, reference: Any, ask: Callable[[], Any] | None = None) -> Any:
     """Return the value of a Ray call. Raises the method's own error, ActorLost, or CancelledError (after cancelling the
-    call in the actor). `ask` polls the actor if it runs the call."""
+    call in the actor). `ask` asks the actor whether it is still running the call."""
     import ray
     from ray.exceptions import ActorDiedError, ActorUnavailableError, TaskCancelledError
 
@@ -356,8 +358,8 @@ async def _await_call(name: str, reference: Any, ask: Callable[[], Any] | None =
 
 
 async def _unless_forgotten(name: str, reference: Any, ask: Callable[[], Any]) -> Any:
-    """Return the value of a call. Raises ActorLost when its actor reports twice in a row that it does not run the call:
-    the first time, the answer may have been in transit."""
+    """Return the value of a call. Raises ActorLost when its actor reports twice in a row that it is not running the
+    call: the first time, the answer may have been in transit."""
     answer, denials = asyncio.wrap_future(reference.future()), 0
     try:
         while not (await asyncio.wait([answer], timeout=WATCH_S))[0]:
@@ -524,7 +526,7 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
     """Start a local Ray, which dies with this process.
 
     Raises StartFailed when Ray does not start, or was imported before it was configured to require a token. Raises
-    FolderRefused and ConfigError when TMPDIR is not usable for it.
+    FolderRefused and ConfigError when TMPDIR is not usable for Ray.
     """
     check_ray_folder()
     if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":

@@ -3,13 +3,14 @@
 Invariants:
 - A new incarnation opens a new epoch from the newest complete checkpoint, and pushes its weights before it takes a
   batch. Engines may already serve weights that the learner will reproduce by repeating the undone steps; they keep
-  those weights until it has caught up, and what they sample meanwhile is as fresh as before the crash.
+  those weights until it has caught up, and the tokens that they sample in the meantime are as fresh as before the
+  crash.
 - A step is committed durably before its weights are pushed. A checkpoint's directory is renamed before its ledger row
   is written.
 - The next step runs while the weights of the last one are being sent; at most one push runs at a time.
-- A batch is never given back after its step has begun. A failed step is retried: in place after a refused row,
-  otherwise by a new process. After `buffer.batch_tries` tries the run ends with an error that names the batch and the
-  reason.
+- A batch is never given back after its step has begun. A failed step is retried: in the same process if the learner
+  refused a row, otherwise by a new process. After `buffer.batch_tries` tries the run ends with an error that names the
+  batch and the reason.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ class LearnerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEnd:
-    """Outcome of the loop: `used_up` if the buffer has no further batch; otherwise all steps are done or the loop was
-    drained."""
+    """Outcome of the loop: `used_up` is true if the buffer has no further batch; otherwise all steps are done or the
+    loop was drained."""
 
     version: PolicyVersion
     used_up: bool
@@ -322,7 +323,7 @@ class LearnerLoop:
         return report
 
     async def _tried(self, batch: Batch) -> StepReport:
-        """Run the step, again if the learner refused a row. Raises BatchUntrainable, NonFiniteRun."""
+        """Run the step, and run it again if the learner refused a row. Raises BatchUntrainable, NonFiniteRun."""
         trained = batch
         if self._config.rewards is RewardControl.SHUFFLED:
             trained = shuffle_rewards(batch, seed=self._learner_config.seed)
@@ -338,7 +339,7 @@ class LearnerLoop:
                 # A step is most likely to run out of memory on its longest row.
                 rows = [(len(row.tokens_T), item.rollout_id) for item in batch.items for row in item.trajectory.rows]
                 tokens, largest = max(rows, key=lambda row: row[0])
-                reason = f"{type(error).__name__}: {error} (the longest row has {tokens} tokens, of {largest})"
+                reason = f"{type(error).__name__}: {error} (the longest row has {tokens} tokens, in rollout {largest})"
                 verdict = await until_back(partial(self._replay.step_failed, batch.lease, reason, again=in_place))
                 if verdict:
                     # This try counts, so it must not be reported as interrupted.

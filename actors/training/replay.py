@@ -50,7 +50,7 @@ IN_MEMORY = "in memory"
 
 
 def parked_line(parked: Mapping[TaskId, str]) -> str:
-    """Return a line with the number of parked tasks, the last of them and its failure; empty if none is parked."""
+    """Return a line with the number of parked tasks, the task parked last and its failure; empty if none is parked."""
     if not parked:
         return ""
     task, failure = list(parked.items())[-1]
@@ -61,9 +61,9 @@ def refuse_all_parked(parked: Mapping[TaskId, str], *, tasks: int, step: int) ->
     """Raise TasksParked if a run that gets no further batch after `step` optimizer updates has all its tasks parked."""
     if len(parked) == tasks:
         raise TasksParked(
-            f"no task is left to train on after {step} steps: {parked_line(parked)}; `headrace report` names the "
-            "failure of each: fix it, release them with `headrace tasks unpark RUN --all`, and resume; or start a "
-            "new run with a larger buffer.max_attempts or buffer.park_after"
+            f"no task is left to train on after {step} steps: {parked_line(parked)}; `headrace report` shows why "
+            "each task failed: fix the causes, release the tasks with `headrace tasks unpark RUN --all`, and resume; "
+            "or start a new run with a larger buffer.max_attempts or buffer.park_after"
         )
 
 
@@ -177,7 +177,8 @@ class Replay:
             return await self._store.keep_in_flight(carried)
 
     async def engines(self, *, serving: bool) -> None:
-        """Record whether any engine is serving from now on; while none is, nothing is issued and no task is charged."""
+        """Record whether any engine is serving from now on. While none is, no orders are issued and no failure is
+        charged to a task."""
         with self._ending():
             await self._store.engines(serving=serving)
 
@@ -209,7 +210,7 @@ class Replay:
 
     async def lies_ahead(self, version: PolicyVersion) -> bool:
         """Return True if a resumed learner will reach the weights of `version` by repeating steps: engines that serve
-        them need no push, and what they sample will not be stale when it is trained."""
+        them need no push, and the tokens that they sample will not be stale when they are trained on."""
         with self._ending():
             return self._store.lies_ahead(version)
 
@@ -219,7 +220,7 @@ class Replay:
             self._orders.serve(version, always_interrupt=self._config.mode != "async")
 
     async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None:
-        """Record outcomes of evaluation rollouts; the tag is the order's group."""
+        """Record outcomes of evaluation rollouts; the group of each order is the evaluation's tag."""
         by_tag: dict[GroupId, list[tuple[RolloutResult, TaskId]]] = {}
         for order, result in ended:
             by_tag.setdefault(order.group_id, []).append((result, order.task_id))

@@ -102,4 +102,4 @@ async def test_a_permanently_failing_engine_is_an_infra_failure(tokenizer_dir: P
 def check_infra(result: Any, record: Any) -> None:
     assert record.failures, "it reached the agent"
     assert (result.outcome.cause, result.outcome.reward, result.outcome.trainable) == (Cause.INFRA, None, False)
-    assert result.outcome.detail.startswith("agent: served a failure: engine_failed")
+    assert result.outcome.detail.startswith("agent: was served a failure: engine_failed")

@@ -281,7 +281,7 @@ python3 -c "import sys, urllib.request; urllib.request.urlopen(sys.argv[1])" "$1
         await world.service.left.wait()
 
 
-async def test_a_port_used_by_the_task_is_refused_with_its_number(world: World) -> None:
+async def test_an_error_about_a_port_in_use_names_the_port(world: World) -> None:
     server = await world.sandbox.spawn(["python3", "-u", "-m", "http.server", "47123"])
     async for piece in server.output():
         if b"Serving" in piece.data:

@@ -182,7 +182,7 @@ def test_a_recipe_selects_its_agent_by_name(agent: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_rollout_of_codex_ends_on_the_embedded_engine(tmp_path: Path) -> None:
+def test_a_codex_rollout_completes_on_the_embedded_engine(tmp_path: Path) -> None:
     """Its first prompt has some 37,000 tokens of the tiny tokenizer."""
     rigs.needs("codex")
     model = tmp_path / "model"

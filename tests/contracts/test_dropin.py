@@ -210,7 +210,7 @@ async def test_a_request_with_a_lost_response_runs_once(client: Client) -> None:
     assert await client.output(lease, "cat log") == "named\nunnamed\ntwice\ntwice"
 
 
-async def test_equal_allocations_are_distinct_without_a_key(client: Client) -> None:
+async def test_identical_requests_without_a_key_get_distinct_containers(client: Client) -> None:
     leases = await asyncio.gather(client.lease(), client.lease())
     assert len(set(leases)) == 2
     for lease in leases:

@@ -102,7 +102,7 @@ class Unfreezable(LocalSandbox):
         raise BootFailed("no freezer")
 
 
-async def test_a_pause_that_fails_leaves_no_long_lease(wire: Callable[..., Any]) -> None:
+async def test_a_failed_pause_does_not_extend_the_lease(wire: Callable[..., Any]) -> None:
     async with NoFreezer() as provider, E2bServer(provider, ServerSettings()) as server:
         box = await wire(server.url).create(timeout=300)
         assert (await box.call("POST", f"/sandboxes/{box.id}/pause", {}))[0] == 503
@@ -110,7 +110,7 @@ async def test_a_pause_that_fails_leaves_no_long_lease(wire: Callable[..., Any])
         assert info.expires_in_s < 400
 
 
-async def test_a_sandbox_that_died_on_its_own_is_reported_gone(
+async def test_a_sandbox_that_died_on_its_own_is_reported_as_gone(
     server: E2bServer, local: LocalProvider, wire: Callable[..., Any]
 ) -> None:
     box = await wire(server.url).create()

@@ -91,7 +91,7 @@ def test_each_sdk_scenario_passes(results: tuple[str, dict[str, Any]], name: str
 
 @pytest.mark.slow
 @pytest.mark.namespaces
-def test_the_provider_works_over_the_old_sdk(old_sdk: Path) -> None:
+def test_the_provider_works_with_the_old_sdk(old_sdk: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contracts/test_e2b_provider.py"]
     # The old SDK has no call to close standard input.
     chosen = ["-k", "not spawned_commands_stream"]

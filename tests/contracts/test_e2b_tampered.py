@@ -65,7 +65,7 @@ async def test_an_invalid_file_size_is_an_error(boot: Callable[..., Any], stat: 
     assert (await box.files("GET", "/etc/passwd"))[0] == 500
 
 
-async def test_an_endless_file_size_is_an_error(boot: Callable[..., Any]) -> None:
+async def test_a_file_size_that_never_ends_is_an_error(boot: Callable[..., Any]) -> None:
     box = await boot(other=FOR_EVER)
     await box.run("mv -f /usr/bin/other /usr/bin/bash")
     async with asyncio.timeout(30):
@@ -94,7 +94,7 @@ async def names_of_processes(box: Any) -> bytes:
 
 
 @pytest.mark.parametrize("find", ["echo hello", r"printf 'x\\0%.0s' {1..12}", "exit 0"])
-async def test_output_of_a_replaced_find_is_an_error(boot: Callable[..., Any], find: str) -> None:
+async def test_invalid_output_of_a_replaced_find_command_is_an_error(boot: Callable[..., Any], find: str) -> None:
     box = await boot(find=find)
     status, answer, _ = await box.rpc("filesystem.Filesystem/Stat", {"path": "/etc"})
     assert (status, answer["code"]) == (500, "internal")

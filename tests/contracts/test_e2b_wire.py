@@ -90,7 +90,7 @@ async def test_images_are_named_by_template_or_metadata(alice: Any) -> None:
     await alice.create(metadata={"acme": "task"})
 
 
-async def test_keys_are_required_everywhere(server: E2bServer, box: Any, wire: Callable[..., Any]) -> None:
+async def test_every_route_requires_a_key(server: E2bServer, box: Any, wire: Callable[..., Any]) -> None:
     routes = [
         ("POST", "/sandboxes"),
         ("POST", "/v2/sandboxes"),
@@ -403,7 +403,7 @@ async def test_a_failed_boot_raises_a_typed_error_and_leaves_nothing_behind(wire
         assert (await wire(server.url).call("GET", "/v2/sandboxes"))[1] == []
 
 
-def test_key_files_are_validated_at_start(tmp_path: Path) -> None:
+def test_key_files_are_validated_at_startup(tmp_path: Path) -> None:
     for text in ("", "alice", "alice:", ":key", "a:b:c", "a:b:1\na:c", "a:b\nc:b", "na me:key"):
         (tmp_path / "keys").write_text(text)
         with pytest.raises(SpecRefused):

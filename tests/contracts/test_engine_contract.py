@@ -222,7 +222,7 @@ async def test_samples_follow_the_distribution(wire: Wire, tiny_model_dir: Path)
     assert distance < 2 * (likely / (2 * 3.14 * 600)) ** 0.5 + 0.05
 
 
-async def test_batches_and_n_return_lists(wire: Wire) -> None:
+async def test_batches_and_requests_for_several_samples_return_lists(wire: Wire) -> None:
     params = {"max_new_tokens": 2, "ignore_eos": True}
     body = {"input_ids": [[1], [2, 3]], "rid": "bat", "sampling_params": params}
     status, replies = await wire.post("/generate", body)
@@ -234,7 +234,7 @@ async def test_batches_and_n_return_lists(wire: Wire) -> None:
     assert len(replies) == 3
 
 
-async def test_a_stop_id_stays_in_the_ids_but_not_in_the_text(wire: Wire) -> None:
+async def test_a_stop_id_is_kept_in_the_ids_but_not_in_the_text(wire: Wire) -> None:
     greedy = await wire.generate(max_new_tokens=6, temperature=0)
     ids = greedy["output_ids"]
     stop = ids[3]
@@ -251,7 +251,7 @@ async def test_a_stop_id_stays_in_the_ids_but_not_in_the_text(wire: Wire) -> Non
     assert kept["text"].startswith(reply["text"])
 
 
-async def test_a_stop_string_stays_in_the_ids_but_not_in_the_text(wire: Wire) -> None:
+async def test_a_stop_string_is_kept_in_the_ids_but_not_in_the_text(wire: Wire) -> None:
     from itertools import pairwise
 
     # A seed alone does not make SGLang repeat itself, and what is greedy may say the same letter for ever.
@@ -419,7 +419,7 @@ async def test_weights_are_accepted_only_within_a_session(wire: Wire, path: str,
         ),
     ],
 )
-async def test_requests_that_the_embedded_engine_refuses_kill_sglang(
+async def test_requests_that_would_kill_sglang_are_refused_by_the_embedded_engine(
     embedded: Wire, path: str, body: object, named: str
 ) -> None:
     """So it is never sent there: the client checks ids, and only the sender forms groups."""

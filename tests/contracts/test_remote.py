@@ -251,7 +251,7 @@ async def test_a_gateway_error_is_reported_as_ambiguous(status: int) -> None:
         await remote.detach()
 
 
-async def test_a_server_of_another_kind_is_a_permanent_error() -> None:
+async def test_connecting_to_another_kind_of_server_is_a_permanent_error() -> None:
     async with answering(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno") as (url, heads):
         with pytest.raises(PermanentSandboxError, match="no exec server"):
             await RemoteProvider(RemoteConfig(url=url)).__aenter__()
@@ -311,7 +311,7 @@ async def keyed(local: LocalProvider, folder: Path) -> AsyncIterator[tuple[str, 
             await remote.aclose()
 
 
-async def test_a_key_opens_only_its_own_sandboxes(local: LocalProvider, tmp_path: Path) -> None:
+async def test_a_key_gives_access_only_to_its_own_sandboxes(local: LocalProvider, tmp_path: Path) -> None:
     async with keyed(local, tmp_path) as (url, remotes):
         alice, bob = remotes["alice"], remotes["bob"]
         ref = await alice.create(SandboxSpec(image="task", idempotency_key="same", labels={"a": "b"}))
@@ -533,7 +533,7 @@ async def test_frozen_data_is_mounted_on_its_own_host_only() -> None:
                 assert await output(checker, "cat /frozen/file") == str(number)
 
 
-async def test_all_three_apis_work_over_remote_hosts(wire: Callable[..., Any]) -> None:
+async def test_all_three_apis_work_with_remote_hosts(wire: Callable[..., Any]) -> None:
     async with child("--api", "exec") as (_, a), child("--host-url", a) as (_, url), aiohttp.ClientSession() as http:
         box = await wire(url).create()
         out, end = await box.run("echo said; exit 3")

@@ -142,7 +142,7 @@ async def test_an_interrupted_boot_leaves_nothing_behind_and_the_next_one_works(
     assert failures > 10
 
 
-async def test_the_remains_of_a_launcher_killed_during_a_boot_are_gone_after_the_next_start(
+async def test_the_remains_of_a_launcher_killed_during_a_boot_are_removed_at_the_next_start(
     injector: FaultInjector, tmp_path: Path
 ) -> None:
     config = LocalSandboxConfig(label=run_label(tmp_path))

@@ -115,7 +115,7 @@ async def raises_actor_lost(call: Awaitable[object]) -> None:
         await call
 
 
-async def test_orders_for_an_outdated_assignment_do_not_start(actors: Actors) -> None:
+async def test_orders_for_an_outdated_assignment_are_not_started(actors: Actors) -> None:
     await actors.worker.reset()
     await actors.worker.start(list((await actors.replay.issue(2, "next", timeout_s=1)).orders), "an earlier one")
     assert (await actors.worker.status()).running == 0

@@ -221,7 +221,7 @@ def _told_to(ids: tuple[int, ...], sampled: Mapping[Turn, str]) -> set[str]:
     return {name for prompt in prompts for name in re.findall(r"agent-\d+x", prompt)}
 
 
-async def test_agents_of_a_killed_gateway_finish_and_no_token_is_lost_or_doubled(
+async def test_agents_of_a_killed_gateway_finish_and_no_token_is_lost_or_duplicated(
     model_dir: Path, tmp_path: Path
 ) -> None:
     await storm(model_dir, tmp_path, seed=1, kills=3)

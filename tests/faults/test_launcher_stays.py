@@ -91,7 +91,7 @@ async def test_the_next_provider_adopts_the_launcher_and_its_sandboxes(config: L
         await adopted.exec("true", timeout_s=30)
 
 
-async def test_an_unadopted_launcher_and_its_sandboxes_are_gone_within_one_lease(
+async def test_an_unadopted_launcher_and_its_sandboxes_end_within_one_lease(
     config: LocalSandboxConfig, tmp_path: Path
 ) -> None:
     launcher, _ = await killed_provider(config, ttl_s=1.0)

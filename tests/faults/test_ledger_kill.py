@@ -169,7 +169,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.namespaces
-def test_a_run_completes_although_its_disk_is_repeatedly_full(tmp_path: Path) -> None:
+def test_a_run_completes_even_if_its_disk_fills_up_repeatedly(tmp_path: Path) -> None:
     """Checkpoints and backups are on it too: what fails half-way is no checkpoint."""
     seed = 7
     plan, told = Plan.draw(seed), Told()

@@ -134,7 +134,7 @@ async def test_an_engine_stopped_during_the_pause_misses_its_deadline(rig, other
     os.kill(rig.processes["one"].pid, signal.SIGCONT)
 
 
-async def test_an_engine_stopped_during_the_broadcast_costs_at_most_the_sender(rig, other_model: Path) -> None:
+async def test_an_engine_stopped_during_the_broadcast_is_quarantined(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
@@ -308,7 +308,7 @@ def tcp_sockets(pid: int) -> list[list[str]]:
     return [fields for fields in lines if f"socket:[{fields[9]}]" in own]
 
 
-async def test_an_engine_whose_weights_differ_from_those_sent_stays_out(
+async def test_an_engine_whose_weights_differ_from_those_sent_is_quarantined(
     rig, tiny_model_dir: Path, other_model: Path
 ) -> None:
     """Somebody loads another model from disk after the last bucket: only the checksums tell."""
@@ -324,7 +324,7 @@ async def test_an_engine_whose_weights_differ_from_those_sent_stays_out(
     await works(rig, "two", NEW)
 
 
-async def test_an_open_session_is_refused_before_any_rank_broadcasts(rig, other_model: Path) -> None:
+async def test_an_engine_with_an_open_update_is_quarantined_before_any_rank_broadcasts(rig, other_model: Path) -> None:
     await rig.engines["one"].begin_update()
     report = await rig.push(other_model, 1)
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
@@ -391,7 +391,7 @@ async def test_a_stopped_sender_misses_its_deadline_and_is_replaced(rig, other_m
     assert rig.sender.pid != first
 
 
-async def test_a_sender_killed_between_waves_leaves_the_second_wave_behind(rig, other_model: Path) -> None:
+async def test_a_sender_killed_between_waves_leaves_the_second_wave_outdated(rig, other_model: Path) -> None:
     async def kill() -> None:
         os.kill(rig.sender.pid, signal.SIGKILL)
 

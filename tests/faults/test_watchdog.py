@@ -109,7 +109,7 @@ async def test_a_run_whose_learner_always_hangs_ends_with_an_error_naming_the_le
         "buffer.batch_tries=100",
     )
     async with open_run("stuck", *options) as (service, directory):
-        with pytest.raises(RunStalled, match=r"nothing moved for 25 s .*steps \d+ s ago.*learner \d+% of 1"):
+        with pytest.raises(RunStalled, match=r"no progress for 25 s .*steps \d+ s ago.*learner \d+% of 1"):
             await service.run()
     assert verify(directory.path).clean
 
@@ -118,12 +118,12 @@ async def test_a_run_whose_learner_always_hangs_ends_with_an_error_naming_the_le
 async def test_a_run_whose_engines_never_respond_ends_with_an_error_naming_them(open_run: Any) -> None:
     options = ("agent.simulated.stuck_turns=1", "service.stall_s=25", "evaluation.tasks=1")
     async with open_run("silent", *options) as (service, directory):
-        with pytest.raises(RunStalled, match=r"nothing moved for 25 s .*held up by engine"):
+        with pytest.raises(RunStalled, match=r"no progress for 25 s .*held up by engine"):
             await service.run()
     assert verify(directory.path).clean
 
 
-async def test_turns_failed_by_engines_cost_attempts_but_no_reward(open_run: Any) -> None:
+async def test_attempts_failed_by_engines_get_no_reward(open_run: Any) -> None:
     options = ("agent.simulated.failing_turns=0.05", "buffer.max_attempts=50")
     async with open_run("failing", *options) as (service, directory):
         assert await service.run()
@@ -138,7 +138,7 @@ async def test_turns_failed_by_engines_cost_attempts_but_no_reward(open_run: Any
 @pytest.mark.slow
 async def test_engines_that_fail_every_turn_end_the_run(open_run: Any) -> None:
     async with open_run("broken", "agent.simulated.failing_turns=1", "service.stall_s=25") as (service, directory):
-        with pytest.raises(RunStalled, match=r"nothing moved for 25 s .*orders are held: \d+ of the last") as stalled:
+        with pytest.raises(RunStalled, match=r"no progress for 25 s .*orders are held: \d+ of the last") as stalled:
             await service.run()
     assert len(str(stalled.value)) < 4000
     assert verify(directory.path).clean

@@ -54,7 +54,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     [
         ("[model\n", "not valid TOML"),
         ("", "model.path is missing"),
-        ('[engines]\nbackend = "simulated"\n', 'needs learner.kind = "simulated" and agent.kind = "simulated"'),
+        ('[engines]\nbackend = "simulated"\n', 'requires learner.kind = "simulated" and agent.kind = "simulated"'),
         (
             '[model]\npath = "x"\n[buffer]\nmax_stalenes = 2\n',
             "unknown key buffer.max_stalenes; did you mean buffer.max_staleness?",
@@ -73,7 +73,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         ('[model]\npath = "x"\n[evaluation]\ntasks = 65\n', "is above tasks.heldout_count"),
         ('[model]\npath = "x"\n[gateway]\nturn_timeout_s = 60\n', "gateway.turn_timeout_s 60 is not below"),
         ('[model]\npath = "x"\n[rollout]\nguard_s = 100\n', "rollout.guard_s 100 is below"),
-        ('[model]\npath = "x"\n[dispatcher]\nslots_per_worker = 500\n', "raise max_live or lower the slots"),
+        ('[model]\npath = "x"\n[dispatcher]\nslots_per_worker = 500\n', "raise max_live or lower the number of slots"),
         ('[model]\npath = "x"\n[engines]\nmax_context_tokens = 64\n', "engines.max_context_tokens 64 is below"),
         ('[model]\npath = "x"\n', "has no config.json"),
     ],
@@ -393,7 +393,7 @@ def test_an_output_folder_with_other_contents_is_refused(
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     arguments = [str(recipe), "--out", str(out)]
-    assert "is not empty, and has other contents" in eval_refused(monkeypatch, capsys, *arguments)
+    assert "contains files other than those" in eval_refused(monkeypatch, capsys, *arguments)
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
     evaluation = prepare_evaluation(EvalRequest(source=recipe, out=tmp_path / "free", runs_dir=tmp_path))
     begun = tmp_path / "begun"
@@ -402,7 +402,7 @@ def test_an_output_folder_with_other_contents_is_refused(
     assert prepare_evaluation(EvalRequest(source=recipe, out=begun, runs_dir=tmp_path)).out == begun
     (out / "evaluation.json").write_text(json.dumps(evaluation.identity))
     assert prepare_evaluation(EvalRequest(source=recipe, out=out, runs_dir=tmp_path)).identity == evaluation.identity
-    assert "has other contents" in eval_refused(monkeypatch, capsys, *arguments, "--samples", "9")
+    assert "contains files other than those" in eval_refused(monkeypatch, capsys, *arguments, "--samples", "9")
     (out / "summary.json").write_text("{}")
     assert "this evaluation is finished" in eval_refused(monkeypatch, capsys, *arguments)
     assert "is a file" in eval_refused(monkeypatch, capsys, str(recipe), "--out", str(recipe))

@@ -33,14 +33,14 @@ def test_a_task_can_be_selected_by_number_or_id(tmp_path: Path) -> None:
     for wanted, task in (("1", first), ("2", second), ("512", train[-1]), (held_out[3].id, held_out[3])):
         assert prepare_check(QUICKSTART, wanted, (), tmp_path).tasks == (task,)
     for wanted in ("0", "513", "-1", "absent", ""):
-        with pytest.raises(ConfigError, match=f"--task {wanted}: no task has that id; training tasks have numbers"):
+        with pytest.raises(ConfigError, match=f"--task {wanted}: no task has that id; training tasks are numbered"):
             prepare_check(QUICKSTART, wanted, (), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_with_other_contents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty, and has other contents"):
+    with pytest.raises(ConfigError, match="contains files other than those"):
         prepare_check(QUICKSTART, "1", (), tmp_path)
 
 

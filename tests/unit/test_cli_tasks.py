@@ -105,5 +105,5 @@ def test_status_shows_why_orders_are_held(
 ) -> None:
     assert headrace(monkeypatch, "status", run.path) == 0
     told = " ".join(capsys.readouterr().err.split())
-    assert "holds its orders: no engine serves, since 2023-11-14 22:" in told
+    assert "is holding back orders: no engine serves, since 2023-11-14 22:" in told
     assert f"has 2 parked tasks: headrace tasks parked {run.path}" in told

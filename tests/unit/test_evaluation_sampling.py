@@ -66,7 +66,9 @@ def test_invalid_sampling_is_refused(override: str, said: str) -> None:
 
 def test_engines_get_the_longer_of_the_two_context_limits() -> None:
     overrides = ["engines.max_context_tokens=300", "evaluation.sampling.max_context_tokens=301"]
-    with pytest.raises(ConfigError, match=r"is below evaluation\.sampling\.max_context_tokens 301: raise the first"):
+    with pytest.raises(
+        ConfigError, match=r"is below evaluation\.sampling\.max_context_tokens 301; raise engines\.max_context_tokens"
+    ):
         load_recipe(RECIPE, overrides, Path("/run"))
 
 

@@ -90,7 +90,7 @@ def test_the_guard_waits_for_a_lost_actor_to_return(monkeypatch: pytest.MonkeyPa
         run_virtual(watch(lost))
     [gone] = end.value.exceptions
     assert isinstance(gone, ActorGone)
-    assert "was not back after 100 s (cluster.absent_s)" in str(gone)
+    assert "did not come back within 100 s (cluster.absent_s)" in str(gone)
 
 
 def test_time_paused_is_not_counted() -> None:

@@ -92,7 +92,7 @@ def test_the_report_names_an_unbounded_service_holding_nearly_all_rollouts(tmp_p
     report = told_of(tmp_path / "locked", metrics=locked)
     assert report.held_up_by == "evaluator"
     assert "held up by evaluator" in text_of(report)
-    assert "station evaluator 27.0 in it, 5 s a rollout" in text_of(report)
+    assert "station evaluator 27.0 in use, 5 s a rollout" in text_of(report)
     directory = RunDirectory(path=tmp_path / "locked")
     directory.append_session(0.0, 1.0)
     assert summarize(directory, completed=True).held_up_by == "evaluator"
@@ -152,7 +152,7 @@ def test_push_costs_are_reported_as_the_share_of_time_with_closed_gates(tmp_path
     assert (costs.pushes, costs.gb_per_s, costs.learner_waited_s) == (3, 2.0, 0.75)
     assert (costs.requests_retracted, costs.tokens_recomputed, costs.quarantined) == (18, 600, 3)
     assert costs.seconds == pytest.approx({"gate": 0.1, "broadcast": 1.0})
-    assert "stalled 5.0% of their time" in text_of(told_of(tmp_path / "again", metrics=records))
+    assert "stalled for 5.0% of their time" in text_of(told_of(tmp_path / "again", metrics=records))
     old = ({"kind": "push", "time_s": 0.0, "total_s": 1.0, "quarantined": []},)
     assert told_of(tmp_path / "old", metrics=old).pushes is None
 

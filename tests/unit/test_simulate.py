@@ -219,7 +219,7 @@ def test_values_for_other_keys_are_parsed_as_toml() -> None:
 def test_a_run_without_progress_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that are always filtered fill no batch."""
     monkeypatch.setattr(BatchBook, "take", lambda *_: None)
-    with pytest.raises(RunStalled, match="nothing moved for"):
+    with pytest.raises(RunStalled, match="no progress for"):
         run_plan(quarter(steps=2))
 
 

@@ -39,7 +39,7 @@ def test_a_run_without_progress_is_ended(still) -> None:
     reasons = [detector.stalled(float(second), still(second)) for second in range(1, 30)]
     assert reasons[0] is None
     assert reasons[-1] is not None
-    assert reasons[-1].startswith("nothing moved for 10 s (service.stall_s)")
+    assert reasons[-1].startswith("no progress for 10 s (service.stall_s)")
 
 
 def watched(result_s: float, *, scored_every: int | None) -> list[str | None]:
@@ -58,7 +58,9 @@ def test_turns_without_results_stop_counting_as_progress() -> None:
     assert set(told[: 60 + int(STALL_S)]) == {None}
     reason = told[60 + int(STALL_S)]
     assert reason is not None
-    assert reason.startswith("no rollout had a result for 71 s, and turns alone were no progress for 10 s")
+    assert reason.startswith(
+        "no rollout has had a result for 71 s, and turns alone have not counted as progress for 10 s"
+    )
 
 
 def test_endless_boots_delay_a_stall_only_up_to_their_limit() -> None:
@@ -130,7 +132,7 @@ def test_a_warning_is_given_once_at_half_the_stall_time() -> None:
         if (warning := detector.warning(float(second))) is not None:
             warned[second] = warning
     assert list(warned) == [7, 26]
-    assert warned[7] == "nothing moved for 6 s; last progress: turns 6 s ago"
+    assert warned[7] == "no progress for 6 s; last progress: turns 6 s ago"
 
 
 def test_learners_that_die_at_the_same_step_end_the_run() -> None:
