@@ -76,7 +76,7 @@ def unpack(stream: TarInput, folder: str, limits: UnpackLimits, *, whiteouts: bo
 
 
 class LayerWriter:
-    """Writer of a layer's entries below the folder `root` (a descriptor); close it."""
+    """Writer of a layer's entries below the folder `root` (a descriptor); close it after use."""
 
     def __init__(self, root: int, limits: UnpackLimits, *, whiteouts: bool) -> None:
         self._root = root

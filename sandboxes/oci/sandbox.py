@@ -186,7 +186,9 @@ class OciSandbox(Sandbox):
         126."""
         state = self._container.running()
         if command.terminal is not None or not state.is_runc:
-            raise Unsupported("spawn: the oci provider has no terminals, and cannot spawn with gVisor (use runc)")
+            raise Unsupported(
+                "spawn: the oci provider supports no terminals and, with gVisor, no background commands (use runc)"
+            )
         try:
             account = await self._account(state, command.user)
         except FileProblem as error:
@@ -255,7 +257,7 @@ class OciSandbox(Sandbox):
             return
         if not await state.oci_runtime().call(word, self.id):
             self._container.running()
-            raise SandboxError(f"sandbox {self.id} cannot {word}: the runtime refused")
+            raise SandboxError(f"cannot {word} sandbox {self.id}: the runtime refused")
         if paused:
             mark.touch()
         else:
