@@ -183,7 +183,8 @@ class HostPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxUsage:
-    """Current resource usage of a sandbox; `cpu_s` is counted since its boot. A limit of None means no limit."""
+    """Current resource usage of a sandbox; `cpu_s` is the CPU time used since its boot. A limit of None means no
+    limit."""
 
     cpu_s: float
     memory_bytes: int

@@ -1,6 +1,6 @@
 """Report of the guarantees that local sandboxes have on this machine, and the reason for each one that is missing.
 
-Invariants: a guarantee is reported as present only if the kernel was just observed to give it; a feature that is not
+Invariants: a guarantee is reported as present only if the kernel was just observed to provide it; a feature that is not
 implemented is reported as such.
 """
 

@@ -69,7 +69,7 @@ def labels_of(message: Message) -> dict[str, str]:
         raise _refusal("labels", labels, "must be an object whose values are strings")
     if len(json.dumps(labels)) + len(str(message["key"])) > _MAX_LABEL_BYTES:
         raise RequestRefused(
-            "SpecRefused", f"labels and idempotency_key are longer than {_MAX_LABEL_BYTES} bytes together"
+            "SpecRefused", f"labels and idempotency_key together are longer than {_MAX_LABEL_BYTES} bytes"
         )
     return labels
 

@@ -58,9 +58,9 @@ from headrace.sandboxes.unprotected.sandbox_folder import MARK, SandboxFolder, m
 
 PROVIDER: Final = "subprocess"
 WARNING: Final = (
-    "--sandbox subprocess protects nothing: commands of the agent run as your own user and can read and change every "
-    "file you can, use the network, see and signal your processes, use memory, processors and disk without limit, and "
-    "outlive a killed run. Frozen data is a copy. Use it only with agents and tasks you trust."
+    "--sandbox subprocess protects nothing: the agent's commands run as your own user. They can read and change every "
+    "file that you can, use the network, see and signal your processes, use memory, processors and disk without limit, "
+    "and outlive a killed run. Frozen data is a copy. Use it only with agents and tasks you trust."
 )
 """Warning that the command line prints when this provider is chosen."""
 
@@ -203,7 +203,7 @@ class SubprocessSandbox(Sandbox):
     async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`; `user` is ignored."""
         if command.exec_id is not None:
-            raise Unsupported("exec_id: the subprocess provider does not store results")
+            raise Unsupported("exec_id is not supported: the subprocess provider does not store results")
         paths = self._running()
         started = time.monotonic()
         (self._state.home / "used").touch()
