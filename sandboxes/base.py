@@ -35,11 +35,11 @@ class Network(StrEnum):
     NONE = "none"
     """Only the sandbox's own loopback interface."""
     HOST = "host"
-    """The host's network; only with the subprocess provider, which gives no protection."""
+    """The host's network; only with the subprocess provider, which offers no protection."""
 
 
 class Feature(StrEnum):
-    """An optional feature of a provider; a call that needs a missing one raises Unsupported."""
+    """An optional feature of a provider. Calls that need a feature raise Unsupported if the provider lacks it."""
 
     FREEZE = "freeze"
     """`Sandbox.freeze` and FrozenMount."""
@@ -76,7 +76,7 @@ class HostFolder:
     source: str
     """Absolute path on the host, on a file system with id-mapped mounts (ext4, xfs, btrfs, tmpfs)."""
     target: str
-    """Absolute path in the sandbox, outside of its system's folders."""
+    """Absolute path in the sandbox, outside its system folders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,9 @@ def refuse_folders(spec: SandboxSpec, provider: str) -> None:
     """Refuse a spec with folders, for providers without Feature.FOLDERS. Raises Unsupported."""
     if spec.folders:
         targets = ", ".join(folder.target for folder in spec.folders)
-        raise Unsupported(f"folders ({targets}): the {provider} provider shows none of its host; put them in the image")
+        raise Unsupported(
+            f"folders ({targets}): the {provider} provider cannot mount host folders; put them in the image"
+        )
 
 
 AVOID_LABEL: Final = "headrace-avoid"
@@ -111,7 +113,8 @@ _HOSTS_AT_ENDPOINTS: Final = frozenset({"remote", "simulated"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxRef:
-    """Address of and access to one sandbox: `endpoint` is a socket path or URL, `secret` opens only this sandbox."""
+    """Address and credentials of one sandbox: `endpoint` is a socket path or URL, and `secret` gives access to this
+    sandbox only."""
 
     provider: str
     id: SandboxId
@@ -180,7 +183,8 @@ class HostPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxUsage:
-    """Current resource usage of a sandbox; `cpu_s` is counted since its boot. A limit of None means no limit."""
+    """Current resource usage of a sandbox; `cpu_s` is the CPU time used since its boot. A limit of None means no
+    limit."""
 
     cpu_s: float
     memory_bytes: int
@@ -190,7 +194,7 @@ class SandboxUsage:
     processes: int
     cpus: float | None
     oom_kills: int
-    """Processes killed because `memory_limit_bytes` was reached."""
+    """Number of processes killed because `memory_limit_bytes` was reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +246,8 @@ class Process(Protocol):
         ...
 
     async def write_stdin(self, data: bytes) -> None:
-        """Write to standard input; blocks while the command is not reading. Raises SandboxFileError if it is closed."""
+        """Write to standard input; blocks while the command is not reading. Raises SandboxFileError if standard input
+        is closed."""
         ...
 
     async def close_stdin(self) -> None:
@@ -340,7 +345,7 @@ class Sandbox(ABC):
 
     async def start_process(self, command: SpawnCommand) -> Process:
         """Start a command without waiting for it; the provider's part of `spawn`."""
-        self._refuse("spawn a command that is not waited for")
+        self._refuse("run a command in the background")
 
     @abstractmethod
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
@@ -349,8 +354,8 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
-        """Create or replace a file and its parent directories, from bytes or from a file on the host, which is not
-        loaded into memory. Raises SandboxFileError."""
+        """Create or replace a file, and create its missing parent folders. The content is bytes, or a file on the host,
+        which is not loaded into memory. Raises SandboxFileError."""
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
         """Write several files as `write` does, in one round trip if the provider supports it. On an error, the files
@@ -363,8 +368,7 @@ class Sandbox(ABC):
         self._refuse("freeze")
 
     async def pause(self) -> None:
-        """Suspend every process: processes take no processor time and commands wait. The lease keeps running.
-        Idempotent."""
+        """Suspend every process: none uses processor time, and commands wait. The lease keeps running. Idempotent."""
         self._refuse("pause")
 
     async def resume(self) -> None:
@@ -377,12 +381,13 @@ class Sandbox(ABC):
 
     def expose(self, port: int, target: HostPort, prefix: str) -> AbstractAsyncContextManager[None]:
         """Make a service on the host available at 127.0.0.1:`port` inside the sandbox while the context is open. Only
-        HTTP requests for URL paths below `prefix` pass; all others get 403. Raises SpecRefused (the port is in use)."""
+        HTTP requests for URL paths below `prefix` are forwarded; all others get 403. Raises SpecRefused (the port is in
+        use)."""
         self._refuse(f"expose port {port} for {target.host}:{target.port}{prefix}")
 
     async def usage(self) -> SandboxUsage:
         """Return the current resource usage."""
-        self._refuse("usage")
+        self._refuse("report resource usage")
 
     @abstractmethod
     async def renew(self, ttl_s: float) -> None:
@@ -410,9 +415,9 @@ class ProgramRunner(Protocol):
         timeout_s: float,
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
     ) -> ExecResult:
-        """Run Python source as `python -I -S -c program arguments...` would, in `/`, in a process that already contains
-        headrace's interpreter. The program may import the modules in `launcher.commands.PRELOADED`, and nothing from
-        the image. Raises ExecTimeout, SandboxGone."""
+        """Run Python source as `python -I -S -c program arguments...` would, in `/`, in a process in which headrace's
+        interpreter is already running. The program may import the modules in `launcher.commands.PRELOADED`, but nothing
+        from the image. Raises ExecTimeout, SandboxGone."""
         ...
 
 

@@ -27,8 +27,8 @@ _CTRL_D: Final = b"\x04"
 
 
 class CommandStreams:
-    """Base class of processes. `stdin` is a descriptor, or -1 if there is none. For a terminal, the same descriptor
-    serves input and output. `ended` is done when the command has ended, whatever its result or error."""
+    """Base class for processes. `stdin` is a descriptor, or -1 if there is none. For a terminal, the same descriptor
+    serves input and output. The future `ended` is done once the command has ended, with a result or an error."""
 
     def __init__(self, *, stdin: int, streams: dict[Stream, int], ended: asyncio.Future[Any]) -> None:
         self._stdin = stdin

@@ -1,6 +1,6 @@
 """Report of the guarantees that local sandboxes have on this machine, and the reason for each one that is missing.
 
-Invariants: a guarantee is reported as present only if the kernel was just observed to give it; a feature that is not
+Invariants: a guarantee is reported as present only if the kernel was just observed to provide it; a feature that is not
 implemented is reported as such.
 """
 
@@ -52,13 +52,13 @@ _OPTIONAL: Final = (
 )
 _NOT_BUILT: Final = {
     "escaped daemons at a timeout": "a process that left its command's tree while another command runs in its "
-    "sandbox ends with the sandbox, not with the timeout: there is no group for each command"
+    "sandbox ends with the sandbox, not with the timeout: there is no control group for each command"
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarantee:
-    """One line of `headrace doctor`. `detail` is its meaning, or why it is missing."""
+    """One line of `headrace doctor`. `detail` states what the guarantee means, or why it is missing."""
 
     name: str
     present: bool

@@ -20,11 +20,11 @@ SandboxError
     ├── SecretRefused
     ├── SandboxGone                  killed, expired or frozen
     ├── ExecTimeout                  the command's process tree is dead
-    ├── ExecResultLost               a command with this exec_id has run; its caller died with the output
+    ├── ExecResultLost               a command with this exec_id has run, but its output was lost with its caller
     ├── SandboxFileError             missing, not a regular file, too large, no permission
     │   └── FrozenPathRefused        the declared data path is missing or leads through a symbolic link
     ├── FolderRefused                a private folder or TMPDIR cannot be used: unwritable, or another user's
-    ├── LedgerRefused                another process has the pool's ledger, or it has another version
+    ├── LedgerRefused                another process has the pool's ledger open, or the ledger has another version
     └── NamespacesUnavailable        this machine cannot isolate sandboxes, for the given `reason`
 ```
 """

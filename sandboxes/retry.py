@@ -32,7 +32,7 @@ class RetryConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     boot_attempts: int = Field(default=4, ge=1)
-    """Attempts of one boot; only transient errors are retried."""
+    """Maximum number of attempts for one boot; only transient errors are retried."""
     retry_base_s: float = Field(default=0.2, gt=0)
     """The n-th wait is drawn from 0 to `retry_base_s * 2**n` (full jitter)."""
     retry_max_s: float = Field(default=10.0, gt=0)
@@ -45,8 +45,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_ambiguous(error: BaseException) -> bool:
-    """Return True if the effect of the failed call is unknown, so that it may have made a sandbox. This includes every
-    exception that is not a typed error, cancellation too."""
+    """Return True if the effect of the failed call is unknown, so that it may have made a sandbox. This holds for every
+    exception that is not a typed error, including cancellation."""
     return isinstance(error, BootTimeout | ProviderUnreachable) or not isinstance(
         error, TransientSandboxError | PermanentSandboxError
     )

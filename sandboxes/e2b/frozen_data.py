@@ -1,4 +1,4 @@
-"""Frozen data of E2B sandboxes: kills all processes in one and copies a path from it into a clean one.
+"""Frozen data of E2B sandboxes: all processes in one sandbox are killed, and a path is copied from it into a clean one.
 
 E2B has no mounts, so the data is copied through this process, as a tar that is filtered here and unpacked in the clean
 sandbox.
@@ -75,7 +75,7 @@ async def copy_frozen(source: Sandbox, target: Sandbox, mount: FrozenMount, *, m
     and the errors that `Sandbox.exec` raises."""
     folder = posixpath.normpath(mount.target)
     if not mount.target.startswith("/") or folder.lstrip("/").split("/")[0] in {"", ".."} | _SYSTEM_FOLDERS:
-        raise SpecRefused(f"target {mount.target!r} of frozen data: give an absolute path outside the system's folders")
+        raise SpecRefused(f"target {mount.target!r} of frozen data: give an absolute path outside the system folders")
     result = await source.exec(
         _ARCHIVE % shlex.quote(posixpath.normpath(mount.path)),
         user="root",
@@ -128,5 +128,5 @@ def filtered(encoded: bytes, folder: str, *, max_bytes: int, truncated: bool = F
                 else:
                     taken.addfile(safe)
     except (tarfile.TarError, binascii.Error, ValueError, OverflowError, EOFError) as error:
-        raise FrozenPathRefused(f"frozen data is no archive: {error}") from error
+        raise FrozenPathRefused(f"frozen data is not a valid archive: {error}") from error
     return output.getvalue()

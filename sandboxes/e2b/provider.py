@@ -59,7 +59,7 @@ class E2bConfig(BaseModel):
     metadata: dict[str, str] = Field(default_factory=dict)
     """Metadata to send with every create."""
     internet: bool = False
-    """Give sandboxes internet access even though their spec has network `none`. An agent needs it to reach the gateway,
+    """Give sandboxes internet access even if their spec has network `none`. An agent needs it to reach the gateway,
     because this provider cannot expose a service."""
     max_frozen_bytes: int = Field(default=64 << 20, gt=0)
     """Largest size of one data path that an evaluation copies from an agent's sandbox into a clean one."""
@@ -97,7 +97,7 @@ class E2bProvider:
             raise SpecRefused(f"network {spec.network.value!r}: set `internet` of the e2b provider instead")
         for mount in spec.mounts:
             if mount.source not in self._frozen:
-                raise SpecRefused(f"mount of {mount.source}: only a sandbox that this provider froze is mounted")
+                raise SpecRefused(f"mount of {mount.source}: only sandboxes that this provider froze can be mounted")
         refuse_folders(spec, PROVIDER)
         for name in ("cpu", "memory_bytes", "disk_bytes", "pids"):
             if getattr(spec, name) is not None:

@@ -62,7 +62,7 @@ class E2bSandbox(Sandbox):
     async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`; the command runs under a login shell."""
         if command.exec_id is not None:
-            raise Unsupported("exec_id: an E2B sandbox does not store results")
+            raise Unsupported("exec_id is not supported: an E2B sandbox does not store results")
         started = time.monotonic()
         kept = {Stream.STDOUT: bytearray(), Stream.STDERR: bytearray()}
         truncated = False

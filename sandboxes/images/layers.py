@@ -2,7 +2,8 @@
 
 Invariants:
 - Every parent folder is opened with openat2(2) inside the layer's own folder (RESOLVE_IN_ROOT): no name, link or
-  earlier entry leads out of it. Names with `..` and absolute names are refused, and hard links lead to earlier entries.
+  earlier entry leads out of it. Names with `..` and absolute names are refused, and hard links may refer only to
+  earlier entries.
 - Only folders, regular files, symbolic and hard links are made. Device nodes and FIFOs in the archive are dropped.
 - Ids, modes with their set-id bits, times, and `user.*` and ACL attributes are preserved. `security.*` and `trusted.*`
   are dropped, because the kernel or overlayfs would act on them.
@@ -76,7 +77,7 @@ def unpack(stream: TarInput, folder: str, limits: UnpackLimits, *, whiteouts: bo
 
 
 class LayerWriter:
-    """Writer of a layer's entries below the folder `root` (a descriptor); close it."""
+    """Writer of a layer's entries below the folder `root` (a descriptor); close it after use."""
 
     def __init__(self, root: int, limits: UnpackLimits, *, whiteouts: bool) -> None:
         self._root = root

@@ -233,7 +233,9 @@ def _plan(blobs: Blobs, digest: str, config: Mapping[str, Any], rows: Sequence[t
         )
     contents = config["rootfs"]["diff_ids"]
     if len(contents) != len(rows) or not 0 < len(rows) <= MAX_LAYERS:
-        raise ImageRefused(f"damaged image: {len(rows)} layers and {len(contents)} digests (1 to {MAX_LAYERS} allowed)")
+        raise ImageRefused(
+            f"damaged image: {len(rows)} layers, {len(contents)} digests; the numbers must be equal, 1 to {MAX_LAYERS}"
+        )
     layers = []
     for (name, blob_digest), content in zip(rows, contents, strict=True):
         part = blobs.find(name)

@@ -90,8 +90,8 @@ class ImageLease:
 
 
 class ImageStore:
-    """Store below `folder`, which is used for nothing else. It holds about `max_bytes`, or more while more is in use.
-    Several processes may share one folder."""
+    """Image store in `folder`, which is used for nothing else. It holds about `max_bytes`, or more while the images in
+    use exceed that size. Several processes may share one folder."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._store = StoreFolder(folder)
@@ -149,7 +149,7 @@ class ImageStore:
         if not done:
             raise ImagePending(f"image {reference!r} is still being unpacked", _PENDING_S)
         if task.cancelled():
-            raise BootFailed(f"unpacking image {reference!r} was cancelled: its store was closed")
+            raise BootFailed(f"unpacking image {reference!r} was cancelled: the image store was closed")
         return task.result()
 
     async def lease(
@@ -234,7 +234,7 @@ def _locate(reference: str) -> _Located:
     else:
         raise ImageUnknown(f"image {reference!r}: no such file or folder")
     if path == Path(path.anchor):
-        raise ImageRefused(f"image {reference!r}: this is the whole host; use `host` for its programs only")
+        raise ImageRefused(f"image {reference!r}: this is the whole host; use `host` to get only its programs")
     identity = path / "index.json" if (path / "oci-layout").is_file() else path
     try:
         status = identity.stat()

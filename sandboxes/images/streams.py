@@ -1,4 +1,4 @@
-"""Streams over hostile archives, which are decompressed, counted and hashed while they are read, and their tar entries.
+"""Streams over hostile archives and their tar entries. An archive is decompressed, counted and hashed while it is read.
 
 Invariants:
 - A stream is read forward only and holds one buffer; a decompression bomb raises ImageRefused once it exceeds its

@@ -219,7 +219,7 @@ def _remove_groups_of(parent: int, name: str) -> None:
 
 
 class Cgroups:
-    """Groups of one launcher in all hierarchies. `missing` maps an unavailable controller to the reason."""
+    """Groups of one launcher in all hierarchies. `missing` maps each unavailable controller to the reason."""
 
     def __init__(self, mounts: list[Mount]) -> None:
         self.missing: dict[str, str] = {}

@@ -99,7 +99,7 @@ def default_live(allowed: HostLimits) -> int:
 
 def share(allowed: HostLimits, sandboxes: int, processes: int | None, open_files: int | None) -> Share:
     """Return each sandbox's share when there are `sandboxes` of them. None for `processes` or `open_files` means as
-    much as fits, up to what any program is likely to need."""
+    many as fit, up to the number that any program is likely to need."""
     files_each = allowed.open_files // sandboxes
     if processes is None:
         room = allowed.processes // sandboxes

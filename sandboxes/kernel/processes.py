@@ -52,7 +52,8 @@ def read_processes() -> dict[int, ProcessEntry]:
 
 
 def tree_of(root: int, entries: Mapping[int, ProcessEntry], *, strays: bool) -> set[int]:
-    """Return `root` and its living descendants; with `strays`, also init's younger children and their descendants."""
+    """Return `root` and its living descendants; with `strays`, also the children of init that are not older than
+    `root`, and their descendants."""
     roots = {root} & entries.keys()
     if strays and root in entries:
         born = entries[root].started

@@ -121,7 +121,8 @@ HOST: Final = Image((), True, {}, "/workspace")
 
 
 class Mount(NamedTuple):
-    """Path in a frozen sandbox: `path` in the root of the sandbox `source`, mounted at `target`; both are absolute."""
+    """Path in a frozen sandbox: `path` in the root of the sandbox `source`, mounted at `target`; both paths are
+    absolute."""
 
     source: str
     path: str
@@ -129,7 +130,8 @@ class Mount(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """Folder on the host, mounted at the absolute path `target`. `id_map` is as in `Root`."""
+    """Folder on the host, mounted at the absolute path `target`. `id_map` is a user namespace or -1, as in
+    `Root.id_maps`."""
 
     layer: Layer
     id_map: int

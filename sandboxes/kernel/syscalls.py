@@ -2,8 +2,8 @@
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
 """Wrappers of Linux system calls that Python 3.11 does not have.
 
-Invariants: every wrapper raises an OSError that names the call and its object. Nothing keeps state. Only the standard
-library is imported, because the launcher starts without site-packages.
+Invariants: every wrapper raises an OSError that names the call and its object. The wrappers keep no state. Only the
+standard library is imported, because the launcher starts without site-packages.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def unshare(flags: int) -> None:
 
 
 def enter_own_user_namespace() -> None:
-    """Become root of a new user namespace whose only id is that of this process; needs no root (user_namespaces(7))."""
+    """Become root of a new user namespace whose only id is that of this process; does not need root
+    (user_namespaces(7))."""
     user_id, group_id = os.geteuid(), os.getegid()
     unshare(CLONE_NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user_id} 1"), ("gid_map", f"0 {group_id} 1")):
@@ -169,7 +170,7 @@ def die_with_parent(signal_number: int) -> None:
 
 
 def forbid_inspection() -> None:
-    """Forbid other processes to trace this one or to read its memory, descriptors or environment; forked children
+    """Prevent other processes from tracing this one or reading its memory, descriptors or environment; forked children
     inherit this."""
     _prctl(_PR_SET_DUMPABLE, 0, "PR_SET_DUMPABLE")
 

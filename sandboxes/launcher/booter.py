@@ -5,7 +5,7 @@
 Invariants:
 - A boot that fails here releases everything before it returns. What a successful boot has acquired is released once,
   when the sandbox is dead.
-- The memory that a sandbox may hold outside any process leaves room for its commands within the limit.
+- The memory that a sandbox may hold outside any process leaves room for its commands within the memory limit.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Booter:
             # Files of a frozen sandbox are shown with its own range of ids: owners and modes then mean the same.
             sandbox.base_id = self._ranges.take() if source is None else self._ranges.share(source.base_id)
         except IndexError:
-            text = "no user ids are free on this host: end other launchers"
+            text = "no user ids are free on this host: stop other launchers"
             raise RequestRefused("CapacityExceeded", text) from None
         sandbox.image, sandbox.folders = needed[0], needed[1:]
         sandbox.limits = {"memory_bytes": group_limits.memory_bytes, "cpus": group_limits.cpus}

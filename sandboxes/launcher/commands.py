@@ -1,6 +1,6 @@
 # ruff: noqa: PTH103, PTH120
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
-"""Work of a freshly forked child inside a sandbox: become a user, then run a command or move a file.
+"""Work of a freshly forked child inside a sandbox: become a user, then run a command, or read or write files.
 
 Small files that are written before any command has run are written by the first process itself (`write_now`).
 
@@ -280,7 +280,8 @@ def is_small_write(message: dict[str, Any], source: int) -> bool:
 
 
 def write_now(message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-    """Do the work of `write_files` in this process and return the exit code and cost; errors go to standard error."""
+    """Do the work of `write_files` in this process and return the exit code and the cost in CPU time; errors go to
+    standard error."""
     began_s, began_cpu_s = time.monotonic(), time.process_time()
     source, _, error_output = descriptors
     exit_code = 0

@@ -2,7 +2,7 @@
 
 Invariants:
 - Nothing here blocks. A connection that breaks or sends invalid data is dropped without disturbing the others. A
-  message handler never sees a dropped channel twice.
+  message handler never sees a channel again once it has been dropped.
 - The key and the digest that authenticate requests are stored in one page of memory that the kernel clears in a forked
   child (MADV_WIPEONFORK, madvise(2)): the first process of a sandbox, and code that runs in a fork of it, cannot
   authenticate to the launcher.

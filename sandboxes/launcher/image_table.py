@@ -3,7 +3,7 @@
 Host folders that are mounted in sandboxes are entries too, each with one layer.
 
 Invariants:
-- An image stays while a sandbox, even a frozen one, uses it; a layer stays while an image or a sandbox has it.
+- An image is kept while a sandbox, even a frozen one, uses it; a layer is kept while an image or a sandbox uses it.
 - A snapshot retains its sandbox's layer and ids; nothing is copied.
 """
 

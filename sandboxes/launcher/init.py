@@ -5,9 +5,9 @@
 Invariants:
 - It is forked from the launcher into a new pid namespace and never runs any of the agent's code itself.
 - It dies with the launcher (parent-death signal, and end of its control socket), and the whole sandbox dies with it.
-- Nobody inside can trace it (not dumpable, memory owned by the first user namespace), set its limits (it has its own
-  user id; not without root), stop it or kill it: no signal that it handles ends it, and the kernel shields process 1
-  from the others.
+- Nobody inside can trace it (not dumpable, memory owned by the first user namespace), set its limits (it has a user id
+  of its own, except without root), stop it or kill it: no signal that it handles ends it, and the kernel shields
+  process 1 from the others.
 - Every command has a deadline, enforced here: when it passes, the command's process tree is killed. If new processes
   keep appearing, every process but this one is killed. Nothing inside can end the sandbox itself, because an agent that
   is about to be scored could otherwise make its own exit look like a host failure.
@@ -70,7 +70,7 @@ class _Running:
 
 def run_init(plan: Plan, control: socket.socket, commands_group: int) -> NoReturn:
     """Build the sandbox, report to the launcher, and serve. `commands_group` is a descriptor that moves a process which
-    writes to it into the control group of the commands, or is -1."""
+    writes to it into the control group of the commands, or -1."""
     channel = Channel(control)
     if plan.root.single_id:
         # Safe because no other process is in the sandbox yet.

@@ -102,14 +102,14 @@ def _drop() -> None:
 def _call_filter() -> None:
     program = seccomp.filter_program(os.uname().machine)
     if program is None:
-        raise OSError(0, f"there is no call filter for {os.uname().machine}")
+        raise OSError(0, f"there is no system call filter for {os.uname().machine}")
     syscalls.forbid_new_privileges()
     syscalls.filter_calls(program)
     try:
         socket.socket(_AF_VSOCK, socket.SOCK_STREAM).close()
     except OSError:
         return
-    raise OSError(0, "the call filter allowed a vsock")
+    raise OSError(0, "the system call filter allowed a vsock")
 
 
 def _pidfd() -> None:

@@ -69,7 +69,7 @@ def labels_of(message: Message) -> dict[str, str]:
         raise _refusal("labels", labels, "must be an object whose values are strings")
     if len(json.dumps(labels)) + len(str(message["key"])) > _MAX_LABEL_BYTES:
         raise RequestRefused(
-            "SpecRefused", f"labels and idempotency_key are longer than {_MAX_LABEL_BYTES} bytes together"
+            "SpecRefused", f"labels and idempotency_key together are longer than {_MAX_LABEL_BYTES} bytes"
         )
     return labels
 
@@ -133,7 +133,7 @@ class CommandRequests:
     def forward(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, descriptors: list[int]) -> None:
         """Pass a request on to the first process of the sandbox, which runs it."""
         if sandbox.state != "running" or sandbox.control is None:
-            raise RequestRefused("SandboxGone", f"sandbox {sandbox.id} runs no more commands: it is {sandbox.state}")
+            raise RequestRefused("SandboxGone", f"sandbox {sandbox.id} can run no more commands: it is {sandbox.state}")
         if len(descriptors) != (0 if message["op"] == "listen" else 3):
             raise RequestRefused("SpecRefused", "a command needs three descriptors: standard input, output and error")
         requests.check_for_init(message)
@@ -182,7 +182,7 @@ class CommandRequests:
             self._connections.answer(waiting, known.lost())
 
     def cancel(self, waiter: Waiter, sandbox: SandboxRecord, message: Message, _descriptors: list[int]) -> None:
-        """Kill the command of the request `target`, which the client of this connection has given up."""
+        """Kill the command of the request `target`, which the client of this connection has abandoned."""
         for known in sandbox.executions.of(waiter.client):
             if known.runner.request_id == int(message["target"]):
                 self._lose(known)

@@ -110,7 +110,7 @@ class SandboxTable:
         self._deadlines.set(sandbox.id, time.monotonic() + self._settings.boot_timeout_s)
 
     def discard(self, waiter: Waiter, message: Message, _descriptors: list[int]) -> None:
-        """End the sandbox of a create request that has been given up."""
+        """End the sandbox of a create request that has been abandoned."""
         sandbox = self._sandboxes.get(self._by_key.get(str(message["key"]), ""))
         if sandbox is not None:
             self._end(sandbox, keep_layer=False)
@@ -195,7 +195,7 @@ class SandboxTable:
         for sandbox_id in self._deadlines.pop_due(time.monotonic()):
             sandbox = self._sandboxes[sandbox_id]
             if sandbox.state == "booting":
-                text = f"the sandbox was not ready in {self._settings.boot_timeout_s} s: raise boot_timeout_s"
+                text = f"the sandbox was not ready within {self._settings.boot_timeout_s} s: raise boot_timeout_s"
                 sandbox.failure = ("BootTimeout", text)
             self._end(sandbox, keep_layer=False)
 

@@ -99,11 +99,11 @@ class LauncherClient:
             self._send({**message, "id": exchange.request_id}, descriptors)
         except ValueError as error:
             del self._waiting[exchange.request_id]
-            raise SpecRefused(f"the request is too large, use files: {error}") from error
+            raise SpecRefused(f"the request is too large; write the data to files instead: {error}") from error
         return exchange
 
     def cancel(self, exchange: Exchange) -> None:
-        """Give up on a request; its command's process tree is killed."""
+        """Abandon a request; its command's process tree is killed."""
         if self.closed or "sandbox" not in exchange.message:
             return
         self._send({"op": "cancel", "target": exchange.request_id, "id": 0, **exchange.sandbox_fields()})
@@ -167,7 +167,7 @@ class LauncherClient:
 
 
 class LauncherConnections:
-    """One connection per endpoint, opened on first use and reopened after a loss; close all of them with `close`."""
+    """One connection per endpoint, opened on first use and reopened if it is lost; `close` closes all of them."""
 
     def __init__(self) -> None:
         self._clients: dict[str, LauncherClient] = {}

@@ -87,7 +87,7 @@ class LocalImages:
                 try:
                     mounts = await asyncio.to_thread(_mounts_of, (source,))
                 except PermissionError as error:
-                    raise Unsupported(f"folder {source}: only root can show folders of the host ({error})") from error
+                    raise Unsupported(f"folder {source}: only root can mount host folders ({error})") from error
                 except OSError as error:
                     raise SpecRefused(f"folder {source}: {error}") from error
                 await self._send_request({"op": "add_image", "name": name, "environment": {}, "folder": ""}, mounts)
@@ -138,7 +138,7 @@ def _folder_name(source: str) -> str:
     except (OSError, ValueError) as error:
         raise SpecRefused(f"folder {source!r}: {error}") from error
     if not Path(source).is_absolute() or not stat.S_ISDIR(status.st_mode):
-        raise SpecRefused(f"folder {source}: must be the absolute path of a folder of the host")
+        raise SpecRefused(f"folder {source}: must be the absolute path of a folder on the host")
     return f"{FOLDER}{status.st_dev}:{status.st_ino}"
 
 

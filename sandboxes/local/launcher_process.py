@@ -70,7 +70,7 @@ class LauncherProcess:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 return await cls._spawn(folder, {**settings, "tied": tied})
         except TimeoutError as error:
-            raise LauncherGone(f"the launcher did not start in {_START_TIMEOUT_S} s") from error
+            raise LauncherGone(f"the launcher did not start within {_START_TIMEOUT_S} s") from error
         except OSError as error:
             raise LauncherGone(f"the launcher could not be started: {error}") from error
 

@@ -77,8 +77,8 @@ class LocalSandboxConfig(BaseModel):
     boot_timeout_s: float = Field(default=20.0, gt=0)
     """Time after which a sandbox that is not ready is killed and create raises BootTimeout."""
     answer_timeout_s: float = Field(default=20.0, gt=0)
-    """A launcher that sends no answer for this long (for a boot, counted after the boot timeout) is killed and
-    replaced."""
+    """A launcher that sends no answer for this long (for a boot, measured from the end of the boot timeout) is killed
+    and replaced."""
     image_folder: Path | None = None
     """Folder for unpacked images, on ext4, xfs, btrfs or tmpfs; by default below the user's cache folder."""
     image_bytes: int = Field(default=64 << 30, ge=1 << 20)
@@ -90,7 +90,7 @@ class LocalSandboxConfig(BaseModel):
     same folder adopts it with its sandboxes, and until then each sandbox lives as long as its lease. None means the
     launcher dies with the provider."""
     owner_pid: int | None = Field(default=None, ge=1)
-    """Process whose death ends the launcher; by default that of the provider, or none for a launcher that stays."""
+    """Process whose death ends the launcher; by default the provider's process, or none for a launcher that stays."""
     idle_exit_s: float = Field(default=60.0, gt=0)
     """A launcher that stays exits after this long without sandboxes or providers."""
     label: str = ""

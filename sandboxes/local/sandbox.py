@@ -241,7 +241,9 @@ class LocalSandbox(Sandbox):
                 oom_kills=state["oom_kills"],
             )
         except KeyError as error:
-            raise Unsupported(f"usage: no control group of this machine counts {error}; see headrace doctor") from error
+            raise Unsupported(
+                f"usage: this machine has no control group that counts {error}; see headrace doctor"
+            ) from error
 
     async def renew(self, ttl_s: float) -> None:
         await self._request({"op": "renew", "ttl_s": ttl_s})

@@ -75,7 +75,7 @@ class Container:
         """Return the state of a running container. Raises SandboxGone, SecretRefused."""
         state = self.load()
         if self.folder.frozen:
-            raise SandboxGone(f"sandbox {self._ref.id} runs no more commands: it is frozen")
+            raise SandboxGone(f"sandbox {self._ref.id} can run no more commands: it is frozen")
         if self.first_process(state) is None:
             raise self.gone()
         return state

@@ -140,7 +140,7 @@ class _Keeper:
     def _booted(self, request: Request, code: int) -> None:
         try:
             if code != 0:
-                name, message = "BootFailed", f"the runtime ended with {code}"
+                name, message = "BootFailed", f"the runtime exited with status {code}"
                 with suppress(OSError), open(f"{request['home']}/{LOG_FILE}", "rb") as log:
                     message += f": {log.read()[-_MAX_MESSAGE_BYTES:].decode(errors='replace').strip()}"
                 with suppress(OSError, ValueError), open(f"{request['home']}/{_ERROR_FILE}", encoding="utf-8") as file:

@@ -78,7 +78,7 @@ class OciSandbox(Sandbox):
     async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`."""
         if command.exec_id is not None:
-            raise Unsupported("exec_id: the oci provider does not store results")
+            raise Unsupported("exec_id is not supported: the oci provider does not store results")
         source = open_null() if command.stdin is None else memory_file(command.stdin)
         end, stdout, stderr, truncated = await self._run(
             command, source, timeout_s=command.timeout_s, max_bytes=command.max_output_bytes
@@ -186,7 +186,9 @@ class OciSandbox(Sandbox):
         126."""
         state = self._container.running()
         if command.terminal is not None or not state.is_runc:
-            raise Unsupported("spawn: the oci provider has no terminals, and cannot spawn with gVisor (use runc)")
+            raise Unsupported(
+                "spawn: the oci provider supports no terminals and, with gVisor, no background commands (use runc)"
+            )
         try:
             account = await self._account(state, command.user)
         except FileProblem as error:
@@ -250,12 +252,12 @@ class OciSandbox(Sandbox):
     async def _set_paused(self, word: str, *, paused: bool) -> None:
         state, mark = self._container.running(), self._container.home / PAUSED_MARK
         if not state.is_runc:
-            raise Unsupported(f"{word}: a paused gVisor still runs new commands")
+            raise Unsupported(f"{word} is not supported: a paused gVisor sandbox still runs new commands")
         if mark.exists() == paused:
             return
         if not await state.oci_runtime().call(word, self.id):
             self._container.running()
-            raise SandboxError(f"sandbox {self.id} cannot {word}: the runtime refused")
+            raise SandboxError(f"cannot {word} sandbox {self.id}: the runtime refused")
         if paused:
             mark.touch()
         else:
@@ -264,7 +266,7 @@ class OciSandbox(Sandbox):
     async def usage(self) -> SandboxUsage:
         state = self._container.running()
         if not state.is_runc:
-            raise Unsupported("usage: gVisor's processes are not counted")
+            raise Unsupported("usage is not supported: gVisor's processes are not counted")
         pid = self._container.first_process(state)
         try:
             counted = oci_cgroups.usage(state.group)

@@ -46,7 +46,7 @@ class TokenBucket:
         return True
 
     def next_s(self, now: float) -> float:
-        """Return the seconds until a token is available; 0 if one is available now."""
+        """Return the number of seconds until a token is available; 0 if one is available now."""
         self._fill(now)
         return max(0.0, 1 - self._tokens) / self._rate_per_s
 
@@ -82,7 +82,7 @@ class AdmissionConfig(BaseModel):
     """Number of consecutive transient failures after which a host gets no boots; rate limiting does not count as a
     failure."""
     breaker_open_s: float = Field(default=5.0, gt=0)
-    """Time for which such a host gets no boots before one probe."""
+    """Time for which a host that has failed `breaker_failures` times gets no boots; a single boot then probes it."""
 
     @model_validator(mode="after")
     def _reserve_leaves_room(self) -> AdmissionConfig:
@@ -138,7 +138,7 @@ class Admission:
                 rate_per_s = min(rate_per_s, len(self._granted_at_s) / (now - self._granted_at_s[0]))
             shortest_s, longest_s = _RETRY_AFTER_S
             raise CapacityExceeded(
-                f"{self.waiting} boots wait already (max_waiting={self._config.max_waiting}): try again later",
+                f"{self.waiting} boots are already waiting (max_waiting={self._config.max_waiting}): try again later",
                 min(longest_s, max(shortest_s, self.waiting / rate_per_s)),
             )
         self._places.enqueue(ticket)
@@ -154,8 +154,8 @@ class Admission:
         return granted
 
     def next_grant_s(self, now: float) -> float | None:
-        """Return the seconds after which `grant` can return more tickets merely because time has passed; None if it
-        cannot."""
+        """Return the number of seconds until `grant` can return more tickets with no other event; None if waiting alone
+        will not help."""
         if self._places.next() is None:
             return None
         wait_s = max(self._bucket.next_s(now), self._breaker.next_s(now))

@@ -55,7 +55,7 @@ class LeaseRequest:
     boot_timeout_s: float | None = None
     """Limit on the time outside of queues: creates, and the waits between them."""
     avoid: tuple[str, ...] = ()
-    """Hosts to use only if there is no other."""
+    """Hosts to use only if no other host is available."""
 
     @property
     def holder(self) -> str:
@@ -113,8 +113,8 @@ class _Boot:
 
 
 class Booter:
-    """Boots sandboxes on a pool's hosts, under its `owner` label. `make_room` is called with a host that has no free
-    slot."""
+    """Boots sandboxes on a pool's hosts and labels them with the pool's `owner`. `make_room` is called with a host that
+    has no free slot."""
 
     def __init__(
         self,
@@ -245,8 +245,8 @@ class Booter:
             except TimeoutError as error:
                 boot.refused = True
                 raise QueueTimeout(
-                    f"no place within {limit_s:g} s (host {host.name}, {host.admission.waiting} others wait): raise "
-                    "sandbox.pool.max_live or lower the load"
+                    f"no place was free within {limit_s:g} s (host {host.name}, {host.admission.waiting} others "
+                    "waiting): raise sandbox.pool.max_live or lower the load"
                 ) from error
             except SandboxError:
                 boot.refused = True
@@ -277,4 +277,4 @@ class Booter:
             async with asyncio.timeout(limit_s):
                 return await host.provider.create(replace(spec, idempotency_key=boot.key, labels=labels))
         except TimeoutError as error:
-            raise BootTimeout(f"no sandbox from host {host.name} within {limit_s:g} s") from error
+            raise BootTimeout(f"host {host.name} did not create a sandbox within {limit_s:g} s") from error

@@ -20,11 +20,11 @@ class PoolConfig(AdmissionConfig, RetryConfig):
     reconcile_every_s: float = Field(default=2.0, gt=0)
     """Interval at which the provider is asked for its sandboxes while a lease is waiting or a create is in doubt."""
     sweep_every_s: float = Field(default=30.0, gt=0)
-    """Interval at which the provider is asked for its sandboxes otherwise."""
+    """Interval at which the provider is asked for its sandboxes at all other times."""
     warm: dict[str, int] = Field(default_factory=dict)
     """Number of sandboxes to boot in advance, by image, e.g. `{ host = 4 }`; for specs that request only an image."""
     warm_check_s: float = Field(default=5.0, gt=0)
-    """A warm sandbox that does not run `true` within this time is replaced instead of handed out."""
+    """A warm sandbox that does not run `true` within this time is replaced instead of being handed out."""
     warm_ttl_s: float = Field(default=120.0, gt=0)
     """Lease of a warm sandbox; the pool renews it."""
 

@@ -75,7 +75,8 @@ class DurableLeases:
         return any(name[0] == host for name in self._doubts)
 
     def settle(self, host: str, looked_at_s: float) -> None:
-        """Drop the doubts about a host that had expired when a complete sweep of it began, at `looked_at_s`."""
+        """Drop those doubts about a host that had already expired at `looked_at_s`, when a complete sweep of the host
+        began."""
         for name in [name for name, until_s in self._doubts.items() if name[0] == host and until_s < looked_at_s]:
             del self._doubts[name]
             self._writer.post(Drop(*name))
@@ -83,7 +84,8 @@ class DurableLeases:
     # Leases
 
     def add(self, held: HeldSandbox) -> None:
-        """Replace the intent with this key by its sandbox. `written` makes this durable."""
+        """Replace the intent to create this sandbox with the sandbox itself. The change is durable once `written`
+        returns."""
         self._intents.pop((held.host, held.key), None)
         self.table.add(held)
         self.changed.set()

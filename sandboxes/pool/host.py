@@ -3,8 +3,8 @@
 Invariants:
 - A waiting boot is admitted as soon as possible: when a slot is freed, a token arrives, or a probe is due.
 - A boot that stops waiting, even while it is being admitted, occupies no slot.
-- Hosts that accept boots are preferred, then hosts outside of `avoid`, then hosts that have been tried less often.
-  Among equals, the least loaded host is chosen, where having the image is worth a load of `LOCALITY`.
+- Hosts that accept boots are preferred, then hosts outside `avoid`, then hosts that have been tried less often. Among
+  equals, the least loaded host is chosen, where having the image is worth a load of `LOCALITY`.
 """
 
 from __future__ import annotations

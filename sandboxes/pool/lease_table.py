@@ -28,7 +28,7 @@ class HeldSandbox:
     ref: SandboxRef
     host: str
     key: str
-    """The idempotency key of its create."""
+    """The idempotency key with which it was created."""
     holder: str
     request_key: str
     image: str
@@ -44,7 +44,7 @@ class HeldSandbox:
     kills: int = 0
     """Number of failed attempts to kill it."""
     kill_at_s: float = 0.0
-    """Time at which the next attempt is due."""
+    """Time at which the next attempt to kill it is due."""
 
 
 class LeaseTable:

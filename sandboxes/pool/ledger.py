@@ -6,8 +6,8 @@ Invariants:
 - Only one process has a ledger open, ensured by a lock that the kernel releases when the process exits. The file has
   mode 600, because it holds sandbox secrets.
 - `apply` is one transaction: once it has returned, a crash of the process loses none of its changes. (WAL with
-  synchronous=NORMAL: a crash of the machine may lose the last moments. Its local sandboxes are then gone too, and
-  remote ones are found by the owner label or end with their lease.)
+  synchronous=NORMAL: a crash of the machine may lose the most recent changes. The machine's local sandboxes are then
+  gone too, and remote ones are found by the owner label or end with their lease.)
 - Times are Unix seconds, because the ledger outlives the monotonic clocks of its processes.
 - `write` returns once its changes are durable; `post` only queues them.
 - The event loop never waits for the disk. An in-memory ledger is written at once, without a thread.
@@ -120,7 +120,7 @@ class SandboxLedger:
         try:
             lock = FileLock(path.with_suffix(".lock"), blocking=False, mode=0o600)
         except BlockingIOError as error:
-            raise LedgerRefused(f"{path} is in use by another process: one pool for one ledger") from error
+            raise LedgerRefused(f"{path} is in use by another process: give each pool its own ledger") from error
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             path.chmod(0o600)

@@ -135,7 +135,7 @@ class Pool:
             await self.release([held.ref.id for held in self._leases.table])
 
     async def lease(self, specs: Sequence[SandboxSpec]) -> list[SandboxRef | SandboxError]:
-        """Boot one sandbox for each spec. Errors are results, in the order of the specs."""
+        """Boot one sandbox for each spec. Return a ref or an error for each, in the order of the specs."""
 
         async def one(spec: SandboxSpec) -> SandboxRef | SandboxError:
             try:
@@ -203,8 +203,8 @@ class Pool:
         await self._end(self._leases.table.of_holder(holder))
 
     async def freeze(self, ids: Iterable[SandboxId]) -> list[SandboxError | None]:
-        """Kill the processes but retain the files, and free the slots. Errors are results, in the order of the ids. Ids
-        of sandboxes that are gone are ignored."""
+        """Kill the processes but retain the files, and free the slots. Return an error or None for each id, in the
+        order of the ids. Ids of sandboxes that are gone are ignored."""
 
         async def freeze_one(sandbox_id: SandboxId) -> SandboxError | None:
             held = self._leases.table.get(sandbox_id)
@@ -239,7 +239,7 @@ class Pool:
             self._totals.lost += 1
 
     async def renew(self, ids: Iterable[SandboxId], ttl_s: float) -> list[SandboxId]:
-        """Make the leases end `ttl_s` seconds from now. Return the ids that are gone."""
+        """Make the leases end `ttl_s` seconds from now. Return the ids of sandboxes that are gone."""
         leased = {sandbox_id: self._leases.table.get(sandbox_id) for sandbox_id in ids}
         lost = [sandbox_id for sandbox_id, held in leased.items() if held is None]
         found = [held for held in leased.values() if held is not None]
@@ -248,8 +248,8 @@ class Pool:
         return lost + await self._renew_at_providers(found, ttl_s)
 
     async def renew_holder(self, holder: str, ttl_s: float) -> list[SandboxId]:
-        """Renew all leases of a holder to at least `ttl_s` seconds from now. Return the ids of those that turn out to
-        be gone."""
+        """Renew all leases of a holder to at least `ttl_s` seconds from now. Return the ids of sandboxes that turn out
+        to be gone."""
         renewed = self._leases.renew_holder(holder, asyncio.get_running_loop().time() + ttl_s)
         return await self._renew_at_providers(renewed, ttl_s)
 

@@ -24,10 +24,10 @@ class Priority(IntEnum):
     """Purpose of a sandbox; lower values are served first."""
 
     EVALUATION = 0
-    """A clean sandbox for an evaluation, for which a rollout waits while it holds its own."""
+    """A clean sandbox for an evaluation; a rollout waits for it while holding a sandbox of its own."""
     HELD_OUT = 1
-    """An agent's sandbox on a held-out task: up to their share, these overtake rollouts, but they have no reserved
-    slots."""
+    """An agent's sandbox on a held-out task. Up to their share, such sandboxes overtake those for training, but no
+    slots are reserved for them."""
     ROLLOUT = 2
     """An agent's sandbox, and any other without a purpose label."""
     WARM = 3

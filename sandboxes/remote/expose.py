@@ -74,7 +74,7 @@ class _ReopeningTunnel:
                 return
         config, attempt = RetryConfig(), 0
         while True:
-            logger.warning("the tunnel to %s broke and is reopened", self._url)
+            logger.warning("the tunnel to %s broke and is being reopened", self._url)
             await asyncio.sleep(full_jitter_s(config, attempt))
             attempt += 1
             try:
@@ -84,7 +84,7 @@ class _ReopeningTunnel:
                 # Still unreachable, or the old tunnel holds the port because the server has not noticed its end yet.
                 continue
             except SandboxError as error:
-                logger.warning("the tunnel to %s stays closed: %s", self._url, error)
+                logger.warning("the tunnel to %s could not be reopened: %s", self._url, error)
                 return
 
     async def _once(self, opened: asyncio.Future[None]) -> None:

@@ -15,7 +15,7 @@ import orjson
 from headrace.sandboxes.errors import SandboxFileError, SpecRefused
 
 SPOOL_BYTES: Final = 1 << 20
-"""Size above which a body is read from, and sent from, a file."""
+"""Size above which a body is streamed from or to a file instead of being held in memory."""
 _LENGTH: Final = struct.Struct(">I")
 
 

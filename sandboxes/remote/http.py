@@ -147,5 +147,5 @@ def _read(body: bytes, status: int, url: str) -> Any:
     if status == 200 and isinstance(document, dict):
         return document
     if status == 200 or status in _NO_ANSWER:
-        raise ProviderUnreachable(f"{url} returned {status} without a response of the exec server")
-    raise PermanentSandboxError(f"{url} returned {status}: there is no exec server (`headrace sandbox serve`)")
+        raise ProviderUnreachable(f"{url} returned {status} without a valid response from an exec server")
+    raise PermanentSandboxError(f"{url} returned {status}: no exec server is running there (`headrace sandbox serve`)")

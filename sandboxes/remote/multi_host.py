@@ -130,7 +130,7 @@ class MultiHostProvider:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Features that all reached hosts have in common."""
+        """Features that all hosts reached so far have in common."""
         known = [host.provider.features for host in self._hosts.values() if host.started]
         return frozenset.intersection(*known) if known else frozenset()
 
@@ -196,7 +196,7 @@ class MultiHostProvider:
         """Attach to a sandbox. Raises SandboxGone if its host is not one of these."""
         host = self._hosts.get(ref.endpoint)
         if host is None:
-            raise SandboxGone(f"its host {ref.endpoint} is not a --host-url of this server")
+            raise SandboxGone(f"the sandbox's host {ref.endpoint} is not a --host-url of this server")
         return await host.provider.attach(ref)
 
     async def list(self) -> builtins.list[SandboxInfo]:
@@ -234,7 +234,7 @@ def remote_hosts(
     except ValidationError as error:
         raise SpecRefused(f"host {error.errors()[0]['input']!r}: give a base URL, like http://host:port") from error
     if not all(urls) or len({config.url.rstrip("/") for config in configs}) < len(configs):
-        raise SpecRefused("hosts: a URL is empty or duplicate; give each host once")
+        raise SpecRefused("hosts: a URL is empty or given twice; give each host once")
     return [RemoteProvider(config) for config in configs]
 
 

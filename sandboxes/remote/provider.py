@@ -4,7 +4,7 @@ Invariants:
 - A ref's endpoint is the server's base URL and its secret opens one sandbox, so any process with the ref can attach.
 - A create with a key can be repeated safely; a cancelled create leaves nothing behind.
 - `aclose` kills the sandboxes that this object created; `detach` leaves them running until their leases end. Neither
-  ends sandboxes to which it only attached.
+  ends sandboxes to which this object has only attached.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class RemoteConfig(BaseModel):
     key_file: Path | None = None
     """File with the key. Without it no key is sent, which only a server on loopback accepts."""
     connections: int = Field(default=512, ge=1)
-    """Maximum number of concurrent requests to all hosts; each running command takes one. Teardown has its own pool."""
+    """Maximum number of concurrent requests to all hosts; each running command takes one. Teardown has its own
+    connection pool."""
     silence_s: float = Field(default=20.0, gt=5)
     """A server that is silent for this long is considered unreachable; it sends a heartbeat every 5 s."""
     retries: RetryConfig = RetryConfig()
@@ -113,7 +114,7 @@ class RemoteProvider:
         self._created.pop(sandbox, None)
 
     async def list(self) -> builtins.list[SandboxInfo]:
-        """Return the sandboxes of this key."""
+        """Return the sandboxes that were created with this key."""
         rows = (await self._request("GET", "/v1/sandboxes", teardown=True))["sandboxes"]
         return [SandboxInfo(**{**row, "id": SandboxId(row["id"])}) for row in rows]
 
@@ -145,7 +146,7 @@ class RemoteProvider:
                 await work
             except SandboxError as error:
                 if isinstance(error, ProviderUnreachable):
-                    logger.warning("cannot kill a sandbox, which ends with its lease: %s", error)
+                    logger.warning("cannot kill a sandbox; it will end with its lease: %s", error)
 
         task = asyncio.get_running_loop().create_task(quietly())
         self._ending.add(task)

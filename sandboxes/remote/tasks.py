@@ -36,7 +36,7 @@ class ServerTasks:
             try:
                 await work
             except Exception:
-                logger.exception("a task of the server failed")
+                logger.exception("a background task of the server failed")
 
         task = self._group.create_task(guarded())
         self._running.add(task)

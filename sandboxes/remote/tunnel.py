@@ -1,9 +1,9 @@
-"""Multiplexing of byte streams over one WebSocket, both sides of it, for `expose` across hosts.
+"""Both sides of a protocol that multiplexes byte streams over one WebSocket, for `expose` across hosts.
 
 A binary message is one kind byte, four bytes of stream number (big-endian) and its data. Invariants:
 - Streams are opened by one side only, the server; numbers are never used twice.
-- A side sends at most `WINDOW_BYTES` of a stream that the other has not acknowledged, so a slow stream delays no other
-  and no more than that is buffered.
+- A side sends at most `WINDOW_BYTES` of a stream that the other has not acknowledged, so a slow stream does not delay
+  the others, and no more than that is buffered for it.
 - The end of one direction of a stream leaves the other open; an error ends both. The end of the WebSocket ends all
   streams.
 """
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 class _Kind(IntEnum):
     DATA = 0
-    """The first message of a number opens its stream; an empty one does only that."""
+    """The first message with a stream's number opens the stream, even if it is empty."""
     END = 1
     """No more data in this direction."""
     ABORT = 2
     ACKNOWLEDGE = 3
-    """The number of bytes that were passed on."""
+    """The data is the number of bytes that have been passed on."""
 
 
 class WebSocket(Protocol):

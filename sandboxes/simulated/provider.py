@@ -201,7 +201,7 @@ class SimulatedProvider:
                 raise ProviderUnreachable(f"502 from {self.name}")
         await state.born.wait()
         if state.gone.is_set():
-            raise BootFailed(f"sandbox {state.id} ended while it booted")
+            raise BootFailed(f"sandbox {state.id} ended while it was booting")
         return SandboxRef(provider=PROVIDER, id=state.id, endpoint=self.name, secret=state.secret)
 
     def _boot(self, spec: SandboxSpec, boot_s: float) -> SimulatedState:
@@ -255,7 +255,7 @@ class SimulatedProvider:
             self.counts.killed += 1
 
     async def answer(self) -> None:
-        """Wait for the latency of a call. Raises ProviderUnreachable while the host is down."""
+        """Simulate the latency of a call. Raises ProviderUnreachable while the host is down."""
         await asyncio.sleep(self._config.answer_s)
         if not self._up.is_set():
             if self._silent:
@@ -270,7 +270,7 @@ class SimulatedProvider:
                 await state.gone.wait()
         except TimeoutError:
             return self._execute(state.id, command)
-        raise SandboxGone(f"sandbox {state.id} died while the command ran")
+        raise SandboxGone(f"sandbox {state.id} died while the command was running")
 
     async def attach(self, ref: SandboxRef) -> SimulatedSandbox:
         return SimulatedSandbox(self, self._states.get(ref.id), ref)

@@ -1,4 +1,4 @@
-"""Sandbox of the simulated provider: its files are a dictionary, its commands take time and do nothing.
+"""Sandbox of the simulated provider: its files are a dictionary, and its commands take time but do nothing.
 
 Invariants: every call takes the host's latency and fails while the host is down; when a sandbox dies, its running
 commands raise SandboxGone, too.
@@ -65,7 +65,7 @@ class SimulatedHost(Protocol):
     def features(self) -> frozenset[Feature]: ...
 
     async def answer(self) -> None:
-        """Wait for the latency of a call."""
+        """Simulate the latency of a call."""
         ...
 
     async def run(self, state: SimulatedState, command: str) -> ExecResult:
@@ -102,7 +102,7 @@ class SimulatedSandbox(Sandbox):
         await self._provider.answer()
         state = self._state()
         if state.frozen:
-            raise SandboxGone(f"sandbox {self.id} runs no more commands: it is frozen")
+            raise SandboxGone(f"sandbox {self.id} can run no more commands: it is frozen")
         return state
 
     async def run_command(self, command: ExecCommand) -> ExecResult:

@@ -5,7 +5,7 @@ Invariants:
 - `/workspace`, `/home`, `/tmp`, `/root` and the targets of frozen mounts are folders below the sandbox's own folder.
   They are mapped by *text*: such a path in a command, its environment or its standard input is replaced by the real
   path, and the real path is replaced by the short one in the output. File contents are unchanged, and a path that is
-  put together at run time is not mapped: `$WORKSPACE` is the real one.
+  assembled at run time is not mapped: `$WORKSPACE` is the real path.
 - Every process has the sandbox's folder in its environment; kill and freeze search for that mark. A process that clears
   its environment and leaves its session escapes.
 - `user` is ignored: everything runs as the user of this program.
@@ -58,9 +58,9 @@ from headrace.sandboxes.unprotected.sandbox_folder import MARK, SandboxFolder, m
 
 PROVIDER: Final = "subprocess"
 WARNING: Final = (
-    "--sandbox subprocess protects nothing: commands of the agent run as your own user and can read and change every "
-    "file you can, use the network, see and signal your processes, use memory, processors and disk without limit, and "
-    "outlive a killed run. Frozen data is a copy. Use it only with agents and tasks you trust."
+    "--sandbox subprocess protects nothing: the agent's commands run as your own user. They can read and change every "
+    "file that you can, use the network, see and signal your processes, use memory, processors and disk without limit, "
+    "and outlive a killed run. Frozen data is a copy. Use it only with agents and tasks you trust."
 )
 """Warning that the command line prints when this provider is chosen."""
 
@@ -197,13 +197,13 @@ class SubprocessSandbox(Sandbox):
     def _running(self) -> PathMap:
         self._check()
         if self._state.frozen:
-            raise SandboxGone(f"sandbox {self.id} runs no more commands: it is frozen")
+            raise SandboxGone(f"sandbox {self.id} can run no more commands: it is frozen")
         return PathMap(self._state.tree, self._state.mapped())
 
     async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`; `user` is ignored."""
         if command.exec_id is not None:
-            raise Unsupported("exec_id: the subprocess provider does not store results")
+            raise Unsupported("exec_id is not supported: the subprocess provider does not store results")
         paths = self._running()
         started = time.monotonic()
         (self._state.home / "used").touch()
@@ -227,7 +227,7 @@ class SubprocessSandbox(Sandbox):
             stdout = await out.finish(OUTPUT_GRACE_S)
             stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
         if code == -signal.SIGKILL and not self._state.home.exists():
-            raise SandboxGone(f"sandbox {self.id} died while the command ran")
+            raise SandboxGone(f"sandbox {self.id} died while the command was running")
         return ExecResult(
             exit_code=code if code >= 0 else 128 - code,
             stdout=paths.to_short(stdout),

@@ -1,6 +1,7 @@
 """Folder of one subprocess sandbox, whose state is in small files that all attached processes share.
 
-Invariants: a sandbox exists as long as its folder; a file is replaced as a whole, so that no reader sees a partial one.
+Invariants: a sandbox exists as long as its folder does; a file is replaced as a whole, so that no reader sees a partial
+one.
 """
 
 from __future__ import annotations

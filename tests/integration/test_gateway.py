@@ -125,7 +125,7 @@ async def test_turns_of_one_session_run_concurrently(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.CUT, Fault.GARBAGE])
-async def test_an_engine_failure_is_resampled_on_the_other_engine(model_dir: Path, fault: Fault) -> None:
+async def test_a_turn_whose_engine_fails_is_resampled_on_the_other_engine(model_dir: Path, fault: Fault) -> None:
     async with world(model_dir, Lines(fault, "not asked"), LS) as w:
         assert (await (await w.client()).say("go")).text == "ls"
         assert [len(engine.requests) for engine in w.engines] == [1, 1]
@@ -365,7 +365,7 @@ async def test_aborts_are_repeated_concurrently_until_each_has_arrived(model_dir
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-async def test_running_out_of_wall_time_without_an_engine_is_infra_not_an_exhausted_budget(
+async def test_running_out_of_wall_time_without_an_engine_is_an_infra_failure_not_an_exhausted_budget(
     model_dir: Path, wire: Wire
 ) -> None:
     async with world(model_dir, held_after_s=0.01) as w:

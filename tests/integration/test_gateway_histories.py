@@ -166,7 +166,7 @@ async def test_changed_item_ids_are_ignored(model_dir: Path) -> None:
         await finished(w)
 
 
-async def test_system_messages_within_a_conversation_are_appended_in_place(model_dir: Path) -> None:
+async def test_system_messages_within_a_conversation_keep_their_position(model_dir: Path) -> None:
     async with world(model_dir, Lines("a", "b", "c")) as w:
         client = await w.client(ANTHROPIC, tools=TOOLS)
         await client.ask({"role": "user", "content": "mend it"}, {"role": "system", "content": "a reminder"})
@@ -230,7 +230,7 @@ def doubled(ids: list[str]) -> list[str]:
 
 @EVERY
 @pytest.mark.parametrize("change", [in_order, reordered, doubled])
-async def test_parallel_calls_keep_order_and_ids_for_results_in_any_order(
+async def test_parallel_calls_keep_their_order_and_ids_whatever_the_order_of_their_results(
     model_dir: Path, wire: Wire, change: Callable[[list[str]], list[str]]
 ) -> None:
     async with world(model_dir, Lines(THREE, "Done.", "Bye.")) as w:
@@ -400,7 +400,7 @@ async def test_a_turn_that_the_agent_dropped_is_abandoned_and_masked(model_dir: 
         assert report.masked["abandoned"] == len(w.engines[0].sampled[1].output_ids)
 
 
-async def test_a_nudge_inside_the_last_message_branches_below_the_result(model_dir: Path) -> None:
+async def test_a_nudge_added_to_the_last_message_branches_after_the_tool_result(model_dir: Path) -> None:
     """As Claude Code does it after an empty answer."""
     look = call_text("bash", command="look")
     async with world(model_dir, Lines(look, "", "Done.")) as w:

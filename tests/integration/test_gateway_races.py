@@ -226,7 +226,7 @@ def history_with_call(wire: Wire, arguments: dict[str, Any]) -> list[Any]:
     return [*wire.user("go"), *called[wire.name]]
 
 
-async def test_a_session_with_many_renders_delays_others_by_at_most_one(model_dir: Path) -> None:
+async def test_a_session_with_many_renders_delays_other_sessions_by_at_most_one_render(model_dir: Path) -> None:
     """Megabytes of tools take seconds each, in the one render thread."""
     renderer = SlowRenderer(renderer_of(model_dir))
     async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ async def test_a_session_with_many_renders_delays_others_by_at_most_one(model_di
 
 
 @pytest.mark.parametrize("names", [("haiku", "opus"), ("opus", "haiku")], ids=lambda names: names[0])
-async def test_the_same_request_for_another_model_use_is_a_separate_turn(
+async def test_the_same_request_under_a_model_name_with_another_use_is_a_separate_turn(
     model_dir: Path, names: tuple[str, str]
 ) -> None:
     """A served turn must not be returned, or masked, in place of a trained one."""

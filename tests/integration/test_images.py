@@ -192,13 +192,13 @@ async def test_unknown_references_are_refused(reference: str, store: ImageStore)
         await store.resolve(reference)
 
 
-async def test_a_fifo_is_refused_as_image(store: ImageStore, tmp_path: Path) -> None:
+async def test_a_fifo_is_refused_as_an_image(store: ImageStore, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ImageRefused, match="neither"):
         await store.resolve(str(tmp_path / "pipe"))
 
 
-async def test_the_host_root_is_refused_as_image(store: ImageStore) -> None:
+async def test_the_host_root_is_refused_as_an_image(store: ImageStore) -> None:
     with pytest.raises(ImageRefused):
         await store.resolve("/")
 

@@ -253,7 +253,7 @@ async def test_non_finite_gradients_are_skipped_and_finally_end_the_run(tmp_path
     assert manifest.batches[1].members == (("b3r0", 1), ("b3r1", 2), ("b3r2", 1), ("b3r3", 2))
 
 
-async def test_a_skip_does_not_change_the_moments(tmp_path: Path, tiny_model_dir: Path) -> None:
+async def test_a_skipped_step_does_not_change_the_optimizer_moments(tmp_path: Path, tiny_model_dir: Path) -> None:
     batches = [make_batch(number, model_dir=tiny_model_dir) for number in (7, 8)]
     bad = make_batch(9, model_dir=tiny_model_dir, advantages=(math.nan,))
     digests = []

@@ -226,7 +226,7 @@ async def test_tests_and_hidden_files_are_added_after_the_agent_is_killed(provid
         await sandbox.kill()
 
 
-async def test_failing_on_the_untouched_repository_is_an_evaluator_error(provider: LocalProvider) -> None:
+async def test_tests_failing_on_the_untouched_repository_are_an_evaluator_error(provider: LocalProvider) -> None:
     for spec in (
         replace(SPEC, python="/usr/bin/false"),
         replace(SPEC, user="nobody-there"),

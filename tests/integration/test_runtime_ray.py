@@ -215,7 +215,7 @@ async def test_a_guard_kills_a_hung_actor(monkeypatch: pytest.MonkeyPatch) -> No
     await runtime.stop(counter)
 
 
-async def test_a_call_unknown_to_its_actor_is_reported_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_its_actor_does_not_know_is_reported_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setattr("headrace.actors.runtime.runtime.WATCH_S", 0.1)

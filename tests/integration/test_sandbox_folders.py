@@ -71,7 +71,9 @@ async def test_programs_in_host_folders_run_and_files_cannot_be_changed(
     assert sorted(os.listdir(tools.source)) == ["id", "say", "secret"]  # noqa: PTH208
 
 
-async def test_sandboxes_share_one_copy_without_layer_space(provider: LocalProvider, tools: HostFolder) -> None:
+async def test_sandboxes_share_one_copy_of_a_folder_and_use_no_layer_space_for_it(
+    provider: LocalProvider, tools: HostFolder
+) -> None:
     await asyncio.to_thread(Path(tools.source, "large").write_bytes, os.urandom(32 << 20))
     for sandbox in await asyncio.gather(*(boot(provider, tools) for _ in range(3))):
         assert await run(sandbox, f"wc -c < {TARGET}/large") == (0, str(32 << 20))
@@ -137,7 +139,7 @@ async def test_the_folder_is_passed_to_a_restarted_launcher(provider: LocalProvi
     [
         ("/does/not/exist", TARGET, "No such file"),
         ("tests", TARGET, "absolute path"),
-        ("/etc/hostname", TARGET, "folder of the host"),
+        ("/etc/hostname", TARGET, "folder on the host"),
         (".", "/usr/tools", "outside"),
         (".", "/opt/../usr", "outside"),
         (".", "opt", "outside"),

@@ -173,7 +173,7 @@ async def test_ids_of_a_snapshot_are_not_reused(provider: LocalProvider) -> None
     assert len({ids, await output(clone, "cat /proc/self/uid_map"), await output(plain, "cat /proc/self/uid_map")}) == 3
 
 
-async def test_a_kill_during_a_snapshot_gives_an_error_or_a_usable_image(provider: LocalProvider) -> None:
+async def test_a_kill_during_a_snapshot_leads_to_an_error_or_a_usable_image(provider: LocalProvider) -> None:
     sandbox = await boot(provider, "host")
     becoming = asyncio.ensure_future(sandbox.snapshot())
     await asyncio.sleep(0)

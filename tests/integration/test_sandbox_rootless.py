@@ -161,4 +161,4 @@ def test_many_rootless_sandboxes_leave_nothing_behind(found: dict[str, Any]) -> 
 
 
 def test_host_folders_are_refused_without_root(found: dict[str, Any]) -> None:
-    assert "only root can show folders of the host" in found["folder"]
+    assert "only root can mount host folders" in found["folder"]

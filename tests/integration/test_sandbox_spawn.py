@@ -287,7 +287,7 @@ async def test_a_repeated_exec_id_does_not_wait_for_a_cancelled_caller(
     assert (await sandbox.exec("true", timeout_s=5, exec_id="two")).exit_code == 0
 
 
-async def test_old_results_are_dropped_but_never_run_again(sandbox: Sandbox) -> None:
+async def test_commands_whose_old_results_were_dropped_are_never_run_again(sandbox: Sandbox) -> None:
     for number in range(40):
         await sandbox.exec("echo run >> /tmp/runs", timeout_s=30, exec_id=str(number))
     with pytest.raises(ExecResultLost):

@@ -57,7 +57,7 @@ async def test_the_environment_of_the_host_is_not_inherited(sandbox: Sandbox, mo
     assert b"leak" not in (await sandbox.exec("env", timeout_s=30)).stdout
 
 
-async def test_timeouts_and_cancellation_kill_processes_and_daemons_survive_exec(
+async def test_timeouts_and_cancellation_kill_processes_but_daemons_survive_a_finished_exec(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:
     with pytest.raises(ExecTimeout):

@@ -99,7 +99,7 @@ async def test_a_test_also_skipped_in_the_untouched_repository_is_not_blamed_on_
     assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
 
 
-async def test_a_command_that_does_not_run_pytest_is_refused_as_evaluator(provider: LocalProvider) -> None:
+async def test_a_command_that_does_not_run_pytest_is_refused_as_an_evaluator(provider: LocalProvider) -> None:
     task = repository_task(replace(SPEC, grader=Command(command="true")))
     assert (await verdict_on(provider, task, SOLVE)).cause is Cause.EVALUATOR
 
