@@ -7,7 +7,8 @@ from typing import Any
 
 
 async def outlast(work: asyncio.Task[Any]) -> asyncio.CancelledError | None:
-    """Wait until `work` is done, despite cancellations, and return the last of them. `work` must be bounded in time."""
+    """Wait until `work` is done, even if the caller is cancelled in the meantime, and return the last cancellation
+    (None if there was none). `work` must be bounded in time."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:

@@ -1,4 +1,5 @@
-"""Interface of an inference engine with SGLang's semantics, from ids to ids, log-probabilities and version spans.
+"""Interface of an inference engine with SGLang's semantics: it receives token ids, and returns token ids,
+log-probabilities and version spans.
 
 Invariants:
 - `output_ids` and `logprobs` include the matched stop token (or the tokens that complete a stop string), as sampled.
@@ -30,20 +31,20 @@ class PauseMode(StrEnum):
     """Treatment of running requests during a pause."""
 
     RETRACT = "retract"
-    """They keep their tokens and are prefilled again on resume."""
+    """Requests keep their tokens and are prefilled again on resume."""
     ABORT = "abort"
-    """They return at once with the tokens so far."""
+    """Requests return at once with the tokens so far."""
     IN_PLACE = "in_place"
-    """They keep their KV cache: the rest is sampled with stale keys and values."""
+    """Requests keep their KV cache: their remaining tokens are sampled with stale keys and values."""
 
 
 class FinishReason(StrEnum):
     """Reason why a generation ended."""
 
     STOP = "stop"
-    """A stop token or stop string."""
+    """A stop token or stop string was sampled."""
     LENGTH = "length"
-    """The max_new_tokens limit or the context length."""
+    """The max_new_tokens limit or the context length was reached."""
     ABORT = "abort"
     """The request was aborted; the tokens so far are kept."""
 
@@ -51,7 +52,7 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """Request for one completion. `input_ids` (a tuple, or an array of int32 for long prompts) are checked against the
-    vocabulary before they are sent: an invalid id kills an SGLang server."""
+    vocabulary before they are sent, because an invalid id would kill an SGLang server."""
 
     request_id: RequestId
     input_ids: Sequence[int]
@@ -62,7 +63,8 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     cache_namespace: str | None = None
-    """Only prefixes cached under the same name are reused (SGLang's `extra_key`); None uses those without a name."""
+    """Only prefixes cached under the same name are reused (SGLang's `extra_key`); None reuses prefixes that were cached
+    without a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +85,10 @@ class Completion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """State and features of an engine. `running` and `waiting` are numbers of requests. `ranks` is the number of its
-    processes that join a weight group (its tensor-parallel size). `update_session`: weights are sent between begin and
-    end. `version_spans`: a reply has the version of each token; without this, only a pause that aborts ensures that a
-    reply has a single version. `snapshot_checksums`: its checksums are computed as a sender's are, and can be compared
-    with them."""
+    processes that join a weight group (its tensor-parallel size). `update_session`: weights are sent between the
+    beginning and the end of an update session. `version_spans`: a reply reports the version of each token; without
+    this, only a pause that aborts ensures that a reply has a single version. `snapshot_checksums`: the engine computes
+    checksums in the same way as a sender, so that the two can be compared."""
 
     server_version: str
     version: PolicyVersion

@@ -11,7 +11,7 @@ PolicyError
 |  |  |- NoSession         no weight update session is open
 |  |  |- UnknownGroup      the engine is not in a process group of that name
 |  |  |- FlushRefused      requests use the cache: pause them by retract or abort first
-|  |  `- WeightsMixed      some weights or some of the cache are of another version: discard the engine
+|  |  `- WeightsMixed      some weights or cached values belong to another version: discard the engine
 |  |- EngineReplyInvalid   a reply without the keys of the contract
 |  |- RequestInvalid       our own check refused the request; nothing was sent
 |  `- EngineStartFailed    an engine process did not announce itself
@@ -80,7 +80,8 @@ class FlushRefused(EngineRefused):
 
 
 class WeightsMixed(EngineRefused):
-    """The engine changed only some of its weights, or kept a cache of others: it must be replaced by a new one."""
+    """The engine changed only some of its weights, or kept keys and values that were cached with other weights: it must
+    be replaced by a new one."""
 
 
 class EngineReplyInvalid(EngineError):
@@ -140,7 +141,7 @@ class LearnerNotOpen(LearnerError):
 
 
 class RowUnusable(LearnerError):
-    """A row does not fit the model or cannot be trained as masked."""
+    """A row does not match the model, or cannot be trained with its mask."""
 
 
 class CheckpointUnreadable(LearnerError):
@@ -148,7 +149,7 @@ class CheckpointUnreadable(LearnerError):
 
 
 class CheckpointDamaged(CheckpointUnreadable):
-    """Files in a checkpoint directory are missing, truncated, altered, or contradict each other."""
+    """Files in a checkpoint directory are missing, truncated or altered, or contradict each other."""
 
 
 class NonFiniteRun(LearnerError):

@@ -46,9 +46,9 @@ class WeightsShard:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSnapshot:
     """Weights of one version, on disk: one shard from each trainer rank that has its own parameters, with no parameter
-    twice.
+    in two shards.
 
-    The files may be read until the learner writes the snapshot after the next."""
+    The files may be read until the learner writes its second snapshot after this one."""
 
     version: PolicyVersion
     shards: tuple[WeightsShard, ...]
@@ -62,7 +62,7 @@ class Learner(Protocol):
         ...
 
     async def step(self, batch: Batch) -> StepReport:
-        """Perform one optimizer update. Raises NonFiniteRun after K skipped steps in a row."""
+        """Perform one optimizer update. Raises NonFiniteRun after too many skipped steps in a row."""
         ...
 
     async def snapshot(self) -> WeightsSnapshot:

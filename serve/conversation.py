@@ -158,7 +158,7 @@ class TurnEnd(StrEnum):
     CALLS = "calls"
     """The policy ended its turn with tool calls."""
     LENGTH = "length"
-    """The token, context or another budget ran out."""
+    """A token, context or other budget ran out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

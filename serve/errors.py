@@ -131,7 +131,7 @@ class OptionRefused(ServeError):
 
 
 class GatewayUnreachable(ServeError):
-    """The gateway did not answer an admin call, or refused it (`answered`); the worker reports it as infra."""
+    """The gateway did not answer an admin call, or refused it (`answered` is true); the worker reports it as infra."""
 
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)
@@ -143,4 +143,5 @@ class ParserUnknown(ServeError):
 
 
 class ParserMissing(ParserUnknown):
-    """The parser needs SGLang, which is not installed. Knobs: gateway.parser, or install SGLang beside the gateway."""
+    """The parser needs SGLang, which is not installed. Set gateway.parser to another parser, or install SGLang beside
+    the gateway."""

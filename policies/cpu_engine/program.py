@@ -54,9 +54,9 @@ class CpuEngineConfig(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Random seed for sampling."""
     max_running: int = Field(default=64, gt=0, le=1024)
-    """Rows of the cache, which is the maximum number of sequences decoded concurrently."""
+    """Number of cache rows, which is the maximum number of sequences decoded concurrently."""
     max_context: int | None = Field(default=None, gt=1)
-    """Maximum tokens of prompt and output together; None uses the model's maximum, but at most 1024."""
+    """Maximum number of tokens in prompt and output together; None uses the model's maximum, but at most 1024."""
     max_prefill_tokens: int = Field(default=4096, gt=0)
     """Maximum number of padded tokens in one prefill."""
     group_timeout_s: float = Field(default=20.0, gt=0)
@@ -75,8 +75,8 @@ def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
         raise ModelInvalid(f"{path}: {error}") from error
     if tokenizer.get_vocab_size(with_added_tokens=True) > vocab_size:
         raise ModelInvalid(
-            f"{path}: the tokenizer has {tokenizer.get_vocab_size(with_added_tokens=True)} tokens, the model only "
-            f"{vocab_size} (vocab_size in config.json)"
+            f"{path}: the tokenizer has {tokenizer.get_vocab_size(with_added_tokens=True)} tokens, but the model has "
+            f"only {vocab_size} (vocab_size in config.json)"
         )
     return tokenizer
 

@@ -28,7 +28,7 @@ def finish_json(finish: Finish) -> Json:
 
 
 def visible_text(generation: Generation, decode: Callable[[Sequence[int], bool], str]) -> str:
-    """Return the text without the matched stop, unless `no_stop_trim`. `decode` takes the ids and
+    """Return the text without the matched stop, unless `no_stop_trim` is set. `decode` takes the ids and
     `skip_special_tokens`."""
     sampling, finish, ids = generation.prompt.sampling, generation.finish, generation.output_ids
     trimmed = isinstance(finish, Stopped) and not sampling.no_stop_trim

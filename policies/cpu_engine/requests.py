@@ -1,7 +1,7 @@
 """Parses /generate bodies with SGLang's keys, defaults and errors. Pure: no clock, no I/O, no torch.
 
 Invariants:
-- A parsed request can be run: its ids are in the vocabulary, prompt and output fit the context, and its sampling
+- A parsed request can be run: its ids are in the vocabulary, prompt and output fit in the context, and its sampling
   parameters are finite.
 - An SGLang key that this engine does not support is refused with a clear message, never ignored. As in SGLang, unknown
   keys at the top level are ignored and unknown sampling keys refused.
@@ -71,7 +71,7 @@ class Sampling(BaseModel):
     stop_token_ids: list[int] | None = None
     """Ids that end the output, in addition to the model's own."""
     ignore_eos: bool = False
-    """Do not end the output at any id."""
+    """Do not end the output at any stop id, including the model's own."""
     no_stop_trim: bool = False
     """Include the matched stop string or token in the text."""
     skip_special_tokens: bool = True
@@ -131,7 +131,9 @@ def parse_generate(body: object, limits: Limits, encode: Callable[[str], list[in
     names = read_request_ids(body.get("rid"), len(inputs), batched)
     sequences = sum(sampling.n for sampling in samplings)
     if sequences > MAX_SEQUENCES:
-        raise RequestInvalid(f"{sequences} sequences in one request, at most {MAX_SEQUENCES}: send several requests")
+        raise RequestInvalid(
+            f"{sequences} sequences in one request, but at most {MAX_SEQUENCES} are allowed: send several requests"
+        )
     prompts = []
     for ids, sampling, wanted, name in zip(inputs, samplings, logprobs, names, strict=True):
         check_ids(ids, sampling, limits)
@@ -151,7 +153,7 @@ def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, object],
 def read_inputs(
     body: Mapping[str, Any], limits: Limits, encode: Callable[[str], list[int]]
 ) -> tuple[list[list[int]], bool]:
-    """Return the lists of ids, and True if they are a batch."""
+    """Return the lists of ids, and whether they are a batch."""
     text, ids = body.get("text"), body.get("input_ids")
     check_sizes(text, ids, limits)
     if (text is None) == (ids is None):
@@ -168,7 +170,7 @@ def read_inputs(
 
 
 def check_sizes(text: object, ids: object, limits: Limits) -> None:
-    """Refuse oversized inputs based on their length alone: reading them would delay other requests."""
+    """Refuse oversized inputs based on their length alone, because parsing them would delay other requests."""
     most = max(MAX_SEQUENCES, limits.context_tokens)
     if any(isinstance(items, list) and len(items) > most for items in (text, ids)):
         raise RequestInvalid(

@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """Finish by a stop id or a stop string."""
+    """The sequence ended at a stop id or a stop string."""
 
     matched: int | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthReached:
-    """Finish by max_new_tokens."""
+    """The sequence reached max_new_tokens."""
 
     length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aborted:
-    """Finish by an abort. `queued` is True if it had no cache row at that time; SGLang's reply lacks some keys in that
-    case."""
+    """The sequence was aborted. `queued` is True if it had no cache row at that time; SGLang's reply lacks some keys in
+    that case."""
 
     queued: bool
 
@@ -62,7 +62,7 @@ class Generation:
     retractions: int = 0
     arrived_paused: bool = False
     abort_asked: bool = False
-    """It was aborted during a pause in place and will finish when the pause ends."""
+    """True if the sequence was aborted during a pause in place; it finishes when the pause ends."""
     finish: Finish | None = None
 
     @property
@@ -123,7 +123,7 @@ class Scheduler:
         return any(item.prompt.request_id == request_id for item in (*self.running, *self.waiting))
 
     def add(self, generation: Generation) -> list[Generation]:
-        """Queue a generation. Returns it as finished if there is nothing to sample."""
+        """Queue a generation. If there is nothing to sample, it finishes at once and is returned."""
         generation.arrived_paused = self.paused
         if generation.prompt.sampling.max_new_tokens == 0:
             generation.finish = LengthReached(length=0)

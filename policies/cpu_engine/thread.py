@@ -68,7 +68,8 @@ class EngineThread:
         return future
 
     def generate(self, prompts: Sequence[Prompt]) -> tuple[list[Generation], list[Future[Generation]]]:
-        """Queue prompts. All are refused (RequestInvalid in each future) if one of the ids is already in use."""
+        """Queue prompts. All are refused (RequestInvalid in each future) if any of the request ids is already in
+        use."""
         generations = [Generation(prompt=prompt) for prompt in prompts]
         futures: list[Future[Generation]] = [Future() for _ in prompts]
         for future in futures:

@@ -6,17 +6,17 @@ Invariants:
   thread and the event loop are not blocked.
 - The reply to a bucket means that it has been received. It is loaded while the next one is being received; a loading
   error is reported with the next reply, at the latest with the reply to the bucket that carries the version.
-- The weights change at once, with the bucket that carries a version. Buckets without a following version are dropped at
-  `end`, so a sender that dies between two buckets has no effect. A failed reception changes nothing, but the group is
-  lost.
+- The weights change all at once, with the bucket that carries a version. Buckets without a following version are
+  dropped at `end`, so a sender that dies between two buckets has no effect. A failed reception changes nothing, but the
+  group is lost.
 - `checksums` are computed on request from the live weights, converted back to the dtype in which they were sent: they
   reveal transfer errors as well as tensors loaded into the wrong position.
 - The memory is allocated at the first update and reused: an engine holds two sets of weights and two buckets (one is
   received while the other is loaded). Only an abandoned transfer occupies a third set, until its collective ends.
 - A bucket of fp32 tensors in storage order is received in place; all others are received into a buffer.
 - A writer takes the memory out and returns it when done. Memory of an abandoned writer is never reused.
-- A set becomes live only with every parameter. Parameters that a push omits are copied from the live set, but after a
-  lost transfer (`torn`) a push must send all: the sender may assume that lost parameters were received.
+- A set becomes live only once it has every parameter. Parameters that a push omits are copied from the live set, but
+  after a lost transfer (`torn`) a push must send all: the sender may assume that lost parameters were received.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def load_bucket(spare: Qwen3Weights, bucket: Bucket, buffer: Tensor | None) -> N
 
 
 def start_thread(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a daemon thread. Unlike an executor's, it does not block the process's exit when it hangs."""
+    """Run a function in a daemon thread. Unlike an executor's thread, it does not keep the process from exiting if it
+    hangs."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -221,7 +222,7 @@ class WeightUpdater:
         if body.rank_offset >= body.world_size:
             raise RequestInvalid("rank_offset must be below world_size")
         if body.group_name in self._groups or body.group_name in self._forming:
-            raise RequestInvalid(f"group {body.group_name} exists already")
+            raise RequestInvalid(f"group {body.group_name} already exists")
 
         def join() -> WeightGroup:
             store = join_store(body.master_address, body.master_port, body.world_size, self._group_timeout_s)
@@ -243,7 +244,9 @@ class WeightUpdater:
         except TimeoutError as error:
             joining.add_done_callback(leave_late)
             where = f"{body.master_address}:{body.master_port}"
-            raise GroupFailed(f"no group {body.group_name} at {where} within {self._group_timeout_s} s") from error
+            raise GroupFailed(
+                f"group {body.group_name} was not formed at {where} within {self._group_timeout_s} s"
+            ) from error
         except asyncio.CancelledError:
             joining.add_done_callback(leave_late)
             raise
@@ -263,19 +266,19 @@ class WeightUpdater:
         if not len(body.names) == len(body.dtypes) == len(body.shapes):
             raise RequestInvalid("names, dtypes and shapes must have the same length")
         if len(set(body.names)) != len(body.names):
-            raise RequestInvalid("names holds a parameter twice")
+            raise RequestInvalid("names contains a parameter twice")
         if body.load_format not in (None, "flattened_bucket"):
             raise RequestInvalid(f"load_format {body.load_format} is not supported; use flattened_bucket or null")
         dtypes = tuple(dtype.removeprefix("torch.") for dtype in body.dtypes)
         for name, dtype, shape in zip(body.names, dtypes, body.shapes, strict=True):
             mine = self._shapes.get(name)
             if mine is None:
-                raise RequestInvalid(f"parameter {name}: the snapshot has it, this engine's model does not")
+                raise RequestInvalid(f"parameter {name}: the snapshot has it, but this engine's model does not")
             if mine != shape:
-                raise RequestInvalid(f"parameter {name}: the snapshot has shape {shape}, this engine {mine}")
+                raise RequestInvalid(f"parameter {name}: the snapshot has shape {shape}, but this engine has {mine}")
             if dtype not in DTYPES:
                 raise RequestInvalid(
-                    f"parameter {name}: the snapshot has dtype {dtype}, this engine takes {sorted(DTYPES)}"
+                    f"parameter {name}: the snapshot has dtype {dtype}, but this engine takes {sorted(DTYPES)}"
                 )
         bucket = Bucket(names=body.names, dtypes=dtypes, shapes=body.shapes)
         if body.abort_all_requests:
@@ -430,8 +433,8 @@ def load_directory(spare: Qwen3Weights, config: Qwen3Config, directory: Path) ->
     if different:
         key = different[0]
         raise ModelInvalid(
-            f"{directory}: config.json has {key} {getattr(given, key)}, this engine {getattr(config, key)}"
+            f"{directory}: config.json has {key} {getattr(given, key)}, but this engine has {getattr(config, key)}"
         )
     surplus = load_file(spare, directory / "model.safetensors")
     if surplus:
-        raise ModelInvalid(f"{directory}: model.safetensors has {surplus[0]}, this engine's model does not")
+        raise ModelInvalid(f"{directory}: model.safetensors has {surplus[0]}, but this engine's model does not")

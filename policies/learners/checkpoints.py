@@ -1,11 +1,11 @@
 """Reads, writes, checks and removes checkpoint directories. Needs no torch.
 
 Invariants:
-- `<root>/<epoch>.<step>/` exists only complete: it is written under a `tmp-` name, every file and directory is
-  fsynced, and then it is renamed.
+- `<root>/<epoch>.<step>/` is always complete: it is written under a `tmp-` name, every file and directory is fsynced,
+  and then it is renamed.
 - `headrace.json` contains the batches since the previous checkpoint in the order of their steps, including skipped
-  ones, and the hash chain over all batches of the run up to here: folding the batches over `previous_chain` gives
-  `chain`.
+  ones, and the hash chain over all batches of the run up to this checkpoint: extending `previous_chain` with the
+  batches gives `chain`.
 - Checkpoints are ordered by version: those of a later epoch come later.
 - `headrace.json` is written last and lists every other file with its size and CRC-32, so that missing, truncated or
   altered files are found before anything is loaded. A damaged directory is renamed to `aside-<name>`, never removed.
@@ -72,7 +72,7 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usable:
-    """Newest undamaged checkpoint (None if there is none), and newer damaged ones."""
+    """Newest undamaged checkpoint (None if there is none), and the damaged checkpoints that are newer."""
 
     checkpoint: CheckpointRef | None
     set_aside: tuple[SetAside, ...]
@@ -134,7 +134,7 @@ def check_checkpoint(path: Path) -> CheckpointRef:
         if not file.is_file():
             raise CheckpointDamaged(f"{file} is missing")
         if file.stat().st_size != size:
-            raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes, {size} were written")
+            raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes, but {size} were written")
         if _crc32(file) != checksum:
             raise CheckpointDamaged(f"{file} was altered after it was written: its checksum differs")
     return checkpoint
@@ -223,7 +223,8 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise CheckpointDamaged(f"{path / MANIFEST} is not a checkpoint manifest: it has no format")
     if document["format"] != FORMAT:
         raise CheckpointUnreadable(
-            f"{path / MANIFEST} has format {document['format']}, this headrace reads {FORMAT}: upgrade headrace"
+            f"{path / MANIFEST} has format {document['format']}, but this version of headrace reads {FORMAT}: "
+            "upgrade headrace"
         )
     return document
 

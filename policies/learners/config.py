@@ -16,7 +16,7 @@ class LearnerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_dir: Path
-    """Hugging Face directory of the start policy: config.json (Qwen3), model.safetensors, tokenizer files."""
+    """Hugging Face directory of the starting policy: config.json (Qwen3), model.safetensors, tokenizer files."""
     checkpoint_dir: Path
     """Directory for checkpoints, `<epoch>.<step>/`; used by this learner only."""
     snapshot_dir: Path
@@ -49,6 +49,6 @@ class LearnerConfig(BaseModel):
     seed: int = 0
     """Random seed of torch and Megatron. The model has no dropout, so steps do not depend on it."""
     kind: Literal["megatron", "simulated"] = "megatron"
-    """Kind of learner. `simulated` takes time instead of computing, and ignores the keys above."""
+    """Kind of learner. `simulated` lets time pass instead of computing, and ignores the keys above."""
     simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()
     """Settings of the simulated learner."""

@@ -60,7 +60,7 @@ def save_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -
 
 
 def load_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -> None:
-    """Load what `save_state` wrote into a model of the same shape and a new optimizer."""
+    """Load the files written by `save_state` into a model of the same shape and a new optimizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         updates = int(dist_checkpointing.load_common_state_dict(str(directory))["updates"])

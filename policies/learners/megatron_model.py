@@ -4,7 +4,7 @@ Invariants:
 - The model is megatron-core's (local layer spec, no kernels that need a GPU), in fp32; its sizes are read from
   config.json.
 - Rows are padded on the right and the mask is causal, so no position attends to padding.
-- Importing this module imports torch and megatron, so only the learner's thread does.
+- Importing this module imports torch and megatron, so only the learner's thread may import it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def read_weights(model_dir: Path) -> Weights:
 
 
 def load_weights(model: GPTModel, weights: Weights, shape: Qwen3Config) -> None:
-    """Copy weights with Hugging Face names into `model`. Raises ModelInvalid when they do not fit."""
+    """Copy weights with Hugging Face names into `model`. Raises ModelInvalid when they do not match it."""
     mapped = to_megatron(weights, shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

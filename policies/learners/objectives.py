@@ -62,7 +62,10 @@ def weighted_rows(batch: Batch, *, vocabulary: int) -> list[WeightedRow]:
                     f"{where}: a token id is outside the model's vocabulary of {vocabulary}: check the tokenizer"
                 )
             if not item.trajectory.temperature > 0.0:
-                raise RowUnusable(f"{where}: temperature {item.trajectory.temperature} has no gradient: sample above 0")
+                raise RowUnusable(
+                    f"{where}: temperature {item.trajectory.temperature} has no gradient: sample at a "
+                    "temperature above 0"
+                )
             if row.loss_mask_T.any():
                 rows.append(
                     WeightedRow(
@@ -83,8 +86,8 @@ class ClipConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Rows, padded on the right to the longest. `trained_BT` marks the trained tokens, and the arrays over N follow it
-    in row-major order."""
+    """Rows, padded on the right to the length of the longest one. `trained_BT` marks the trained tokens, and the arrays
+    over N follow it in row-major order."""
 
     tokens_BT: torch.Tensor
     trained_BT: torch.Tensor

@@ -1,4 +1,4 @@
-"""Simulated engines and learner, which take time instead of computing, for virtual time, tuning, replays and fault
+"""Simulated engines and learner, which let time pass instead of computing, for virtual time, tuning, replays and fault
 tests.
 
 Invariants:
@@ -58,7 +58,7 @@ class SimulatedEnginesConfig(BaseModel):
     push_s: float = Field(default=10.0, ge=0)
     """Duration of one push."""
     gate_wait_s: float = Field(default=20.0, gt=0)
-    """Time for which a turn waits for engines that are down before it fails."""
+    """Maximum time that a turn waits for engines that are down before it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +74,11 @@ class Served:
     reachable: bool = True
     """True if turns may begin; running turns continue."""
     gate_wait_s: float = 20.0
-    """Time for which a turn waits to begin."""
+    """Maximum time that a turn waits to begin."""
 
 
 class SimulatedEngine:
-    """All simulated engines, as one process sees them. Nothing is generated before the first version."""
+    """All simulated engines, as one process sees them. Nothing is generated before the first version is served."""
 
     def __init__(self) -> None:
         self.served = Served()

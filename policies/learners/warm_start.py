@@ -60,7 +60,8 @@ class WarmStartConfig(BaseModel):
     practice_look_share: float = Field(default=0.9, ge=0, le=1)
     """Share of practice demonstrations that look first and act on the result; the others guess."""
     look_share: float = Field(default=0.28, ge=0, le=1)
-    """Share of poor demonstrations that look in the right place; about the success rate of the starting policy."""
+    """Share of poor demonstrations that look in the right place; this is roughly the success rate of the starting
+    policy."""
     stray_share: float = Field(default=0.50, ge=0, le=1)
     """Share of poor demonstrations that look in the wrong place and act on the result."""
     other_share: float = Field(default=0.10, ge=0, le=1)
@@ -192,7 +193,7 @@ def _loss(model: Any, batch: Sequence[Demonstration], pad_id: int) -> Tensor:
 
 
 def save(model: Any, folder: Path) -> str:
-    """Write model.safetensors in bfloat16 and the digest file, and return the SHA-256 of the weights, hexadecimal."""
+    """Write model.safetensors in bfloat16 and the digest file, and return the hexadecimal SHA-256 of the weights."""
     import torch
     from safetensors.torch import save_file
 

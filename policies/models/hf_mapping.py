@@ -39,7 +39,7 @@ def to_megatron(weights: Weights, config: Qwen3Config) -> Weights:
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             raise ModelInvalid(
-                f"model.safetensors: {name} has shape {found.get(name)}, config.json requires {wanted.get(name)}"
+                f"model.safetensors: {name} has shape {found.get(name)}, but config.json requires {wanted.get(name)}"
             )
     result = {megatron: weights[name] for megatron, name in _top_names(config).items()}
     for layer in range(config.num_hidden_layers):

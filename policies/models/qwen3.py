@@ -48,7 +48,7 @@ class LayerWeights:
     down: Tensor
 
     def spread_norms(self, slots: Mapping[str, Tensor], layer: int) -> None:
-        """Fill `qk_norm` from the two parameters."""
+        """Fill `qk_norm` from the norm parameters of queries and keys."""
         self.qk_norm[: self.query_heads] = slots[f"model.layers.{layer}.self_attn.q_norm.weight"]
         self.qk_norm[self.query_heads :] = slots[f"model.layers.{layer}.self_attn.k_norm.weight"]
 
@@ -99,7 +99,7 @@ class Qwen3Weights:
         slot = self.slots.get(name)
         if slot is None or slot.shape != tensor.shape:
             expected = None if slot is None else tuple(slot.shape)
-            raise ModelInvalid(f"parameter {name} has shape {tuple(tensor.shape)}, the config says {expected}")
+            raise ModelInvalid(f"parameter {name} has shape {tuple(tensor.shape)}, but the config requires {expected}")
         slot.copy_(tensor)
         self.accept(name, tensor.dtype)
 
@@ -108,7 +108,7 @@ class Qwen3Weights:
         # Not `isfinite`, which allocates a tensor and is slower than a copy; NaN and infinity appear in the extremes.
         low, high = self.slots[name].aminmax()
         if not math.isfinite(low) or not math.isfinite(high):
-            raise ModelInvalid(f"parameter {name} holds NaN or infinity")
+            raise ModelInvalid(f"parameter {name} contains NaN or infinity")
         self.dtypes[name] = dtype
 
     def missing(self) -> list[str]:
@@ -116,8 +116,8 @@ class Qwen3Weights:
         return [name for name in self.slots if name not in self.dtypes]
 
     def complete(self, other: Qwen3Weights | None) -> None:
-        """Make the set ready to run by copying parameters that were not loaded from another set. Raises ModelInvalid if
-        there is no other set."""
+        """Make the set ready to run by copying from `other` the parameters that have not been loaded. Raises
+        ModelInvalid if any are missing and `other` is None."""
         for name in self.missing():
             if other is None:
                 raise ModelInvalid(f"parameter {name} is missing")
@@ -240,8 +240,8 @@ class Qwen3:
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], start: int, row: int, cache: KeyValueCache) -> Tensor:
-        """Fill one cache row from position `start` on; the tokens before it are cached. Returns the logits `(1, V)`
-        after the last of these tokens."""
+        """Fill one cache row from position `start` on; the tokens before it are already cached. Returns the logits
+        after the last of these tokens, `(1, V)`."""
         end = start + len(tokens)
         cos, sin = self._cos[start:end, None], self._sin[start:end, None]
         hidden = F.embedding(torch.tensor([list(tokens)]), self.weights.embedding)

@@ -1,8 +1,8 @@
 """Config of a dense Qwen3 model, read from its config.json without torch.
 
 Invariants:
-- Only the header of the weights is read; a directory that passes has every tensor of its config, in the shape that the
-  config defines.
+- Only the header of the weights is read; a directory that passes the check has every tensor that its config requires,
+  in the right shape.
 """
 
 from __future__ import annotations
@@ -77,14 +77,17 @@ class Qwen3Config(BaseModel):
 
     @classmethod
     def from_keys(cls, raw: Mapping[str, Any], *, source: str) -> Qwen3Config:
-        """Parse the keys of a config.json, old (`rope_theta`) or new (`rope_parameters`). Raises ModelInvalid."""
+        """Parse the keys of a config.json in the old format (`rope_theta`) or the new one (`rope_parameters`). Raises
+        ModelInvalid."""
         if "Qwen3ForCausalLM" not in raw.get("architectures", ["Qwen3ForCausalLM"]):
-            raise ModelInvalid(f"{source}: architectures is {raw['architectures']}, this engine runs Qwen3ForCausalLM")
+            raise ModelInvalid(
+                f"{source}: architectures is {raw['architectures']}, but this engine runs only Qwen3ForCausalLM"
+            )
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         if rope.get("rope_type", "default") != "default" or raw.get("attention_bias") or raw.get("use_sliding_window"):
             raise ModelInvalid(f"{source}: scaled positions, attention bias and sliding windows are not supported")
         if raw.get("hidden_act", "silu") != "silu":
-            raise ModelInvalid(f"{source}: hidden_act is {raw['hidden_act']}, only silu is supported")
+            raise ModelInvalid(f"{source}: hidden_act is {raw['hidden_act']}, but only silu is supported")
         keys = {**raw, "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10_000.0))}
         try:
             config = cls.model_validate(keys)
@@ -137,7 +140,7 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 def check_model_files(directory: Path) -> None:
     """Raise ModelInvalid (TokenizerMismatch if the tokenizer does not match) if the directory cannot be loaded. The
-    message gives file, reason and fix on one line."""
+    message gives the file, the reason and the fix on one line."""
     for name in FILES:
         path = directory / name
         if not path.is_file():
@@ -160,4 +163,4 @@ def check_shapes(path: Path, expected: dict[str, tuple[int, ...]]) -> None:
         raise ModelInvalid(f"{path}: not a readable safetensors file: {error}") from error
     for name, shape in expected.items():
         if found.get(name) != shape:
-            raise ModelInvalid(f"{path}: {name} is {found.get(name, 'missing')}, config.json requires {shape}")
+            raise ModelInvalid(f"{path}: {name} is {found.get(name, 'missing')}, but config.json requires {shape}")

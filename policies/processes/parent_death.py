@@ -21,7 +21,7 @@ def die_with_parent(parent_pid: int) -> None:
     The kernel watches the thread that started this process, so that thread must live as long as the parent."""
     _request_signal(signal.SIGKILL)
     if os.getppid() != parent_pid:
-        sys.exit(f"parent {parent_pid} is dead already")
+        sys.exit(f"parent {parent_pid} is already dead")
 
 
 def watch_group() -> None:

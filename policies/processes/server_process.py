@@ -1,7 +1,8 @@
 """Base class of server processes, which are started, polled until they answer, and stopped with their child processes.
 
 Invariants:
-- Inside the context the server has answered at least once; after it, the process is reaped and its group is gone.
+- Inside the context the server has answered at least once; after the context, the process has been reaped and its group
+  is gone.
 - The process leads its own session, so that a signal to its group reaches only the process and its children.
 - Its output is written to a log file, whose end is included in EngineStartFailed.
 - It dies with this process, even if this process is killed with kill -9.
@@ -31,7 +32,7 @@ from headrace.policies.errors import EngineStartFailed
 LOG_TAIL_CHARACTERS = 2000
 ASK_AGAIN_S = 0.05
 GROUP_END_S = 5.0
-"""Time limit for a killed server's children to exit: the kernel may have much memory to free."""
+"""Time limit for a killed server's children to exit: the kernel may have a lot of memory to free."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class ServerConfig(BaseModel):
     directory: Path
     """Directory for the log and other files of this server; created if missing."""
     name: str = "engine"
-    """Stem of those files' names."""
+    """Stem of the names of this server's files."""
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = Field(default=0, ge=0, lt=65536)
@@ -69,7 +70,7 @@ class ServerConfig(BaseModel):
     seed: int = Field(default=0, ge=0)
     """Random seed for sampling; it should differ for each server."""
     max_context: int | None = Field(default=None, gt=1)
-    """Maximum tokens of prompt and output together; None uses the server's default."""
+    """Maximum number of tokens in prompt and output together; None uses the server's default."""
     start_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit from start to the first answer; imports take most of it."""
     stop_timeout_s: float = Field(default=3.0, gt=0)
@@ -133,7 +134,7 @@ class ServerProcess(ABC):
                     with suppress(TimeoutError):
                         async with asyncio.timeout(ASK_AGAIN_S):
                             code = await self._process.wait()
-                            raise EngineStartFailed(f"engine {self.name} ended with {code}: {self.log_tail()}")
+                            raise EngineStartFailed(f"engine {self.name} exited with {code}: {self.log_tail()}")
                 self._url = url
         except TimeoutError as error:
             await self.kill()
@@ -175,7 +176,7 @@ class ServerProcess(ABC):
             async with asyncio.timeout(GROUP_END_S):
                 await self._until_group_is_gone()
         except TimeoutError:
-            logger.warning("engine %s: its child processes still run after %s s", self.name, GROUP_END_S)
+            logger.warning("engine %s: its child processes are still running after %s s", self.name, GROUP_END_S)
 
     @abstractmethod
     async def _prepare(self) -> ServerCommand:
@@ -186,7 +187,7 @@ class ServerProcess(ABC):
         """Return the URL if the server answers, else None; called repeatedly."""
 
     def log_tail(self) -> str:
-        """Return the end of the output since this start."""
+        """Return the end of the output since the last start."""
         with self.log_path.open("rb") as log:
             # If the log was truncated meanwhile, all of it is from this start.
             log.seek(self._log_start_bytes if self._log_start_bytes <= os.fstat(log.fileno()).st_size else 0)

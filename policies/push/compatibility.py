@@ -4,8 +4,8 @@ Invariants:
 - Only headers are read. If the engine's model directory is not readable from here, the engine checks the push itself.
 - Names and shapes must be equal; floating-point dtypes may differ, because engines convert them.
 - Only engines with the same parameter names, that is, of the same kind and size, are compared.
-- The majority's checksums are taken as correct. On a tie the previous verdict stands; if there is none yet, the first
-  engine is taken as correct.
+- The checksums of the majority are taken as correct. On a tie the previous verdict stands; if there is none yet, the
+  first engine is taken as correct.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def check_fits(snapshot: Mapping[str, TensorSpec], model_dir: Path) -> None:
             )
         if not served[name].pushable:
             raise ModelInvalid(
-                f"{name}: the snapshot is {spec.dtype}, the engine's model {model_dir} {served[name].dtype}: only "
-                "floating-point weights are converted; serve the model unquantised"
+                f"{name}: the snapshot has dtype {spec.dtype}, but the engine's model {model_dir} has "
+                f"{served[name].dtype}: only floating-point weights are converted; serve the model unquantised"
             )
 
 
@@ -91,7 +91,7 @@ Sums = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True)
 class Agreement:
-    """Vote on the checksums of one push."""
+    """Majority vote on the checksums that engines report in one push."""
 
     _votes: dict[frozenset[str], dict[Sums, list[EngineId]]] = field(default_factory=dict)
     _accepted: dict[frozenset[str], Sums] = field(default_factory=dict)

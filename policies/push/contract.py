@@ -50,9 +50,10 @@ class PushConfig(BaseModel):
     gate_lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `actors/run/clocks.py`
     """Time after which a gate opens if the push that closed it has died; a live push renews this lease."""
     verify: Literal["snapshot", "engines", "off"] = "snapshot"
-    """Comparison of each engine's checksums: with the snapshot's (SGLang's are computed differently and are compared
-    with those of the other engines), with those of the other engines only, or not at all. Among the engines the
-    majority is taken as correct; if two differ, the first one is."""
+    """Reference for each engine's checksums: `snapshot` compares them with the snapshot's (SGLang computes checksums
+    differently, so those of its engines are compared with one another), `engines` only with those of the other engines,
+    and `off` not at all. Among engines the majority is taken as correct; if there are only two and they differ, the
+    first one is."""
 
     @property
     def engine_group_timeout_s(self) -> float:
@@ -63,7 +64,7 @@ class PushConfig(BaseModel):
     @property
     def collective_timeout_s(self) -> float:
         """Time limit of the push's calls that form a group or transfer a bucket. Engines that are waiting for another
-        one report this earlier."""
+        engine time out earlier and report it."""
         return self.engine_group_timeout_s + DEADLINE_MARGIN_S
 
     @property
@@ -78,7 +79,7 @@ class PushConfig(BaseModel):
 
 
 class Load(Protocol):
-    """Number of requests, and of the tokens cached for them."""
+    """Number of requests, and number of tokens cached for them."""
 
     @property
     def running(self) -> int: ...
@@ -125,13 +126,13 @@ class EngineControl(Protocol):
 
 
 class Gate(Protocol):
-    """Admission to engines at all gateways. `close` is a lease, which ends after `lease_s`."""
+    """Controls the admission of requests to engines, at all gateways. A closed gate opens by itself after `lease_s`."""
 
     async def close(self, engine_id: EngineId, lease_s: float) -> None: ...
 
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
-        """Admit requests again, with `cache_namespace`: with pushes in place, the engine's version. Returns the
-        requests that were aborted while the gate was closed: the engine may have lost these aborts."""
+        """Admit requests again. They carry `cache_namespace`, which is the engine's version if pushes are in place.
+        Returns the requests that were aborted while the gate was closed: the engine may have lost these aborts."""
         ...
 
 
@@ -146,7 +147,7 @@ class EnginePush:
     """Outcome and costs of a push for one engine.
 
     `gate_s` is the time from closing to opening its gate (or to the end of the push, if it stays closed), `pause_s` the
-    duration of the pausing call, `paused_s` the time from there to the resume, `transfer_s` that of the broadcast.
+    duration of the pausing call, `paused_s` the time from then until the resume, `transfer_s` that of the broadcast.
     `retracted` requests were running when the gate was closed, and `recomputed_tokens` were cached for them (an upper
     bound, because cached prefixes count too); both are 0 if the pause keeps the cache. `flushed` is True if no prefix
     of older weights is cached. New requests carry `cache_namespace`."""

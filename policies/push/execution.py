@@ -67,7 +67,7 @@ async def push(
 
 
 class PushExecution:
-    """Execution of one push; used once."""
+    """Execution of one push; an instance is used only once."""
 
     def __init__(
         self,

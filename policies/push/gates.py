@@ -1,7 +1,7 @@
 """Holder of the gates that a push closes.
 
 Invariants:
-- A gate is renewed from its closing to its opening, or to the end of the push if it stays closed.
+- The lease of a gate is renewed from its closing to its opening, or to the end of the push if it stays closed.
 - Renewal and opening of one gate exclude each other: a late renewal never closes a gate that was opened.
 """
 
@@ -29,7 +29,7 @@ class _Held:
 
 
 class HeldGates:
-    """Gates of one push."""
+    """Gates that one push has closed."""
 
     def __init__(self, gates: Gate, lease_s: float) -> None:
         self._gates = gates

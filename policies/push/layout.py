@@ -25,7 +25,7 @@ def group_name(push_id: str, wave: int, attempt: int, shard: int) -> str:
 
 
 def lay_out(ranks: Iterable[tuple[EngineId, int]]) -> GroupLayout:
-    """Return the layout of a sender and these engines, given with their numbers of processes."""
+    """Return the layout of a sender and these engines; `ranks` gives each engine's number of processes."""
     offsets: dict[EngineId, int] = {}
     following = 1
     for engine_id, count in ranks:

@@ -4,7 +4,7 @@ Invariants:
 - Phases of a wave: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume, open, disband. Nothing is
   broadcast before every engine of the group has answered `begin`; after a loss a new group is formed first.
 - An engine that got a bucket and then failed is tainted: it may hold mixed weights, and is neither resumed nor opened.
-- Every other engine always leaves its session, its pause and its closed gate.
+- For every other engine the session is always closed, the pause ended and the gate opened.
 - Waves follow one another. A failed engine never stops the others; a dead sender stops the push.
 """
 
@@ -53,20 +53,20 @@ class PushOutcome(StrEnum):
     """Outcome of a push for one engine."""
 
     UPDATED = "updated"
-    """It runs the new version."""
+    """The engine runs the new version."""
     QUARANTINED = "quarantined"
-    """It failed: it is out of routing until it is replaced or verified."""
+    """The engine failed: it is out of routing until it is replaced or verified."""
     BEHIND = "behind"
-    """It is healthy with its old version: the push ended before its turn."""
+    """The engine is healthy and runs its old version: the push ended before its turn."""
 
 
 class Blame(StrEnum):
     """Cause of an engine's failure."""
 
     ENGINE = "engine"
-    """The engine itself: no answer, a refusal, a wrong checksum."""
+    """The engine itself: no answer, a refusal or a wrong checksum."""
     VICTIM = "victim"
-    """The loss of another member of its group; it is retried once."""
+    """The loss of another member of its group; the engine is retried once."""
     PUSH = "push"
     """The push: its sender died, or it was cancelled."""
 
@@ -81,7 +81,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Next phase, run concurrently on these engines. `attempt` counts this wave's groups from 0."""
+    """Next phase, which runs concurrently on these engines. `attempt` counts this wave's groups from 0."""
 
     wave: int
     phase: Phase
@@ -187,7 +187,8 @@ class PushMachine:
             self._index = ORDER.index(Phase.FORM)
 
     def abandon(self, message: str) -> None:
-        """End the push: incomplete engines fail, and only the steps for leaving gates, pauses and sessions remain."""
+        """End the push: engines that have not been updated fail, and only the steps for leaving gates, pauses and
+        sessions remain."""
         for progress in self.progress.values():
             if progress.healthy and not progress.complete:
                 progress.failure = Failure(blame=Blame.PUSH, message=message)

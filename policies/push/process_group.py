@@ -104,7 +104,7 @@ def form_group(
 
 def choose_interface(host: str) -> None:
     """Set the interface that gloo reads from the environment when it forms a group. The choice for a local store is
-    removed for a remote one; any other value is a user's, and is not changed."""
+    removed for a remote one; any other value was set by the user and is not changed."""
     if host in ("127.0.0.1", "localhost"):
         # By default gloo binds to the address of the machine's name, which may not exist.
         os.environ.setdefault(INTERFACE_VARIABLE, "lo")

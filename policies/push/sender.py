@@ -81,8 +81,8 @@ class SenderProcess:
         await asyncio.shield(self.kill())
 
     async def call(self, op: str, arguments: Mapping[str, object], *, timeout_s: float) -> Json:
-        """Execute one command. Raises SenderTimeout (it was killed), SenderFailed (it died), GroupFailed or
-        ModelInvalid (errors of the command)."""
+        """Execute one command. Raises SenderTimeout (the sender was killed), SenderFailed (the sender died),
+        GroupFailed or ModelInvalid (errors of the command)."""
         async with self._turn:
             if self._process is not None and self._process.returncode is not None:
                 await self.kill()
@@ -155,8 +155,8 @@ class SenderProcess:
 
 
 class Senders:
-    """Senders on one host, one for each shard of a snapshot. The first starts with the context, the others with their
-    first command."""
+    """Senders on one host, one for each shard of a snapshot. The first one starts when the context is entered, each of
+    the others with its first command."""
 
     def __init__(self, config: SenderConfig) -> None:
         self._config = config

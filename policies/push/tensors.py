@@ -19,8 +19,8 @@ FILE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Dtype and shape of a tensor. `dtype` is torch's name without the prefix; a dtype that cannot be pushed has the
-    file's name (`I8`)."""
+    """Dtype and shape of a tensor. `dtype` is torch's name without the prefix; a dtype that cannot be pushed keeps the
+    name that the file uses (`I8`)."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -4,9 +4,9 @@ Invariants:
 - Each shard of a snapshot has its own sender and process group, so that several trainer ranks can send. All buckets are
   sent one after another, the last one with the version.
 - A group that failed is never reused. Every group is left at both ends before the next one is formed, and at the end of
-  the push; an engine that does not leave costs a short wait only.
-- A sender that died or was killed lost its shard and groups: the push that used it ends (`SenderFailed`), and the next
-  one starts another.
+  the push; an engine that does not leave costs only a short wait.
+- A sender that died or was killed has lost its shard and groups: the push that used it ends (`SenderFailed`), and the
+  next one starts another.
 - A collective that an engine left fails for all members: the sender, which cannot be interrupted, is killed shortly
   after, which frees the other engines. The failure of an engine excuses the sender; engines failing later are victims.
 """

@@ -103,7 +103,7 @@ def unflatten(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Return the checksum of a contiguous tensor's bytes in `dtype`, hexadecimal."""
+    """Return the hexadecimal checksum of a contiguous tensor's bytes in `dtype`."""
     digest = xxhash.xxh3_128()
     for piece in torch.split(tensor.view(-1), CHECKSUM_ELEMENTS):
         digest.update(piece.to(dtype).view(torch.uint8).numpy().data)
@@ -146,7 +146,7 @@ def read_pieces(path: Path, pieces: Sequence[Tensor]) -> str:
             while filled < len(view):
                 count = file.readinto(view[filled : filled + READ_BYTES])
                 if not count:
-                    raise ModelInvalid(f"{path}: it was truncated while it was read")
+                    raise ModelInvalid(f"{path}: it was truncated while being read")
                 hashing.submit(digest.update, view[filled : filled + count])
                 filled += count
     return digest.hexdigest()

@@ -70,9 +70,10 @@ class SGLangConfig(BaseModel):
     abort_timeout_s: float = Field(default=2.0, gt=0)
     """Time limit for aborting a generation whose caller was cancelled."""
     foreign_version: str | None = None
-    """Version for labels that are not `epoch.step`, for servers that get no pushes; None refuses such labels."""
+    """Version to use in place of labels that are not `epoch.step`, for servers that get no pushes; None refuses such
+    labels."""
     in_place: bool = False
-    """Pushes may be in place: output sampled with keys and values from older weights is marked `stale_kv`."""
+    """True if pushes may be in place: output sampled with keys and values from older weights is marked `stale_kv`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +129,11 @@ class SGLangEngine:
             wrong = next(token for token in output_ids if not 0 <= token < limit)
             raise EngineReplyInvalid(f"/generate: output id {wrong} is not in the vocabulary [0, {limit}) (vocab_size)")
         if (count := len(output_ids)) > request.max_new_tokens:
-            raise EngineReplyInvalid(f"/generate: {count} output ids, {request.max_new_tokens} were asked for")
+            raise EngineReplyInvalid(
+                f"/generate: {count} output ids, but at most {request.max_new_tokens} were requested"
+            )
         if not output_ids and completion.finish is not FinishReason.ABORT:
-            raise EngineReplyInvalid(f"/generate: finish_reason {completion.finish} without one output id")
+            raise EngineReplyInvalid(f"/generate: finish_reason {completion.finish} without any output id")
         if self._config.in_place:
             return replace(completion, spans=mark_stale(completion, request.cache_namespace))
         return completion
@@ -151,7 +154,7 @@ class SGLangEngine:
         self._pause_mode = None
 
     async def health(self) -> None:
-        """Return if the server is alive, even when paused. Raises EngineError otherwise."""
+        """Check that the server is alive (it may be paused). Raises EngineError otherwise."""
         try:
             await self._transport.call("GET", "/health")
         except EngineDown:
@@ -183,7 +186,7 @@ class SGLangEngine:
         )
 
     async def dialect(self) -> Dialect:
-        """Return the server's dialect, read once."""
+        """Return the server's dialect, which is read only once."""
         if self._known_dialect is None:
             self._known_dialect = dialect_of(read(await self._transport.get("/server_info"), "version", str))
         return self._known_dialect
@@ -261,8 +264,8 @@ class SGLangEngine:
         await self._transport.call("POST", "/flush_cache", {})
 
     async def release_memory(self) -> None:
-        """Release the memory of weights and cache, and their content, until `resume_memory`. Raises RequestInvalid if
-        the engine was not paused by retract or abort: a server with running requests would crash."""
+        """Release the memory of weights and cache until `resume_memory`; their contents are lost. Raises RequestInvalid
+        if the engine was not paused by retract or abort: a server with running requests would crash."""
         if self._released or self._pause_mode not in (PauseMode.RETRACT, PauseMode.ABORT):
             raise RequestInvalid(f"{self.engine_id}: pause it by retract or abort, then release its memory once")
         await self._transport.call("POST", "/release_memory_occupation", {})
@@ -277,8 +280,8 @@ class SGLangEngine:
         self._released = False
 
     async def checksums(self) -> dict[str, str]:
-        """Return checksums by the server's own parameter names. SGLang fuses some parameters, so its checksums can only
-        be compared among engines."""
+        """Return checksums, keyed by the server's own parameter names. SGLang fuses some parameters, so its checksums
+        can only be compared among engines."""
         reply = await self._transport.post("/weights_checker", {"action": "checksum"})
         ranks = read(reply, "ranks", list)
         sums: dict[str, str] = {}

@@ -56,7 +56,9 @@ def install(version: str) -> Path:
             # By the name they were started with, because an environment's python is a link.
             started = ((process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"]))
             if pids := [pid for pid, command in started if command and command[0].startswith(f"{directory}/")]:
-                raise InstallFailed(f"{directory} has other pins, and processes {pids} run from it: end them first")
+                raise InstallFailed(
+                    f"{directory} has other pins, and processes {pids} are running from it: end them first"
+                )
             shutil.rmtree(directory, ignore_errors=True)
             print(f"installing SGLang {version} into {directory} (3 GB, about four minutes) ...", file=sys.stderr)
             _run((os.environ.get("PYTHON", sys.executable), "-m", "venv", str(directory)))

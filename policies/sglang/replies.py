@@ -69,7 +69,9 @@ def parse_completion(
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineReplyInvalid(f"/generate: {error!r} in meta_info") from error
     if len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)) or not covers(spans, len(ids)):
-        raise EngineReplyInvalid(f"/generate: ids, logprobs and spans do not fit: {len(ids)}, {len(logprobs)}, {spans}")
+        raise EngineReplyInvalid(
+            f"/generate: ids, logprobs and spans do not match: {len(ids)}, {len(logprobs)}, {spans}"
+        )
     return Completion(
         output_ids=ids,
         logprobs=logprobs,
@@ -136,14 +138,14 @@ def parse_object(path: str, payload: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
-        raise EngineReplyInvalid(f"{path} did not answer JSON: {payload[:200]!r}") from error
+        raise EngineReplyInvalid(f"{path} did not return JSON: {payload[:200]!r}") from error
     if not isinstance(body, dict):
-        raise EngineReplyInvalid(f"{path} did not answer one JSON object: {payload[:200]!r}")
+        raise EngineReplyInvalid(f"{path} did not return a JSON object: {payload[:200]!r}")
     return body
 
 
 def error_text(payload: bytes) -> str:
-    """Return the message of an error reply, in any of its formats."""
+    """Return the message of an error reply, in any of the known formats."""
     try:
         body = orjson.loads(payload)
     except orjson.JSONDecodeError:

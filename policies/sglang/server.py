@@ -1,7 +1,7 @@
 """SGLang server process, in the environment of `scripts/install_sglang` or in another one.
 
 Invariants:
-- The server and its child processes die with this process, from the start, even if this process is killed with kill -9.
+- From the start, the server and its child processes die with this process, even if this process is killed with kill -9.
 - The server inherits only those environment variables that describe the machine (paths, devices, caches).
 - The server is ready when it is itself listening and answers /health with 200: by then the weights have been loaded and
   one warm-up generation is done. /health never generates, so that it answers during pauses.
@@ -40,7 +40,7 @@ class SGLangServerConfig(ServerConfig):
     """Settings of one SGLang server process."""
 
     python: Path | None = None
-    """Interpreter of the environment with SGLang; None uses the one of scripts/install_sglang."""
+    """Interpreter of the environment with SGLang; None uses the one installed by scripts/install_sglang."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the server: `cpu` needs none of SGLang's kernels; `cuda` needs an environment with all of SGLang's
     requirements."""
@@ -57,7 +57,7 @@ class SGLangServerConfig(ServerConfig):
     start_timeout_s: float = Field(default=180.0, gt=0)
     """Time limit from start to the first answer; on a CPU, imports take most of it."""
     stop_timeout_s: float = Field(default=10.0, gt=0)
-    """Time from SIGTERM, at which SGLang finishes running requests, to SIGKILL."""
+    """Time from SIGTERM, after which SGLang finishes running requests, to SIGKILL."""
 
 
 class SGLangProcess(ServerProcess):

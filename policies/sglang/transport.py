@@ -88,7 +88,7 @@ class Transport:
         except TimeoutError as error:
             raise EngineTimeout(f"{self.engine_id}: no answer to {path} within {timeout_s} s") from error
         except aiohttp.ClientConnectorError as error:
-            raise EngineDown(f"{self.engine_id}: nothing listens at {self.url}: {reason(error)}") from error
+            raise EngineDown(f"{self.engine_id}: nothing is listening at {self.url}: {reason(error)}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"{self.engine_id}: {path} at {self.url}: {reason(error)}") from error
         if status >= 500:

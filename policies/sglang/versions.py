@@ -78,7 +78,7 @@ REQUIREMENTS: Final = {
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the comparable part of a version, (0, 5, 15) for `0.5.15.post1`; empty if the version contains no
+    """Return the comparable part of a version, such as (0, 5, 15) for `0.5.15.post1`; empty if the version contains no
     number."""
     found = re.search(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
@@ -86,7 +86,7 @@ def release(version: str) -> tuple[int, ...]:
 
 logger = logging.getLogger(__name__)
 EMBEDDED_PREFIX: Final = "headrace-cpu "
-"""Prefix of the embedded engine's version; it uses the newest dialect."""
+"""Prefix of the embedded engine's version; that engine uses the newest dialect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +122,8 @@ DIALECTS: Final = (
 
 @cache
 def dialect_of(version: str) -> Dialect:
-    """Return the dialect of a server's version. For an unknown version it is the newest one that is not newer than it,
-    or the oldest, with one warning."""
+    """Return the dialect of a server's version. For an unknown version, return the newest dialect that is not newer
+    than the version (or else the oldest dialect), and log one warning."""
     if version.startswith(EMBEDDED_PREFIX):
         return DIALECTS[-1]
     for dialect in DIALECTS:

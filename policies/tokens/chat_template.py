@@ -1,8 +1,8 @@
 """Renders messages with a Hugging Face chat template, without transformers.
 
 Invariants:
-- The text equals that of transformers' apply_chat_template: it has the same environment and variables, omits `None`
-  from messages, and passes the reasoning under both its names.
+- The text equals that of transformers' apply_chat_template: templates get the same environment and variables, `None` is
+  omitted from messages, and the reasoning is passed under both its names.
 - Every error that a template raises for messages that it does not support becomes TemplateRefused.
 """
 
@@ -30,7 +30,8 @@ TemplateMessage: TypeAlias = "dict[str, Any]"
 
 
 class SharedTool(dict[str, Any]):
-    """Description of a tool, `{"type": "function", "function": {...}}`, which is never changed: its JSON is cached."""
+    """Description of a tool, `{"type": "function", "function": {...}}`, which must not be changed, because its JSON is
+    cached."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _MARK = "quagmire4zt"
 _MAX_ENDS = 1024
-"""Bound on the cache keyed by tool names, which the policy writes and which are therefore unlimited."""
+"""Maximum size of the cache that is keyed by tool names: the policy writes these names, so their number is
+unbounded."""
 
 
 @dataclass(frozen=True, slots=True)

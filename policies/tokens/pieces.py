@@ -3,13 +3,14 @@
 Invariants:
 - The ids equal those of the whole text. Text is split only where the tokenizer never looks across: at added tokens,
   and, if its pre-tokenizer always ends a word there, at ends of lines and before words. Both are checked with the
-  tokenizer at the start; for a tokenizer that fails the check, texts are not split.
+  tokenizer when the encoder is created; for a tokenizer that fails the check, texts are not split.
 - Where a text is split depends on the text near the split, so prompts that differ in one line share all other
   pieces.
 - The cache has at most `cache_bytes`. Several threads may use one encoder.
 - The interpreter lock is released while a piece is tokenized.
-- Its values have at most `max_bytes`, by the sizes that callers pass; the least recently used are evicted first.
-- Several threads may use it.
+- The values of a `BoundedCache` have at most `max_bytes`, by the sizes that callers pass; the least recently used are
+  evicted first.
+- Several threads may use a `BoundedCache`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Invariants:
   on.
 - Contents are data: a control token in a text is broken up by a space before rendering, so that it is treated as text.
 - Ids equal those of transformers' AutoTokenizer for the same directory.
-- The features that the template supports are determined at the start: `shape`, `bridges`.
+- The features that the template supports (`shape`, `bridges`) are determined once, when the tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ChatTokenizer:
 
     Raises:
         TokenizerInvalid: a file is missing or unreadable; the message names it.
-        TokenizerMismatch: the ids do not fit the model in `config.json`.
+        TokenizerMismatch: the ids do not match the model in `config.json`.
         TemplateRefused: the chat template refuses a single user message.
     """
 

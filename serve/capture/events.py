@@ -41,7 +41,7 @@ class Origin:
     purpose: Purpose = Purpose.TURN
     has_tools: bool = False
     knows_us: bool = False
-    """True when its messages echo a turn of the session's agents that is not on its path."""
+    """True when the lineage's messages echo a turn of the session's agents that is not on the lineage's path."""
     untrained: bool = False
 
     @property
@@ -69,7 +69,8 @@ class Exhausted(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
     """Event: a turn was sampled, completely or (status ABORTED) in part. `parent` is the id of the turn that it
-    continues; `delta` are the ids of its prompt below the parent, `options` is the `options_digest` of its request."""
+    continues; `delta` are the ids of its prompt below the parent, and `options` is the `options_digest` of its
+    request."""
 
     parent: str
     parts: tuple[bytes, ...]
@@ -112,7 +113,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Event: a budget ran out; the first one counts."""
+    """Event: a budget ran out; only the first such event counts."""
 
     budget: Exhausted
 

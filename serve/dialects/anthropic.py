@@ -162,7 +162,7 @@ def _parse(body: bytes, headers: Mapping[str, str], *, prefill: bool) -> WireReq
 def _conversation(document: JsonObject) -> Iterator[Message]:
     entries = fields.as_list(document.get("messages"), "messages")
     if not entries:
-        raise BadRequest("messages must hold at least one message.", "messages")
+        raise BadRequest("messages must contain at least one message.", "messages")
     if text := _system_text(document.get("system"), "system"):
         yield say(Role.SYSTEM, text)
     for index, entry in enumerate(entries):

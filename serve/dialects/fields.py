@@ -243,7 +243,7 @@ def checked(messages: Iterable[Message], where: str, *, prefill: bool = False) -
         else:
             whole.append(message)
     if not whole:
-        raise BadRequest(f"{where} must hold at least one message.", where)
+        raise BadRequest(f"{where} must contain at least one message.", where)
     if whole[-1].role is Role.ASSISTANT and not prefill:
         raise BadRequest("The last message must not be the assistant's: an answer cannot be prefilled.", where)
     return tuple(whole)

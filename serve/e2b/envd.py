@@ -1,13 +1,13 @@
 """Common parts of envd's handlers: finding a request's sandbox, its access token and its user.
 
 Invariants:
-- The sandbox is named by `E2b-Sandbox-Id` or by the host name `<port>-<id>.<domain>`. For a dead or paused one the
+- The sandbox is named by `E2b-Sandbox-Id` or by the host name `<port>-<id>.<domain>`. For a dead or paused sandbox the
   response is 502 with `was not found`, which the SDKs recognise.
 - Every route except `/health` requires the sandbox's access token, compared in constant time; `/files` accepts a
   signature made with it instead.
 - A call ends within its `Connect-Timeout-Ms`; an error after the start of a stream is sent in its end frame.
-- The key is checked first. A sandbox of another key results in 404, like one that does not exist. Every error is a JSON
-  object with `code` and `message`.
+- The key is checked first. A sandbox that belongs to another key results in 404, like one that does not exist. Every
+  error is a JSON object with `code` and `message`.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ async def run(call: Call, script: str, *arguments: str) -> bytes:
         text = result.stderr.decode(errors="replace").strip()
         raise RpcError(_CODES.get(result.exit_code) or code_of(text), text or f"exit code {result.exit_code}")
     if result.truncated:
-        text = f"the listing is larger than {_MAX_LISTING_BYTES} bytes: list a smaller folder or depth"
+        text = f"the listing is larger than {_MAX_LISTING_BYTES} bytes: list a smaller folder or use a smaller depth"
         raise RpcError(Code.RESOURCE_EXHAUSTED, text)
     return result.stdout
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 _SHUTDOWN_S: Final = 1.0
-"""Time that streams have to end at shutdown."""
+"""Time that streams are given to end at shutdown."""
 _BACKLOG: Final = 1024
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class ServerSettings:
 
 
 class ServerPart(Protocol):
-    """Another API on the same port."""
+    """Additional API that is served on the same port."""
 
     def open(self, stack: AsyncExitStack, tasks: ServerTasks) -> Iterable[web.RouteDef]:
         """Return the routes of this part. Resources on `stack` are closed after the tasks. Raises SpecRefused,

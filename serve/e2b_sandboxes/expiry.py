@@ -17,7 +17,7 @@ _SLACK: Final = 1024
 
 
 class Deadlines:
-    """Deadlines by name, without I/O or a clock."""
+    """Table of deadlines by name, which uses no I/O and no clock."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []

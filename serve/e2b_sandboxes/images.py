@@ -68,7 +68,7 @@ class BootQueue:
 
     async def __aenter__(self) -> Self:
         if self._places.locked() and self._waiting >= self._max_waiting:
-            raise CapacityExceeded(f"{self._waiting} sandboxes wait to boot already", _RETRY_AFTER_S)
+            raise CapacityExceeded(f"{self._waiting} sandboxes are already waiting to boot", _RETRY_AFTER_S)
         self._waiting += 1
         try:
             await self._places.acquire()

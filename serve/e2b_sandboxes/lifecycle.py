@@ -132,7 +132,7 @@ class Sandboxes:
         snapshots = {one.id: one.image for one in self.table.snapshots(owner.name)}
         image = self._images.resolve(order.template_id, order.metadata, snapshots)
         if self._is_full(owner):
-            message = f"key {owner.name!r} has reached its {owner.max_sandboxes} concurrent sandboxes"
+            message = f"key {owner.name!r} has reached its limit of {owner.max_sandboxes} concurrent sandboxes"
             raise ApiError(429, message, retry_after_s=_QUOTA_RETRY_S)
         row = _new_row(owner, order, image, timeout_s, client_key, request_digest)
         boot = self._booting[row.id] = _Boot(row)

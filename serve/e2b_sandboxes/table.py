@@ -38,7 +38,7 @@ class State(StrEnum):
     """State of a sandbox. A dead one has no row."""
 
     BOOTING = "booting"
-    """It has been requested and may exist; clients do not see it."""
+    """The sandbox has been requested and may exist; clients do not see it."""
     RUNNING = "running"
     PAUSED = "paused"
 

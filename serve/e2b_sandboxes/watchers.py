@@ -97,7 +97,7 @@ async def start_scans(sandbox: Sandbox, account: Account, path: str, *, recursiv
 
 
 class Watcher:
-    """Unread events of one folder; `run` is its task."""
+    """Collects the events of one folder until they are read; `run` is its task."""
 
     def __init__(self, process: Process, path: str, sandbox_id: str, *, with_entry: bool) -> None:
         self._process = process

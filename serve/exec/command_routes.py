@@ -4,8 +4,8 @@ Invariants:
 - An upload larger than `SPOOL_BYTES` is stored in a temporary file on this host, not in memory, and is written to the
   sandbox once it is complete.
 - A path is treated as a string here; the provider resolves it inside the sandbox.
-- This server opens no connections; the provider allows only the prefix, and the client checks it again. The port in the
-  sandbox closes with the WebSocket.
+- This server opens no connections for a tunnel; the provider passes only requests below the tunnel's prefix, and the
+  client checks them again. The port in the sandbox closes with the WebSocket.
 """
 
 from __future__ import annotations

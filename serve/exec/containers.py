@@ -63,7 +63,7 @@ class Containers:
     async def create(self, owner: Owner, image: str, container: Container, *, key: str, wait_s: float) -> LeasedSandbox:
         """Create a container with its working folder. Raises SandboxError; CapacityExceeded after `wait_s`."""
         if self._waiting >= MAX_WAITING:
-            raise CapacityExceeded(f"{self._waiting} containers wait for room already")
+            raise CapacityExceeded(f"{self._waiting} containers are already waiting for room")
         spec = SandboxSpec(image=image, ttl_s=self.lease_s, idempotency_key=key, labels={"container": container.name})
         self._waiting += 1
         try:

@@ -1,7 +1,7 @@
 """Drop-in implementation of the exec-server and pool contract of Gen-Verse/OpenClaw-RL (`swe-rl/server`).
 
 Clients only need a new URL: routes, fields and replies are those of swe_exec_server.py and swe_env_pool_server.py.
-Invariants that those lack:
+Invariants that those servers lack:
 - A timeout kills the command's process tree; a container that gets no requests ends; a create waits if there is no
   room.
 - A request that is repeated while it is running, or after a lost response, runs only once (`idempotency`).
@@ -48,7 +48,7 @@ MAX_STORED: Final = 64
 
 
 class IdempotentRequests:
-    """Running and stored work, keyed by the digest of its request."""
+    """Running work and stored results, keyed by the digest of the request."""
 
     def __init__(self, tasks: ServerTasks) -> None:
         self._tasks = tasks

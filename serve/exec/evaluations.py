@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from headrace.serve.exec.registry import LeasedSandbox
 
 ApplyPatch = Callable[[Sandbox, bytes, str, float], Awaitable[str | None]]
-"""Applies a patch to the repository in a folder of a clean sandbox, within a number of seconds. Returns the reason why
-the patch does not apply, or None if it does. Raises SandboxError."""
+"""Applies a patch to the repository in a folder of a clean sandbox, within a time limit in seconds. Returns the reason
+why the patch does not apply, or None if it does. Raises SandboxError."""
 
 MAX_OUTPUT_BYTES: Final = 1 << 20
 MAX_PATCH_BYTES: Final = 32 << 20

@@ -122,8 +122,8 @@ def _row(document: dict[str, Any]) -> LeasedSandbox:
 
 
 class Registry:
-    """The sandboxes of one of a server's APIs, which is named in their label `api`. Registries share the provider and
-    the table."""
+    """The sandboxes that belong to one API of a server; their label `api` names the API. Registries share the provider
+    and the table."""
 
     def __init__(
         self, provider: SandboxProvider, table: LeasedSandboxTable, images: ImageMap, tasks: ServerTasks, *, api: str
@@ -181,7 +181,7 @@ class Registry:
         if (most := owner.max_sandboxes) is not None:
             used = len(await self.list(owner)) + sum(name == owner.name for name, _ in self._booting)
             if used >= most:
-                text = f"key {owner.name!r} has reached its {most} concurrent sandboxes"
+                text = f"key {owner.name!r} has reached its limit of {most} concurrent sandboxes"
                 raise CapacityExceeded(text, _QUOTA_RETRY_S)
         if not key:
             # In the request's own task: a client that disconnects cancels the boot, which then leaves nothing.

@@ -93,7 +93,7 @@ class ServeOptions:
     host_urls: tuple[str, ...] = ()
     """Other exec servers whose sandboxes are leased instead of this host's."""
     host_key: Path | None = None
-    """File that contains the key for these servers."""
+    """File that contains the key for the servers in `host_urls`."""
     apply_patch: ApplyPatch | None = None
 
 
@@ -139,7 +139,7 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
 @asynccontextmanager
 async def _provider(options: ServeOptions) -> AsyncIterator[_Provider]:
     if options.keep_sandboxes and options.state is None:
-        raise SpecRefused("--keep-sandboxes needs --state: without a table no server finds the sandboxes again")
+        raise SpecRefused("--keep-sandboxes needs --state: without a table no server can find the sandboxes again")
     provider: _Provider
     match options.provider:
         case _ if options.host_urls:

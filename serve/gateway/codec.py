@@ -4,10 +4,10 @@ Invariants:
 - Arrays are encoded as base64 of their little-endian bytes: int32 ids, float32 log-probabilities, packed mask bits
   (numpy `packbits`).
 - Input is validated: unknown keys or wrong types raise a BadRequest that names the key.
-- Calls run one at a time, in the order in which they were submitted.
+- The calls of a `DaemonThread` run one at a time, in the order in which they were submitted.
 - A call whose waiter is cancelled before the call begins does not run; a call that has begun cannot be stopped, and its
   result is discarded.
-- The thread is a daemon thread. An executor would join its threads when the interpreter exits, so that a call that
+- Its thread is a daemon thread. An executor would join its threads when the interpreter exits, so that a call that
   never ends would keep the process alive after SIGTERM.
 """
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ModelUse(StrEnum):
-    """How turns are used that an agent requests under a model name."""
+    """Use of the turns that an agent requests under a model name."""
 
     TRAIN = "train"
     """Sampled from the policy and trained."""

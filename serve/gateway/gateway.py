@@ -53,8 +53,8 @@ CLIENT_TIMEOUT_S = 7 * 86400.0
 class GatewayStats:
     """Snapshot of a gateway for progress lines and metrics. `tokens_by_version` counts recorded tokens since the start
     by `epoch.step`; `turns` counts recorded turns since the start; `lost_calls` counts pieces of call markup that could
-    not be parsed; `parser_fails` means that many turns in a row had such markup but no call, so that the parser
-    probably does not fit the model; `silent` counts the consecutive calls that an engine did not answer in time;
+    not be parsed; `parser_fails` means that many turns in a row had such markup but no call, so that the parser is
+    probably the wrong one for the model; `silent` counts the consecutive calls that an engine did not answer in time;
     `closed` lists the engines whose gate is closed; `table_version` is the version of the routing table, -1 before the
     first one."""
 

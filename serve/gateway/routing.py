@@ -99,7 +99,7 @@ class Router:
         return seconds if since is None else seconds + min(now, self._closed_until[engine_id]) - since
 
     def opens_in_s(self, engine_id: EngineId, now: float) -> float:
-        """Return the seconds until the engine's gate opens by itself; 0 if it is open."""
+        """Return the number of seconds until the engine's gate opens by itself; 0 if it is open."""
         return max(0.0, self._closed_until.get(engine_id, now) - now)
 
     def namespace(self, engine_id: EngineId) -> str | None:

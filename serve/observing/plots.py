@@ -3,7 +3,8 @@
 Invariant: the plot depends only on the metrics records, so that `reward.png` can be redrawn from metrics.jsonl.
 
 A record is a mapping with "kind" and, by kind:
-- "evaluation": `step`, `success` (share in [0, 1]), `answers` (their number); the one with the lowest step is the base.
+- "evaluation": `step`, `success` (share in [0, 1]), `answers` (the number of answers); the one with the lowest step is
+  the base.
 - "step": `step`, `reward`, `staleness` (mapping from staleness, as a string or number, to a number of trajectories) and
   the learner's times `step_s`, `idle_s` and `push_s`, in seconds.
 - "rollout_phases": mean seconds a rollout spent in `boot` (including the wait for a slot), `prepare`, `agent`,

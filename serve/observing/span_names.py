@@ -1,8 +1,8 @@
 """The names of spans and their attributes.
 
 The tree: rollout > sandbox.boot > agent > turn (render, engine) > tool > evaluate > buffer.offer. Attributes follow the
-OpenTelemetry conventions for generative AI (`gen_ai.*`) if those conventions define one; otherwise they are named
-`headrace.*`.
+OpenTelemetry conventions for generative AI (`gen_ai.*`) if those conventions define a suitable one; otherwise they are
+named `headrace.*`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class TelemetryConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = True
-    """If false, the API has no SDK: spans cost next to nothing and are not recorded."""
+    """If false, no SDK is configured: spans cost next to nothing and are not recorded."""
     otlp_endpoint: str | None = None
     """Full URL of an OTLP/HTTP trace receiver (`http://collector:4318/v1/traces`); with None, no spans are sent."""
     max_file_bytes: int = Field(default=64 * 2**20, ge=4096)

@@ -30,7 +30,7 @@ ParsedBlock: TypeAlias = Text | Reasoning | ParsedCall
 class ParsedOutput:
     """Parsed output: `blocks` are in the order sampled, and none of them is empty. A well-formed call to an unknown
     tool is a call, since agents report the error to the policy themselves. `lost_calls` counts pieces of call markup
-    that are malformed or cut off, for the alarm about a parser that does not fit its model."""
+    that are malformed or cut off, for the alarm about a parser that does not match its model."""
 
     blocks: tuple[ParsedBlock, ...]
     lost_calls: int = 0

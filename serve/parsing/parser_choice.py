@@ -77,7 +77,7 @@ BATCH_TURNS: Final = 32
 
 
 class ParserAlarm:
-    """Alarm for a parser that does not fit its model, judged in batches of turns. `raised` is true if no call was
+    """Alarm for a parser that does not match its model, judged in batches of turns. `raised` is true if no call was
     parsed in the last full batch of turns with call markup. The start of each alarm is logged."""
 
     def __init__(self) -> None:

@@ -40,7 +40,8 @@ class Renderer(Protocol):
 
     @property
     def bridges(self) -> bool:
-        """True when the template's turns can be appended to a history without rendering it again (probed at start)."""
+        """True when the template's turns can be appended to a history without rendering it again (probed at
+        startup)."""
         ...
 
     @property

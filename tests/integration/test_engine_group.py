@@ -373,6 +373,6 @@ async def test_a_health_check_ignores_an_engine_removed_during_the_check(
 
 
 async def test_a_group_without_any_engine_does_not_start(models: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(EngineStartFailed, match="nothing listens"):
+    with pytest.raises(EngineStartFailed, match="nothing is listening"):
         async with kit.open_group(models[0], tmp_path, count=0, attach=["http://127.0.0.1:9"]):
             raise AssertionError

@@ -215,10 +215,10 @@ async def test_mismatched_tensors_are_refused_before_the_transfer(trainer: Train
     await trainer.join()
     await trainer.session_open()
     cases: list[tuple[dict[str, object], str]] = [
-        ({"shapes": [[97]]}, f"parameter {NORM}: the snapshot has shape (97,), this engine (96,)"),
-        ({"names": ["other"]}, "parameter other: the snapshot has it, this engine's model does not"),
-        ({"dtypes": ["int8"]}, f"parameter {NORM}: the snapshot has dtype int8, this engine takes"),
-        ({"names": [NORM] * 2, "dtypes": ["float32"] * 2, "shapes": [[96]] * 2}, "names holds a parameter twice"),
+        ({"shapes": [[97]]}, f"parameter {NORM}: the snapshot has shape (97,), but this engine has (96,)"),
+        ({"names": ["other"]}, "parameter other: the snapshot has it, but this engine's model does not"),
+        ({"dtypes": ["int8"]}, f"parameter {NORM}: the snapshot has dtype int8, but this engine takes"),
+        ({"names": [NORM] * 2, "dtypes": ["float32"] * 2, "shapes": [[96]] * 2}, "names contains a parameter twice"),
         ({"load_format": "pickle"}, "load_format pickle is not supported"),
     ]
     for change, message in cases:
@@ -237,7 +237,7 @@ async def test_non_finite_values_keep_the_old_weights(trainer: Trainer, models: 
     del given[NORM]
     status, reply = await trainer.send(given, weight_version="1")
     assert status == 400
-    assert f"{NORM} holds NaN or infinity" in reply["message"]
+    assert f"{NORM} contains NaN or infinity" in reply["message"]
     assert await trainer.version() == "0"
     assert await trainer.checksums() == sums(tensors_of(models[0]))
     # What came with it was dropped as well: no subset may become live now.
@@ -381,11 +381,11 @@ async def test_a_mismatched_directory_is_refused_and_changes_nothing(
     save_file({**given, NORM: torch.full((96,), float("inf"))}, broken / "model.safetensors")
     cases = {
         "/nowhere": "/nowhere/config.json",
-        str(other): "config.json has tie_word_embeddings False, this engine True",
+        str(other): "config.json has tie_word_embeddings False, but this engine has True",
         str(missing): f"parameter {NORM} is missing",
-        str(surplus): "model.safetensors has more.weight, this engine's model does not",
-        str(shaped): f"parameter {NORM} has shape (97,), the config says (96,)",
-        str(broken): f"parameter {NORM} holds NaN or infinity",
+        str(surplus): "model.safetensors has more.weight, but this engine's model does not",
+        str(shaped): f"parameter {NORM} has shape (97,), but the config requires (96,)",
+        str(broken): f"parameter {NORM} contains NaN or infinity",
     }
     for path, message in cases.items():
         status, reply = await trainer.post("/update_weights_from_disk", {"model_path": path, "weight_version": "9"})

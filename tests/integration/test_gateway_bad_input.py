@@ -28,8 +28,8 @@ NO_OBJECT = [b"null", b"[]", b"7", b'"x"']
 LIMITS = [0, -1, 1.5, "9", True, [], 10**400]
 CASES: dict[Wire, list[tuple[dict[str, Any], str]]] = {
     ANTHROPIC: [
-        ({"messages": []}, "messages must hold at least one message."),
-        ({"messages": None}, "messages must hold at least one message."),
+        ({"messages": []}, "messages must contain at least one message."),
+        ({"messages": None}, "messages must contain at least one message."),
         ({"messages": "go"}, "messages must be a list."),
         ({"messages": ["go"]}, "messages[0] must be an object."),
         (
@@ -55,7 +55,7 @@ CASES: dict[Wire, list[tuple[dict[str, Any], str]]] = {
         ({"model": 7}, "model must be a string."),
     ],
     CHAT: [
-        ({"messages": []}, "messages must hold at least one message."),
+        ({"messages": []}, "messages must contain at least one message."),
         ({"messages": [{"role": "wizard", "content": "go"}]}, "messages[0].role must be one of"),
         ({"messages": [*user("go"), {"role": "assistant", "content": "I"}]}, "an answer cannot be prefilled"),
         ({"messages": user([{"type": "image_url", "image_url": {"url": "data:,"}}])}, "reads text only"),
@@ -71,7 +71,7 @@ CASES: dict[Wire, list[tuple[dict[str, Any], str]]] = {
         ({"stream": 1}, "stream must be true or false."),
     ],
     RESPONSES: [
-        ({"input": [], "instructions": None}, "input must hold at least one message."),
+        ({"input": [], "instructions": None}, "input must contain at least one message."),
         ({"input": 7}, "input must be a"),
         ({"input": [{"role": "wizard", "content": "go"}]}, "input[0].role must be one of"),
         ({"input": user([{"type": "input_image", "image_url": "data:,"}])}, "reads text only"),

@@ -102,7 +102,7 @@ async def test_a_startup_error_is_reported_in_one_line(model_dir: Path, tmp_path
         assert "--state" in said
         code, said = await refusal("--engine", "http://127.0.0.1:9", *common)
         assert (code, len(said.splitlines())) == (EXIT_TRANSIENT, 1), said
-        assert "nothing listens at http://127.0.0.1:9" in said
+        assert "nothing is listening at http://127.0.0.1:9" in said
         assert "ClientConnectorError" not in said
         code, said = await refusal("--engine", engine.url, "--tokenizer", str(tmp_path), "--admin-token-file", token)
         assert code != 0

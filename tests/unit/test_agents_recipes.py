@@ -44,7 +44,9 @@ def test_builtin_agents_need_no_program() -> None:
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_a_missing_agent_is_refused_at_start(kind: AgentKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_agent_is_refused_at_startup(
+    kind: AgentKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=f"agent.kind: .*scripts/install_agents {kind.value}"):
         make_agent(AgentSection(kind=kind))

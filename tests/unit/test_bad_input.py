@@ -200,7 +200,7 @@ def test_weights_with_the_wrong_shape_are_refused(
     assert "model.layers.3" in refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
 
 
-def test_an_unsupported_architecture_default_is_refused_at_start(
+def test_a_default_that_contradicts_the_weights_is_refused_at_startup(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
     model = model_with(tmp_path, head_dim=None)
@@ -237,7 +237,7 @@ def test_a_bad_line_in_a_task_file_is_reported_by_number(
         ("subprocess", "debootstrap:bookworm"),
     ],
 )
-def test_an_image_that_can_never_boot_is_refused_at_start(
+def test_an_image_that_can_never_boot_is_refused_at_startup(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     recipe: Path,

@@ -15,7 +15,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.run.launch import refuse_short_evaluations
 
 
-def test_the_cheat_bench_has_every_pair() -> None:
+def test_the_cheat_bench_has_at_least_100_distinct_pairs() -> None:
     pairs = all_pairs()
     assert len(pairs) >= 100
     assert len({repository.name for repository, _ in pairs}) >= 12

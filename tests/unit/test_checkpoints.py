@@ -106,7 +106,7 @@ def with_files(root: Path, version: PolicyVersion) -> Path:
     ("damage", "reason"),
     [
         (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
-        (lambda path: (path / "megatron" / "shard").write_bytes(b"moments"), "has 7 bytes, 350 were written"),
+        (lambda path: (path / "megatron" / "shard").write_bytes(b"moments"), "has 7 bytes, but 350 were written"),
         (lambda path: (path / "megatron" / "shard").write_bytes(b"mOments" * 50), "its checksum differs"),
         (lambda path: (path / "headrace.json").write_bytes(b""), "is not a complete checkpoint"),
         (lambda path: [file.unlink() for file in path.rglob("*") if file.is_file()], "is not a complete checkpoint"),
@@ -141,10 +141,12 @@ def test_a_second_damaged_checkpoint_of_a_version_gets_another_name(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["aside-1.10", "aside-1.10-2"]
 
 
-def test_a_checkpoint_of_a_newer_headrace_is_refused_and_not_renamed(tmp_path: Path) -> None:
+def test_a_checkpoint_from_a_newer_version_is_refused_and_not_renamed(tmp_path: Path) -> None:
     path = with_files(tmp_path, PolicyVersion(1, 10))
     document = json.loads((path / "headrace.json").read_text())
     (path / "headrace.json").write_text(json.dumps(document | {"format": 2}))
-    with pytest.raises(CheckpointUnreadable, match="has format 2, this headrace reads 1: upgrade headrace"):
+    with pytest.raises(
+        CheckpointUnreadable, match="has format 2, but this version of headrace reads 1: upgrade headrace"
+    ):
         checkpoints.usable_checkpoint(tmp_path)
     assert path.is_dir()

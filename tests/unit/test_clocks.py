@@ -76,7 +76,7 @@ def test_a_configured_timeout_is_not_derived() -> None:
         ),
     ],
 )
-def test_contradictory_timeouts_are_refused_in_one_line_with_both_keys(
+def test_contradictory_timeouts_are_refused_in_one_line_naming_both_keys(
     overrides: list[str], names: tuple[str, str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -137,7 +137,7 @@ def test_an_in_place_pause_keeps_rows_and_splits_spans() -> None:
     assert core.moves == []
 
 
-def test_aborting_a_request_paused_in_place_takes_effect_at_the_end() -> None:
+def test_aborting_a_request_paused_in_place_takes_effect_when_the_pause_ends() -> None:
     core = scheduler(max_running=1)
     for name in ("running", "queued"):
         core.add(generation(name))

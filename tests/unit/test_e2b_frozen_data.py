@@ -69,7 +69,7 @@ def test_a_single_file_is_given_the_targets_name() -> None:
     ],
     ids=["no base64", "no tar", "cut", "large"],
 )
-def test_a_damaged_or_large_archive_is_refused(given: bytes, reason: str) -> None:
+def test_a_damaged_or_oversized_archive_is_refused(given: bytes, reason: str) -> None:
     with pytest.raises(FrozenPathRefused, match=reason):
         filtered(given, "/frozen", max_bytes=100)
 

@@ -132,7 +132,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["list", "status"])
-def test_commands_show_the_engines(run: Path, tmp_path: Path, command: str) -> None:
+def test_status_and_engine_list_show_the_engines(run: Path, tmp_path: Path, command: str) -> None:
     out = tmp_path / "out.json"
     arguments = ["engine", "list", "--run", str(run)] if command == "list" else ["status", str(run)]
     assert CliRunner().invoke(app, [*arguments, "--json", str(out)]).exit_code == 0

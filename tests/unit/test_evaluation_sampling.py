@@ -44,7 +44,7 @@ def test_evaluation_sampling_keys_affect_only_evaluation_sessions() -> None:
     assert training_terms(other) == training_terms(config())
 
 
-def test_different_sampling_is_a_different_evaluation() -> None:
+def test_every_sampling_key_changes_the_recipe_digest() -> None:
     keys = ("temperature=0", "top_p=0.9", "top_k=20", "max_tokens_per_turn=7", "max_sampled_tokens=99")
     digests = {recipe_digest(config(*overrides)) for overrides in [(), *((key,) for key in keys)]}
     assert len(digests) == 1 + len(keys)
@@ -64,7 +64,7 @@ def test_invalid_sampling_is_refused(override: str, said: str) -> None:
         config(override)
 
 
-def test_engines_get_the_longer_of_the_two_context_limits() -> None:
+def test_an_engine_context_limit_below_the_evaluations_is_refused() -> None:
     overrides = ["engines.max_context_tokens=300", "evaluation.sampling.max_context_tokens=301"]
     with pytest.raises(
         ConfigError, match=r"is below evaluation\.sampling\.max_context_tokens 301; raise engines\.max_context_tokens"

@@ -77,7 +77,7 @@ async def test_a_window_buffers_exactly_the_unacknowledged_pieces() -> None:
     assert await OutputWindow().after(0, 0.01) == ([], False)
 
 
-async def test_a_request_runs_once_until_its_result_is_delivered() -> None:
+async def test_equal_requests_run_once_until_the_result_is_delivered() -> None:
     runs = 0
     go = asyncio.Event()
 

@@ -44,7 +44,7 @@ def test_the_least_busy_engine_is_chosen(router: Router) -> None:
     assert router.choose(TWO, 0.0) == A
 
 
-def test_a_session_stays_on_its_engine_until_it_is_much_busier(router: Router) -> None:
+def test_a_session_stays_on_its_engine_unless_that_engine_is_much_busier(router: Router) -> None:
     assert router.choose(ONE, 0.0) == A
     for _ in range(2):
         router.begin(A)

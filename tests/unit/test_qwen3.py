@@ -118,7 +118,7 @@ def test_non_finite_values_are_refused(tiny_model_dir: Path, bad: float) -> None
     norm = torch.ones(96)
     weights.load("model.norm.weight", torch.full((96,), 3e38))
     norm[95] = bad
-    with pytest.raises(ModelInvalid, match=r"model\.norm\.weight holds NaN or infinity"):
+    with pytest.raises(ModelInvalid, match=r"model\.norm\.weight contains NaN or infinity"):
         weights.load("model.norm.weight", norm)
     with pytest.raises(ModelInvalid, match="parameter other has shape"):
         weights.load("other", norm)

@@ -272,7 +272,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(run_dir):
     about = resuming(run_dir, said)
     about.prepare()
     assert said[1].startswith(f"CHECKPOINT {second.version} IS LEFT OUT: ")
-    assert "has 693 bytes, 700 were written" in said[1]
+    assert "has 693 bytes, but 700 were written" in said[1]
     assert (root / f"aside-{second.version}" / "model").exists()
     assert about.report["checkpoint"] == str(first.version)
     assert list(about.report["checkpoints_left_out"]) == [str(second.version)]
@@ -282,7 +282,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(run_dir):
     ("change", "told"),
     [
         ({"chain": "", "previous_chain": "", "batches": [], "version": "1.2"}, None),
-        ({"format": 2}, "has format 2, this headrace reads 1: upgrade headrace"),
+        ({"format": 2}, "has format 2, but this version of headrace reads 1: upgrade headrace"),
     ],
 )
 def test_a_checkpoint_of_another_run_or_a_newer_version_is_refused_in_one_line(run_dir, change, told):

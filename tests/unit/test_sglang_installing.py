@@ -88,7 +88,7 @@ def test_an_environment_in_use_is_not_replaced(cache: Path) -> None:
     with subprocess.Popen((python, "-c", "input()"), stdin=subprocess.PIPE) as server:
         refused = run()
         assert (refused.returncode, refused.stdout) == (1, "")
-        assert f"processes [{server.pid}] run from it" in refused.stderr
+        assert f"processes [{server.pid}] are running from it" in refused.stderr
         assert python.exists()
         server.communicate(b"\n", timeout=60)
     assert run().returncode == 0

@@ -198,7 +198,7 @@ async def test_a_configured_port_is_not_replaced(rig: Rig) -> None:
 
 
 async def test_a_server_that_exits_or_does_not_respond_fails_to_start(rig: Rig) -> None:
-    with pytest.raises(EngineStartFailed, match=r"ended with 1.*the model is too large"):
+    with pytest.raises(EngineStartFailed, match=r"exited with 1.*the model is too large"):
         await SGLangProcess(rig.config("crash")).start()
     with pytest.raises(EngineStartFailed, match=r"start_timeout_s=0\.5"):
         await SGLangProcess(rig.config("silent", start_timeout_s=0.5)).start()

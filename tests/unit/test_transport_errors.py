@@ -32,7 +32,7 @@ async def test_a_missing_engine_gives_a_readable_error(closed_url: str) -> None:
         transport = Transport(EngineId("engine-0"), closed_url, http, timeout_s=5.0)
         with pytest.raises(EngineDown) as error:
             await transport.get("/model_info")
-    assert str(error.value) == f"engine-0: nothing listens at {closed_url}: Connection refused"
+    assert str(error.value) == f"engine-0: nothing is listening at {closed_url}: Connection refused"
 
 
 async def test_a_missing_gateway_gives_a_readable_error(closed_url: str) -> None:
