@@ -40,8 +40,8 @@ class StopReason(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
     """Result of a rollout's agent phase. `turns` counts the policy's answers, as far as the agent reports them;
-    `commands` are those that a white-box agent ran. The other fields are for agents that are programs: the exit code
-    (None while running), `result` (final message or error), and the end of the output."""
+    `commands` lists the commands that a white-box agent ran. The other fields are for agents that are programs: the
+    exit code (None while running), `result` (final message or error), and the end of the output."""
 
     stop: StopReason
     turns: int

@@ -24,7 +24,7 @@ class AgentKind(StrEnum):
     IMMEDIATE = "immediate"
     """Returns immediately; only for measuring the orchestration."""
     SIMULATED = "simulated"
-    """Takes time instead of working, over simulated engines; for replays and measurements."""
+    """Waits instead of working, usually with simulated engines; for replays and measurements."""
     CLAUDE_CODE = "claude-code"
     """Anthropic's program, in the sandbox; installed by `scripts/install_agents`, as are the following."""
     CODEX = "codex"
@@ -40,7 +40,7 @@ class AgentKind(StrEnum):
 class AgentSection(Section):
     kind: AgentKind | str = Field(default=AgentKind.SHELL, union_mode="left_to_right")
     """Agent that works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
-    `simulated` (only takes time), `immediate` (does nothing), or one from another package (docs/extending.md)."""
+    `simulated` (only waits), `immediate` (does nothing), or one from another package (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for an agent from another package."""
     turns: int = Field(default=50, ge=1)
@@ -65,7 +65,7 @@ class AgentSection(Section):
 
     @property
     def is_program(self) -> bool:
-        """True for an agent that is a program in the sandbox; agents from other packages count as running their own
+        """True for an agent that is a program in the sandbox; agents from other packages are assumed to run their own
         loop."""
         return not self.is_outside and self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
 

@@ -115,7 +115,7 @@ class DropReason(StrEnum):
     """Recorded reason for dropping a change."""
 
     TEST = "test file"
-    """One of the task's tests, or a file that its name marks as a test; restored from the base."""
+    """One of the task's tests, or a file whose name marks it as a test; restored from the base."""
     SETTING = "test setting"
     """conftest.py, pytest.ini, tox.ini and similar files; the test sections of pyproject.toml and setup.cfg."""
     STARTUP = "runs at interpreter start"
@@ -161,7 +161,7 @@ class FilteredDiff:
 
 def filter_diff(diff: bytes, rules: FilterRules, base: Mapping[str, bytes]) -> FilteredDiff:
     """Return the applicable part of a hostile diff. `base` holds the old content of every changed file named in
-    `settings_sections.SECTIONED`. Raises DiffRefused."""
+    `SECTIONED`. Raises DiffRefused."""
     files = parse_diff(diff)
     reasons: dict[str, DropReason] = {}
     kept: list[FileDiff] = []
@@ -231,7 +231,7 @@ def reason_for_path(path: str, test_files: frozenset[str], *, new: bool) -> Drop
 
 
 def is_test(path: str, test_files: frozenset[str]) -> bool:
-    """Return True for one of the task's test files, or for a path that its name marks as a test."""
+    """Return True for one of the task's test files, or for a path whose name marks it as a test."""
     if any(path == test or path.startswith(test + "/") or test.startswith(path + "/") for test in test_files):
         return True
     *folders, name = path.lower().split("/")

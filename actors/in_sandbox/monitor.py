@@ -106,7 +106,7 @@ class Sessions(threading.Thread):
 
 
 def ancestry(process: int) -> list[int]:
-    """Return a process and those of its ancestors that the kernel still knows."""
+    """Return a process and those of its ancestors that still exist."""
     line = []
     while process > 1:
         line.append(process)

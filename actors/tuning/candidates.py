@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Values to try; empty ones are derived from the recording."""
+    """Values to try; those left empty are derived from the recording."""
 
     slots: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()

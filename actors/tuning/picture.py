@@ -119,8 +119,8 @@ tr.recorded { background: #e8edf0 } pre { background: #f4f7f9; padding: 1rem; ov
 """
 
 LEGEND: Final = (
-    "<p>&gt; chosen, = recorded, * on the Pareto front. slow decile: share of the slowest tenth in what is trained, "
-    "over a tenth. reward: mean reward trained less mean reward issued.</p>"
+    "<p>&gt; chosen, = recorded, * on the Pareto front. slow decile: the slowest tenth's share of the trained "
+    "rollouts, divided by 0.1. reward: mean reward of trained rollouts minus that of issued ones.</p>"
 )
 
 

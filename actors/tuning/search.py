@@ -41,7 +41,7 @@ CONFIRMATIONS: Final = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """Effort of a search: `steps` per trial in the second round, a quarter of that (at least 8) in the first.
-    `processes` run trials in parallel. `within` as in `choose`."""
+    `processes` run trials in parallel. `within` is the tolerance of `choose`."""
 
     steps: int
     processes: int
