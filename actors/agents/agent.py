@@ -26,7 +26,7 @@ class StopReason(StrEnum):
     TURNS = "turns"
     """All allowed turns were used."""
     CONTEXT = "context"
-    """The conversation no longer fits the context budget."""
+    """The conversation no longer fits in the context budget."""
     LENGTH = "length"
     """An answer was truncated, or the budget of the session was used up; the truncated command was not run."""
     INVALID = "invalid"

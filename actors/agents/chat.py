@@ -44,7 +44,7 @@ class ChatFailed(Exception):
 
 
 class ChatContextExceeded(ChatFailed):
-    """The conversation no longer fits the context, which ends the agent."""
+    """The conversation no longer fits in the context, which ends the agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,12 @@
-"""The base class of agents that are programs: it prepares the sandbox, connects the gateway and runs the program.
+"""The base class of agents that are programs: it prepares the sandbox, connects it to the gateway and runs the program.
 
 Invariants:
 - The network of the sandbox stays off. While the agent is running, only the session's part of the gateway is reachable,
   on the sandbox's loopback interface. The sandbox holds no credential other than the session's token.
 - The program is either mounted read-only from the host or part of the task image. It runs as an unprivileged user with
   its own home directory unless the recipe sets another user.
-- The prompt is never an argument: on standard input it may have any length and may begin with a dash.
+- The prompt is passed on standard input, never as an argument, so that it may have any length and may begin with a
+  dash.
 - Cancelling `run` kills the program's process tree. If the program exits by itself, processes that outlive it can no
   longer reach the gateway. Output is kept up to a limit.
 - Problems found before the start raise AgentNotStarted. A program's exit code is reported but not judged, even if it is

@@ -26,15 +26,16 @@ class AgentKind(StrEnum):
     SIMULATED = "simulated"
     """Waits instead of working, usually with simulated engines; for replays and measurements."""
     CLAUDE_CODE = "claude-code"
-    """Anthropic's program, in the sandbox; installed by `scripts/install_agents`, as are the following."""
+    """Anthropic's program, which runs in the sandbox; `scripts/install_agents` installs this program and those
+    below."""
     CODEX = "codex"
-    """OpenAI's program, in the sandbox."""
+    """OpenAI's program, which runs in the sandbox."""
     MINI_SWE_AGENT = "mini-swe-agent"
-    """A small Python agent with at most one tool, in the sandbox."""
+    """A small Python agent with at most one tool, which runs in the sandbox."""
     QWEN_CODE = "qwen-code"
-    """Qwen's program, in the sandbox."""
+    """Qwen's program, which runs in the sandbox."""
     OPENCODE = "opencode"
-    """A program that supports many providers, in the sandbox."""
+    """A program that supports many model providers and runs in the sandbox."""
 
 
 class AgentSection(Section):

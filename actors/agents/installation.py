@@ -99,7 +99,7 @@ PINNED: Final = {
     "opencode": versions.OPENCODE,
     "qwen-code": f"{versions.QWEN_CODE}-node{versions.NODE}",
 }
-"""Versions used in the names of installation folders, by agent."""
+"""Pinned version of each agent, as it appears in the name of the installation folder."""
 
 
 def cache_folder() -> Path:

@@ -64,7 +64,7 @@ class SimulatedAgent:
         return ()
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
-        """Take all turns. Raises EngineUnavailable for a simulated turn that fails, ChatFailed for a real one."""
+        """Run all turns. Raises EngineUnavailable for a simulated turn that fails, ChatFailed for a real one."""
         if session.simulated is None:
             return await self._converse(session, task)
         policy, config = session.simulated, self._config

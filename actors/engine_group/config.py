@@ -40,10 +40,10 @@ class EnginesConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: Literal["cpu", "sglang", "simulated"] = "cpu"
-    """Kind of the `count` engines: `cpu` is the embedded engine, `sglang` starts SGLang servers, `simulated` takes time
-    instead of computing, for the simulated agent and learner."""
+    """Kind of the `count` engines: `cpu` is the embedded engine, `sglang` starts SGLang servers, `simulated` only takes
+    the time that engines would take, for use with the simulated agent and learner."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the engines. The embedded engine supports the CPU only."""
+    """Device of the engines. The embedded engine supports only the CPU."""
     simulated: SimulatedEnginesConfig = SimulatedEnginesConfig()
     """Settings of simulated engines."""
     sglang: SGLangSection = SGLangSection()
@@ -67,7 +67,7 @@ class EnginesConfig(BaseModel):
     max_running: int = Field(default=64, ge=1)
     """Maximum number of sequences that one engine decodes concurrently."""
     max_context_tokens: int | None = Field(default=None, ge=16)
-    """Maximum tokens of prompt and answer together; None uses sampling.max_context_tokens."""
+    """Maximum number of tokens of prompt and answer together; None uses sampling.max_context_tokens."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Time limit from start to the first answer. Importing torch takes seconds; loading a large model takes minutes."""
     health_timeout_s: float = Field(default=10.0, gt=0)

@@ -85,7 +85,7 @@ def new_breaker() -> CircuitBreaker:
 class EngineEntry:
     """State of one engine. An engine and its replacements share a `place`. `reason` explains why it is not serving;
     `misses` counts consecutive health checks without an answer; `answers` is False from a failure until it answers
-    again. `cache_namespace` is sent with its requests: its version, where pushes are in place."""
+    again. `cache_namespace` is sent with the engine's requests; it is the engine's version if pushes are in place."""
 
     engine_id: EngineId
     place: str

@@ -2,7 +2,7 @@
 
 Invariants:
 - No kept change touches a forbidden path: a test, a test setting, a file that Python runs at startup, one of git's own
-  files, or a path outside the tree. The tests stay those of the base.
+  files, or a path outside the tree. The tests are always those of the base.
 - Kept changes affect only regular text files below a size cap.
 - Every dropped change is recorded with its path and the reason.
 - For a file with test sections, the result is provably the patched file with the base's test sections. Where that
@@ -129,7 +129,7 @@ class DropReason(StrEnum):
     BINARY = "binary"
     SIZE = "over the size cap"
     PATH = "unsafe path"
-    """A path that is absolute, contains `..`, empty parts or control characters, or is not UTF-8."""
+    """A path that is absolute, that contains `..`, empty parts or control characters, or that is not UTF-8."""
     MODE = "no regular file"
 
 
@@ -152,7 +152,7 @@ class FilterRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilteredDiff:
-    """Result of the filter; `diff` is the input of `git apply`."""
+    """Result of the filter; `diff` can be passed to `git apply`."""
 
     diff: bytes = b""
     kept: tuple[str, ...] = ()
@@ -160,8 +160,8 @@ class FilteredDiff:
 
 
 def filter_diff(diff: bytes, rules: FilterRules, base: Mapping[str, bytes]) -> FilteredDiff:
-    """Return the applicable part of a hostile diff. `base` holds the old content of every changed file named in
-    `SECTIONED`. Raises DiffRefused."""
+    """Return the part of a hostile diff that may be applied. `base` holds the old content of every changed file named
+    in `SECTIONED`. Raises DiffRefused."""
     files = parse_diff(diff)
     reasons: dict[str, DropReason] = {}
     kept: list[FileDiff] = []

@@ -45,7 +45,7 @@ class _CleanSandboxes(ResourceOwner):
         self._pool = pool
         self._lease_s = lease_s
         self.judged = 0
-        """Number of clean sandboxes whose work succeeded."""
+        """Number of evaluation steps that have succeeded, each in a clean sandbox of its own."""
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
@@ -92,7 +92,7 @@ class Evaluator(ResourceOwner):
         return self
 
     async def begin(self, requests: dict[str, EvaluationRequest]) -> Results[Verdict]:
-        """Start evaluations, by key; see `operations.Operator`."""
+        """Start the requested evaluations, which are identified by key; see `operations.Operator`."""
         return await self._evaluations.begin(requests)
 
     async def fetch(self, keys: list[str]) -> Results[Verdict]:

@@ -45,7 +45,7 @@ class Report:
 
     @property
     def skipped(self) -> frozenset[str]:
-        """Skipped ids and modules."""
+        """Ids and modules that were skipped."""
         return self.having("skipped") | {name for name, result in self.uncollected.items() if result == "skipped"}
 
     def having(self, result: str) -> frozenset[str]:

@@ -114,8 +114,8 @@ class _Passed:
 
 @dataclass(slots=True)
 class _Grading:
-    """Grading of one diff; `dropped` are the changes that the filter dropped. All methods raise DiffRefused, RunBroken,
-    ReportUntrusted, SandboxError."""
+    """Grading of one diff; `dropped` lists the changes that the filter dropped. All methods raise DiffRefused,
+    RunBroken, ReportUntrusted, SandboxError."""
 
     task: Task
     left: LeftDiff

@@ -217,7 +217,7 @@ class Reporter:
             return []
 
     def doctests(self, items: list[Any]) -> list[Any]:
-        """Return canaries as doctests, with the runner of the first doctest."""
+        """Return canaries as doctests that use the runner of the first doctest."""
         made: list[Any] = []
         first: Any = next(filter(is_doctest, items), None)
         if not hasattr(first, "from_parent"):

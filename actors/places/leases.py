@@ -32,7 +32,8 @@ HEARTBEATS: Final = 4
 
 
 class SandboxConnections(ResourceOwner):
-    """Attaching providers of all kinds, with one connection per launcher; closing them does not end any sandbox."""
+    """Providers of all kinds that attach to running sandboxes, with one connection per launcher; closing them does not
+    end any sandbox."""
 
     def __init__(self) -> None:
         super().__init__()

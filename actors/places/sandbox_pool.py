@@ -67,7 +67,7 @@ class SandboxPool(ResourceOwner):
         return self
 
     async def begin(self, requests: dict[str, LeaseRequest]) -> Results[Lease]:
-        """Start leases, by key; see `operations.Operator`."""
+        """Start the requested leases, which are identified by key; see `operations.Operator`."""
         return await self._leases.begin(requests)
 
     async def fetch(self, keys: list[str]) -> Results[Lease]:

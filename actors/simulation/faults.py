@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
 
 PATIENCE_S: Final = 6 * 3600.0
-"""Time that the run may take after the storm; a run of a few steps needs minutes."""
+"""Maximum time that the run may take after the storm; a run of a few steps needs minutes."""
 LEASES_S: Final = 3 * LEASE_S
 """Time after which every sandbox lease has expired and a sweep has run."""
 SETTLE_S: Final = 600.0

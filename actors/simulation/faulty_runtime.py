@@ -275,7 +275,7 @@ class FaultyRuntime:
         await asyncio.wait([self._lives[cell.name]])
 
     async def stats(self, actor: object) -> tuple[int, int]:
-        """Return (number of the incarnation, 0). Raises ActorLost while the actor is down."""
+        """Return (incarnation number, 0). Raises ActorLost while the actor is down."""
         cell = cast("Proxy", actor)._cell  # noqa: SLF001 - the proxy is ours
         if cell.current is None:
             raise ActorLost(f"actor {cell.name} is down")

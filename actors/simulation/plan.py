@@ -74,7 +74,7 @@ class SimulationPlan(BaseModel):
     steps: int = Field(default=100, ge=1)
     """Number of optimizer updates. The first half of them, but at most 30, is the warm-up and is not measured."""
     seed: int = Field(default=0, ge=0)
-    """Random seed of durations, rewards, task order and everything else."""
+    """Random seed for durations, rewards, task order and everything else."""
     durations: DurationsConfig = DurationsConfig()
     """Duration of an agent's work on one rollout."""
     learner_s: float = Field(default=240.0, ge=0)

@@ -31,7 +31,7 @@ PANELS: Final[tuple[tuple[str, str, Figure], ...]] = (
 )
 MARKERS: Final = {"carry": "o", "abort": "X"}
 BOUNDS: Final = ("#9ccfe7", WATER, DEEP)
-"""Colors of bounds, in ascending order."""
+"""Colors of the staleness bounds, in ascending order of the bounds."""
 SPARE: Final = 1.6
 """Settings slower than the chosen one by more than this factor are left out, except for the recorded one."""
 
