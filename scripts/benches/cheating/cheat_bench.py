@@ -150,7 +150,7 @@ class CheatBench:
 
 
 def all_pairs() -> list[tuple[CheatRepository, Cheat]]:
-    """Return every cheat for every repository, and the additional cheats for a few."""
+    """Return every cheat paired with every repository, and the additional cheats paired with a few of them."""
     every = [(repository, cheat) for repository in REPOSITORIES for cheat in CHEATS]
     few = [repository for repository in REPOSITORIES if repository.name in MORE_AGAINST]
     return every + [(repository, cheat) for repository in few for cheat in MORE_CHEATS]

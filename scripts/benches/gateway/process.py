@@ -115,7 +115,7 @@ class _Watch:
             self.collection_s = max(self.collection_s, time.perf_counter() - self._collecting_since)
 
     def callbacks(self) -> None:
-        """Time every callback of asyncio's own loop, steps of tasks included."""
+        """Time every callback of asyncio's own loop, including task steps."""
         run = asyncio.Handle._run  # noqa: SLF001 - all callbacks run through this method
 
         def timed(handle: asyncio.Handle) -> None:
