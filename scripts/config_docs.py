@@ -23,7 +23,7 @@ SET_BY_THE_RUN = {
 HEAD = """# Configuration
 
 A recipe is a TOML file (`scripts/recipes/*.toml`); its tables are the headings below. `--set table.key=value` overrides
-a key. Unknown keys, wrong types and impossible combinations are refused at start. Where a default is derived from
+a key. Unknown keys, wrong types and impossible combinations are refused at startup. Where a default is derived from
 other keys, the run's `config.json` has its value. `scripts/config_docs.py` writes this page from the models in the
 code.
 """

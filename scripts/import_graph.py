@@ -91,7 +91,7 @@ def misplaced(graph: Mapping[str, set[str]]) -> list[str]:
     """Return the violations of each package's order: imports that go upwards in it, and modules or folders missing from
     it."""
     units = sorted({(name.split(".")[0], name.split(".")[1]) for name in graph if "." in name})
-    problems = [f"{package}/{unit} stands in no order" for package, unit in units if unit not in ORDER[package]]
+    problems = [f"{package}/{unit} is missing from ORDER" for package, unit in units if unit not in ORDER[package]]
     for name, imported in sorted(graph.items()):
         problems += [
             f"{name} imports {other}, which is above it" for other in sorted(imported) if _is_above(other, name)

@@ -23,7 +23,7 @@ def render(text: str) -> str:
     mapped = ", ".join(f'"headrace.{name}" = "{name.replace(".", "/")}"' for name in packages())
     text, lists = LISTED.subn(f"packages = [\n{listed}]", text)
     text, maps = MAPPED.subn(f"package-dir = {{ {mapped} }}", text)
-    assert (lists, maps) == (1, 1), "pyproject.toml has another form than this script knows"
+    assert (lists, maps) == (1, 1), "pyproject.toml does not have the form that this script expects"
     return text
 
 

@@ -66,7 +66,7 @@ def name_of(node: ast.AST) -> str:
 
 def single_callers(found: list[tuple[Definition, Path]], root: Path) -> list[str]:
     """Report too large a share of private functions that are called once and not otherwise named in their module: such
-    code is cut into pieces that hide nothing, and belongs in the caller."""
+    functions hide nothing, and their code belongs in the caller."""
     total, single = 0, []
     for path in sorted({path for _, path in found}):
         nodes = list(ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))))
@@ -95,7 +95,7 @@ def problems_of(root: Path) -> list[str]:
     """Return every violated bound in the packages below `root`."""
     graph, found = import_graph(root), definitions(root)
     circle = cycle(graph)
-    circles = [f"these import each other in a circle: {' -> '.join(circle)}"] if circle else []
+    circles = [f"these modules import each other in a cycle: {' -> '.join(circle)}"] if circle else []
     sizes = [*long_functions(found), *large_classes(found), *single_callers(found, root), *large_folders(root)]
     return [*circles, *misplaced(graph), *sizes]
 

@@ -26,7 +26,7 @@ class StopReason(StrEnum):
     TURNS = "turns"
     """All allowed turns were used."""
     CONTEXT = "context"
-    """The conversation no longer fits the context budget."""
+    """The conversation no longer fits in the context budget."""
     LENGTH = "length"
     """An answer was truncated, or the budget of the session was used up; the truncated command was not run."""
     INVALID = "invalid"
@@ -40,8 +40,8 @@ class StopReason(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
     """Result of a rollout's agent phase. `turns` counts the policy's answers, as far as the agent reports them;
-    `commands` are those that a white-box agent ran. The other fields are for agents that are programs: the exit code
-    (None while running), `result` (final message or error), and the end of the output."""
+    `commands` lists the commands that a white-box agent ran. The other fields are for agents that are programs: the
+    exit code (None while running), `result` (final message or error), and the end of the output."""
 
     stop: StopReason
     turns: int

@@ -44,7 +44,7 @@ class ChatFailed(Exception):
 
 
 class ChatContextExceeded(ChatFailed):
-    """The conversation no longer fits the context, which ends the agent."""
+    """The conversation no longer fits in the context, which ends the agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +72,10 @@ class Chat(Protocol):
 
 
 class NoChat:
-    """Placeholder for agents without a policy."""
+    """Placeholder for `Chat` in runs without a gateway; every call fails."""
 
     async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
-        """Raises ChatFailed."""
+        """Always raises ChatFailed."""
         raise ChatFailed("this run has simulated engines and no gateway: choose an agent that does not chat")
 
 

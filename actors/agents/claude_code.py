@@ -1,8 +1,8 @@
 """The agent Claude Code, which uses Anthropic's binary and the Messages API.
 
-It sometimes chooses models itself (a subagent uses a small one); the session's model name policy decides which model
-answers. It would otherwise compact the conversation at its own default window, so it is given the session's context
-limit.
+Claude Code sometimes chooses models itself (a subagent uses a small one); the session's model name policy decides which
+model answers. It would otherwise compact the conversation at its own default window, so it is given the session's
+context limit.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ClaudeCodeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     bare: bool = False
-    """Whether to start it with `--bare`, which gives 3 tools and a prompt of 1,000 tokens instead of 24 tools and
-    20,000 tokens."""
+    """Whether to start Claude Code with `--bare`, which gives 3 tools and a prompt of 1,000 tokens instead of 24 tools
+    and 20,000 tokens."""
 
 
 class ClaudeCode(CliAgent):

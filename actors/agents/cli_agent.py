@@ -1,11 +1,12 @@
-"""The base class of agents that are programs: it prepares the sandbox, connects the gateway and runs the program.
+"""The base class of agents that are programs: it prepares the sandbox, connects it to the gateway and runs the program.
 
 Invariants:
 - The network of the sandbox stays off. While the agent is running, only the session's part of the gateway is reachable,
   on the sandbox's loopback interface. The sandbox holds no credential other than the session's token.
 - The program is either mounted read-only from the host or part of the task image. It runs as an unprivileged user with
   its own home directory unless the recipe sets another user.
-- The prompt is never an argument: on standard input it may have any length and may begin with a dash.
+- The prompt is passed on standard input, never as an argument, so that it may have any length and may begin with a
+  dash.
 - Cancelling `run` kills the program's process tree. If the program exits by itself, processes that outlive it can no
   longer reach the gateway. Output is kept up to a limit.
 - Problems found before the start raise AgentNotStarted. A program's exit code is reported but not judged, even if it is
@@ -45,7 +46,7 @@ _STDERR_BYTES: Final = 8192
 _SIGKILL: Final = 9
 _START: Final = """
 for place in "$HOME" .; do
-  [ -w "$place" ] || { echo "$place ($(pwd)) is not writable for the agent: check user" >&2; exit 126; }
+  [ -w "$place" ] || { echo "$place ($(pwd)) is not writable by the agent: check user" >&2; exit 126; }
 done
 eval "$1"
 exec < "$2"
@@ -63,10 +64,11 @@ class ProgramConfig(BaseModel):
     folder: Path | None = None
     """Folder of the agent on this host; None for the one created by `scripts/install_agents`."""
     in_image: str = ""
-    """Program in the task image to run instead, for sandboxes that cannot mount this host's folders."""
+    """Program in the task image to run instead of an installed one, for sandboxes that cannot mount this host's
+    folders."""
     user: str = "1000"
-    """User that runs the program: a user name that exists in the image, or a number. Ownership of the working directory
-    is given to this user, which copies every image file in it; with `root`, nothing is copied."""
+    """User that runs the program: a user name that exists in the image, or a number. This user is made the owner of the
+    working directory, which copies every image file in it; with `root`, nothing is copied."""
     home: str = Field(default="/home/agent", pattern=r"^/[^\x00]+$")
     """Home directory of the agent; it is created and given to the user."""
     working_directory: str = ""
@@ -183,7 +185,8 @@ class OutputTail:
 
 
 def result_event(printed: OutputTail, *, failure: str) -> ProgramEnd:
-    """Return how a program ended, from the `result` event of its JSON stream; `failure` is the field with the error."""
+    """Return how a program ended, from the `result` event of its JSON stream; `failure` names the field with the
+    error."""
     for event in printed.events():
         match event:
             case {"type": "result", **rest}:
@@ -210,7 +213,7 @@ class CliAgent(ABC):
 
     @abstractmethod
     def launch(self, context: LaunchContext) -> Launch:
-        """Return the command to start."""
+        """Return the command line, environment and files with which to start the program."""
         ...
 
     @abstractmethod

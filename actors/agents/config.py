@@ -24,23 +24,24 @@ class AgentKind(StrEnum):
     IMMEDIATE = "immediate"
     """Returns immediately; only for measuring the orchestration."""
     SIMULATED = "simulated"
-    """Takes time instead of working, over simulated engines; for replays and measurements."""
+    """Waits instead of working, usually with simulated engines; for replays and measurements."""
     CLAUDE_CODE = "claude-code"
-    """Anthropic's program, in the sandbox; installed by `scripts/install_agents`, as are the following."""
+    """Anthropic's program, which runs in the sandbox; `scripts/install_agents` installs this program and those
+    below."""
     CODEX = "codex"
-    """OpenAI's program, in the sandbox."""
+    """OpenAI's program, which runs in the sandbox."""
     MINI_SWE_AGENT = "mini-swe-agent"
-    """A small Python agent with at most one tool, in the sandbox."""
+    """A small Python agent with at most one tool, which runs in the sandbox."""
     QWEN_CODE = "qwen-code"
-    """Qwen's program, in the sandbox."""
+    """Qwen's program, which runs in the sandbox."""
     OPENCODE = "opencode"
-    """A program that supports many providers, in the sandbox."""
+    """A program that supports many model providers and runs in the sandbox."""
 
 
 class AgentSection(Section):
     kind: AgentKind | str = Field(default=AgentKind.SHELL, union_mode="left_to_right")
     """Agent that works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
-    `simulated` (only takes time), `immediate` (does nothing), or one from another package (docs/extending.md)."""
+    `simulated` (only waits), `immediate` (does nothing), or one from another package (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for an agent from another package."""
     turns: int = Field(default=50, ge=1)
@@ -65,7 +66,7 @@ class AgentSection(Section):
 
     @property
     def is_program(self) -> bool:
-        """True for an agent that is a program in the sandbox; agents from other packages count as running their own
+        """True for an agent that is a program in the sandbox; agents from other packages are assumed to run their own
         loop."""
         return not self.is_outside and self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
 

@@ -32,7 +32,7 @@ EVERY_RUN: Final = ("claude-code", "codex", "mini-swe-agent")
 """Agents that the default tests need."""
 _TIMEOUT_S: Final = 900.0
 _ARCHITECTURES: Final = {"x86_64": ("x64", "x86_64"), "aarch64": ("arm64", "aarch64")}
-"""Names of this machine's architecture in npm packages and in Rust targets."""
+"""Names of each machine architecture in npm packages and in Rust targets."""
 _BUILDING, _NPM = ".building-", ".npm-"
 _SYSTEM_PYTHON: Final = "/usr/bin/python3"
 """Python interpreter of the image `host`."""
@@ -99,7 +99,7 @@ PINNED: Final = {
     "opencode": versions.OPENCODE,
     "qwen-code": f"{versions.QWEN_CODE}-node{versions.NODE}",
 }
-"""Versions used in the names of installation folders, by agent."""
+"""Pinned version of each agent, as it appears in the name of the installation folder."""
 
 
 def cache_folder() -> Path:
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--all", action="store_true", help="install all agents")
     parser.add_argument("--latest", action="store_true", help="install the newest versions instead of the pinned ones")
-    parser.add_argument("--python", metavar="X.Y", help="Python version of the image, for mini-swe-agent")
+    parser.add_argument("--python", metavar="X.Y", help="Python version of the task image (only for mini-swe-agent)")
     given = parser.parse_args(arguments)
     if unknown := sorted(set(given.names) - set(PINNED)):
         parser.error(f"{', '.join(unknown)}: unknown agent; choose from {', '.join(PINNED)}")

@@ -32,8 +32,8 @@ class MiniSweAgentConfig(BaseModel):
     mode: MiniMode = MiniMode.TOOL
     """`tool` or `text`."""
     python: str = "python3"
-    """The image's Python interpreter that runs the installed packages; they must have been installed for its version.
-    Ignored with `in_image`, which must be a Python interpreter that has minisweagent and litellm itself."""
+    """Python interpreter in the image that runs the installed packages; they must have been installed for its version.
+    Ignored with `in_image`, which must then be a Python interpreter with minisweagent and litellm installed."""
     command_timeout_s: int = Field(default=60, ge=1)
     """Deadline for one of the policy's commands."""
 

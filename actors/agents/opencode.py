@@ -1,4 +1,5 @@
-"""The agent opencode, which uses Chat Completions. Besides the first turn, it makes a call to name its conversation."""
+"""The agent opencode, which uses Chat Completions. In addition to the first turn, it makes a call to generate a title
+for its conversation."""
 
 from __future__ import annotations
 

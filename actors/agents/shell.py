@@ -55,10 +55,11 @@ class ShellAgent:
         return ()
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
-        """Ask the policy, run its command and show the output, until it exits or a limit ends it.
+        """Ask the policy for a command, run it and show the policy the output, until the policy exits or a limit is
+        reached.
 
         Raises:
-            ChatFailed: the gateway failed or refused.
+            ChatFailed: the gateway failed or refused the request.
             SandboxError: the sandbox died; a command's own timeout is an observation instead.
         """
         messages = [ChatMessage(role="user", content=task.instruction)]

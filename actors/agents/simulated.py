@@ -1,7 +1,7 @@
 """The simulated agent, which takes time instead of working; for virtual time, replays and measurements.
 
 Invariants:
-- A rollout's duration, the split of that duration over turns, and the rollout's failures depend only on the seed, the
+- A rollout's duration, the split of that duration into turns, and the rollout's failures depend only on the seed, the
   task, the rollout and the attempt.
 - The agent runs one command in its sandbox (which does nothing in a simulated sandbox) and asks the engines for every
   turn. Simulated engines take the time of the turn; real engines answer through the gateway, and their time counts
@@ -45,11 +45,11 @@ class SimulatedAgentConfig(BaseModel):
     generating_share: float = Field(default=0.5, ge=0, le=1)
     """Share of a turn's time that the engines take; tools take the rest."""
     failing_turns: float = Field(default=0.0, ge=0, le=1)
-    """Probability that the engines fail a turn, which ends the rollout as infra."""
+    """Probability that the engines fail a turn, which ends the rollout with outcome infra."""
     stuck_turns: float = Field(default=0.0, ge=0, le=1)
     """Probability that a turn never ends; the deadline of the agent then ends the rollout."""
     seed: int = 0
-    """Random seed for durations, their split, and failing or stuck turns."""
+    """Random seed for durations, their split into turns, and failing or stuck turns."""
 
 
 class SimulatedAgent:
@@ -64,7 +64,7 @@ class SimulatedAgent:
         return ()
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
-        """Take all turns. Raises EngineUnavailable for a simulated turn that fails, ChatFailed for a real one."""
+        """Run all turns. Raises EngineUnavailable for a simulated turn that fails, ChatFailed for a real one."""
         if session.simulated is None:
             return await self._converse(session, task)
         policy, config = session.simulated, self._config

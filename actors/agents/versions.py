@@ -18,7 +18,7 @@ NODE: Final = "20.20.2"
 MINI_SWE_AGENT: Final = "2.4.6"
 LITELLM: Final = "1.106.2"
 MCP: Final = "2.3.0"
-"""Imported by litellm for tool calls, but not declared as a requirement."""
+"""Version of mcp, which litellm imports for tool calls but does not declare as a requirement."""
 MINI_SWE_AGENT_REQUIREMENTS: Final = (
     "aiohappyeyeballs==2.7.1",
     "aiohttp==3.14.5",

@@ -40,10 +40,10 @@ class EnginesConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: Literal["cpu", "sglang", "simulated"] = "cpu"
-    """Kind of the `count` engines: `cpu` is the embedded engine, `sglang` starts SGLang servers, `simulated` takes time
-    instead of computing, for the simulated agent and learner."""
+    """Kind of the `count` engines: `cpu` is the embedded engine, `sglang` starts SGLang servers, `simulated` only takes
+    the time that engines would take, for use with the simulated agent and learner."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the engines. The embedded engine supports the CPU only."""
+    """Device of the engines. The embedded engine supports only the CPU."""
     simulated: SimulatedEnginesConfig = SimulatedEnginesConfig()
     """Settings of simulated engines."""
     sglang: SGLangSection = SGLangSection()
@@ -51,14 +51,15 @@ class EnginesConfig(BaseModel):
     count: int = Field(default=2, ge=0)
     """Number of engines that the group starts; 0 requires `attach` or `router`."""
     placement: Placement = Placement.LOCAL
-    """Placement of those engines: `local` on this host, or `ray`, one actor each, spread over the cluster's hosts."""
+    """Placement of the engines that the group starts: `local` on this host, or `ray`, one actor each, spread over the
+    cluster's hosts."""
     attach: tuple[str, ...] = ()
     """Base URLs of running servers (SGLang, or `headrace engine serve`) to attach; they are never killed."""
     router: str | None = None
     """Base URL of an sglang-router, whose workers are attached and removed as its list changes. Turns and pushes go to
     the workers directly."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of devices of one SGLang server."""
+    """Number of devices that one SGLang server uses."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of SGLang's weights; `auto` uses the model's."""
     cpus: float = Field(default=1.0, ge=0)
@@ -66,7 +67,7 @@ class EnginesConfig(BaseModel):
     max_running: int = Field(default=64, ge=1)
     """Maximum number of sequences that one engine decodes concurrently."""
     max_context_tokens: int | None = Field(default=None, ge=16)
-    """Maximum tokens of prompt and answer together; None uses sampling.max_context_tokens."""
+    """Maximum number of tokens of prompt and answer together; None uses sampling.max_context_tokens."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Time limit from start to the first answer. Importing torch takes seconds; loading a large model takes minutes."""
     health_timeout_s: float = Field(default=10.0, gt=0)
@@ -76,7 +77,8 @@ class EnginesConfig(BaseModel):
     """Number of consecutive missed health checks after which an engine is replaced, or, if it is attached, taken out of
     routing. An engine whose process is dead is replaced at once."""
     drain_timeout_s: float = Field(default=10.0, gt=0)
-    """Time in which an engine that is being removed may finish its requests; the rest continue on another engine."""
+    """Time in which an engine that is being removed may finish its requests; those that remain continue on another
+    engine."""
 
     @property
     def is_simulated(self) -> bool:
@@ -99,7 +101,7 @@ class EnginesConfig(BaseModel):
     def _fits(self) -> Self:
         if not self.count and not self.attach and not self.router:
             raise ValueError(
-                "engines.count is 0 and nothing is attached: raise it, or list servers in engines.attach or set "
+                "engines.count is 0 and nothing is attached: raise it, list servers in engines.attach, or set "
                 "engines.router"
             )
         if self.is_simulated and (self.attach or self.router or not self.count):
@@ -109,19 +111,23 @@ class EnginesConfig(BaseModel):
         if self.backend == "cpu" and self.count:
             if self.device != "cpu":
                 raise ValueError(
-                    f"engines.backend cpu, the embedded engine, does not support device {self.device}: set backend to "
-                    "sglang"
+                    f"engines.backend cpu, the embedded engine, does not support device {self.device}: set "
+                    "engines.backend to sglang"
                 )
             if self.tensor_parallel > 1:
-                raise ValueError("engines.tensor_parallel needs SGLang: set engines.backend to sglang, or it to 1")
+                raise ValueError(
+                    "engines.tensor_parallel > 1 needs SGLang: set engines.backend to sglang, or "
+                    "engines.tensor_parallel to 1"
+                )
             if self.dtype != "auto":
                 raise ValueError(
-                    "engines.dtype needs SGLang, because the embedded engine uses the model's own: leave it auto"
+                    "engines.dtype needs SGLang, because the embedded engine uses the model's own data type: leave "
+                    "engines.dtype at auto"
                 )
         seen: dict[tuple[str, int], str] = {}
         for url in self.attach:
             if (other := seen.setdefault(address(url), url)) is not url:
-                raise ValueError(f"engines.attach: {other} and {url} are one address; list it once")
+                raise ValueError(f"engines.attach: {other} and {url} are the same address; list it once")
         return self
 
 

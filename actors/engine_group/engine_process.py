@@ -80,7 +80,7 @@ class PlacedProcess:
 
 
 class AttachedServer:
-    """Attached server, which is managed by others."""
+    """Attached server, which the group does not manage."""
 
     async def is_alive(self) -> bool:
         return True

@@ -1,7 +1,7 @@
 """Fleet of engines: starts, attaches and ends them. The registry holds their states.
 
 Invariants:
-- Every engine that has answered is in the registry and in `members`, and leaves both at once.
+- Every engine that has answered is in the registry and in `members`, and leaves both at the same time.
 - A start that fails or is cancelled leaves no process and frees its slot.
 - Nothing here needs the group's lock: an engine joins or leaves in one step of the event loop.
 - A slot is free when the process that held it is dead.
@@ -94,7 +94,7 @@ class Fleet:
                 starting = [tasks.create_task(self._start(place)) for place in free]
         failures = [failure for task in starting if (failure := task.result()) is not None]
         for failure in failures:
-            logger.warning("an engine did not start; the supervision tries again: %s", failure)
+            logger.warning("an engine did not start; the supervision will try again: %s", failure)
         return failures
 
     async def attach(self, url: str, origin: Origin) -> EngineId:
@@ -197,7 +197,7 @@ class Fleet:
             member = await begin(engine_id, self.started)
             try:
                 if not self._registry.stands(engine_id, EngineState.STARTING):
-                    raise EngineGroupError(f"{engine_id} was removed while it started")
+                    raise EngineGroupError(f"{engine_id} was removed while it was starting")
                 self._registry.answered(engine_id, url=member.client.url, version=None)
             except EngineGroupError:
                 await asyncio.shield(member.handle.kill())

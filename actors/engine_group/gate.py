@@ -65,4 +65,4 @@ async def call_gateway(call: Awaitable[object]) -> None:
     except (ActorLost, TimeoutError):
         pass
     except Exception:
-        logger.exception("the call of the gateway failed")
+        logger.exception("the call to the gateway failed")

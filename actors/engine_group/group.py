@@ -158,7 +158,9 @@ class EngineGroup:
                 await self._bring_up_to_date(at_once=True)
             await self._publisher.publish()
             if not self._serves(snapshot):
-                raise EngineUnavailable(f"no engine took version {snapshot.version}: see engines/*.log in the run")
+                raise EngineUnavailable(
+                    f"no engine took version {snapshot.version}: see engines/*.log in the run directory"
+                )
 
     async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
         """Return True if any engine is getting traffic. Waits until the result differs from `unlike`, for at most
@@ -337,7 +339,7 @@ class EngineGroup:
             try:
                 await self._bring_up_to_date()
             except PolicyError:
-                logger.exception("engines could not be brought up to date; the next supervision tries again")
+                logger.exception("engines could not be brought up to date; the next supervision pass will try again")
 
 
 async def _repeat(action: Callable[[], Awaitable[object]]) -> None:

@@ -122,7 +122,7 @@ ROUTER_TIMEOUT_S = 5.0
 
 
 async def router_workers(url: str, http: aiohttp.ClientSession) -> tuple[str, ...] | None:
-    """Return the base URLs of the router's workers, None when they cannot be read."""
+    """Return the base URLs of the router's workers, or None if the router did not list them."""
     try:
         async with asyncio.timeout(ROUTER_TIMEOUT_S), http.get(url.rstrip("/") + "/workers") as response:
             status, payload = response.status, await response.read()

@@ -67,7 +67,7 @@ class PushJournal:
         self._retention = retention
         self._version, self._shards = "", 1
         self.sent_to: set[EngineId] = set()
-        """Engines to which this push has sent tensors."""
+        """Engines to which the current push has sent tensors."""
 
     def begin(self, snapshot: WeightsSnapshot) -> None:
         """Begin journalling a push of this snapshot."""

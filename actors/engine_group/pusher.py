@@ -3,7 +3,8 @@
 Invariants:
 - The caller holds the group's lock: one push runs at a time.
 - An engine serves after a push only if that push reports that the engine took the weights completely. An engine leaves
-  quarantine only after a push to it alone, with checksums equal to the snapshot's or to those of a serving engine.
+  quarantine only when a push to it alone has succeeded and its checksums equal the snapshot's or those of a serving
+  engine.
 - A push whose sender died is repeated once, for the engines that it did not reach.
 - The members file is written before the gateway gets the corresponding routing table.
 - Table versions only increase: the high bits are the group's incarnation, which increases with every restart of the
@@ -118,7 +119,7 @@ class Pusher:
         self._settled = settled
         self._last_push_s: float | None = None
         self.pushes = 0
-        """Number of times that pushing began or ended."""
+        """Number of times that a push has begun or ended; it is odd while a push is running."""
 
     @property
     def is_pushing(self) -> bool:

@@ -56,7 +56,7 @@ class Origin(StrEnum):
     ATTACHED = "attached"
     """An attached server: never killed, but taken out of routing while it is failing."""
     ROUTER = "router"
-    """Like an attached server, as long as the router lists it."""
+    """Treated like an attached server for as long as the router lists it."""
 
     @property
     def is_ours(self) -> bool:
@@ -85,7 +85,7 @@ def new_breaker() -> CircuitBreaker:
 class EngineEntry:
     """State of one engine. An engine and its replacements share a `place`. `reason` explains why it is not serving;
     `misses` counts consecutive health checks without an answer; `answers` is False from a failure until it answers
-    again. `cache_namespace` is sent with its requests: its version, where pushes are in place."""
+    again. `cache_namespace` is sent with the engine's requests; it is the engine's version if pushes are in place."""
 
     engine_id: EngineId
     place: str
@@ -253,7 +253,9 @@ class EngineRegistry:
     def _refuse_taken(self, engine_id: EngineId, url: str) -> None:
         other = self.at(url)
         if other is not None and other.engine_id != engine_id:
-            raise EngineAddressTaken(f"{engine_id} and {other.engine_id} have one address, {url}: remove one of them")
+            raise EngineAddressTaken(
+                f"{engine_id} and {other.engine_id} have the same address, {url}: remove one of them"
+            )
 
 
 def is_loopback(host: str) -> bool:

@@ -5,8 +5,8 @@ The operator may have no access to the run's Ray cluster, so requests and answer
 Invariants:
 - A request is one file `ID.json`, an answer one file `ID.done.json`, each written atomically. Anybody who may write
   into the run directory may make requests.
-- Requests are answered once, in their order, and are idempotent. An ID begins with an increasing number, so that the
-  order does not depend on a clock.
+- Requests are answered once, in order, and are idempotent. An ID begins with an increasing number, so that the order
+  does not depend on a clock.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MAX_ANSWER_BYTES: Final = 1 << 20
 
 
 MAX_TASKS: Final = 64
-"""A report of 10,000 tests takes a few megabytes."""
+"""Number of cached reports; a report of 10,000 tests takes a few megabytes."""
 
 
 @dataclass(slots=True)

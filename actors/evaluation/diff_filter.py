@@ -2,7 +2,7 @@
 
 Invariants:
 - No kept change touches a forbidden path: a test, a test setting, a file that Python runs at startup, one of git's own
-  files, or a path outside the tree. The tests stay those of the base.
+  files, or a path outside the tree. The tests are always those of the base.
 - Kept changes affect only regular text files below a size cap.
 - Every dropped change is recorded with its path and the reason.
 - For a file with test sections, the result is provably the patched file with the base's test sections. Where that
@@ -115,7 +115,7 @@ class DropReason(StrEnum):
     """Recorded reason for dropping a change."""
 
     TEST = "test file"
-    """One of the task's tests, or a file that its name marks as a test; restored from the base."""
+    """One of the task's tests, or a file whose name marks it as a test; restored from the base."""
     SETTING = "test setting"
     """conftest.py, pytest.ini, tox.ini and similar files; the test sections of pyproject.toml and setup.cfg."""
     STARTUP = "runs at interpreter start"
@@ -129,7 +129,7 @@ class DropReason(StrEnum):
     BINARY = "binary"
     SIZE = "over the size cap"
     PATH = "unsafe path"
-    """A path that is absolute, contains `..`, empty parts or control characters, or is not UTF-8."""
+    """A path that is absolute, that contains `..`, empty parts or control characters, or that is not UTF-8."""
     MODE = "no regular file"
 
 
@@ -152,7 +152,7 @@ class FilterRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilteredDiff:
-    """Result of the filter; `diff` is the input of `git apply`."""
+    """Result of the filter; `diff` can be passed to `git apply`."""
 
     diff: bytes = b""
     kept: tuple[str, ...] = ()
@@ -160,8 +160,8 @@ class FilteredDiff:
 
 
 def filter_diff(diff: bytes, rules: FilterRules, base: Mapping[str, bytes]) -> FilteredDiff:
-    """Return the applicable part of a hostile diff. `base` holds the old content of every changed file named in
-    `settings_sections.SECTIONED`. Raises DiffRefused."""
+    """Return the part of a hostile diff that may be applied. `base` holds the old content of every changed file named
+    in `SECTIONED`. Raises DiffRefused."""
     files = parse_diff(diff)
     reasons: dict[str, DropReason] = {}
     kept: list[FileDiff] = []
@@ -231,7 +231,7 @@ def reason_for_path(path: str, test_files: frozenset[str], *, new: bool) -> Drop
 
 
 def is_test(path: str, test_files: frozenset[str]) -> bool:
-    """Return True for one of the task's test files, or for a path that its name marks as a test."""
+    """Return True for one of the task's test files, or for a path whose name marks it as a test."""
     if any(path == test or path.startswith(test + "/") or test.startswith(path + "/") for test in test_files):
         return True
     *folders, name = path.lower().split("/")

@@ -64,7 +64,7 @@ def quote(path: str) -> bytes:
 
 
 def apply_hunks(before: bytes, hunks: Iterable[Hunk]) -> bytes:
-    """Apply hunks to a text. Raises DiffRefused if one does not fit exactly at its line."""
+    """Apply hunks to a text. Raises DiffRefused if one does not match the text exactly at its line."""
     old = _split_lines(before)
     new: list[bytes] = []
     place = 0
@@ -86,7 +86,7 @@ def apply_hunks(before: bytes, hunks: Iterable[Hunk]) -> bytes:
             for side in touched:
                 side.append(line[1:] + b"\n")
         if old[start : start + len(removed)] != removed:
-            raise DiffRefused(f"the hunk at line {hunk.old_start} does not fit")
+            raise DiffRefused(f"the hunk at line {hunk.old_start} does not match the text")
         new += added
         place = start + len(removed)
     return b"".join(new + old[place:])

@@ -4,10 +4,10 @@ Invariants:
 - The agent's sandbox is frozen before its files are read; none of its processes ever runs again.
 - A check runs in a clean sandbox that contains nothing from the agent except the declared data paths: no shell files,
   preloads, PATH entries or processes.
-- Exit code 0 of a check is reward 1, exit code 1 is reward 0, unless the check binds a reward; any other exit code
-  means that the check broke. (For the kinds compare and repository, a comparison outside the sandbox and a report by
-  test id, respectively, decide instead of the exit code.)
-- A reward that is not a number within the bound is the evaluator's fault, whatever the files.
+- Exit code 0 of a check means reward 1 and exit code 1 means reward 0, unless the check sets `reward` itself; any other
+  exit code means that the check broke. (For the kinds compare and repository, a comparison outside the sandbox and a
+  report by test id, respectively, decide instead of the exit code.)
+- A reward that is not a number within the bound is the evaluator's fault, whatever the agent's files contain.
 - Breaking the check does not avoid a reward of 0: a check that breaks twice on the agent's files, but not on the task's
   untouched files, was broken by the agent, which yields reward 0. A check that breaks on untouched files is faulty.
 - Hidden files are written after the agent has ended, in a sandbox that it never had access to.
@@ -74,7 +74,7 @@ async def evaluate(
             else await _with_patch(request, sandboxes, verdict)
         )
     except FrozenPathRefused as error:
-        return failed(f"a data path was removed or has another type: {error}")
+        return failed(f"a data path was removed or is of a different type: {error}")
     except EvaluatorFault as error:
         return broken(str(error))
     except SandboxError as error:
@@ -88,7 +88,7 @@ async def _with_patch(request: EvaluationRequest, sandboxes: CleanSandboxes, ver
         async with sandboxes.clean(_spec_with_data(request)) as sandbox:
             patch = await collect_patch(request.task, sandbox)
     except (PatchRefused, SandboxError) as error:
-        return replace(verdict, log=printed(verdict.log, f"the files of the agent are not a patch: {error}"))
+        return replace(verdict, log=printed(verdict.log, f"the agent's files cannot be turned into a patch: {error}"))
     return replace(verdict, patch=patch.as_diff(request.task))
 
 
@@ -111,7 +111,7 @@ async def _blame(
     again = await _score(request, sandboxes, baselines)
     if again.cause is not Cause.EVALUATOR:
         return again
-    blamed = invalid(f"only the files of the agent break the check: {again.detail}")
+    blamed = invalid(f"only the agent's files break the check: {again.detail}")
     return replace(blamed, log=again.log, patch=again.patch)
 
 

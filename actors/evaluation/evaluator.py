@@ -45,7 +45,7 @@ class _CleanSandboxes(ResourceOwner):
         self._pool = pool
         self._lease_s = lease_s
         self.judged = 0
-        """Number of clean sandboxes whose work succeeded."""
+        """Number of evaluation steps that have succeeded, each in a clean sandbox of its own."""
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
@@ -92,11 +92,12 @@ class Evaluator(ResourceOwner):
         return self
 
     async def begin(self, requests: dict[str, EvaluationRequest]) -> Results[Verdict]:
-        """Start evaluations, by key; see `operations.Operator`."""
+        """Start the requested evaluations, which are identified by key; see `operations.Operator`."""
         return await self._evaluations.begin(requests)
 
     async def fetch(self, keys: list[str]) -> Results[Verdict]:
-        """Return verdicts as they arrive. Evaluations fail independently; a lost actor is a result too."""
+        """Return verdicts as they arrive. A failed evaluation does not affect the others; the loss of an actor is
+        returned as a result too."""
         return await self._evaluations.fetch(keys)
 
     async def withdraw(self, keys: list[str]) -> None:
@@ -123,8 +124,8 @@ async def _nothing_to_give_back(_: Verdict) -> None:
 
 
 async def simulated_verdict(request: EvaluationRequest) -> Verdict:
-    """Return a verdict after the simulated time, drawn only from the attempt's name and its task. Raises ValueError for
-    a task without simulation settings."""
+    """Return a verdict, drawn only from the attempt's name and its task, after the simulated evaluation time. Raises
+    ValueError for a task without simulation settings."""
     settings = SimulatedVerdict.parse(request.task.evaluator.expected)
     await asyncio.sleep(settings.seconds)
     return solved() if is_solved(request.task, settings.success, request.key) else failed("")

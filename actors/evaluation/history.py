@@ -136,7 +136,7 @@ async def hide_history(sandbox: Sandbox, workdir: str) -> None:
         )
     left = await leaks(sandbox, workdir)
     if left:
-        raise SandboxError(f"the history of {shlex.quote(workdir)} still has {', '.join(left[:5])}")
+        raise SandboxError(f"the history of {shlex.quote(workdir)} still contains {', '.join(left[:5])}")
 
 
 async def leaks(sandbox: Sandbox, workdir: str) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ Invariants:
 - Sizes, counts and path lengths are capped; a patch that exceeds a cap is refused as a whole, with outcome invalid.
 - The task's files outside the data paths are unchanged.
 - The task's hidden files take precedence: no file in the patch is at, above or below their paths.
-- The filter and the program are those used for tasks of kind repository; dropped changes are logged.
+- The filter and the program that applies patches are those used for tasks of kind repository; dropped changes are
+  logged.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ async def score_by_plugin(request: EvaluationRequest, sandboxes: CleanSandboxes)
             verdict = await _evaluator(spec.plugin)(request, sandboxes)
     except SandboxFileError as error:
         # The evaluator must expect missing or too large files, since the agent controls them.
-        return broken(f"{spec.plugin} did not expect: {error}")
+        return broken(f"{spec.plugin} did not handle a file error: {error}")
     except SandboxError:
         raise
     except TimeoutError:
@@ -68,7 +68,7 @@ async def score_by_plugin(request: EvaluationRequest, sandboxes: CleanSandboxes)
     if not isinstance(verdict, Verdict):
         return broken(f"{spec.plugin}: returned {type(verdict).__name__} instead of a Verdict")
     if verdict.reward is None and verdict.cause not in (Cause.EVALUATOR, Cause.INFRA):
-        return broken(f"{spec.plugin}: cause {verdict.cause} without a reward")
+        return broken(f"{spec.plugin}: returned cause {verdict.cause} without a reward")
     try:
         if verdict.reward is not None:
             check_reward(verdict.reward)

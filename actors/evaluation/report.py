@@ -45,7 +45,7 @@ class Report:
 
     @property
     def skipped(self) -> frozenset[str]:
-        """Skipped ids and modules."""
+        """Ids and modules that were skipped."""
         return self.having("skipped") | {name for name, result in self.uncollected.items() if result == "skipped"}
 
     def having(self, result: str) -> frozenset[str]:
@@ -83,7 +83,7 @@ class Report:
 
 
 def missing_beside(report: Report, untouched: Report) -> tuple[str, ...]:
-    """Return tests of the untouched repository that did not run, sorted."""
+    """Return the tests of the untouched repository that did not run in this report, sorted."""
     functions = {test_id.split("[")[0] for test_id in report.results}
     return tuple(sorted((untouched.collected - report.results.keys()) | (untouched.named - functions)))
 
@@ -95,8 +95,8 @@ def without_twin(passed: Iterable[str], twins: Report) -> tuple[str, ...]:
 
 
 def excused_twins(untouched: Report) -> frozenset[str]:
-    """Return tests that cannot have a twin: reported as such, or with a twin that passes in the untouched repository
-    (because a plugin's test item runs a different function body)."""
+    """Return the tests that cannot have a twin: those reported as such, and those whose twin passes in the untouched
+    repository (because a plugin's test item runs a different function body)."""
     return untouched.untwinned | untouched.only("passed")
 
 
@@ -110,9 +110,11 @@ def read_report(sessions: Sequence[Session]) -> Report:
         for name, wanted in ((session.must_pass, "passed"), (session.must_fail, "failed")):
             found = {result for _, test_id, result in session.records if test_id.endswith(f"::test_{name}")}
             if not found:
-                raise ReportUntrusted(f"the canary that must have {wanted} did not run")
+                raise ReportUntrusted(f"the canary that must be reported as {wanted} did not run")
             if found != {wanted}:
-                raise ReportUntrusted(f"a canary that must have {wanted} has {', '.join(sorted(found))}")
+                raise ReportUntrusted(
+                    f"a canary that must be reported as {wanted} was reported as {', '.join(sorted(found))}"
+                )
     return merge_sessions(sessions)
 
 

@@ -5,7 +5,7 @@ Invariants:
 - The detail of every verdict lists the changes that the filter dropped.
 - A single run never counts as a solution: the passed tests run once more as twins, on another copy (see
   `in_sandbox.canary_plugin`).
-- A verdict with cause evaluator means that nothing was decided; `evaluation` determines who broke it.
+- A verdict with cause evaluator means that nothing was decided; `evaluation` determines who broke the check.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class _Passed:
 
 @dataclass(slots=True)
 class _Grading:
-    """Grading of one diff; `dropped` are the changes that the filter dropped. All methods raise DiffRefused, RunBroken,
-    ReportUntrusted, SandboxError."""
+    """Grading of one diff; `dropped` lists the changes that the filter dropped. All methods raise DiffRefused,
+    RunBroken, ReportUntrusted, SandboxError."""
 
     task: Task
     left: LeftDiff
@@ -181,7 +181,7 @@ class _Grading:
             if ids:
                 return failed(f"{what}: {named(sorted(ids))}")
         passed = tuple(sorted(report.having("passed")))
-        return _Passed(passed) if passed else failed(f"none passed of {named(sorted(report.results))}")
+        return _Passed(passed) if passed else failed(f"no test passed; ran {named(sorted(report.results))}")
 
     async def _confirm(self, passed: tuple[str, ...]) -> Verdict:
         """Require that every passed test ends with the canary exception when it runs as a twin."""
@@ -202,7 +202,7 @@ class _Grading:
     async def _twins(self) -> Report:
         outcome, _ = await _run(self.task, self.left, self.sandboxes, twins=True)
         if not isinstance(outcome, TestRun):
-            raise RunBroken(f"the patch could be applied only once: {outcome.detail}")
+            raise RunBroken(f"the patch applied to the first copy but not to the second: {outcome.detail}")
         return _report_of(outcome)
 
     async def _untouched(self) -> Report:

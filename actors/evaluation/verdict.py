@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_DETAIL_CHARACTERS: Final = 500
 MAX_LOG_CHARACTERS: Final = 1 << 18
 LABELS: Final = {"purpose": "evaluate"}
-"""Labels of clean sandboxes, which the pool admits ahead of others."""
+"""Labels of clean sandboxes, which the pool admits ahead of other sandboxes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Result of an evaluation. `reward` is None exactly if `cause` is evaluator or infra. `solved` is independent of
-    the reward: it decides between the causes solved and failed, and pass@k counts it. `log` is the output of the check
-    or the tests, and `patch` is a diff of the agent's files: both are hostile text, and are included only on
+    """Result of an evaluation. `reward` is None if and only if `cause` is evaluator or infra. `solved` is independent
+    of the reward: it decides between the causes solved and failed, and pass@k counts it. `log` is the output of the
+    check or the tests, and `patch` is a diff of the agent's files; both are hostile text and are included only on
     request."""
 
     reward: float | None

@@ -28,8 +28,8 @@ if sys.version_info < (3, 7):
     sys.exit({TOO_OLD})
 exec(sys.argv.pop(1))
 """
-"""Any Python version can run this and print the message; the programs themselves would fail with a syntax error, whose
-exit code 1 would look like a failed check."""
+"""Any Python version can run this and print the message; under an old version, the programs themselves would fail with
+a syntax error, whose exit code 1 would look like a failed check."""
 
 
 def program_command(python: str, name: str, *arguments: str, options: str = ISOLATED) -> str:

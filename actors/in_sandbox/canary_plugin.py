@@ -42,7 +42,7 @@ class BodyReturned(Exception):
 
 
 def make_twin(body: Any, end: Callable[[], None], without_end: Callable[[str], None]) -> Any:
-    """Return the test function with a call of `end` after it; `without_end` receives the reason if that is
+    """Return the test function with a call to `end` after it; `without_end` receives the reason if that is
     impossible."""
     if inspect.iscoroutinefunction(body):
 
@@ -143,7 +143,7 @@ def all_raise() -> bool:
 
 
 class Reporter:
-    """Pytest hooks of one session. `phases` has the results so far of the test that is running."""
+    """Pytest hooks of one session. `phases` holds the results that the running test has had so far."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
@@ -217,7 +217,7 @@ class Reporter:
             return []
 
     def doctests(self, items: list[Any]) -> list[Any]:
-        """Return canaries as doctests, with the runner of the first doctest."""
+        """Return canaries as doctests that use the runner of the first doctest."""
         made: list[Any] = []
         first: Any = next(filter(is_doctest, items), None)
         if not hasattr(first, "from_parent"):

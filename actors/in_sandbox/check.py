@@ -1,4 +1,4 @@
-"""Runs a check on an agent's files, with the image's packages, and prints the reward that the check binds.
+"""Runs a check on an agent's files, with the image's packages, and prints the reward that the check sets.
 
 Its arguments are `packages` and the data paths; the check is read from standard input. Site folders are added here
 instead of by Python, so that those below data paths, which the agent controls, can be left out, and no `.pth` file or
@@ -60,7 +60,7 @@ def run(check: bytes, names: dict[str, object], mode: str) -> object:
 
 
 def report(names: dict[str, object], is_failed: bool) -> str:
-    """Return the check's reward as JSON. `solved` is null if the check does not bind it."""
+    """Return the check's reward as JSON. `solved` is null if the check does not set it."""
     sys.path[:] = PATH
     import json
 

@@ -1,7 +1,7 @@
 """Runs a check that computes plain data with untrusted code, and prints the data as JSON.
 
-Runs as the unprivileged user: `python -c PROGRAM` with the check on standard input. The check binds `result`. The
-output is judged elsewhere: code that takes over this process can print anything, but does not know the expected result.
+Runs as the unprivileged user: `python -c PROGRAM` with the check on standard input. The check sets `result`. The output
+is judged elsewhere: code that takes over this process can print anything, but does not know the expected result.
 """
 
 from __future__ import annotations

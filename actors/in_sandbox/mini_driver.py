@@ -1,8 +1,9 @@
 """Runs mini-swe-agent on one task, with its default agent, local environment and configuration files.
 
-Runs as the user of the agent: `python -I -S driver.py SETTINGS`, a JSON file. Prints each message as a line of JSON,
-truncated at 2,000 characters; the last line is the result. The exit code is 0 unless the agent raised an exception, and
-127 if its packages are missing. The package path stays in this process, since the policy's commands must not see it.
+Runs as the user of the agent: `python -I -S driver.py SETTINGS`, where SETTINGS is a JSON file. Prints each message as
+a line of JSON, truncated at 2,000 characters; the last line is the result. The exit code is 0 unless the agent raised
+an exception, and 127 if its packages are missing. The package path stays in this process, since the policy's commands
+must not see it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def find_packages(folder: str) -> None:
     packages = os.path.join(folder, "py" + version)
     if not os.path.isdir(packages):
         there = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        fix = f"run `scripts/install_agents --python {version} mini-swe-agent` or set python"
-        sys.stderr.write(f"no packages for Python {version}, only {there}: {fix}\n")
+        fix = f"run `scripts/install_agents --python {version} mini-swe-agent` or set agent.mini_swe_agent.python"
+        sys.stderr.write(f"no packages for Python {version} (installed: {there}): {fix}\n")
         sys.exit(127)
     sys.path.insert(0, packages)
 

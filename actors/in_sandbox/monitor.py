@@ -106,7 +106,7 @@ class Sessions(threading.Thread):
 
 
 def ancestry(process: int) -> list[int]:
-    """Return a process and those of its ancestors that the kernel still knows."""
+    """Return a process and those of its ancestors that still exist."""
     line = []
     while process > 1:
         line.append(process)
@@ -151,7 +151,7 @@ def become(owner: pwd.struct_passwd) -> None:
 
 
 def end_all(owner: pwd.struct_passwd) -> None:
-    """Kill every process of a user that is not root."""
+    """Kill every process of a user, unless that user is root."""
     if owner.pw_uid == 0 or os.getuid() != 0:
         return
     child = os.fork()

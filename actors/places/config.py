@@ -35,15 +35,15 @@ class SandboxKind(StrEnum):
 
 class RemoteSection(Section):
     urls: tuple[str, ...] = ()
-    """Base URLs of exec servers; boots are distributed over them."""
+    """Base URLs of exec servers; boots are distributed among them."""
     key_file: Path | None = None
-    """File with the key of all servers, relative to the working directory."""
+    """File with the key shared by all servers, relative to the working directory."""
 
 
 class SandboxSection(Section):
     provider: SandboxKind | str = Field(default=SandboxKind.LOCAL, union_mode="left_to_right")
-    """Provider of the sandboxes: `local`, `oci`, `remote`, `e2b`, `simulated`, `subprocess`, which protects nothing, or
-    one from another package (docs/extending.md)."""
+    """Provider of the sandboxes: `local`, `oci`, `remote`, `e2b`, `simulated`, `subprocess` (no protection), or one
+    from another package (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for a provider from another package."""
     local: LocalSandboxConfig = LocalSandboxConfig()

@@ -3,8 +3,9 @@
 Invariants:
 - The address and the admin token are in a private file in the run directory; a restarted gateway reuses them, so that
   base URLs stay valid.
-- The port is outside the kernel's range for outgoing connections. Otherwise an outgoing connection could hold the port
-  when the gateway restarts, even a client of the dead port that the kernel has connected to itself.
+- The port is outside the kernel's range for outgoing connections. Otherwise an outgoing connection could occupy the
+  port while the gateway restarts; it could even be a client of the dead gateway that the kernel gave this port and so
+  connected to itself.
 """
 
 from __future__ import annotations
@@ -110,5 +111,5 @@ def read_address(path: Path) -> GatewayAddress | None:
     try:
         return GatewayAddress(**orjson.loads(path.read_bytes()))
     except (TypeError, ValueError) as error:
-        logger.warning("%s has no valid address (%s): the gateway gets a new one", path, error)
+        logger.warning("%s does not contain a valid address (%s): the gateway gets a new one", path, error)
         return None

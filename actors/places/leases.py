@@ -3,8 +3,8 @@
 Invariants:
 - Leased sandboxes have the label of the holder and a short lease, which its heartbeat renews: a holder that dies or
   hangs loses its sandboxes within `lease_s`.
-- Every lease is for one new sandbox, however often its call is repeated; a lease that is cancelled while booting is
-  released.
+- Every lease gets exactly one new sandbox, no matter how often the call is repeated; a lease that is cancelled while
+  booting is released.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxProvider, SandboxRef
 
 LEASE_S: Final = 60.0
-"""Longer than a pool takes to restart."""
+"""Lease term, which is longer than a pool takes to restart."""
 HEARTBEATS: Final = 4
 """Heartbeats per lease term."""
 
 
 class SandboxConnections(ResourceOwner):
-    """Attaching providers of all kinds, with one connection per launcher; closing them does not end any sandbox."""
+    """Providers of all kinds that attach to running sandboxes, with one connection per launcher; closing them does not
+    end any sandbox."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class SandboxConnections(ResourceOwner):
         return self
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
-        """Attach to the sandbox of a ref. Raises SpecRefused for an unknown provider."""
+        """Attach to the sandbox that a ref names. Raises SpecRefused for an unknown provider."""
         provider = self._providers.get(ref.provider)
         if provider is None:
             provider = self._providers[ref.provider] = attaching_provider(ref.provider)

@@ -54,16 +54,17 @@ _MEMBERS: Final = ("features", "create", "attach", "list", "destroy", "aclose")
 
 
 async def start_hosts(section: SandboxSection, directory: RunDirectory | None) -> dict[str, SandboxProvider]:
-    """Start the hosts of a pool, by name: one provider, or as many simulated hosts as the section says. Raises as
-    `start_provider` does."""
+    """Start the hosts of a pool, by name: one provider, or as many simulated hosts as the section says. Raises the same
+    errors as `start_provider`."""
     if section.provider is SandboxKind.SIMULATED and section.simulated.hosts > 1:
         return {name: SimulatedProvider(section.simulated, name=name) for name in host_names(section.simulated)}
     return {str(section.provider): await start_provider(section, directory)}
 
 
 async def start_provider(section: SandboxSection, directory: RunDirectory | None) -> SandboxProvider:
-    """Start the provider of a section. All but simulated sandboxes need a directory. Raises NamespacesUnavailable,
-    LauncherGone, SpecRefused, ProviderUnreachable, SecretRefused, PermanentSandboxError, ConfigError."""
+    """Start the provider of a section. Every provider except `simulated` needs a directory. Raises
+    NamespacesUnavailable, LauncherGone, SpecRefused, ProviderUnreachable, SecretRefused, PermanentSandboxError,
+    ConfigError."""
     if section.provider is SandboxKind.SIMULATED:
         return SimulatedProvider(section.simulated)
     if directory is None:
@@ -154,11 +155,12 @@ class _OfAnotherPackage:
         try:
             provider: SandboxProvider = self._make(**section.settings)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"sandbox.settings: {section.provider} does not take them: {error}") from error
+            raise ConfigError(f"sandbox.settings: {section.provider} does not accept them: {error}") from error
         for name in _MEMBERS:
             if not hasattr(provider, name):
                 raise ConfigError(
-                    f"sandbox.provider: {section.provider!r} gives no provider: it has no {name!r} (docs/extending.md)"
+                    f"sandbox.provider: {section.provider!r} did not return a provider: {name!r} is missing "
+                    "(docs/extending.md)"
                 )
         return provider
 
@@ -274,7 +276,7 @@ def refuse_absent_images(section: SandboxSection, tasks: Iterable[Task]) -> None
                 check_reference(image)
             elif image not in available:
                 names = ", ".join(sorted(available)[:20]) or "none"
-                raise ImageUnknown(f"image {image!r}: no host of sandbox.remote.urls has it, they have {names}")
+                raise ImageUnknown(f"image {image!r}: no host in sandbox.remote.urls has it; they have {names}")
         except PermanentSandboxError as error:
             raise ConfigError(f"task {task.id}: {error}; correct its image in the task file") from error
 

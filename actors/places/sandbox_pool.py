@@ -67,25 +67,26 @@ class SandboxPool(ResourceOwner):
         return self
 
     async def begin(self, requests: dict[str, LeaseRequest]) -> Results[Lease]:
-        """Start leases, by key; see `operations.Operator`."""
+        """Start the requested leases, which are identified by key; see `operations.Operator`."""
         return await self._leases.begin(requests)
 
     async def fetch(self, keys: list[str]) -> Results[Lease]:
-        """Return leases that are ready, or their SandboxError, as they arrive."""
+        """Return leases as they become ready, or the SandboxError of each that failed."""
         return await self._leases.fetch(keys)
 
     async def withdraw(self, keys: list[str]) -> None:
         """Cancel leases and release their sandboxes: a restarted pool may have adopted sandboxes that its callers have
-        given up in the meantime. Idempotent."""
+        abandoned in the meantime. Idempotent."""
         await self._leases.withdraw(keys)
         await self._pool.release_requests(keys)
 
     async def lease(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
-        """Lease one sandbox for each spec and wait for all; errors are results, in the order of the specs."""
+        """Lease one sandbox for each spec and wait for all of them. Returns a ref or an error for each spec, in
+        order."""
         return await self._pool.lease(specs)
 
     async def freeze(self, ids: list[SandboxId]) -> list[SandboxError | None]:
-        """Freeze sandboxes; errors are results, in the order of the ids. Idempotent."""
+        """Freeze sandboxes. Returns an error, or None, for each id, in order. Idempotent."""
         return await self._pool.freeze(ids)
 
     async def release(self, ids: list[SandboxId]) -> None:

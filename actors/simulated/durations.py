@@ -45,7 +45,7 @@ class DurationsConfig(BaseModel):
     stragglers: float = Field(default=0.0, ge=0, le=1)
     """Probability that an attempt is a straggler, independent of its task."""
     straggler_factor: float = Field(default=4.0, ge=1)
-    """Factor by which a straggler takes longer; the cap applies to it too."""
+    """Factor by which a straggler's duration is multiplied; the cap still applies."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -1,8 +1,8 @@
 """Simulated engines of a run: one actor that receives pushes, and its view in each worker process.
 
 Invariants:
-- There is one push at a time; a snapshot of an earlier epoch than the newest one is not served.
-- A worker learns of changes through one long-polling call, not by a call per turn.
+- There is one push at a time; a snapshot from an earlier epoch than the newest one is not served.
+- A worker learns of changes through one long-polling call rather than one call per turn.
 - With a directory, the served version is journalled, and a restarted actor serves it again.
 - A drain waits for every worker, except those that have not called for `FORGOTTEN_S`.
 """

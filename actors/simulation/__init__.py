@@ -1,1 +1,1 @@
-"""The ordinary actors over simulated engines, learner and sandboxes, in virtual time."""
+"""Simulation of a run in virtual time: the ordinary actors, with simulated engines, learner and sandboxes."""

@@ -1,4 +1,4 @@
-"""Damage to files of a run for fault storms and soaks: lost, emptied, truncated or foreign files.
+"""Damages a run's files for fault storms and soaks: files are lost, emptied or truncated, and foreign files are added.
 
 Invariant: only files that a run can do without are damaged: the journal of the served version, and a checkpoint that
 has a predecessor. The caller kills the actors that must read them again.
@@ -29,19 +29,20 @@ class Damage(StrEnum):
 
 
 def add_foreign_file(run: Path, name: str) -> None:
-    """Write a file that is not headrace's into a run directory."""
+    """Write a file that does not belong to headrace into a run directory."""
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).write_bytes(b"not ours")
 
 
 def damage_served(run: Path, damage: Damage) -> Path | None:
-    """Damage the journal of the served version; return its path, None when there is none yet."""
+    """Damage the journal of the served version; return its path, or None if there is none yet."""
     return _damage(run / "served.json", damage)
 
 
 def damage_checkpoint(run: Path, damage: Damage, *, steps: int) -> Path | None:
-    """Damage the newest checkpoint of a run of `steps` steps and return its path. None when there is no earlier
-    checkpoint for the learner, or the run has made its last step and no learner would read a checkpoint again."""
+    """Damage the newest checkpoint of a run of `steps` steps and return its path. Return None if the learner has no
+    earlier checkpoint to fall back on, or if the run has made its last step, so that no learner would read a checkpoint
+    again."""
     checkpoints = list_checkpoints(run / "checkpoints")
     if len(checkpoints) < 2 or PolicyVersion.parse(checkpoints[-1].name).step >= steps:
         return None

@@ -3,7 +3,8 @@ checks.
 
 The ordinary actors run over simulated backends, with a real ledger, real checkpoints and a real sandbox ledger in a
 folder. Actors and drivers are killed; calls are delayed, lost, repeated and reordered; actors are cut off or slowed
-down; hosts and engines go down, the disk fills up, the wall clock jumps, and files are lost, damaged or foreign.
+down; hosts and engines go down, the disk fills up, the wall clock jumps, and files are lost, damaged or added by
+others.
 
 Invariants:
 - The same seed gives the same history: randomness comes only from the seed, time from the event loop.
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
 
 PATIENCE_S: Final = 6 * 3600.0
-"""Time that the run may take after the storm; a run of a few steps needs minutes."""
+"""Maximum time that the run may take after the storm; a run of a few steps needs minutes."""
 LEASES_S: Final = 3 * LEASE_S
 """Time after which every sandbox lease has expired and a sweep has run."""
 SETTLE_S: Final = 600.0
@@ -64,9 +65,9 @@ SETTLE_S: Final = 600.0
 OUTAGE_S: Final = 900.0
 """Longest outage of an actor, a host or the engines."""
 RESTARTED_S: Final = 5.0
-"""Time between a failed run and its next driver."""
+"""Time between the failure of a run and the start of its next driver."""
 MOST_RESTARTS: Final = 30
-"""Maximum number of drivers after transient failures."""
+"""Maximum number of drivers that are started after transient failures."""
 RUN_ERRORS: Final = (ActorError, RunError, ReplayError, OSError, sqlite3.Error)
 """Errors that may end a run in a storm; any other error is a defect."""
 HELD_OUT: Final = 2
@@ -338,14 +339,14 @@ class History:
                 self.problems.append(f"{SETTLE_S:g} s after the end the dispatcher still has rollouts in flight")
             in_flight = (await until_back(replay.status)).inventory.in_flight
             if in_flight:
-                self.problems.append(f"{in_flight} attempts are in flight in the ledger, and no worker runs them")
+                self.problems.append(f"{in_flight} attempts are in flight in the ledger, but no worker runs them")
         await runtime.stop(service)
 
     def _in_storm(self) -> bool:
         return asyncio.get_running_loop().time() < self.storm.lasts_s
 
     async def _inject_faults(self, runtime: FaultyRuntime) -> None:
-        """Inject faults until the storm ends; then deliver all calls."""
+        """Inject faults until the storm ends; from then on, deliver all calls normally."""
         while self._in_storm():
             await asyncio.sleep(self.chance.expovariate(1 / self.storm.between_s))
             inject = self.chance.choice(FAULTS)
@@ -356,7 +357,7 @@ class History:
 
 
 async def _undo_later(history: History, least_s: float, most_s: float, undo: Callable[[], object]) -> None:
-    """Undo a fault after a random time, also when the storm is cancelled."""
+    """Undo a fault after a random time, even if the storm is cancelled."""
     try:
         await asyncio.sleep(history.chance.uniform(least_s, most_s))
     finally:
@@ -364,7 +365,7 @@ async def _undo_later(history: History, least_s: float, most_s: float, undo: Cal
 
 
 def _longest_s(history: History) -> float:
-    """Draw the longest duration of an outage: usually one minute, sometimes `OUTAGE_S`."""
+    """Draw the maximum duration of an outage: usually one minute, sometimes `OUTAGE_S`."""
     return 60.0 if history.chance.random() < 0.7 else OUTAGE_S
 
 
@@ -432,7 +433,7 @@ async def _clock_jump(history: History, runtime: FaultyRuntime) -> None:
 
 
 async def _add_foreign_file(history: History, runtime: FaultyRuntime) -> None:
-    """Write a file that is not headrace's."""
+    """Write a file that does not belong to headrace."""
     name = history.chance.choice(FOREIGN)
     history.note("file appeared", name, "")
     add_foreign_file(history.directory.path, name)

@@ -41,7 +41,7 @@ class FaultyLoop(VirtualTimeLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, work: Callable[..., Any], *arguments: Any
     ) -> asyncio.Future[Any]:
-        """Execute the work immediately; that of a killed actor is cancelled instead."""
+        """Execute the work immediately; the work of a killed actor is cancelled instead."""
         done: asyncio.Future[Any] = self.create_future()
         incarnation = RUNNING.get()
         if incarnation is not None and not incarnation.alive:

@@ -256,7 +256,7 @@ class FaultyRuntime:
         return cast("T", Proxy(cell))
 
     def actor(self, name: str, cls: type[T]) -> T:
-        """Return the proxy of an actor. Raises KeyError when it was never spawned."""
+        """Return the proxy of an actor. Raises KeyError if the actor was never spawned."""
         return cast("T", Proxy(self.cells[name]))
 
     def found(self, actor: object) -> bool:
@@ -275,7 +275,7 @@ class FaultyRuntime:
         await asyncio.wait([self._lives[cell.name]])
 
     async def stats(self, actor: object) -> tuple[int, int]:
-        """Return (number of the incarnation, 0). Raises ActorLost while the actor is down."""
+        """Return (incarnation number, 0). Raises ActorLost while the actor is down."""
         cell = cast("Proxy", actor)._cell  # noqa: SLF001 - the proxy is ours
         if cell.current is None:
             raise ActorLost(f"actor {cell.name} is down")
@@ -335,7 +335,7 @@ class FaultyRuntime:
         return value
 
     def _arrive(self, cell: Cell, method: str, made_of: bytes) -> asyncio.Future[bytes]:
-        """Deliver a request; the future is its answer, or ActorLost while the actor is down."""
+        """Deliver a request; the future holds its answer, or ActorLost if the actor is down."""
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         incarnation = cell.current
         if incarnation is None:
@@ -362,7 +362,7 @@ class FaultyRuntime:
         await asyncio.sleep(seconds)
 
     async def _lose(self, cell: Cell) -> None:
-        """Raise ActorLost after the time in which the caller polls twice for a lost call."""
+        """Raise ActorLost after the time that a caller needs to poll twice for a lost call."""
         await asyncio.sleep(2 * WATCH_S)
         raise ActorLost(f"actor {cell.name} does not know a call")
 

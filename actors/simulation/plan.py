@@ -60,9 +60,9 @@ class SimulationPlan(BaseModel):
     slots: int = Field(default=64, ge=1)
     """Maximum number of rollouts in flight."""
     batch_size: int = Field(default=64, ge=1)
-    """Rollouts in a batch."""
+    """Number of rollouts in a batch."""
     group_size: int = Field(default=8, ge=2)
-    """Rollouts of one task that share a baseline."""
+    """Number of rollouts of one task that share a baseline."""
     max_staleness: int = Field(default=4, ge=0)
     """Hard staleness bound, in optimizer updates."""
     rule: str = "all"
@@ -72,15 +72,15 @@ class SimulationPlan(BaseModel):
     push: PushMode = PushMode.OVERLAP
     """`overlap`, `pause` or `drain`."""
     steps: int = Field(default=100, ge=1)
-    """Number of optimizer updates. The first half of them, at most 30, is the warm-up and not measured."""
+    """Number of optimizer updates. The first half of them, but at most 30, is the warm-up and is not measured."""
     seed: int = Field(default=0, ge=0)
-    """Random seed of durations, rewards, task order and everything else."""
+    """Random seed for durations, rewards, task order and everything else."""
     durations: DurationsConfig = DurationsConfig()
     """Duration of an agent's work on one rollout."""
     learner_s: float = Field(default=240.0, ge=0)
-    """Duration of one step."""
+    """Duration of one learner step."""
     push_s: float = Field(default=10.0, ge=0)
-    """Duration of one push."""
+    """Duration of one weight push."""
     boot_s: float = Field(default=1.0, gt=0)
     """Median duration of a sandbox boot."""
     evaluate_s: float = Field(default=0.0, ge=0)
@@ -92,11 +92,11 @@ class SimulationPlan(BaseModel):
     failure: float = Field(default=0.0, ge=0, lt=1)
     """Probability that an attempt fails with an infrastructure error."""
     turns: int = Field(default=4, ge=1)
-    """Turns of a rollout."""
+    """Number of turns in a rollout."""
     workers: int = Field(default=1, ge=1)
     """Number of rollout workers, which share the slots."""
     save_every: int = Field(default=10, ge=1)
-    """Optimizer updates between two checkpoints."""
+    """Number of optimizer updates between two checkpoints."""
     pacing: PacingConfig = PacingConfig()
     """Adaptive concurrency, which needs a caller that reports the load to the dispatcher."""
     buffer: dict[str, Any] = Field(default_factory=dict)

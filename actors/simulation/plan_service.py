@@ -1,6 +1,6 @@
 """Run configuration and service of a simulation plan: the ordinary actors over simulated backends.
 
-Invariant: the configuration is the same in virtual and in real time, over the inline runtime and over Ray.
+Invariant: the configuration is the same in virtual and in real time, with the inline runtime and with Ray.
 """
 
 from __future__ import annotations

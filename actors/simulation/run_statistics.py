@@ -35,9 +35,9 @@ _UNDECIDED = frozenset({RolloutState.IN_FLIGHT, RolloutState.WAITING, RolloutSta
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatistics:
     """Statistics of one run. `step_s` is the mean time of a measured step; `staleness` counts trained rollouts by
-    staleness, `evicted` rollouts that exceeded the bound; `waste` is the share of the attempts' time that is never
-    trained; `busy` is the mean number of rollouts in each phase over the measured time, `most_in_flight` the largest
-    number of concurrent attempts in the whole run; `deciles` has the outcomes of attempts by duration."""
+    staleness, `evicted` counts rollouts that exceeded the bound; `waste` is the share of the attempts' time that is
+    never trained; `busy` is the mean number of rollouts in each phase over the measured time, and `most_in_flight` is
+    the largest number of concurrent attempts in the whole run; `deciles` has the outcomes of attempts by duration."""
 
     step_s: float
     staleness: dict[int, int]
@@ -56,14 +56,14 @@ class RunStatistics:
 
     def trained_shares(self) -> list[float | None]:
         """Return the trained share of the attempts with a known outcome, by decile of duration, shortest first. None
-        for a decile without any."""
+        for a decile without any such attempts."""
         known = [decile.finished - decile.held + decile.cancelled for decile in self.deciles]
         return [decile.trained / number if number else None for decile, number in zip(self.deciles, known, strict=True)]
 
     def problems_at(self, bound: int) -> list[str]:
         """Return the violations of the ledger's invariants and of this staleness bound."""
         seen = self.max_staleness
-        over = [f"trained at staleness {seen}, the bound is {bound}"] if seen > bound else []
+        over = [f"trained at staleness {seen}, but the bound is {bound}"] if seen > bound else []
         return [*over, *self.problems]
 
 
@@ -104,7 +104,8 @@ def read_statistics(folder: Path, *, warmup_steps: int) -> RunStatistics:
 
 
 def _staleness(evidence: Evidence, commits: list[CommitRecord]) -> tuple[dict[int, int], list[str]]:
-    """Count the trained rollouts by the staleness of their stored trajectories, and list what is missing."""
+    """Count the trained rollouts by the staleness of their stored trajectories, and list those whose trajectory is
+    invalid or has no trained token."""
     tree = evidence.tree()
     batches = {batch.batch_id: batch for batch in evidence.batches}
     trained_at = {
@@ -123,12 +124,12 @@ def _staleness(evidence: Evidence, commits: list[CommitRecord]) -> tuple[dict[in
         if trained:
             seen[max(tree.staleness(trained_at[key], part.version) for part in trained)] += 1
         else:
-            problems.append(f"{key[0]} attempt {key[1]} was trained, and has no trained token in the ledger")
+            problems.append(f"{key[0]} attempt {key[1]} was trained, but has no trained token in the ledger")
     return dict(sorted(seen.items())), problems
 
 
 def most_in_flight(evidence: Evidence) -> int:
-    """Return the largest number of concurrent attempts; at one moment, ends come before starts."""
+    """Return the largest number of concurrent attempts; at the same moment, ends are counted before starts."""
     changes = [(attempt.issued_at_s, 1) for attempt in evidence.attempts]
     changes += [(attempt.ended_at_s, -1) for attempt in evidence.attempts if attempt.ended_at_s is not None]
     return max(accumulate(change for _, change in sorted(changes)), default=0)

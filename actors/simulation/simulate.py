@@ -39,7 +39,7 @@ class SimulationResult:
     plan: SimulationPlan
     account: RunStatistics
     engine_busy: float
-    """Mean number of turns that are generating."""
+    """Mean number of turns that are being generated."""
     sync_step_s: float
     history_sha256: str
     """Digest of the whole ledger."""
@@ -130,8 +130,8 @@ def simulate(plan: SimulationPlan, keep: Path | None = None) -> SimulationResult
 
 
 def run_plan(plan: SimulationPlan, keep: Path | None = None) -> tuple[RunStatistics, float]:
-    """Run the plan in virtual time, export its ledger to `keep`, and return its statistics and the mean number of
-    generating turns."""
+    """Run the plan in virtual time, export its ledger to `keep`, and return its statistics and the mean number of turns
+    that are being generated."""
     if keep is not None:
         try:
             keep.mkdir(parents=True)

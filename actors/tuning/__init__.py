@@ -1,1 +1,1 @@
-"""Acceptance rule, staleness bound and slots from recorded runs, by trying them in virtual time."""
+"""Tunes the acceptance rule, staleness bound and slots by simulating runs with recorded durations."""

@@ -2,7 +2,7 @@
 
 Invariants:
 - The buffer accepts every candidate: rules that can never be met, or that are always met, are left out.
-- Times in rules come from the fitted durations, rounded to two digits for readability.
+- Times in rules come from the fitted durations, rounded to two significant digits for readability.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Values to try; empty ones are derived from the recording."""
+    """Values to try; those left empty are derived from the recording."""
 
     slots: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
@@ -125,7 +125,7 @@ def _rules(group_size: int, fit: Fit) -> list[tuple[str, str, int]]:
 
 
 def _round(seconds: float) -> str:
-    """Round to two digits, without an exponent."""
+    """Round to two significant digits, without an exponent."""
     return f"{float(f'{max(seconds, 0.01):.2g}'):.12g}"
 
 

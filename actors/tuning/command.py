@@ -80,7 +80,7 @@ def prepare_tuning(request: TuneRequest) -> Prepared:
         apply_setting(document, override)
     if "learner_s" not in document:
         raise ConfigError(
-            f"{recording.source}: it has no times of the learner; add --set learner_s=SECONDS of one step"
+            f"{recording.source}: it does not record how long a learner step takes; add --set learner_s=SECONDS"
         )
     try:
         base = SimulationPlan.model_validate(document)

@@ -2,8 +2,8 @@
 
 The distribution over all attempts is the Kaplan-Meier curve (without an assumed shape, since stragglers give two modes,
 unlike a lognormal), with the tail of a censored lognormal beyond the longest finished attempt. The rank of an attempt
-depends on its task and on success by a normal copula: each duration becomes the normal score of its rank, and
-`mixed_model` splits the scores into a part that attempts at one task share, a part that goes with success, and the
+depends on its task and on success through a normal copula: each duration becomes the normal score of its rank, and
+`mixed_model` splits the scores into a part that attempts at one task share, a part that depends on success, and the
 rest. Otherwise the longest duration of a group, which whole groups wait for, would be overestimated: eight attempts at
 one task are more alike than eight random ones.
 
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 QUANTILES: Final = 1000
 """Number of durations that represent the curve."""
 LARGEST_SHIFT: Final = 3.0
-"""In standard deviations; a larger shift would mean that the duration determines success."""
+"""Largest shift between failed and solved attempts, in standard deviations; a larger one would mean that the duration
+determines success."""
 LARGEST_SHARE: Final = 0.98
 PRIOR: Final = 1.0
 """Number of pseudo-attempts per task with the mean success rate, since solving two of two does not prove certainty."""

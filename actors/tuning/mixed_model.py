@@ -29,7 +29,7 @@ MOST_ITERATIONS: Final = 400
 TOLERANCE: Final = 1e-5
 LEAST_DEVIATION: Final = 1e-3
 RIDGE: Final = 1e-6
-"""Keeps the least squares solvable if all rewards or tasks are equal."""
+"""Keeps the least-squares problem solvable if all rewards or tasks are equal."""
 
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 

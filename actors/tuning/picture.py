@@ -31,7 +31,7 @@ PANELS: Final[tuple[tuple[str, str, Figure], ...]] = (
 )
 MARKERS: Final = {"carry": "o", "abort": "X"}
 BOUNDS: Final = ("#9ccfe7", WATER, DEEP)
-"""Colors of bounds, in ascending order."""
+"""Colors of the staleness bounds, in ascending order of the bounds."""
 SPARE: Final = 1.6
 """Settings slower than the chosen one by more than this factor are left out, except for the recorded one."""
 
@@ -119,8 +119,8 @@ tr.recorded { background: #e8edf0 } pre { background: #f4f7f9; padding: 1rem; ov
 """
 
 LEGEND: Final = (
-    "<p>&gt; chosen, = recorded, * on the Pareto front. slow decile: share of the slowest tenth in what is trained, "
-    "over a tenth. reward: mean reward trained less mean reward issued.</p>"
+    "<p>&gt; chosen, = recorded, * on the Pareto front. slow decile: the slowest tenth's share of the trained "
+    "rollouts, divided by 0.1. reward: mean reward of trained rollouts minus that of issued ones.</p>"
 )
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
 
 BEFORE: Final = ("boot", "prepare")
-"""Phases before the agent's, excluding the wait for a sandbox."""
+"""Phases before the agent phase, excluding the wait for a sandbox."""
 _PLANNED: Final = frozenset(
     {"batch_size", "group_size", "max_staleness", "rule", "unfinished", "mode", "max_in_flight", "passes"}
 )
@@ -44,7 +44,8 @@ def read_run(path: Path) -> Recording:
     evidence = read_evidence(path)
     if not evidence.commits:
         raise ConfigError(
-            f"{path}: the run has no step yet, so there is no step time to compare with; let it make some steps"
+            f"{path}: the run has not finished a step yet, so there is no step time to compare with; "
+            "let it run for a few steps"
         )
     directory = RunDirectory(path=path)
     config = reopen(path)[0] if directory.config.is_file() else None

@@ -25,7 +25,9 @@ from headrace.buffer.types import SOLVED_REWARD
 LEAST_FINISHED: Final = 24
 """Minimum number of finished attempts for a fit."""
 COLUMNS: Final = ("seconds", "task", "reward", "finished", "solved")
-_WRITE: Final = 'write {"task": "t1", "seconds": 61.5, "reward": 1, "finished": true} on each line, or such a CSV'
+_WRITE: Final = (
+    'write {"task": "t1", "seconds": 61.5, "reward": 1, "finished": true} on each line, or a CSV with these columns'
+)
 _BOOLEANS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -43,7 +45,7 @@ class Observation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """Observed durations and settings. `settings` are keys of a `SimulationPlan`; `step_s` is the mean step time of the
-    run, None without a run; `failure` is the share of attempts that ended as infra."""
+    run, None without a run; `failure` is the share of attempts that ended with outcome infra."""
 
     source: str
     observations: tuple[Observation, ...]
@@ -53,7 +55,7 @@ class Recording:
     step_s: float | None = None
     workers: int = 1
     capped: bool = False
-    """True if `buffer.max_in_flight` was set, which must change with the slots."""
+    """True if `buffer.max_in_flight` was set, so that it must change with the slots."""
     sandboxes: int | None = None
     """Number of rollouts that fit in the sandbox pool of the run."""
 
@@ -68,7 +70,7 @@ def refuse_thin(recording: Recording) -> None:
     if ended < LEAST_FINISHED:
         raise ConfigError(
             f"{recording.source}: {ended} of {all_of_them} attempts finished, but a fit needs {LEAST_FINISHED}; "
-            "continue the run, or name a longer one"
+            "continue the run, or choose a longer one"
         )
 
 

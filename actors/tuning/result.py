@@ -60,12 +60,12 @@ class TuningResult:
         return "\n".join(lines) + "\n"
 
     def lines(self) -> list[str]:
-        """Return a summary of recording and prediction."""
+        """Return a summary of the recording and the prediction."""
         fit, recorded = self.fit, self.searched.recorded
         before, after = self.searched.recorded_prediction, self.searched.chosen_prediction
         measured = f", {self.recording.step_s:.3g} s measured" if self.recording.step_s else ""
-        attempts = f"{fit.finished} attempts ended and {fit.unfinished} did not, at {fit.tasks} tasks"
-        means = f"mean {fit.mean_s:.3g} s ({fit.naive_mean_s:.3g} s of finished ones)"
+        attempts = f"{fit.finished} attempts finished and {fit.unfinished} did not, on {fit.tasks} tasks"
+        means = f"mean {fit.mean_s:.3g} s ({fit.naive_mean_s:.3g} s if only finished ones count)"
         chosen = f"chosen ({self.chosen.candidate.label()}): {_spread(after)} per step predicted"
         lines = [
             f"{attempts}: {means}; {fit.durations.task_share:.0%} of the variance is due to the task",
@@ -124,7 +124,7 @@ def _spread(prediction: Prediction) -> str:
 
 
 def cells(trial: Trial) -> tuple[str, ...]:
-    """Return one string for each of `COLUMNS`."""
+    """Return the cells of a trial's table row, one string for each of `COLUMNS`."""
     return (
         f"{trial.step_s:.3g}",
         f"{trial.mean_staleness:.2f}",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headrace.actors.tuning.candidates import Candidate
 
 LEAST_STEPS: Final = 8
-"""Minimum steps of a trial, half of them as warm-up."""
+"""Minimum number of steps in a trial, half of which are the warm-up."""
 SURVIVORS: Final = 1 / 3
 MOST_SURVIVORS: Final = 16
 CONFIRMATIONS: Final = 3
@@ -41,7 +41,7 @@ CONFIRMATIONS: Final = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """Effort of a search: `steps` per trial in the second round, a quarter of that (at least 8) in the first.
-    `processes` run trials in parallel. `within` as in `choose`."""
+    `processes` run trials in parallel. `within` is the tolerance of `choose`."""
 
     steps: int
     processes: int
@@ -132,7 +132,8 @@ def _round(
 
 
 def survivors(trials: Sequence[Trial], recorded: Candidate) -> list[Candidate]:
-    """Return the fastest third and the Pareto front, fastest first, at most MOST_SURVIVORS with the recorded one."""
+    """Return the fastest third and the Pareto front, fastest first, at most MOST_SURVIVORS including the recorded
+    one."""
     by_speed = sorted(trials, key=lambda trial: (trial.step_s, trial.candidate))
     fastest = by_speed[: max(1, round(SURVIVORS * len(by_speed)))]
     front = pareto_front(trials)

@@ -7,7 +7,7 @@ slots.
 
 Invariants:
 - A choice does not depend on the order of the trials.
-- A setting that other seeds do not confirm is not recommended; the recorded one stays.
+- A setting that other seeds do not confirm is not recommended; the recorded one is kept.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SLOW: Final = 0.9
 """Rank above which an attempt belongs to the slowest decile."""
 LOST: Final = frozenset({RolloutState.EVICTED, RolloutState.CANCELLED, RolloutState.POISON})
-"""End states of rollouts that are not trained; others may still be trained."""
+"""End states of rollouts that are not trained; rollouts in other states may still be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

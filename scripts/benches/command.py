@@ -24,8 +24,9 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quic
 
 @app.command()
 def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1, help="Number of repetitions.")] = 5) -> None:
-    """Measure the CPU of one create and destroy, the latency of an exec, boots per second by concurrency, clones, and
-    idle memory (local provider, all guarantees on); and the same for bwrap and runc if they are installed."""
+    """Measure the CPU time of creating and destroying a sandbox, the latency of an exec, boots per second by
+    concurrency, clones, and idle memory (local provider, all guarantees on), and the same for bwrap and runc if they
+    are installed."""
     from benches.sandbox_costs import measure
     from benches.sandbox_peers import measure_peers
 
@@ -37,7 +38,7 @@ def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1, help=
 def rollout(
     json: Json = True, rollouts: Annotated[int, typer.Option(min=50, help="Number of measured rollouts.")] = 500
 ) -> None:
-    """Measure the CPU of one rollout of the quickstart over Ray, all processes together, by purpose."""
+    """Measure the CPU time that all processes of a quickstart over Ray spend on one rollout, by purpose."""
     from benches.rollout_costs import measure
     from headrace.actors.record.run_directory import RunDirectory
 
@@ -50,9 +51,9 @@ def rollout(
 def orchestration(
     json: Json = True, rollouts: Annotated[int, typer.Option(min=200, help="Number of measured rollouts.")] = 2048
 ) -> None:
-    """Measure Ray's CPU and calls per rollout: real dispatcher, worker, pool, evaluator and buffer, and an agent that
-    returns immediately; then 1,024 rollouts of 20 simulated turns, 512 in flight, with a learner; then the memory of
-    the whole service with 2,000 in flight."""
+    """Measure Ray's CPU time and calls per rollout, with the real dispatcher, worker, pool, evaluator and buffer and an
+    agent that returns immediately; then 1,024 rollouts of 20 simulated turns, 512 of them in flight, with a learner;
+    then the memory of the whole service with 2,000 rollouts in flight."""
     from benches.load import measure_load, measure_memory
     from benches.orchestration import measure
 
@@ -78,9 +79,10 @@ def push(
     parts: Annotated[str, typer.Option(help="Comma-separated parts to measure; all by default.")] = "",
 ) -> None:
     """Measure weight pushes into embedded engines. `bandwidth`: 1 GB and 100 MB against a plain gloo broadcast that is
-    copied into parameters, with the seconds of every phase; `stall`: closed gates at 1 GB with 64 turns in flight;
-    `overlap`: throughput of the quickstart's model with a push every 10 s, relative to that without pushes, in two
-    waves, in one, and drained. Needs 5 GB of memory and 1 GB in the temporary folder."""
+    copied into parameters, with the seconds of every phase; `stall`: the time that gates are closed for a push of 1 GB
+    with 64 turns in flight; `overlap`: throughput of the quickstart's model with a push every 10 s, relative to that
+    without pushes, for pushes in two waves, in one wave, and after draining. Needs 5 GB of memory and 1 GB in the
+    temporary folder."""
     from benches.push.figures import PARTS, measure
 
     wanted = parts.split(",") if parts else list(PARTS)
@@ -97,11 +99,11 @@ def replay(
     max_staleness: Annotated[int, typer.Option(min=0, help="Staleness bound, in optimizer updates.")] = 4,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer updates; the first half is a warm-up.")] = 24,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the plan.")] = 0,
-    minute_s: Annotated[float, typer.Option(min=0.01, help="Real seconds of a simulated minute.")] = 0.6,
+    minute_s: Annotated[float, typer.Option(min=0.01, help="Real seconds per simulated minute.")] = 0.6,
     preset: Annotated[str, typer.Option(help="Preset of the plan, as for `headrace simulate`.")] = "swe64",
 ) -> None:
     """Run a simulated plan in scaled time with the real service over Ray, and the same plan in virtual time. Exit code
-    3: the ledger shows that the bound was violated, or that anything was lost or trained twice."""
+    3: the ledger shows that the bound was violated, or that a rollout was lost or trained twice."""
     from benches.scaled_replay import replay as replay_plan
     from headrace.actors.simulation.plan import make_plan
 
@@ -118,12 +120,12 @@ def longagents(
     json: Json = True,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer updates.")] = 12,
     answers: Annotated[
-        int | None, typer.Option(min=1, help="Answers per evaluation; those of the recipe by default.")
+        int | None, typer.Option(min=1, help="Answers per evaluation; the recipe's number by default.")
     ] = None,
 ) -> None:
-    """Run with the clocks of claude_code.toml in scaled time (a minute is a second): agents of 10 to 30 minutes through
-    the real gateway, steps of 4 minutes. Exit code 3: the run did not end, stalled, or lost a rollout to
-    infrastructure."""
+    """Run with the clocks of claude_code.toml in scaled time (a minute becomes a second): agents that run for 10 to
+    30 minutes through the real gateway, and steps of 4 minutes. Exit code 3: the run did not end, stalled, or lost a
+    rollout to infrastructure."""
     from benches.long_agents import measure_long_agents, prepare_long_agents
     from headrace.actors.record.run_directory import RunDirectory
 
@@ -139,7 +141,12 @@ def longagents(
 def outage(
     json: Json = True,
     steps: Annotated[int, typer.Option(min=7, help="Optimizer updates.")] = 12,
-    gate_waits: Annotated[float, typer.Option(min=1, help="Length of the engines' outage, in waits of a turn.")] = 20,
+    gate_waits: Annotated[
+        float,
+        typer.Option(
+            min=1, help="Length of the engines' outage, as a multiple of the time that a turn waits for an engine."
+        ),
+    ] = 20,
     buffer_away_s: Annotated[float, typer.Option(min=1, help="Length of the buffer's outage, in seconds.")] = 30,
 ) -> None:
     """Run in scaled time with an outage of the engines, then of the buffer, and a sandbox host that breaks every
@@ -164,12 +171,14 @@ def outage(
 @app.command()
 def months(
     json: Json = True,
-    days: Annotated[int, typer.Option(min=1, help="Length of the long run, 360 steps of 64 rollouts a day.")] = 90,
-    folder: Annotated[Path | None, typer.Option(help="Folder for the runs: 2 GB for 90 days.")] = None,
+    days: Annotated[
+        int, typer.Option(min=1, help="Length of the long run in days of 360 steps with 64 rollouts each.")
+    ] = 90,
+    folder: Annotated[Path | None, typer.Option(help="Folder for the runs (needs about 2 GB for 90 days).")] = None,
 ) -> None:
     """Measure the cost of resuming a months-long run, compared with a day-long one: the time from the start of `resume`
     to the first order, the longest gap of any actor while each is restarted, the longest wait of an offer during a
-    checkpoint, and the buffer's memory; with files in today's format and in the previous one. Exit code 3: a figure
+    checkpoint, and the buffer's memory; with files in the current format and in the previous one. Exit code 3: a figure
     exceeds its limit."""
     from benches.months_bench import measure
 

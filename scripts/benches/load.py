@@ -1,4 +1,5 @@
-"""The orchestration bench under a load of simulated rollouts: wall time and its ideal, processor time, memory.
+"""The orchestration bench under a load of simulated rollouts: wall time compared with its ideal, processor time and
+memory.
 
 Invariants:
 - The ledger is on disk and every result is durable before it counts; there is no gateway, and turns are simulated in
@@ -37,7 +38,7 @@ GROUP: Final = 8
 BATCHES: Final = 8
 IDLE_S: Final = 5.0
 WARM_UP: Final = 16
-"""Number of rollouts evaluated before the measurement, so that late imports are done."""
+"""Number of rollouts evaluated before the measurement, so that all lazy imports are done."""
 OBJECT_STORE_BYTES: Final = 128 << 20
 MEMORY_ROLLOUTS: Final = 2000
 MEMORY_ROLLOUT_S: Final = 40.0
@@ -55,7 +56,7 @@ class Loaded:
 
 
 def load_plan(*, rollouts: int, in_flight: int, turn_s: float) -> SimulationPlan:
-    """Return a plan with rollouts of equal duration: one pass over the tasks, all of it trained."""
+    """Return a plan that makes one pass over the tasks, with rollouts of equal duration, and trains every rollout."""
     rollout_s = TURNS * turn_s
     return SimulationPlan(
         slots=in_flight,
@@ -75,7 +76,7 @@ def load_plan(*, rollouts: int, in_flight: int, turn_s: float) -> SimulationPlan
 
 
 def measure_load(folder: Path, *, turn_s: float, rollouts: int = 1024, in_flight: int = 512) -> dict[str, Any]:
-    """Measure a pass over Ray and the same pass inline; report the difference."""
+    """Measure a pass over Ray and the same pass inline; return the figures over Ray and the difference in cost."""
     plan = load_plan(rollouts=rollouts, in_flight=in_flight, turn_s=turn_s)
     inline = asyncio.run(run_load(plan, InlineRuntime(), RunDirectory(path=folder / "inline")))
     directory = RunDirectory(path=folder / "ray")

@@ -5,7 +5,7 @@ Invariants:
   (health, lease, hang) by 10, with a minimum of 2 s; starts, boots and transfers are not scaled.
 - Agent and learner wait instead of working; every turn goes through the real gateway to an embedded engine, and every
   step pushes weights into it.
-- The figures are read from ledger and metrics after the run.
+- The figures are read from the ledger and the metrics after the run.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MODEL: Final = SCRIPTS / "models" / "tiny"
 WORKLOAD: Final = 60
 MACHINE: Final = 10
 LEAST_S: Final = 2.0
-"""Minimum of the machine's clocks."""
+"""Lower bound on the machine's clocks after scaling."""
 AGENT_MINUTES: Final = range(10, 31)
 STEP_MINUTES: Final = 4
 EVALUATE_MINUTES: Final = 2
 STEPS: Final = 12
 QUEUE_S: Final = 20.0
-"""Queue timeout; with the boot timeout it must be below the scaled stall clock."""
+"""Queue timeout; together with the boot timeout it must stay below the scaled stall clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,8 @@ class LongAgents:
 
 
 def scaled_clocks(recipe: RunConfig) -> dict[str, dict[str, float]]:
-    """Return the clocks of a resolved recipe in scaled time, by table. The others are derived from these: the guard
-    from its phases, and the wait for an engine from its start."""
+    """Return the clocks of a resolved recipe in scaled time, by table. The other clocks are derived from these: the
+    guard from its phases, and the wait for an engine from the engine's start."""
 
     def machine(seconds: float) -> float:
         return max(LEAST_S, seconds / MACHINE)
@@ -89,8 +89,8 @@ def scaled_clocks(recipe: RunConfig) -> dict[str, dict[str, float]]:
 
 
 def prepare_long_agents(directory: RunDirectory, *, steps: int = STEPS, answers: int | None = None) -> RunConfig:
-    """Prepare the run directory; return its configuration. `answers` is the size of an evaluation; None for the
-    recipe's."""
+    """Prepare the run directory; return its configuration. `answers` is the number of answers per evaluation; None uses
+    the recipe's number."""
     recipe = load_recipe(RECIPE, [f"model.path={MODEL}"], directory.path)
     clocks = scaled_clocks(recipe)
     minute_s = 60.0 / WORKLOAD

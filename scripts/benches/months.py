@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECIPE: Final = ROOT / "scripts" / "recipes" / "simulated.toml"
 SCHEMA_2: Final = ROOT / "tests" / "golden" / "ledger_v2" / "ledger.db"
-"""Ledger from which the older format's tables are copied."""
+"""Ledger from which the table definitions of the older format are copied."""
 STEP_S: Final = 240.0
 STEPS_PER_DAY: Final = int(86400 / STEP_S)
 STEPS_PER_EPOCH: Final = 7 * STEPS_PER_DAY
@@ -476,7 +476,7 @@ class _LedgerWriter(Protocol):
 
 
 class _NewLedger:
-    """Ledger in today's format, in which batches that a checkpoint closed are archived."""
+    """Ledger in the current format, in which batches that a checkpoint closed are archived."""
 
     def __init__(self, run_dir: Path, identity: dict[str, str]) -> None:
         self._ledger = Ledger.open(run_dir, identity)
@@ -534,7 +534,7 @@ class _OldLedger:
         self._database.execute("COMMIT")
 
     def ended(self, tag: str, step: int, summary: dict[str, Any]) -> None:
-        """Do nothing: schema 2 has evaluations in the metrics only."""
+        """Do nothing: schema 2 keeps evaluations only in the metrics."""
 
     def close(self) -> None:
         self._database.close()

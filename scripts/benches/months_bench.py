@@ -3,7 +3,7 @@
 Invariants:
 - Each figure comes from a real resume over Ray, of a directory that `months` wrote and that has not been opened before.
 - `resume_s` is the time from the start of the process to the first order, including Ray's start; `verify` is not run.
-- Every actor is killed once, and so is the service; a gap counts wherever it occurs, before or after.
+- Every actor is killed once, and so is the service; a gap counts whether it occurs before or after a kill.
 - `checkpoint_stall_s` is measured on the store itself, with consecutive offers while a checkpoint is being taken.
 - After the resume, the checks cover records of the run itself: a step, a checkpoint and an evaluation newer than the
   generated ones, a report, and a ledger that is still clean.
@@ -108,13 +108,13 @@ def measure(folder: Path, *, days: int, say: Callable[[str], object]) -> dict[st
         "ratios": ratios,
         "problems": [
             *(
-                f"{name}: {key} is {getattr(costs[name], key):.3g}, at most {most:g}"
+                f"{name}: {key} is {getattr(costs[name], key):.3g}, but must be at most {most:g}"
                 for name in ratios
                 for key, most in LIMITS.items()
                 if getattr(costs[name], key) > most
             ),
             *(
-                f"{name}: {key} is {ratio:.2f} times that of one day, at most {MOST_RATIO:g}"
+                f"{name}: {key} is {ratio:.2f} times that of one day, but must be at most {MOST_RATIO:g}"
                 for name, by_key in ratios.items()
                 for key, ratio in by_key.items()
                 if ratio > MOST_RATIO
@@ -181,7 +181,7 @@ def restart_each(driver: Driver, processes: dict[str, int]) -> tuple[str, ...]:
         deadline_s = time.monotonic() + BACK_S
         while all_processes(driver).get(name) in (None, process_id):
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{name} was not restarted within {BACK_S:g} s of its kill")
+                raise TimeoutError(f"{name} was not restarted within {BACK_S:g} s of being killed")
             time.sleep(POLL_S)
     return tuple(processes)
 
@@ -229,7 +229,7 @@ async def checkpoint_stall_s(config: RunConfig, directory: RunDirectory) -> floa
 
 
 async def _steps(store: ReplayStore, version: PolicyVersion, checkpoints: Path) -> tuple[CheckpointRef, PolicyVersion]:
-    """Commit steps for the sealed batches, at least one, and publish their checkpoint."""
+    """Commit a step for each of up to `STEPS` sealed batches, and publish a checkpoint of these steps."""
     previous = store.status().chain
     batches: list[SteppedBatch] = []
     while len(batches) < STEPS:
@@ -275,7 +275,7 @@ class MonthsReport:
 
 
 def soak_months(folder: Path, days: int, say: Callable[[str], object]) -> MonthsReport:
-    """Write, verify, resume, restart, and verify again."""
+    """Write and verify a run directory, resume the run, restart its actors, and verify it again."""
     began_s = time.monotonic()
     _, directory = write_run(folder, "months", days=days, overrides=QUICK)
     written_s = time.monotonic() - began_s
@@ -308,7 +308,7 @@ def soak_months(folder: Path, days: int, say: Callable[[str], object]) -> Months
     after = verify(directory.path)
     problems = [*before.problems, *after.problems]
     if after.steps <= before.steps - before.steps % SAVE_EVERY or report.steps != after.steps:
-        problems.append(f"{after.steps} steps after {before.steps}, the report says {report.steps}")
+        problems.append(f"{after.steps} steps after {before.steps}, but the report says {report.steps}")
     if (after.lost, after.trained_twice) != (0, 0):
         problems.append(f"lost {after.lost}, trained twice {after.trained_twice}")
     return MonthsReport(

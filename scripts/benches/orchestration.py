@@ -1,7 +1,7 @@
 """The orchestration bench: rollouts whose agent returns immediately, with the real actors over Ray and inline.
 
-The reported CPU is that of all processes of the run over Ray, minus that of the idle cluster over the same time, minus
-that of the same work under the inline runtime (at most 3 ms and 2 calls per rollout).
+The reported CPU time is that of all processes of the run over Ray, minus that of the idle cluster over the same time,
+minus that of the same work under the inline runtime (at most 3 ms and 2 calls per rollout).
 """
 
 from __future__ import annotations

@@ -54,13 +54,13 @@ KILL_EVERY_S: Final = 0.5
 HOSTS: Final = 4
 STEPS: Final = 12
 BEFORE_STEPS: Final = 3
-"""Number of steps before the first outage, and between the two."""
+"""Number of steps before the first outage, and between the two outages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """Result of the run. `charged` counts failed attempts by what they were charged to, `issued_while_down` the
-    attempts that began while no engine was available, at most `inventory`. Seconds are real time."""
+    """Result of the run. `charged` counts failed attempts by what they were charged to, `issued_while_down` counts
+    attempts that began while no engine was available, of which `inventory` are allowed. Seconds are real time."""
 
     completed: bool
     parked: int
@@ -126,7 +126,8 @@ class Outages:
 
 
 def prepare_outage(directory: RunDirectory, *, steps: int = STEPS, minute_s: float = 60.0 / WORKLOAD) -> RunConfig:
-    """Prepare the run directory; return its configuration. A minute of an agent takes `minute_s`."""
+    """Prepare the run directory; return its configuration. One minute of an agent's time takes `minute_s` real
+    seconds."""
     recipe = load_recipe(RECIPE, [f"model.path={MODEL}"], directory.path)
     clocks = scaled_clocks(recipe)
     durations = {"recorded_s": tuple(minutes * minute_s for minutes in AGENT_MINUTES), "cap_s": 30 * minute_s}

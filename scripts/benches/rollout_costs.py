@@ -46,7 +46,8 @@ OVERRIDES: Final = (
     "evaluation.tasks=1",
     "evaluation.samples=1",
 )
-"""Overrides of the quickstart: only its first evaluation and checkpoint run, because their cost is per step."""
+"""Overrides of the quickstart that leave only its first evaluation and checkpoint, because their cost depends on steps
+rather than rollouts."""
 LAUNCHER: Final = "headrace-launch"
 PURPOSES: Final = {
     "train.write": "prepare",
@@ -60,7 +61,7 @@ PURPOSES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """CPU seconds of the whole process tree at one moment; `commands` is the launcher's account."""
+    """CPU seconds that the whole process tree has used so far; `commands` is the launcher's account."""
 
     time_s: float
     rollouts: float
@@ -76,7 +77,7 @@ class Reading:
 
 
 def measure(directory: RunDirectory, recipe: Path, *, rollouts: int = MEASURED) -> dict[str, Any]:
-    """Run the recipe until `rollouts` after the warm-up have ended, and report their cost."""
+    """Run the recipe until `rollouts` rollouts have ended after the warm-up, and report their cost."""
     config = load_recipe(recipe, OVERRIDES, directory.path)
     lay_out(config, directory)
     readings: list[Reading] = []
@@ -185,7 +186,7 @@ def report(start: Reading, warm: Reading, end: Reading, *, interpreter_s: float)
 
 
 async def interpreter_start() -> float:
-    """Return the CPU seconds of a bare start of the check's interpreter in a sandbox."""
+    """Return the CPU seconds that a sandbox needs to start the check's interpreter with nothing to run."""
     async with LocalProvider(LocalSandboxConfig()) as provider:
         sandbox = await provider.attach(await provider.create(SandboxSpec(labels={"purpose": "start"})))
         for _ in range(STARTS):

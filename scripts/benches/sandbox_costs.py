@@ -36,7 +36,7 @@ async def measure(
     """Return the figures by key: create_destroy_cpu_ms, create_destroy_wall_ms, exec_p50_ms, exec_p99_ms, write_p50_ms,
     clone_p50_ms (boot from a prepared layer of 32 MiB), idle_memory_mb (memory of an idle sandbox's control group:
     process, files and kernel), boots_per_s_c<n>; `spread`: minimum and maximum of the repeats by key; `guarantees` and
-    `missing`: names of `headrace doctor`. Raises NamespacesUnavailable."""
+    `missing`: names that `headrace doctor` prints. Raises NamespacesUnavailable."""
     guarantees = await asyncio.to_thread(probe)
     async with LocalProvider(LocalSandboxConfig()) as provider:
         await _cycle(provider)

@@ -1,7 +1,7 @@
 """The costs of bwrap and runc on this machine, for comparison in `scripts/bench sandbox`.
 
-Invariant: the two programs are called as one would by hand, with the host's programs read-only and without network
-access; a program that is not installed or does not run here is reported with the reason, never as zero.
+Invariant: the two programs are called as one would call them by hand, with the host's programs read-only and without
+network access; a program that is not installed or does not run here is reported with the reason, never as zero.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ async def measure_peers(
     """Return the figures of `bwrap` and `runc`: create_destroy_ms, exec_p50_ms, boots_per_s_c<width>; or the reason why
     there are none.
 
-    bwrap has no persistent sandbox: a command in a new one counts as create, destroy and exec. A boot of runc is `run`,
-    a destroy `delete --force`, with a bundle that was written before.
+    bwrap has no persistent sandbox: a command in a new one counts as create, destroy and exec. For runc, a boot is
+    `run` and a destroy is `delete --force`; the bundle is written beforehand.
     """
     results: dict[str, dict[str, float] | str] = {}
     for name, measure in (("bwrap", _measure_bwrap), ("runc", _measure_runc)):

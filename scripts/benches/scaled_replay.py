@@ -22,7 +22,7 @@ from headrace.actors.simulation.run_statistics import RunStatistics, read_statis
 from headrace.actors.simulation.simulate import run_plan
 
 AGREEMENT: Final = 0.05
-"""Largest relative difference between the two."""
+"""Largest relative difference at which real and virtual time still agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The soak test `scripts/soak --kills N`: real runs over Ray with simulated backends, whose processes are killed.
 
 Invariants are checked after each SIGKILL. Every tenth kill is followed by another fault: engines that are unavailable
-for minutes, a process that is stopped for minutes, or a file that is lost, damaged or foreign.
+for minutes, a process that is stopped for minutes, a file that is lost or damaged, or a foreign file that appears.
 
 Invariants:
 - A process is killed by its id, and only if it is a descendant of the driver that was started here.
@@ -49,7 +49,7 @@ AT_ONCE_SHARE: Final = 0.4
 WARM_S: Final = 10.0
 """Time after which a process has loaded everything it needs."""
 GROWTH_BYTES: Final = 64 << 20
-"""Memory growth above which a run of minutes counts as leaking."""
+"""Memory growth above which a run that lasts minutes counts as leaking."""
 MOST_RESTARTS: Final = 10
 """Maximum number of restarts of one run after transient failures."""
 FAULT_EVERY: Final = 10
@@ -106,9 +106,9 @@ class SoakPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakReport:
-    """Result of a soak; `problems` is empty when all checks passed. `restarts` followed transient failures.
-    `growth_mib` is, by process name, the largest memory growth of one process after its first seconds; `watched_s` is
-    the longest time for which such a process was watched."""
+    """Result of a soak; `problems` is empty when all checks passed. `restarts` counts the restarts after transient
+    failures. `growth_mib` is, by process name, the largest memory growth of one process after its first seconds;
+    `watched_s` is the longest time for which such a process was watched."""
 
     seed: int
     kills: dict[str, int]
@@ -153,7 +153,7 @@ class Memory:
 
 
 class Soak:
-    """Execution of one plan; `say` gets a line for each kill and each end of a run."""
+    """Execution of one plan; `say` is called with a line for each kill and each end of a run."""
 
     def __init__(self, plan: SoakPlan, say: Callable[[str], object]) -> None:
         self._plan, self._say = plan, say
@@ -204,7 +204,7 @@ class Soak:
         )
 
     def _life(self, directory: RunDirectory) -> int | None:
-        """Run drivers until one is not killed; return its exit code, None when it was stuck."""
+        """Run drivers until one is not killed; return its exit code, or None if it got stuck."""
         driver = self._start(directory)
         try:
             while self._kills.total() < self._plan.kills or self._due:
@@ -284,7 +284,7 @@ class Soak:
                 # The damage remains visible until the next learner has set the checkpoint aside.
                 while manifest is not None and manifest.parent.exists():
                     if time.monotonic() > deadline_s:
-                        raise TimeoutError(f"{manifest.parent} was not set aside in {ANSWER_S:g} s")
+                        raise TimeoutError(f"{manifest.parent} was not set aside within {ANSWER_S:g} s")
                     time.sleep(0.05)
                 return manifest is not None
             case Fault.FOREIGN_FILE:
@@ -310,7 +310,7 @@ class Soak:
         return spoilt
 
     def _check(self, directory: RunDirectory, victim: str) -> None:
-        """Verify the ledger of the running run."""
+        """Verify the ledger while the run is in progress."""
         line = f"{self._kills.total():4} of {self._plan.kills}  {directory.path.name}  {victim:14}"
         if not has_begun(directory.path):
             self._say(f"{line} before anything was recorded")
@@ -359,12 +359,14 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 60,
     days: Annotated[
         int,
-        typer.Option(min=0, help="Instead of kills: resume a generated run of this many days, restarting each actor."),
+        typer.Option(
+            min=0, help="Resume a generated run of this many days and restart each actor, instead of killing processes."
+        ),
     ] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
     """Kill actors, learner and driver of simulated runs over Ray, make engines unavailable, stop processes and damage
-    files, and check the ledger after each."""
+    files, and check the ledger after each fault."""
     if days:
         from benches.months_bench import main as soak_months
 

@@ -48,7 +48,7 @@ class Driver:
         except BrokenPipeError:
             return None
         if not select.select([self._answers], [], [], ANSWER_S)[0]:
-            raise TimeoutError(f"no answer in {ANSWER_S:g} s: {question}")
+            raise TimeoutError(f"no answer within {ANSWER_S:g} s: {question}")
         line = self._answers.readline()
         return orjson.loads(line) if line else None
 
@@ -77,7 +77,7 @@ class Driver:
         return left
 
     def end(self) -> int | None:
-        """Wait for the end of the run; return its exit code, None when it had to be killed."""
+        """Wait for the end of the run; return its exit code, or None if it had to be killed."""
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:

@@ -47,7 +47,7 @@ DEFAULT = {
         if (known := (pair[1].name, pair[0].name) in DEFAULT) or pair[0].name == "module_fixture_with_port_and_file"
     ],
 )
-async def test_a_cheat_gets_no_reward_and_its_honest_twin_does(
+async def test_a_cheat_is_not_rewarded_but_its_honest_twin_is(
     bench: CheatBench, repository: CheatRepository, cheat: Cheat
 ) -> None:
     pair = await bench.pair(repository, cheat)
@@ -55,7 +55,9 @@ async def test_a_cheat_gets_no_reward_and_its_honest_twin_does(
     assert pair.honest.verdict.reward == 1.0, pair.honest.verdict
 
 
-async def test_a_test_cannot_be_skipped_by_running_under_another_name(bench: CheatBench) -> None:
+async def test_a_dropped_test_is_noticed_even_if_the_untouched_test_module_cannot_be_imported(
+    bench: CheatBench,
+) -> None:
     """The untouched module of tests cannot be imported, so that only its source names what must run."""
     tests = PLAIN.replace("import last, mean", "import NEW, last, mean")
     repository = CheatRepository(name="new", grader=Command(command=RUN), tests={"tests/test_calc.py": tests})
@@ -67,7 +69,7 @@ async def test_a_test_cannot_be_skipped_by_running_under_another_name(bench: Che
 
 
 @pytest.mark.slow
-async def test_an_untouched_repository_that_exits_pytest_still_lists_its_tests(bench: CheatBench) -> None:
+async def test_a_dropped_test_is_noticed_even_if_the_untouched_repository_ends_pytest(bench: CheatBench) -> None:
     repository = CheatRepository(
         name="ends",
         grader=Command(command=RUN),
@@ -101,7 +103,7 @@ def pytest_collect_file(file_path, parent):
 """
 
 
-async def test_tests_missing_in_the_untouched_repository_are_counted_and_named(bench: CheatBench) -> None:
+async def test_tests_without_a_twin_in_the_untouched_repository_are_counted_and_named(bench: CheatBench) -> None:
     repository = CheatRepository(
         name="lines",
         grader=Command(command=RUN),

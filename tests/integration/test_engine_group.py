@@ -106,7 +106,9 @@ async def test_an_attached_engine_rejoins_with_the_newest_weights_after_a_hang(
 
 
 @pytest.mark.slow
-async def test_a_first_prompt_of_37000_tokens_kills_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_first_prompt_of_37000_tokens_does_not_get_the_engine_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As long as Codex's is to a tokenizer of bytes. While it is computed the engine passes its health checks."""
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.5)
     model = kit.write_weights(tmp_path / "model", seed=3)
@@ -260,7 +262,7 @@ async def test_adding_an_engine_that_cannot_load_the_weights_fails(
         assert (await rig.engines())[attached_id(servers["odd"].url)].state is EngineState.QUARANTINED
 
 
-async def test_removed_engines_do_not_return_in_the_next_group(models: list[Path], tmp_path: Path) -> None:
+async def test_removed_engines_stay_removed_in_the_next_group(models: list[Path], tmp_path: Path) -> None:
     async with kit.servers(models[0], tmp_path, "a", "b") as servers:
         urls = [process.url for process in servers.values()]
         async with kit.open_group(models[0], tmp_path, count=0, attach=urls[:1]) as rig:
@@ -270,7 +272,7 @@ async def test_removed_engines_do_not_return_in_the_next_group(models: list[Path
             assert set(await rig.engines()) == {added}
 
 
-async def test_a_group_receives_requests_after_the_clock_was_set_back(
+async def test_a_new_group_receives_requests_after_the_clock_is_set_back(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
@@ -311,7 +313,7 @@ async def test_operators_add_and_remove_engines_through_the_run_directory(models
 async def test_two_engines_at_one_address_are_refused(models: list[Path], tmp_path: Path) -> None:
     async with kit.open_group(models[0], tmp_path, count=1) as rig:
         [(name, engine)] = (await rig.engines()).items()
-        with pytest.raises(EngineAddressTaken, match=f"and {name} have one address"):
+        with pytest.raises(EngineAddressTaken, match=f"and {name} have the same address"):
             await rig.group.add(engine.url)
 
 
@@ -335,11 +337,11 @@ async def test_an_engine_whose_address_is_taken_is_replaced(
         refused = started[0].engine_id
         [status] = [status for status in await rig.group.status() if status.engine_id == refused]
         assert status.state is EngineState.GONE
-        assert "have one address" in status.reason
+        assert "have the same address" in status.reason
         assert not await started[0].handle.is_alive()
 
 
-async def test_a_group_starts_although_the_newest_snapshot_is_corrupt(models: list[Path], tmp_path: Path) -> None:
+async def test_a_group_starts_even_if_the_newest_snapshot_is_corrupt(models: list[Path], tmp_path: Path) -> None:
     spoilt = kit.write_weights(tmp_path / "spoilt", 7)
     async with kit.open_group(models[0], tmp_path, count=1) as rig:
         await rig.push(spoilt, 1)

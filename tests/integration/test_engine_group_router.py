@@ -53,7 +53,7 @@ async def known(http: aiohttp.ClientSession, url: str) -> set[str]:
         return set()
 
 
-async def test_engines_are_added_and_removed_as_workers_in_the_router(
+async def test_engines_are_added_and_removed_with_the_workers_of_the_router(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)

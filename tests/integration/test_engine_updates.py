@@ -186,7 +186,7 @@ async def test_weights_of_every_dtype_and_in_any_order_are_received(
     assert (await trainer.session_end())[0] == 200
 
 
-async def test_separate_broadcasts_can_push_some_of_the_parameters(trainer: Trainer, models: list[Path]) -> None:
+async def test_separate_broadcasts_can_update_only_some_parameters(trainer: Trainer, models: list[Path]) -> None:
     names = ["model.layers.0.self_attn.q_norm.weight", NORM, "model.layers.2.mlp.down_proj.weight"]
     changed = {name: 2 * tensors_of(models[0])[name] for name in names}
     await trainer.join()
@@ -229,7 +229,7 @@ async def test_mismatched_tensors_are_refused_before_the_transfer(trainer: Train
     assert (await trainer.send({NORM: torch.ones(96)}, weight_version="1"))[0] == 200
 
 
-async def test_non_finite_values_keep_the_old_weights(trainer: Trainer, models: list[Path]) -> None:
+async def test_an_update_with_non_finite_values_keeps_the_old_weights(trainer: Trainer, models: list[Path]) -> None:
     given = tensors_of(models[1])
     await trainer.join()
     await trainer.session_open()

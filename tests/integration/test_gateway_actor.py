@@ -48,4 +48,4 @@ async def test_the_engines_keep_running_when_the_gateway_does_not_start(caplog: 
         raise OSError("the address is in use")
 
     await call_gateway(entering_fails())
-    assert "the call of the gateway failed" in caplog.text
+    assert "the call to the gateway failed" in caplog.text

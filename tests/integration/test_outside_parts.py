@@ -177,7 +177,7 @@ async def test_an_agent_and_an_evaluator_can_come_from_another_package() -> None
     [
         ("raises", "their_things:raises raised KeyError: 'reward'"),
         ("never", "their_things:never exceeded timeout_s=0.2"),
-        ("expects_a_file", "their_things:expects_a_file did not expect: /workspace/absent: No such file"),
+        ("expects_a_file", "their_things:expects_a_file did not handle a file error: /workspace/absent: No such file"),
         ("number", "their_things:number: returned float instead of a Verdict"),
         ("infinite", "their_things:infinite: "),
         ("absent", "has no attribute 'absent'"),

@@ -125,7 +125,7 @@ async def test_a_recipe_can_use_a_provider_from_another_package(tmp_path: Path) 
         ({"provider": "their_providers:Absent"}, "has no attribute 'Absent'"),
         ({"provider": "no_such_package:Provider"}, "No module named 'no_such_package'"),
         ({"provider": "their_providers:Half"}, "has no 'create'"),
-        ({"provider": "their_providers:Logged", "settings": {"colour": "red"}}, "does not take them"),
+        ({"provider": "their_providers:Logged", "settings": {"colour": "red"}}, "does not accept them"),
         ({"provider": "local", "settings": {"log": "x"}}, "sandbox.settings"),
     ],
 )

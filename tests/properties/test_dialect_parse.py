@@ -80,7 +80,7 @@ def test_ten_thousand_bodies_are_parsed_or_refused(case: tuple[Dialect, bytes], 
 
 
 @pytest.mark.parametrize(("dialect", "body"), WIRES)
-def test_the_bodies_before_mutation_are_valid(dialect: Dialect, body: dict[str, Any]) -> None:
+def test_unmutated_bodies_are_valid(dialect: Dialect, body: dict[str, Any]) -> None:
     request = dialect.parse(orjson.dumps(body), {})
     assert {message.role for message in request.turn.messages} == set(Role)
     assert request.turn.tools

@@ -107,7 +107,7 @@ def test_an_applied_diff_never_touches_a_forbidden_path(
 
 
 @given(CONTENTS, CONTENTS)
-def test_a_replacement_hunk_applies_to_the_new_text(before: bytes, after: bytes) -> None:
+def test_applying_a_replacement_hunk_gives_the_new_text(before: bytes, after: bytes) -> None:
     if before != after:
         [file] = parse_diff(render_diff([file_diff("x", before, after, "100644")]))
         assert apply_hunks(before, file.hunks) == after

@@ -68,7 +68,7 @@ def test_pages_contain_every_row_once_in_order(drawn: list[tuple[float, State]],
 @given(
     st.dictionaries(st.sampled_from("ab"), st.sampled_from("12")), st.dictionaries(st.sampled_from("ab"), st.just("1"))
 )
-def test_a_metadata_filter_is_a_subset(metadata: dict[str, str], wanted: dict[str, str]) -> None:
+def test_a_metadata_filter_matches_metadata_that_contains_it(metadata: dict[str, str], wanted: dict[str, str]) -> None:
     rows, _ = page([replace(ROW, metadata=metadata)], Query(metadata=wanted))
     assert bool(rows) == all(metadata.get(name) == value for name, value in wanted.items())
 

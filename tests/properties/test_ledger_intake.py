@@ -142,7 +142,7 @@ def test_each_result_is_accepted_or_refused_on_its_own(data):
 
 @fuzzed
 @given(rollout_id=st.one_of(text, st.sampled_from(["g000000-0", "g" + "9" * 5000 + "-0"])), attempt=anything)
-def test_offers_with_any_name_are_answered(rollout_id, attempt):
+def test_offers_with_any_rollout_id_and_attempt_are_answered(rollout_id, attempt):
     result = RolloutResult(
         rollout_id=rollout_id, attempt=attempt, outcome=Outcome.infra("it broke"), trajectory=cases.trajectory(FIRST)
     )

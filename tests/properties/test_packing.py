@@ -20,7 +20,7 @@ def test_each_row_is_packed_once_and_within_the_budget(lengths: list[int], token
 
 
 @given(lengths=lengths_strategy, token_budget=st.integers(50, 400))
-def test_no_row_would_have_fitted_an_earlier_micro_batch(lengths: list[int], token_budget: int) -> None:
+def test_no_row_would_have_fit_in_an_earlier_micro_batch(lengths: list[int], token_budget: int) -> None:
     bins = pack(lengths, token_budget=token_budget)
     for later, rows in enumerate(bins):
         for earlier in bins[:later]:

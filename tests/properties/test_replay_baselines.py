@@ -41,7 +41,7 @@ def sealing_time(text, ends, size, min_members=2, latest=40):
 
 
 @given(text=RULES, ends=st.lists(st.integers(0, 20), min_size=SIZE, max_size=SIZE), min_members=st.integers(2, 4))
-def test_a_baseline_is_the_mean_over_members_finished_by_the_counterfactual_sealing(text, ends, min_members):
+def test_a_baseline_is_the_mean_over_members_finished_by_the_counterfactual_sealing_time(text, ends, min_members):
     sealed_at = sealing_time(text, ends, SIZE, min_members)
     assume(sealed_at is not None)
     for member, own_end in enumerate(ends):

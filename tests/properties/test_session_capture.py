@@ -141,7 +141,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_mutated_echo_never_loses_a_token_with_any_model_family_template(
+def test_a_mutated_echo_never_loses_a_token_with_the_template_of_any_model_family(
     model: tuple[Renderer, ChatTokenizer], data: st.DataObject
 ) -> None:
     renderer, tokenizer = model
@@ -163,7 +163,7 @@ def test_a_mutated_echo_never_loses_a_token_with_any_model_family_template(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_token_counts_add_up_after_any_change_of_history(data: st.DataObject) -> None:
+def test_token_counts_add_up_after_any_change_to_the_history(data: st.DataObject) -> None:
     played = rig(bridges=data.draw(st.booleans()))
     histories: list[tuple[Message, ...]] = [(user("task"),)]
     for number in range(data.draw(st.integers(1, 8))):
@@ -193,7 +193,7 @@ def test_token_counts_add_up_after_any_change_of_history(data: st.DataObject) ->
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_repeated_request_gets_the_same_tokens_while_its_answer_may_be_lost(data: st.DataObject) -> None:
+def test_a_repeated_request_gets_the_same_tokens_as_long_as_its_answer_may_have_been_lost(data: st.DataObject) -> None:
     played = rig()
     history: tuple[Message, ...] = (user("task"),)
     for number in range(data.draw(st.integers(1, 4))):

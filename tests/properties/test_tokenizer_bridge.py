@@ -65,7 +65,7 @@ def test_rendering_more_messages_only_appends(talk: list[Said], cut: int) -> Non
 
 
 @given(talk=messages, answer=texts, follows=observations, closed=st.booleans())
-def test_the_next_prompt_is_history_output_and_bridge(
+def test_the_next_prompt_consists_of_history_output_and_bridge(
     talk: list[Said], answer: str, follows: list[Said], closed: bool
 ) -> None:
     """With or without a sampled end of turn, the appended ids are those of the whole conversation."""
@@ -168,7 +168,7 @@ def test_prompt_output_and_bridge_form_the_whole_conversation(
 @pytest.mark.parametrize("name", BRIDGING)
 @modest
 @given(data=st.data())
-def test_a_bridge_is_the_end_of_the_whole_conversation(
+def test_a_bridge_is_a_suffix_of_the_whole_conversation(
     renderers: dict[str, Renderer], name: str, data: st.DataObject
 ) -> None:
     """Also where earlier turns are rewritten: what comes after the last turn is not."""
@@ -224,7 +224,7 @@ repeated = st.lists(
 @pytest.mark.parametrize("name", BRIDGING)
 @modest
 @given(parts=repeated)
-def test_encoding_in_pieces_gives_the_ids_of_the_whole(
+def test_encoding_in_pieces_gives_the_same_ids_as_encoding_the_whole(
     renderers: dict[str, Renderer], name: str, parts: list[tuple[str, int]]
 ) -> None:
     text = "".join(part * times for part, times in parts)

@@ -46,7 +46,7 @@ def test_an_engine_receives_turns_once_it_has_weights() -> None:
 
 def test_two_engines_at_one_address_are_refused_with_their_names() -> None:
     registry = registry_of(one="http://127.0.0.1:80")
-    with pytest.raises(EngineAddressTaken, match="two and one have one address"):
+    with pytest.raises(EngineAddressTaken, match="two and one have the same address"):
         registry.starting(TWO, place="two", origin=Origin.ATTACHED, now=0.0, url="http://localhost")
     registry.gone(ONE, "removed")
     registry.starting(TWO, place="two", origin=Origin.ATTACHED, now=0.0, url="http://localhost")

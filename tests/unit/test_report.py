@@ -113,11 +113,17 @@ def test_a_test_that_ran_twice_must_pass_twice() -> None:
         ([], "no pytest session started"),
         ([replace(SESSION, ended=False)], "a pytest session did not end"),
         ([SESSION, replace(SESSION, ended=False)], "a pytest session did not end"),
-        ([replace(SESSION, records=RUN)], "that must have passed did not run"),
-        ([replace(SESSION, records=(*RUN, CANARIES[0]))], "that must have failed did not run"),
-        ([replace(SESSION, records=(*CANARIES, ("test", f"t.py::test_{BAD}", "passed")))], "has failed, passed"),
-        ([replace(SESSION, records=(*CANARIES, ("test", f"u.py::test_{GOOD}", "skipped")))], "has passed, skipped"),
-        ([replace(SESSION, must_pass=BAD, must_fail=GOOD)], "that must have passed has failed"),
+        ([replace(SESSION, records=RUN)], "that must be reported as passed did not run"),
+        ([replace(SESSION, records=(*RUN, CANARIES[0]))], "that must be reported as failed did not run"),
+        (
+            [replace(SESSION, records=(*CANARIES, ("test", f"t.py::test_{BAD}", "passed")))],
+            "reported as failed, passed",
+        ),
+        (
+            [replace(SESSION, records=(*CANARIES, ("test", f"u.py::test_{GOOD}", "skipped")))],
+            "reported as passed, skipped",
+        ),
+        ([replace(SESSION, must_pass=BAD, must_fail=GOOD)], "that must be reported as passed was reported as failed"),
         ([SESSION, replace(SESSION, must_pass="c" * 16)], "did not run"),
     ],
 )

@@ -18,7 +18,7 @@ FAULTS = {
             "buffer/tasks.py": "def f():\n    import headrace.buffer.types\n",
             "buffer/types.py": FOR_TYPES.format("tasks"),
         },
-        "these import each other in a circle: buffer.t",
+        "these modules import each other in a cycle: buffer.t",
     ),
     "an import that goes upwards": (
         {"sandboxes/base.py": "from headrace.sandboxes.pool import slots\n", "sandboxes/pool/slots.py": ""},
@@ -28,8 +28,8 @@ FAULTS = {
         {"serve/capture/trie.py": "from headrace.serve.gateway.turns import X\n", "serve/gateway/turns.py": ""},
         "serve.capture.trie imports serve.gateway.turns, which is above it",
     ),
-    "a folder in no order": ({"serve/new/thing.py": ""}, "serve/new stands in no order"),
-    "a module in no order": ({"serve/new.py": ""}, "serve/new stands in no order"),
+    "a folder in no order": ({"serve/new/thing.py": ""}, "serve/new is missing from ORDER"),
+    "a module in no order": ({"serve/new.py": ""}, "serve/new is missing from ORDER"),
     "a long function": ({"serve/errors.py": f"def f():\n{BODY * 70}"}, "serve/errors.py:1 f: 71 lines, at most 70"),
     "a class with many methods": (
         {"serve/errors.py": f"class C:\n{METHODS}"},

@@ -164,7 +164,7 @@ def test_a_staleness_bound_that_is_off_by_one_is_detected(
     assert run_command(monkeypatch, *CROWDED) == cli.EXIT_DIRTY
     broken = orjson.loads(capfdbinary.readouterr().out)
     assert (broken["max_staleness_seen"], broken["clean"]) == (3, False)
-    assert broken["problems"][0] == "trained at staleness 3, the bound is 2"
+    assert broken["problems"][0] == "trained at staleness 3, but the bound is 2"
 
 
 def test_the_command_prints_lines_and_keeps_the_ledger(

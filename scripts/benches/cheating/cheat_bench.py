@@ -1,7 +1,7 @@
 """The cheats bench, which grades cheating and honest patches in real sandboxes and measures the cost of twins.
 
-Invariant: a pair is a cheat and an honest patch for the same repository; both take the path of a rollout's patch, from
-the diff on.
+Invariant: a pair is a cheat and an honest patch for the same repository; both take the same path as a rollout's patch,
+from the diff onwards.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _METADATA: Final = ("pytest", "pluggy", "pytest_asyncio", "anyio")
 def pytest_archive() -> bytes:
     """Return this environment's pytest, its asyncio plugins and their dependencies, as a tar of pure Python packages.
 
-    Raises SandboxError where pytest is not installed."""
+    Raises SandboxError if pytest is not installed."""
     pytest = find_spec("pytest")
     if pytest is None or pytest.origin is None:
-        raise SandboxError("pytest is not installed here; install the extra dev")
+        raise SandboxError("pytest is not installed here; install the extra `dev`")
     site = Path(pytest.origin).parents[1]
     buffer = io.BytesIO()
     # Packages may be links into a cache.
@@ -70,12 +70,13 @@ async def install_pytest(sandbox: Sandbox, folder: str = PACKAGES) -> None:
     await sandbox.write(f"{folder}/packages.tar", pytest_archive())
     result = await sandbox.exec("tar -xf packages.tar", cwd=folder, timeout_s=60)
     if result.exit_code != 0:
-        raise SandboxError(f"unpacking pytest ended with {result.exit_code}: {result.stderr[-200:]!r}")
+        raise SandboxError(f"unpacking pytest failed with exit code {result.exit_code}: {result.stderr[-200:]!r}")
 
 
 @dataclass(slots=True)
 class BenchSandboxes:
-    """Source of clean sandboxes with pytest, directly from a provider; `seconds` is how long each was in use."""
+    """Source of clean sandboxes with pytest, taken directly from a provider; `seconds` lists how long each was in
+    use."""
 
     provider: LocalProvider
     seconds: list[float] = field(default_factory=list)
@@ -118,7 +119,7 @@ class Pair:
 
 
 class CheatBench:
-    """Grader of patches, a few at a time."""
+    """Grades patches, a few at a time."""
 
     def __init__(self, provider: LocalProvider) -> None:
         self._provider = provider
@@ -149,7 +150,7 @@ class CheatBench:
 
 
 def all_pairs() -> list[tuple[CheatRepository, Cheat]]:
-    """Return every cheat for every repository, and the additional cheats for a few."""
+    """Return every cheat paired with every repository, and the additional cheats paired with a few of them."""
     every = [(repository, cheat) for repository in REPOSITORIES for cheat in CHEATS]
     few = [repository for repository in REPOSITORIES if repository.name in MORE_AGAINST]
     return every + [(repository, cheat) for repository in few for cheat in MORE_CHEATS]
@@ -158,7 +159,7 @@ def all_pairs() -> list[tuple[CheatRepository, Cheat]]:
 async def measure(chosen: Sequence[tuple[CheatRepository, Cheat]], progress: Callable[[str], None]) -> dict[str, Any]:
     """Return the figures of `scripts/bench cheats`; `progress` gets a line for each pair.
 
-    A report that the canaries reject counts as stopped: it earns nothing, and `evaluation` blames the patch for it.
+    A cheat whose report the canaries reject counts as stopped: it earns no reward, and `evaluation` blames the patch.
     Raises SandboxError."""
     async with LocalProvider() as provider:
         bench = CheatBench(provider)

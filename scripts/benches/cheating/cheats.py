@@ -252,7 +252,7 @@ KNOWN_OPEN: Final = (
     ),
     OpenCheat(
         name="a comparison replaced for one test",
-        why="canaries look at comparisons from their own place only",
+        why="canaries check comparisons only as called from their own code",
         repository=CheatRepository(
             name="open, unittest",
             grader=TestIds(fail_to_pass=("tests/test_calc.py::Means::test_nothing",)),

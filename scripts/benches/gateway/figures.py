@@ -1,9 +1,9 @@
 """The figures of the gateway bench, each with its counterpart without the gateway or without bridges.
 
 Invariants:
-- Both use this gateway's own renderer. The full re-render reuses nothing from one turn to the next: neither token ids
-  of texts nor the tools' JSON.
-- Both are processor times of this process, including all threads.
+- Rendering with bridges and the full re-render both use this gateway's own renderer. The full re-render reuses nothing
+  from one turn to the next: neither token ids of texts nor the tools' JSON.
+- The costs of both are processor times of this process, including all threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LONG_TURNS: Final = 90
 LONG_OUTPUT_CHARACTERS: Final = 3_150
-"""Output per turn with which the conversation has about 96,000 tokens after 90 turns."""
+"""Characters of output per turn that bring the conversation to about 96,000 tokens after 90 turns."""
 REPEATS: Final = 3
 
 

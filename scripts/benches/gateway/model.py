@@ -1,8 +1,8 @@
 """The model directory of the gateway bench, without weights: a realistic tokenizer and a chat template like Qwen3's.
 
 Invariants:
-- Everything is generated from text that comes with every Python installation: nothing is downloaded, and two runs get
-  equal files.
+- Everything is generated from text that comes with every Python installation: nothing is downloaded, and two runs write
+  identical files.
 - A token of prose or code has between 3 and 4 characters, as with a real vocabulary.
 """
 
@@ -69,7 +69,7 @@ _TEMPLATE: Final = """
 
 
 def write_model(folder: Path) -> Tokenizer:
-    """Train the tokenizer (some seconds) and write the directory."""
+    """Train the tokenizer (takes a few seconds) and write the directory."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

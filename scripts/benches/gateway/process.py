@@ -70,7 +70,7 @@ class GatewayProcess:
 async def gateway_process(
     tokenizer_dir: Path, log_dir: Path, engine_url: str, *, watch: bool = False
 ) -> AsyncIterator[GatewayProcess]:
-    """Start a gateway in front of one engine. `watch` times every callback, which costs some microseconds each."""
+    """Start a gateway in front of one engine. `watch` times every callback, which adds a few microseconds to each."""
     raise_open_files()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benches.gateway.process", "--tokenizer", str(tokenizer_dir),
@@ -98,7 +98,7 @@ def raise_open_files() -> None:
 
 
 class _Watch:
-    """Recorder of the longest callback and the longest garbage collection."""
+    """Records the longest callback and the longest garbage collection."""
 
     def __init__(self) -> None:
         self.callback_s = 0.0
@@ -115,7 +115,7 @@ class _Watch:
             self.collection_s = max(self.collection_s, time.perf_counter() - self._collecting_since)
 
     def callbacks(self) -> None:
-        """Time every callback of asyncio's own loop, steps of tasks included."""
+        """Time every callback of asyncio's own loop, including task steps."""
         run = asyncio.Handle._run  # noqa: SLF001 - all callbacks run through this method
 
         def timed(handle: asyncio.Handle) -> None:

@@ -76,7 +76,7 @@ class Texts:
 
 
 def request_head(*, system_characters: int = SYSTEM_CHARACTERS, tools: int = len(_PARAMETERS)) -> dict[str, Any]:
-    """Return a Messages request like Claude Code's, without its messages, with this number of tools."""
+    """Return a Messages request like Claude Code's, without messages and with the given number of tools."""
     texts = Texts(1)
     head: dict[str, Any] = {
         "model": "claude-opus-4-8",
