@@ -26,6 +26,13 @@ Invariant: nothing here imports torch, aiohttp or any other heavy library.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headrace.buffer.types import RolloutId
+
 
 class PolicyError(Exception):
     """Base class of all errors in policies, except the learner's."""
@@ -141,7 +148,15 @@ class LearnerNotOpen(LearnerError):
 
 
 class RowUnusable(LearnerError):
-    """A row does not match the model, or cannot be trained with its mask."""
+    """A row does not match the model, or cannot be trained with its mask. `refused` has the reason by rollout id, if
+    the learner knows which rollouts to leave out; it can train the others."""
+
+    def __init__(self, message: str, refused: Mapping[RolloutId, str] | None = None) -> None:
+        super().__init__(message, refused)
+        self.refused = dict(refused or {})
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class CheckpointUnreadable(LearnerError):

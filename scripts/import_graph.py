@@ -30,11 +30,11 @@ ORDER: dict[str, tuple[str, ...]] = {
         "simulated",
     ),
     "buffer": (
-        *("errors", "repositories", "tasks", "versions", "types", "sanitizer", "codec", "packing"),
+        *("errors", "repositories", "tasks", "versions", "types", "sanitizer", "codec", "packing", "row_limits"),
         *("primitives", "core", "ledger", "audit", "datasets"),
     ),
     "policies": (
-        *("cancellation", "errors", "learner_errors", "transport_errors", "engine", "learner"),
+        *("cancellation", "errors", "transport_errors", "engine", "learner"),
         *("tokens", "models", "processes", "push", "cpu_engine", "sglang", "learners"),
     ),
     "serve": (

@@ -38,6 +38,7 @@ from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
 from headrace.policies.engine import PauseMode
+from headrace.policies.learners.config import row_limits
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.config import GatewayConfig
 
@@ -159,6 +160,7 @@ class ServiceParts(ResourceOwner):
             seed=self._config.service.seed,
             tasks=self._externals.tasks,
             clock=self._externals.clock,
+            limits=row_limits(self._config.learner),
         )
 
     async def _start_gateway(self) -> None:

@@ -8,8 +8,9 @@ Invariants:
 - A step is committed durably before its weights are pushed. A checkpoint's directory is renamed before its ledger row
   is written.
 - The next step runs while the weights of the last one are being sent; at most one push runs at a time.
-- A batch is never given back after its step has begun. A failed step is retried: in the same process if the learner
-  refused a row, otherwise by a new process. After `buffer.batch_tries` tries the run ends with an error that names the
+- A batch is never given back after its step has begun. If the learner refuses rows of known rollouts, which changes
+  nothing, those rollouts are filtered and the batch is dissolved. Any other failed step is retried: in place after a
+  refused row, otherwise by a new process. After `buffer.batch_tries` tries the run ends with an error that names the
   batch and the reason.
 """
 
@@ -35,7 +36,6 @@ from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import end_actor
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch
-from headrace.buffer.packing import RowOverBudget
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.policies.errors import LearnerNotOpen, NonFiniteRun, RowUnusable
 from headrace.policies.learners.checkpoints import usable_checkpoint
@@ -225,6 +225,8 @@ class LearnerLoop:
                     if batch is None:
                         continue
                     report = await self._step(batch)
+                    if report is None:
+                        continue
                     await self._push_behind(report, pushes)
                     if report.version.step % self._config.save_every == 0 and not report.skipped:
                         await self._save()
@@ -307,12 +309,16 @@ class LearnerLoop:
         await until_back(lambda: self._replay.served(served))
         return True
 
-    async def _step(self, batch: Batch) -> StepReport:
-        """Train and commit a batch. Raises BatchUntrainable, NonFiniteRun."""
+    async def _step(self, batch: Batch) -> StepReport | None:
+        """Train and commit a batch. Returns None if it was dissolved because the learner refused some of its rows.
+        Raises BatchUntrainable, NonFiniteRun."""
         start = _now()
         with self._in(Stage.STEPPING), tracer.start_as_current_span("step"):
             self._stepping = batch.lease
             report = await self._tried(batch)
+        if report is None:
+            self._stepping = None
+            return None
         await until_back(lambda: self._replay.commit(batch.lease, report))
         self._stepping = None
         self._clock.step_s += _now() - start
@@ -322,8 +328,9 @@ class LearnerLoop:
         self._recorded = replace(self._clock)
         return report
 
-    async def _tried(self, batch: Batch) -> StepReport:
-        """Run the step, and run it again if the learner refused a row. Raises BatchUntrainable, NonFiniteRun."""
+    async def _tried(self, batch: Batch) -> StepReport | None:
+        """Run the step, again if it failed. Returns None if the learner named rollouts that it cannot train: they are
+        filtered, and the others can be batched again. Raises BatchUntrainable, NonFiniteRun."""
         trained = batch
         if self._config.rewards is RewardControl.SHUFFLED:
             trained = shuffle_rewards(batch, seed=self._learner_config.seed)
@@ -334,8 +341,12 @@ class LearnerLoop:
                 # The batch did not cause these.
                 raise
             except Exception as error:
+                if isinstance(error, RowUnusable) and error.refused:
+                    logger.error("batch %s is dissolved: the learner refused %s", batch.lease.batch_id, error)
+                    await until_back(partial(self._replay.refuse_rows, batch.lease, error.refused))
+                    return None
                 # A refused row changed nothing; after any other error the state of the process is uncertain.
-                in_place = isinstance(error, RowUnusable | RowOverBudget)
+                in_place = isinstance(error, RowUnusable)
                 # A step is most likely to run out of memory on its longest row.
                 rows = [(len(row.tokens_T), item.rollout_id) for item in batch.items for row in item.trajectory.rows]
                 tokens, largest = max(rows, key=lambda row: row[0])

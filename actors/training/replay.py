@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.replay import BufferStatus
+    from headrace.buffer.row_limits import RowLimits
     from headrace.buffer.types import (
         Batch,
         BatchLease,
@@ -97,7 +98,7 @@ NEVER_EVALUATED = Evaluated(attempts=0, reward=None)
 
 class Replay:
     """Sole owner of the run's ledger. Without a directory, the ledger is in memory and covers `tasks`; `clock` returns
-    Unix seconds."""
+    Unix seconds. Results that exceed the `limits` of the learner count as its failures."""
 
     def __init__(
         self,
@@ -107,8 +108,10 @@ class Replay:
         seed: int,
         tasks: Sequence[Task] = (),
         clock: Callable[[], float] = time.time,
+        limits: RowLimits | None = None,
     ) -> None:
         self._config = config
+        self._limits = limits
         self._directory = directory
         self._seed = seed
         self._tasks = tasks
@@ -126,6 +129,7 @@ class Replay:
             run_id=IN_MEMORY if directory is None else directory.run_id(),
             seed=self._seed,
             clock=self._clock,
+            limits=self._limits,
         )
         self._store = await self._stack.enter_async_context(await store)
         self._orders = _Orders(self._store)
@@ -193,6 +197,11 @@ class Replay:
     async def step_failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
         with self._ending():
             return await self._store.step_failed(lease, reason, again=again)
+
+    async def refuse_rows(self, lease: BatchLease, refused: Mapping[RolloutId, str]) -> None:
+        """Filter the members of a batch whose rows the learner refused, with its reasons, and free the others."""
+        with self._ending():
+            await self._store.refuse_rows(lease, refused)
 
     async def step_interrupted(self, lease: BatchLease) -> None:
         with self._ending():

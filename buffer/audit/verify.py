@@ -132,7 +132,7 @@ class _Audit:
         self.again: set[RolloutId] = set()
         self.digests: dict[BatchId, bytes] = {}
         self.held: dict[BatchState, set[RolloutId]] = {
-            state: set() for state in (BatchState.LEASED, BatchState.QUEUED, BatchState.DROPPED)
+            state: set() for state in (BatchState.LEASED, BatchState.QUEUED, BatchState.DROPPED, BatchState.DISSOLVED)
         }
         self.dropped: list[BatchId] = []
         self.trained: dict[RolloutId, tuple[_Training, ...]] = {}
@@ -318,6 +318,10 @@ class _Audit:
             self._lose(name, "is held for a batch that is not queued, or the other way round")
         if (rollout.reason is FilterReason.BATCH_DROPPED) != (name in self.held[BatchState.DROPPED]):
             self._lose(name, "was filtered for a batch that was not dropped, or the other way round")
+        # The batch may be in an archive that is not read.
+        refused = rollout.reason is FilterReason.ROW_REFUSED and self.evidence.closed is None
+        if refused and name not in self.held[BatchState.DISSOLVED]:
+            self._lose(name, "was refused by the learner, but no dissolved batch held it")
         self._check_staleness(name, trained, {one.attempt: one for one in tries})
         count_as = rollout.state.value
         if rollout.state is RolloutState.PENDING and attempt is not None and attempt.reward is None:

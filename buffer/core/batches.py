@@ -5,6 +5,7 @@ Invariants:
   accepted only at that version, in the order taken. Hence nothing is trained over the bound.
 - A lease counts as a try of its batch until it is committed or given back: a learner that dies in a step leaves the
   count behind. After `batch_tries` tries the batch is no longer issued, and `take` says why.
+- A step that refuses rows trains nothing: the members with those rows are filtered, and the others are batched again.
 - Only the newest epoch takes and commits; every surviving step extends the hash chain of the one before.
 - A released or rolled-back batch is issued again as the same batch (id and ordered members), before any fresh one,
   unless a member exceeds the bound: then that member is evicted and the others become free sealed rollouts.
@@ -21,7 +22,7 @@ from heapq import nsmallest
 from typing import TYPE_CHECKING
 
 from headrace.buffer.core.batch_queue import untrainable
-from headrace.buffer.core.records import BatchMember, BatchRecord, BatchState, CommitRecord, RolloutState
+from headrace.buffer.core.records import BatchMember, BatchRecord, BatchState, CommitRecord, FilterReason, RolloutState
 from headrace.buffer.core.staleness import evict, stalest
 from headrace.buffer.core.training_path import digest_of
 from headrace.buffer.errors import DataExhausted, LeaseError, VersionMismatch
@@ -30,7 +31,7 @@ from headrace.buffer.types import BatchId, BatchLease, RolloutId, StepReport, ex
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.epochs import Epochs
@@ -155,6 +156,23 @@ class BatchBook:
         StaleEpoch, LeaseError."""
         batch = self._leased(lease)
         self._state.put(replace(batch, tries=max(0, batch.tries - 1)))
+
+    def refuse_rows(self, lease: BatchLease, refused: Mapping[RolloutId, str]) -> None:
+        """Filter the members that the learner refused (with its reasons); the other members become free sealed
+        rollouts. Idempotent. Raises StaleEpoch, LeaseError."""
+        known = self._state.path.batches.get(lease.batch_id)
+        if known is not None and known.state is BatchState.DISSOLVED and known.epoch == lease.epoch:
+            return
+        batch = self._leased(lease)
+        members = [member.rollout_id for member in batch.members if member.rollout_id in refused]
+        if not members or batch != self._state.path.leases()[-1]:
+            raise LeaseError(f"batch {lease.batch_id} has no refused member, or is not the newest lease")
+        self._queue.dissolve(batch)
+        for rollout_id in members:
+            attempt = self._state.attempts[rollout_id]
+            self._state.put(replace(attempt, detail=clean_text(f"refused by the learner: {refused[rollout_id]}")))
+            self._state.move(rollout_id, RolloutState.FILTERED, reason=FilterReason.ROW_REFUSED)
+        self._state.count(f"filtered_{FilterReason.ROW_REFUSED}", len(members))
 
     def release(self, lease: BatchLease) -> None:
         """Give a batch back before its step began. Raises StaleEpoch, LeaseError."""

@@ -18,6 +18,7 @@ from headrace.buffer.sanitizer import clean_text, plain_float, plain_int, plain_
 from headrace.buffer.types import Cause, Outcome, RolloutResult, Row, Trajectory, check_reward
 
 if TYPE_CHECKING:
+    from headrace.buffer.row_limits import RowLimits
     from headrace.buffer.versions import PolicyVersion, VersionTree
 
 FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
@@ -35,26 +36,35 @@ class Account:
     trace_id: str = ""
     host: str = ""
     engine_failed: bool = False
+    untrainable: bool = False
+    """The result exceeds the limits of the learner, so it counts as an infra failure."""
 
 
-def classify(result: RolloutResult, tree: VersionTree, *, masked: bool = False) -> Account:
+def classify(
+    result: RolloutResult, tree: VersionTree, *, masked: bool = False, limits: RowLimits | None = None
+) -> Account:
     """Return the result as the ledger counts it. With `masked`, tokens that cannot be trained on also count, for
     example those of an evaluation sampled at temperature 0.
 
-    A failure has no reward, whatever the worker reports; a result that contradicts itself or cannot be stored counts as
-    an infra failure.
+    A failure has no reward, whatever the worker reports; a result that contradicts itself, cannot be stored or exceeds
+    the `limits` of the learner counts as an infra failure.
     """
     try:
         outcome = _plain_outcome(result.outcome)
         counts = outcome.cause not in FAILED and outcome.cause is not Cause.CANCELLED
+        trained = trained_tokens(result.trajectory, tree, masked=masked) if counts else ()
+        violation = limits.violation(result.trajectory) if limits and trained and result.trajectory else ""
+        if violation:
+            outcome, trained = Outcome.infra(f"the learner cannot train this result: {violation}"), ()
         return Account(
             outcome=outcome,
-            trained=trained_tokens(result.trajectory, tree, masked=masked) if counts else (),
+            trained=trained,
             turns=plain_int(result.turns),
             phases_s=tuple((clean_text(name), plain_float(seconds)) for name, seconds in result.phases_s),
             trace_id=clean_text(result.trace_id),
             host=clean_text(result.host),
             engine_failed=bool(result.engine_failed),
+            untrainable=bool(violation),
         )
     except Exception as error:  # noqa: BLE001 - a foreign worker may send anything; only its own result is lost
         return Account(outcome=Outcome.infra(clean_text(f"malformed result: {error}")))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.buffer.core.sealing import Sealing
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
+    from headrace.buffer.row_limits import RowLimits
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.versions import PolicyVersion
 
@@ -35,10 +36,16 @@ class GroupBook:
     """The side of the buffer that faces the dispatcher."""
 
     def __init__(
-        self, state: ReplayState, config: BufferConfig, sealing: Sealing, history: TaskHistory, outages: Outages
+        self,
+        state: ReplayState,
+        config: BufferConfig,
+        sealing: Sealing,
+        history: TaskHistory,
+        outages: Outages,
+        limits: RowLimits | None = None,
     ) -> None:
         self._state, self._config, self._sealing, self._history = state, config, sealing, history
-        self._outages = outages
+        self._outages, self._limits = outages, limits
 
     def open_group(self, task_id: TaskId, lap: int, now: float) -> None:
         """Open a group of `group_size` pending rollouts of a task."""
@@ -74,7 +81,7 @@ class GroupBook:
             self._sealing.aborted.pop((result.rollout_id, result.attempt), None)
             self._state.count(f"offers_{status}")
             return Receipt(rollout_id=result.rollout_id, attempt=result.attempt, status=status)
-        account = classify(result, self._state.path.tree)
+        account = classify(result, self._state.path.tree, limits=self._limits)
         attempt = replace(
             self._state.attempts[result.rollout_id],
             ended_at_s=now,
@@ -90,7 +97,7 @@ class GroupBook:
             trace_id=account.trace_id,
             host=account.host,
         )
-        self._end(attempt, engine_failed=account.engine_failed)
+        self._end(attempt, engine_failed=account.engine_failed, untrainable=account.untrainable)
         return Receipt(rollout_id=attempt.rollout_id, attempt=attempt.attempt, status=status)
 
     def abandon(self, rollout_id: RolloutId, attempt: int, cause: Cause, detail: str, now: float) -> bool:
@@ -138,9 +145,9 @@ class GroupBook:
             return ReceiptStatus.ACCEPTED
         return ReceiptStatus.DUPLICATE if self._state.attempts[rollout_id].offered else ReceiptStatus.LATE
 
-    def _end(self, attempt: AttemptRecord, *, engine_failed: bool = False) -> None:
+    def _end(self, attempt: AttemptRecord, *, engine_failed: bool = False, untrainable: bool = False) -> None:
         task_id, now = self._state.group_of(attempt.rollout_id).task_id, attempt.ended_at_s or 0.0
-        charge = self._outages.charge(attempt, task_id, engine_failed=engine_failed, now=now)
+        charge = self._outages.charge(attempt, task_id, engine_failed=engine_failed, untrainable=untrainable, now=now)
         attempt = replace(attempt, charged_to=charge)
         self._state.put(attempt)
         if attempt.cause is Cause.CANCELLED:

@@ -38,7 +38,7 @@ PROBE_S: Final = 60.0
 APART_S: Final = 60.0
 """Failures that are closer together count as simultaneous."""
 
-COUNTED: Final = frozenset({Charge.TASK, Charge.HOST, Charge.ENGINES})
+COUNTED: Final = frozenset({Charge.TASK, Charge.HOST, Charge.ENGINES, Charge.LEARNER})
 """Failures that use up one of a rollout's `max_attempts`."""
 
 
@@ -134,13 +134,17 @@ class Outages:
         held = (self._open(component) for component in Component)
         return "; ".join(f"{outage.reason}, since {utc(outage.began_at_s)}" for outage in held if outage is not None)
 
-    def charge(self, attempt: AttemptRecord, task_id: TaskId, *, engine_failed: bool, now: float) -> Charge | None:
+    def charge(
+        self, attempt: AttemptRecord, task_id: TaskId, *, engine_failed: bool, untrainable: bool, now: float
+    ) -> Charge | None:
         """Return the party charged for an attempt that has just ended; None when it did not fail."""
         assert attempt.cause is not None
         if attempt.cause not in FAILED:
             return None
         if not attempt.offered:
             return Charge.WORKER
+        if untrainable:
+            return Charge.LEARNER
         if any(self._ran_during(attempt, component) for component in Component):
             return Charge.OUTAGE
         if engine_failed:
@@ -151,7 +155,8 @@ class Outages:
         """Add the end of an attempt to the window, after it has been charged."""
         if not attempt.offered or attempt.cause is Cause.CANCELLED:
             return
-        failed = attempt.charged_to is not None
+        # A result that only the learner cannot train says that everything else works.
+        failed = attempt.charged_to not in (None, Charge.LEARNER)
         if failed and self._ran_during(attempt, Component.ENGINES):
             return
         if attempt.charged_to is not Charge.ENGINES:

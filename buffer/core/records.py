@@ -67,6 +67,8 @@ class FilterReason(StrEnum):
     """All rewards of the group are equal and `zero_variance = "filter"`."""
     GROUP_DROPPED = "group_dropped"
     """Fewer than `min_members` of its group finished."""
+    ROW_REFUSED = "row_refused"
+    """The learner refused one of its rows in a step; its reward counts in the baseline."""
     BATCH_DROPPED = "batch_dropped"
     """An operator dropped its batch (`headrace ledger drop-batch`); its reward counts in the baseline."""
 
@@ -92,7 +94,7 @@ class BatchState(StrEnum):
     COMMITTED = "committed"
     """It was trained on the surviving path (or its step was skipped)."""
     DISSOLVED = "dissolved"
-    """A member exceeded the bound or was lost before it was issued again; the others are free sealed rollouts."""
+    """A member exceeded the bound, was lost, or was refused by the learner; the others are free sealed rollouts."""
     DROPPED = "dropped"
     """An operator dropped it because the learner cannot train it; none of its members will be trained."""
 
@@ -198,6 +200,8 @@ class Charge(StrEnum):
     """Its worker died. The failure does not count."""
     OUTAGE = "outage"
     """No engine was serving, or the system was failing. The failure does not count."""
+    LEARNER = "learner"
+    """The result exceeds the limits of the learner. It counts for the rollout, but never for its task or host."""
 
 
 class Component(StrEnum):

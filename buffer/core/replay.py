@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from headrace.buffer.core.config import BufferConfig
+    from headrace.buffer.row_limits import RowLimits
     from headrace.buffer.versions import PolicyVersion
 
 
@@ -94,12 +95,20 @@ class BufferStatus:
 
 class ReplayBuffer:
     """Opens groups, takes in results, and gives out batches. `now` is in seconds since the Unix epoch; it is recorded,
-    and affects only when rules with times accept.
+    and affects only when rules with times accept. Results that exceed the `limits` of the learner count as failures.
 
     `batches` and `epochs` face the learner, `operators` faces operators; `outages` limits what may begin."""
 
-    def __init__(self, config: BufferConfig, stream: TaskStream, snapshot: Snapshot | None = None) -> None:
+    def __init__(
+        self,
+        config: BufferConfig,
+        stream: TaskStream,
+        snapshot: Snapshot | None = None,
+        *,
+        limits: RowLimits | None = None,
+    ) -> None:
         self.config = config
+        self._limits = limits
         self._stream = stream
         self._recent = RecentEnds()
         self.fold(snapshot or Snapshot())
@@ -110,7 +119,7 @@ class ReplayBuffer:
         history = TaskHistory(self.state, park_after=self.config.park_after)
         self._sealing = Sealing(self.state, self.config, parse_rule(self.config.rule), history)
         self.outages = Outages(self.state, history, self._recent)
-        self._groups = GroupBook(self.state, self.config, self._sealing, history, self.outages)
+        self._groups = GroupBook(self.state, self.config, self._sealing, history, self.outages, self._limits)
         queue = BatchQueue(self.state, self.config, history)
         self.epochs = Epochs(self.state, queue)
         self.batches = BatchBook(self.state, self.config, history, self.epochs)

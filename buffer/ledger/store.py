@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from headrace.buffer.core.curriculum import TaskStream
+from headrace.buffer.core.records import Charge
 from headrace.buffer.core.replay import BufferStatus, ReplayBuffer
 from headrace.buffer.errors import LedgerMismatch
 from headrace.buffer.ledger.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.records import BatchRecord, EvaluationRecord
+    from headrace.buffer.row_limits import RowLimits
     from headrace.buffer.tasks import Task, TaskId
     from headrace.buffer.versions import PolicyVersion
 
@@ -52,6 +54,7 @@ class ReplayStore:
 
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer, self._core, self._clock = writer, writer.core, writer.clock
+        self._untrainable = 0
         self.evaluations = EvaluationStore(writer)
         self.operators = Operators(writer)
 
@@ -66,14 +69,17 @@ class ReplayStore:
         seed: int,
         clock: Callable[[], float] = time.time,
         trajectory_file_bytes: int = TRAJECTORY_FILE_BYTES,
+        limits: RowLimits | None = None,
     ) -> Self:
         """Open or create the ledger in `run_dir` (None: in memory) and fold the core from it. `clock` gives seconds
-        since the Unix epoch. Raises LedgerRefused, LedgerInUse."""
+        since the Unix epoch; results over the `limits` of the learner count as failures. Raises LedgerRefused,
+        LedgerInUse."""
         stream = TaskStream(tasks, seed=seed)
         identity = {"run_id": run_id, "tasks_sha256": stream.digest()}
         if run_dir is None:
             ledger = Ledger.in_memory(identity)
-            return cls(LedgerWriter(ReplayBuffer(config, stream, ledger.load()), ledger, None, clock))
+            core = ReplayBuffer(config, stream, ledger.load(), limits=limits)
+            return cls(LedgerWriter(core, ledger, None, clock))
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         loop = asyncio.get_running_loop()
         try:
@@ -84,7 +90,7 @@ class ReplayStore:
         except BaseException:
             executor.shutdown(wait=False)
             raise
-        writer = LedgerWriter(ReplayBuffer(config, stream, snapshot), ledger, executor, clock)
+        writer = LedgerWriter(ReplayBuffer(config, stream, snapshot, limits=limits), ledger, executor, clock)
         writer.apply(lambda: writer.core.restart_clocks(clock()))
         return cls(writer)
 
@@ -122,6 +128,12 @@ class ReplayStore:
             receipt = self._core.offer(result, now)
             if receipt.status is ReceiptStatus.ACCEPTED and result.trajectory is not None:
                 attempt = self._core.state.attempts[receipt.rollout_id]
+                if attempt.charged_to is Charge.LEARNER:
+                    self._untrainable += 1
+                    # Not for each of them: every result of a run may be untrainable.
+                    if self._untrainable.bit_count() == 1:
+                        name = attempt.rollout_id
+                        logger.error("%d results refused so far, last %s: %s", self._untrainable, name, attempt.detail)
                 # A result that the core classified as malformed has no trained tokens, and is not stored.
                 if attempt.trained:
                     self._writer.stored.append(
@@ -185,6 +197,11 @@ class ReplayStore:
         """Record why the step on a batch failed. Return why the step is not tried again, or an empty string when it is.
         Raises StaleEpoch, LeaseError."""
         return await self._writer.change(lambda: self._core.batches.step_failed(lease, reason, again=again))
+
+    async def refuse_rows(self, lease: BatchLease, refused: Mapping[RolloutId, str]) -> None:
+        """Filter the members of a batch that the learner refused, with its reasons, and free the others. Idempotent.
+        Raises StaleEpoch, LeaseError."""
+        await self._writer.change(lambda: self._core.batches.refuse_rows(lease, refused))
 
     async def step_interrupted(self, lease: BatchLease) -> None:
         """Record that the step on a batch ended for a reason other than the batch. Raises StaleEpoch, LeaseError."""

@@ -7,7 +7,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.buffer.row_limits import RowLimits
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
+from headrace.policies.models.qwen3_config import Qwen3Config
 
 
 class LearnerConfig(BaseModel):
@@ -52,3 +54,12 @@ class LearnerConfig(BaseModel):
     """Kind of learner. `simulated` lets time pass instead of computing, and ignores the keys above."""
     simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()
     """Settings of the simulated learner."""
+
+
+def row_limits(config: LearnerConfig) -> RowLimits | None:
+    """Return the limits on the rows that this learner can train; None for a simulated learner, which has none. Raises
+    ModelInvalid."""
+    if config.kind == "simulated":
+        return None
+    shape = Qwen3Config.read(config.model_dir / "config.json")
+    return RowLimits(vocabulary=shape.vocab_size, tokens=config.token_budget)

@@ -58,7 +58,7 @@ class MegatronLearner:
         return await self._in_thread(work)
 
     async def step(self, batch: Batch) -> StepReport:
-        """See `Learner.step`. Raises LearnerNotOpen, NonFiniteRun, RowUnusable or RowOverBudget."""
+        """See `Learner.step`. Raises LearnerNotOpen, NonFiniteRun or RowUnusable."""
         return await self._in_thread(lambda: self._opened().step(batch))
 
     async def snapshot(self) -> WeightsSnapshot:

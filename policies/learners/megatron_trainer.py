@@ -22,9 +22,10 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.buffer.packing import pack
+from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.types import Batch, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun
+from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun, RowUnusable
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
 from headrace.policies.learners.objective_registry import OBJECTIVES
@@ -61,6 +62,7 @@ class MegatronTrainer:
         self._source = Path(resume.path) if resume else config.model_dir
         self._device = megatron_world.start(config.seed)
         self._shape = Qwen3Config.read(self._source / "config.json")
+        self._limits = RowLimits(vocabulary=self._shape.vocab_size, tokens=config.token_budget)
         settings = megatron_model.transformer_config(self._shape)
         self._model = megatron_model.build_model(self._shape, settings).to(self._device)
         self._ddp = DistributedDataParallel(
@@ -85,16 +87,20 @@ class MegatronTrainer:
         return LearnerState(parent=self._parent, step=self._version.step, chain=self._chain)
 
     def step(self, batch: Batch) -> StepReport:
-        """Perform one update. Raises RowUnusable or RowOverBudget before any change, NonFiniteRun after the last
+        """Perform one update. Raises RowUnusable before any change, NonFiniteRun after the last
         allowed skip."""
         if self._last_report is not None and self._last_report.batch_id == batch.lease.batch_id:
             self._stop_when_diverged()
             return self._last_report
         started = time.perf_counter()
+        refused = {item.rollout_id: why for item in batch.items if (why := self._limits.violation(item.trajectory))}
+        if refused:
+            rollout_id, why = next(iter(refused.items()))
+            raise RowUnusable(f"{len(refused)} of {len(batch.items)} rollouts, first {rollout_id}: {why}", refused)
         # Constant after a linear warm-up over the first `warmup_steps` updates of the run.
         warm = (self._version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
         learning_rate = self._config.learning_rate * min(1.0, warm)
-        loss, sums = self._accumulate(weighted_rows(batch, vocabulary=self._shape.vocab_size))
+        loss, sums = self._accumulate(weighted_rows(batch))
         for parameter in self._model.parameters():
             parameter.grad = parameter.main_grad
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_grad_norm))

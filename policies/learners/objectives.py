@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.policies.errors import RowUnusable
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -43,35 +41,19 @@ def trained_tokens(item: BatchItem) -> int:
     return sum(int(row.loss_mask_T.sum()) for row in item.trajectory.rows)
 
 
-def weighted_rows(batch: Batch, *, vocabulary: int) -> list[WeightedRow]:
-    """Return the rows of `batch` that have a gradient. Raises RowUnusable for a row that cannot be trained."""
+def weighted_rows(batch: Batch) -> list[WeightedRow]:
+    """Return the rows of `batch` that have a gradient. They must be within the `RowLimits` of the learner."""
     rows: list[WeightedRow] = []
     for item in batch.items:
         tokens = trained_tokens(item)
         if item.advantage == 0.0 or tokens == 0:
             continue
         weight = 1.0 / (len(batch.items) * tokens)
-        for row in item.trajectory.rows:
-            where, length = f"rollout {item.rollout_id}", len(row.tokens_T)
-            if not length == len(row.loss_mask_T) == len(row.logprobs_T):
-                raise RowUnusable(f"{where}: tokens, mask and log-probabilities differ in length")
-            if length and row.loss_mask_T[0]:
-                raise RowUnusable(f"{where}: the first token of a row has no context and cannot be trained: mask it")
-            if length and not 0 <= int(row.tokens_T.min()) <= int(row.tokens_T.max()) < vocabulary:
-                raise RowUnusable(
-                    f"{where}: a token id is outside the model's vocabulary of {vocabulary}: check the tokenizer"
-                )
-            if not item.trajectory.temperature > 0.0:
-                raise RowUnusable(
-                    f"{where}: temperature {item.trajectory.temperature} has no gradient: sample at a "
-                    "temperature above 0"
-                )
-            if row.loss_mask_T.any():
-                rows.append(
-                    WeightedRow(
-                        row=row, advantage=item.advantage, temperature=item.trajectory.temperature, weight=weight
-                    )
-                )
+        rows.extend(
+            WeightedRow(row=row, advantage=item.advantage, temperature=item.trajectory.temperature, weight=weight)
+            for row in item.trajectory.rows
+            if row.loss_mask_T.any()
+        )
     return rows
 
 

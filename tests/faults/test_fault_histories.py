@@ -201,6 +201,30 @@ def test_an_untrainable_batch_ends_the_run_after_two_attempts(
         assert ledger.execute("SELECT tries FROM batches WHERE batch_id = 'b000003'").fetchone() == (2,)
 
 
+def test_rows_refused_in_a_step_are_filtered_and_the_run_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, refused = SimulatedLearner.step, set[str]()
+
+    async def refusing(learner: SimulatedLearner, batch: Batch) -> StepReport:
+        """Refuse the first member of each of the first three batches."""
+        first = batch.items[0].rollout_id
+        if len(refused) < 3:
+            refused.add(first)
+            raise RowUnusable("1 of 4 rollouts", {first: "a row is too long"})
+        return await step(learner, batch)
+
+    monkeypatch.setattr(SimulatedLearner, "step", refusing)
+    history, ended = one_run(tmp_path / "run", Quiet)
+    assert (ended, history.restarts) == ("", 0)
+    report = verify(tmp_path / "run")
+    assert (report.problems, report.steps, report.filtered) == ((), 6, 3)
+    with closing(sqlite3.connect(tmp_path / "run" / "ledger.db")) as ledger:
+        assert ledger.execute("SELECT max(epoch) FROM epochs").fetchone() == (1,), "no learner had to die"
+    attempts = read_evidence(tmp_path / "run").attempts
+    assert {one.rollout_id for one in attempts if one.detail == "refused by the learner: a row is too long"} == refused
+
+
 class StepKills(History):
     """The learner's process is killed in each step on the third batch."""
 

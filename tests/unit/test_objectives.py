@@ -23,7 +23,6 @@ from headrace.buffer.types import (
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.errors import RowUnusable
 from headrace.policies.learners.objectives import (
     ClipConfig,
     LossSums,
@@ -162,7 +161,7 @@ items_strategy = st.lists(
 def loss_and_gradient(batch: Batch, token_budget: int) -> tuple[float, torch.Tensor]:
     """With a bigram table as the model: logits at t are the table's row of the token at t."""
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    rows = weighted_rows(batch, vocabulary=VOCABULARY)
+    rows = weighted_rows(batch)
     total = 0.0
     for indices in pack([len(row.row.tokens_T) for row in rows], token_budget=token_budget):
         micro = collate([rows[index] for index in indices], torch.device("cpu"))
@@ -203,26 +202,7 @@ def one_row_per_token(row: Row) -> list[Row]:
 
 @given(items=items_strategy)
 def test_each_trajectory_has_the_same_weight(items: list[tuple[float, list[Row]]]) -> None:
-    rows = weighted_rows(make_batch(items), vocabulary=VOCABULARY)
+    rows = weighted_rows(make_batch(items))
     contributing = sum(adv != 0.0 and any(row.loss_mask_T.any() for row in parts) for adv, parts in items)
     total = sum(row.weight * int(row.row.loss_mask_T.sum()) for row in rows)
     assert total == pytest.approx(contributing / len(items))
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (make_row([1, 2], [True, True]), "first token"),
-        (make_row([1, VOCABULARY], [False, True]), "vocabulary"),
-        (make_row([-1, 2], [False, True]), "vocabulary"),
-    ],
-)
-def test_rows_that_the_model_cannot_train_are_refused(row: Row, words: str) -> None:
-    with pytest.raises(RowUnusable, match=words):
-        weighted_rows(make_batch([(1.0, [row])]), vocabulary=VOCABULARY)
-
-
-def test_temperature_zero_is_refused() -> None:
-    batch = make_batch([(1.0, [make_row([1, 2], [False, True])])], temperature=0.0)
-    with pytest.raises(RowUnusable, match="temperature"):
-        weighted_rows(batch, vocabulary=VOCABULARY)
