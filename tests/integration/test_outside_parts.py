@@ -271,7 +271,7 @@ def test_swe_rows_are_converted_or_refused(tmp_path: Path) -> None:
     ("given", "said"),
     [
         (["--form", "swebench"], "--form swebench: there is no form of data 'swebench'; there are swe"),
-        (["--set", "workdi=/x"], "--form swe: workdi: unknown; settings are image, workdir"),
+        (["--set", "workdi=/x"], "--form swe: workdi: unknown setting; the settings are image, workdir"),
         (["--set", "timeout_s=soon"], "--form swe: timeout_s: Input should be a valid number"),
     ],
 )

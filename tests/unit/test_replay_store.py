@@ -314,11 +314,11 @@ async def test_the_core_is_not_used_after_an_interrupted_change(tmp_path, monkey
         waiting = asyncio.ensure_future(store.take(FIRST, 1, timeout_s=10 * GUARD_S))
         await asyncio.sleep(0)
         monkeypatch.setattr(Sealing, "tick", breaks_off)
-        with pytest.raises(LedgerBroken, match=r"half-way .*a defect"):
+        with pytest.raises(LedgerBroken, match=r"halfway .*a defect"):
             await store.offer_many([cases.result(order, FIRST)])
         with pytest.raises(LedgerBroken):
             await asyncio.wait_for(waiting, GUARD_S)
-        with pytest.raises(LedgerBroken, match="half-way"):
+        with pytest.raises(LedgerBroken, match="halfway"):
             store.status()
 
 
