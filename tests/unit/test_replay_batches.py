@@ -306,7 +306,7 @@ def test_a_batch_that_depends_on_a_lease_waits_for_its_commit():
     assert buffer.take(PolicyVersion(2, 2), 2, 7.0).batch_id == batches[2].batch_id
 
 
-def test_a_batch_over_the_bound_after_a_fork_loses_only_those_members():
+def test_a_batch_loses_only_the_members_that_are_over_the_bound_after_a_fork():
     buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 1}))
     buffer.open_epoch(None, 0.0)
     cases.fill(buffer, FIRST, limit=4)
