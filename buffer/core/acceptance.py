@@ -95,7 +95,8 @@ def fraction(share: float) -> AcceptanceRule:
 
 
 def deadline(seconds: float) -> AcceptanceRule:
-    """Return the rule that is met this many seconds after the group's first attempt or the opening of the store."""
+    """Return the rule that is met this many seconds after the group's first attempt was issued or the store was last
+    opened."""
     return AcceptanceRule(f"deadline({seconds})", lambda group: group.opened_at_s + seconds)
 
 

@@ -6,7 +6,7 @@ Invariants:
 - `drain` returns every change: the shell writes the returned records in one transaction before it answers the caller.
   A typed error leaves the core unchanged.
 - The core is a cache: folding the ledger's rows gives the same core.
-- Pacing is computed from the present inventory; there is no counter that could drift. In mode `async` the inventory
+- Pacing is computed from the current inventory; there is no counter that could drift. In mode `async` the inventory
   never exceeds the stock that can still be trained within the bound; in mode `sync`, only as many rollouts are
   started as the current batch still needs.
 - The core has no trajectories; the shell stores them by (rollout, attempt).

@@ -54,7 +54,7 @@ class Registry(Generic[T]):
             return self.own[name]
         if not points:
             raise PartRefused(
-                f"there is no {self.kind} {name!r}; there are {', '.join(self.names())}, and package.module:Name names "
+                f"there is no {self.kind} {name!r}; available: {', '.join(self.names())}, or package.module:Name for "
                 "one of your own"
             )
         if len(points) > 1:
@@ -74,7 +74,7 @@ class Registry(Generic[T]):
         try:
             return self.accept(found)
         except TypeError as error:
-            raise PartRefused(f"{name!r} is no {self.kind}: {error}") from error
+            raise PartRefused(f"{name!r} is not a valid {self.kind}: {error}") from error
 
 
 def _reason(error: Exception) -> str:
