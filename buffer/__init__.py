@@ -1,1 +1,1 @@
-"""The state that must survive a restart: tasks, groups, attempts, batches and policy versions."""
+"""The state of a run that must survive a restart: tasks, groups, attempts, batches and policy versions."""

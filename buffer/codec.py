@@ -1,9 +1,9 @@
-"""The encoding of trajectories as bytes: compact, versioned, without pickle.
+"""The encoding of trajectories as bytes: compact, versioned and without pickle.
 
 Invariants:
 - `decode(encode(t))` has equal arrays, spans and temperature; the same trajectory always has the same bytes.
-- Damaged or foreign input raises CodecError, after at most `MAX_BYTES` of memory: frames contain a checksum of their
-  content (those written by the first versions do not).
+- Damaged or foreign input raises CodecError and takes at most `MAX_BYTES` of memory: frames contain a checksum of their
+  content (except those written by the first versions).
 
 Layout (little endian) inside one zstandard frame: `HRT`, format byte, temperature f8, number of rows u4; per row:
 tokens u4, spans u4; per span: start, end, epoch (its highest bit: stale keys and values), step u4 each; then tokens
@@ -24,7 +24,7 @@ from headrace.buffer.types import Row, Trajectory, VersionSpan
 FORMAT = 1
 MAX_BYTES = 1 << 30
 MAX_STORED_BYTES = 900_000_000
-"""Uncompressed; SQLite accepts a blob of at most 1e9 bytes (https://www.sqlite.org/limits.html)."""
+"""Limit before compression; SQLite accepts a blob of at most 1e9 bytes (https://www.sqlite.org/limits.html)."""
 _MAGIC = b"HRT"
 _HEADER = struct.Struct("<3sBdI")
 _ROW = struct.Struct("<II")
@@ -54,8 +54,8 @@ def refuse_unstorable(trajectory: Trajectory) -> None:
 
 
 def _refuse_array(array: object, kinds: str, bounds: np.iinfo[np.int32] | np.finfo[np.float32] | None) -> None:
-    """Raise CodecError unless an array is one-dimensional, with numbers of these kinds within the bounds of the stored
-    type."""
+    """Raise CodecError unless an array is one-dimensional and its numbers are of these kinds and within the bounds of
+    the stored type."""
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
         raise CodecError(f"a row holds {getattr(array, 'dtype', type(array).__name__)} where {kinds!r} is expected")
     if bounds is None or array.dtype == bounds.dtype or not array.size:
@@ -98,7 +98,9 @@ def decode(data: bytes) -> Trajectory:
         plain = zstandard.ZstdDecompressor().decompress(data)
         magic, version, temperature, row_count = _HEADER.unpack_from(plain)
         if magic != _MAGIC or version != FORMAT:
-            raise CodecError(f"trajectory format {magic!r} {version}, this headrace reads {_MAGIC!r} {FORMAT}")
+            raise CodecError(
+                f"trajectory format {magic!r} {version}, but this version of headrace reads {_MAGIC!r} {FORMAT}"
+            )
         rows, offset = [], _HEADER.size
         for _ in range(row_count):
             row, offset = _decode_row(plain, offset)

@@ -1,23 +1,23 @@
-"""Errors of the buffer. All are picklable (plain message) and name the setting or the fix.
+"""Errors of the buffer. All are picklable (plain message) and name the setting to change or the fix.
 
 ReplayError
 ├── StaleEpoch            a call from an older learner incarnation
 ├── LeaseError            a batch that is not leased to the caller, or committed out of order
-├── BatchUntrainable      a batch ended the learner as often as it may be tried
-├── VersionMismatch       a version that is not the one that the ledger expects next
+├── BatchUntrainable      a batch was tried as often as allowed, and every step on it failed
+├── VersionMismatch       a version other than the one that the ledger expects next
 ├── DataExhausted         the passes over the data are done, and no batch can be filled any more
 ├── LedgerError
-│   ├── LedgerRefused     the file cannot be used here: network file system, full disk, other run, newer schema, other
-│   │                     tasks
+│   ├── LedgerRefused     the file cannot be used here: network file system, full disk, another run, newer schema,
+│   │                     other tasks
 │   ├── LedgerInUse       another process holds the ledger
 │   ├── LedgerBroken      a write failed, and the store has ended
 │   └── LedgerMismatch    ledger and checkpoint have different histories
-│       ├── CheckpointMissing  the ledger recorded a checkpoint, and the learner has none
+│       ├── CheckpointMissing  the ledger recorded a checkpoint, but the learner has none
 │       └── LedgerBehind  the checkpoint holds batches that the ledger does not know
 ├── TaskNotParked         a task that is to be released is not parked
-├── ExportRefused         the folder or the tools for an export are missing
+├── ExportRefused         the export cannot be written: no pyarrow, or a folder that cannot be used
 └── CodecError            bytes that are not a trajectory
-TaskFileError             a task file, or one line of it, cannot be used: one line with file, line number, key and fix
+TaskFileError             a task file cannot be used; the message is one line with the file, line number, key and fix
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LeaseError(ReplayError):
 
 
 class BatchUntrainable(ReplayError):
-    """Every step on this batch failed: the run ends, and can continue without the batch or after a fix."""
+    """Every step on this batch failed: the run ends, and can be resumed without the batch or after a fix."""
 
 
 class VersionMismatch(ReplayError):
@@ -72,7 +72,7 @@ class LedgerMismatch(LedgerError):
 
 
 class CheckpointMissing(LedgerMismatch):
-    """The ledger recorded a checkpoint, but a learner would begin without one; nothing was changed."""
+    """The ledger recorded a checkpoint, but a learner was about to begin without one; nothing was changed."""
 
 
 class LedgerBehind(LedgerMismatch):

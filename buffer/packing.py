@@ -2,8 +2,8 @@
 
 Invariants:
 - Every row is in exactly one micro-batch.
-- A micro-batch costs rows x longest row (padding is computed like tokens) and never more than the budget; a single
-  row above the budget is refused, never cut.
+- A micro-batch costs rows x longest row (padding is computed like tokens), never more than the budget; a single row
+  above the budget is refused, never cut.
 - Packing changes how much memory a step takes, never its gradient: weights are fixed per trajectory before packing.
 """
 
@@ -25,7 +25,7 @@ def pack(lengths: Sequence[int], *, token_budget: int) -> list[tuple[int, ...]]:
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     if order and lengths[order[0]] > token_budget:
         raise RowOverBudget(
-            f"a row of {lengths[order[0]]} tokens does not fit a micro-batch of {token_budget}: raise "
+            f"a row of {lengths[order[0]]} tokens does not fit in a micro-batch of {token_budget}: raise "
             "learner.token_budget or lower the token limit of a rollout"
         )
     bins: list[list[int]] = []

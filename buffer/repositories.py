@@ -1,4 +1,4 @@
-"""The specification of repository tasks: the repository, its tests, and the results with reward 1.
+"""The specification of repository tasks: the repository, its tests, and which results get reward 1.
 
 Invariant: a spec that `why_unusable` passes can be graded; others are refused before anything boots.
 """
@@ -16,9 +16,9 @@ _STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestIds:
-    """FAIL_TO_PASS and PASS_TO_PASS rows: pytest runs the files of these ids after `test_patch` is applied. The reward
-    is 1 when every id passed; a missing id counts as not passed. An id is cut at its first blank, as SWE-bench writes
-    them."""
+    """FAIL_TO_PASS and PASS_TO_PASS rows: pytest runs the files of these ids after `test_patch` has been applied. The
+    reward is 1 if every id passed; a missing id counts as not passed. Ids are cut at their first blank, as SWE-bench
+    writes them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     __test__: ClassVar[bool] = False
@@ -32,7 +32,7 @@ class TestIds:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """`remote_env_info.f2p_script`: Python source that ends in `sys.exit(pytest.main(...))`, run as a file outside the
-    repository. The reward is 1 when at least one test passed, none failed, and no test that runs on the untouched
+    repository. The reward is 1 if at least one test passed, none failed, and no test that runs on the untouched
     repository was skipped."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -55,7 +55,7 @@ class Command:
 class Swepro:
     """`swepro`: `before_repo_set_cmd` (shell) puts the tests in place, `run_script` (bash) gets the selected test files
     joined by commas, `parser_script` (Python) turns the logs of that run into `{"tests": [{"name", "status"}]}`.
-    Reward 1 when every name of both lists has the status PASSED."""
+    The reward is 1 if every name in both lists has the status PASSED."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -73,7 +73,8 @@ Grader = Annotated[TestIds | Script | Command | Swepro, Discriminator("kind")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositorySpec:
-    """A repository at `workdir` (absolute, in the image or from the task's files), and the grader of a patch to it."""
+    """A repository at `workdir` (an absolute path; from the image or the task's files), and the grader of patches to
+    it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -84,15 +85,15 @@ class RepositorySpec:
     prepare: tuple[str, ...] = ()
     """Shell commands run as root in `workdir` before the agent starts, and again in every clean sandbox."""
     python: str = "/usr/bin/python3"
-    """Absolute path of the interpreter that runs the tests, 3.7 or later."""
+    """Absolute path of the Python interpreter that runs the tests, version 3.7 or later."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the tests."""
     user: str = "agent"
-    """User that runs the tests and owns the tree, except the tests themselves. As root the code under test could change
-    the tests while they run."""
+    """User that runs the tests and owns the tree, except the tests themselves. If this were root, the code
+    under test could change the tests while they run."""
     test_files: tuple[str, ...] = ()
-    """Files and folders in the repository that a patch cannot change; the grader and names (`tests/`, `test_*.py`) add
-    further ones."""
+    """Files and folders in the repository that a patch cannot change; the grader protects further
+    ones, and so do certain names (`tests/`, `test_*.py`)."""
 
 
 def required_ids(grader: TestIds | Script | Command | Swepro) -> tuple[str, ...]:

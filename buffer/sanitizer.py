@@ -1,8 +1,8 @@
-"""The sanitizer of values for the ledger: UTF-8 text, whole numbers of 64 bits, finite floats, in Python's own types.
+"""The sanitizer of values for the ledger: UTF-8 text, 64-bit whole numbers and finite floats, as plain Python types.
 
 Invariants:
 - SQLite and JSON accept the returned values, and read them back equal.
-- Text is cleaned, never refused; a number that cannot be stored is a TypeError, ValueError or OverflowError.
+- Text is cleaned, never refused; a number that cannot be stored raises TypeError, ValueError or OverflowError.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.buffer.types import BatchId, CheckpointRef
 from headrace.buffer.versions import PolicyVersion
 
 MAX_TEXT = 65_536
-"""Maximum number of characters in one string: agents write some of them, and a row must stay small."""
+"""Maximum number of characters in one string. Some strings are written by agents, and a row must stay small."""
 MAX_WHOLE = 2**63 - 1
 
 
@@ -45,7 +45,8 @@ def plain_float(value: object) -> float:
 
 
 def plain_version(version: PolicyVersion) -> PolicyVersion:
-    """Return the version with Python integers instead of numpy's. Raises VersionMismatch when it has no integers."""
+    """Return the version with Python integers instead of numpy's. Raises VersionMismatch when its parts are not
+    integers."""
     try:
         return PolicyVersion(int(operator.index(version.epoch)), int(operator.index(version.step)))
     except (AttributeError, TypeError) as error:
@@ -53,7 +54,7 @@ def plain_version(version: PolicyVersion) -> PolicyVersion:
 
 
 def plain_checkpoint(ref: CheckpointRef) -> CheckpointRef:
-    """Return the reference with plain Python strings and numbers; a folder's name need not be UTF-8. Raises
+    """Return the reference with plain Python strings and numbers; the path need not be valid UTF-8. Raises
     VersionMismatch."""
     return CheckpointRef(
         path=clean_text(ref.path),
@@ -65,7 +66,7 @@ def plain_checkpoint(ref: CheckpointRef) -> CheckpointRef:
 
 def plain_metrics(metrics: object) -> tuple[dict[str, float], int]:
     """Return the metrics that are numbers, and the number of those that are not: a completed step must be recorded
-    whatever its metrics are. NaN and infinities stay."""
+    whatever its metrics are. NaN and infinities are kept."""
     kept: dict[str, float] = {}
     items = list(metrics.items()) if isinstance(metrics, Mapping) else []
     for name, value in items:

@@ -1,9 +1,10 @@
-"""Tasks: one problem each, read from JSONL files with a documented schema (docs/tasks.md).
+"""Tasks, each of which is one problem, read from JSONL files with a documented schema (docs/tasks.md).
 
 Invariants:
-- A task file is accepted as a whole or not at all: the first bad line refuses it, naming file, line, key and fix.
-- Ids are unique in a file. A task is frozen data: it holds the contents that its `{"file": ...}` references had when it
-  was read.
+- A task file is accepted as a whole or not at all: at the first bad line it is refused with the file, line, key and
+  fix.
+- Ids are unique in a file. A task is frozen data: it holds the contents that its `{"file": ...}` references had when
+  the task was read.
 """
 
 from __future__ import annotations
@@ -39,27 +40,28 @@ class EvaluatorKind(StrEnum):
     """The changed text files under the data paths are applied to fresh copies in a second clean sandbox, with
     `hidden_files`, and `check` runs there. The agent never saw the hidden files."""
     COMPARE = "compare"
-    """As `patch`, but `check` only computes: it runs as another user and binds `result` to plain data, which is
-    compared with `expected` outside the sandbox. The agent's code cannot gain by manipulating its process."""
+    """Like `patch`, but `check` only computes: it runs as another user and binds `result` to plain data, which is
+    compared with `expected` outside the sandbox. The agent's code gains nothing by manipulating the process of the
+    check."""
     REPOSITORY = "repository"
     """The agent's changes to a git repository are filtered, applied to a clean copy and graded by its tests
     (`repository`). If `check` and `expected` are given, its result is compared as well."""
     PLUGIN = "plugin"
     """A function in another package scores the files that the agent left (`plugin`; docs/extending.md)."""
     NONE = "none"
-    """Reward 1 for every finished rollout, no sandbox: for measuring the orchestration only."""
+    """Every finished rollout gets reward 1, without a sandbox; only for measuring the orchestration."""
     SIMULATED = "simulated"
-    """No sandbox: after `seconds` the reward is 1 with probability `success`, drawn from the attempt's name; both are
-    given in `expected`."""
+    """No sandbox is used: after `seconds`, the reward is 1 with probability `success`, drawn with the attempt's name as
+    the seed. Both are given in `expected`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatorSpec:
-    """Evaluator of a task. `check` is Python source; exit code 0 means reward 1, exit code 1 means reward 0, any other
-    exit code means that the evaluator failed. A check that binds `reward` returns that reward instead (docs/tasks.md).
-    `python` is the interpreter in the image that runs it. `data_paths` are absolute paths in the agent's sandbox;
-    nothing else in it is evaluated. `hidden_files` maps absolute paths to text; `test_files` are absolute paths whose
-    files are always the task's own (compare). `expected` is JSON."""
+    """Evaluator of a task. `check` is Python source; exit code 0 means reward 1, exit code 1 means reward 0, and any
+    other exit code means that the evaluator failed. A check that binds `reward` returns that reward instead
+    (docs/tasks.md). `python` is the interpreter in the image that runs the check. `data_paths` are absolute paths in
+    the agent's sandbox; nothing else in it is evaluated. `hidden_files` maps absolute paths to text; `test_files` are
+    absolute paths whose files are always the task's own (compare). `expected` is JSON."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -79,7 +81,7 @@ class EvaluatorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedVerdict:
-    """Verdict of a simulated evaluator: probability of reward 1, and its duration."""
+    """Verdict of a simulated evaluator: the probability of reward 1, and the duration of the evaluation."""
 
     success: float
     seconds: float = 0.0
@@ -89,7 +91,7 @@ class SimulatedVerdict:
         """Parse `EvaluatorSpec.expected`. Raises ValueError."""
         document = json.loads(expected)
         if not isinstance(document, dict) or not set(document) <= {"success", "seconds"} or "success" not in document:
-            raise ValueError("must be an object with success and optionally seconds")
+            raise ValueError("must be an object with success and, optionally, seconds")
         verdict = cls(**{key: float(value) for key, value in document.items()})
         if not 0 <= verdict.success <= 1 or not 0 <= verdict.seconds < float("inf"):
             raise ValueError("success must be from 0 to 1, and seconds must not be negative")
@@ -150,7 +152,7 @@ def task_digest(task: Task) -> str:
 
 
 def tasks_digest(tasks: Iterable[Task]) -> str:
-    """Return the SHA-256 over the digests of tasks, in order, hexadecimal."""
+    """Return the SHA-256 over the digests of tasks, in order and in hexadecimal."""
     return hashlib.sha256("\n".join(map(task_digest, tasks)).encode()).hexdigest()
 
 
@@ -225,12 +227,12 @@ def _read_reference(reference: dict[str, Any], folder: Path, *, where: str) -> s
 
 
 def _explain(error: ValidationError) -> str:
-    """Return the first error of pydantic on one line: key, error and fix."""
+    """Return pydantic's first error as one line: key, error and fix."""
     first = error.errors(include_url=False)[0]
     key = ".".join(map(str, first["loc"])) or "the task"
     match first["type"]:
         case "unexpected_keyword_argument" | "extra_forbidden":
-            return f"{key}: unknown field; remove it or correct its name (docs/tasks.md lists all)"
+            return f"{key}: unknown field; remove it or correct its name (docs/tasks.md lists all fields)"
         case "missing" | "missing_keyword_only_argument" | "missing_argument":
             return f"{key}: is missing; add it (docs/tasks.md lists all fields)"
         case _:
@@ -242,7 +244,7 @@ def _check_values(task: Task, *, where: str) -> None:
     evaluator = task.evaluator
     for key, text in (("id", task.id), ("instruction", task.instruction), ("image", task.image)):
         if not text:
-            raise TaskFileError(f"{where}: {key}: is empty; write a text")
+            raise TaskFileError(f"{where}: {key}: is empty; write some text")
     lists = {"data_paths": evaluator.data_paths, "test_files": evaluator.test_files}
     named = (("files", task.files), ("evaluator.hidden_files", evaluator.hidden_files))
     for key, paths in (*named, *((f"evaluator.{key}", paths) for key, paths in lists.items())):
@@ -265,7 +267,9 @@ def _check_values(task: Task, *, where: str) -> None:
 def _check_python(evaluator: EvaluatorSpec, *, where: str) -> None:
     python = evaluator.python
     if not is_plain_path(python) or shlex.quote(python) != python:
-        raise TaskFileError(f"{where}: {python!r} must be an absolute path of plain characters without '.' or '..'")
+        raise TaskFileError(
+            f"{where}: {python!r} must be an absolute path with only plain characters and without '.' or '..'"
+        )
     if python == PYTHON:
         return
     if evaluator.kind not in (EvaluatorKind.STATE, EvaluatorKind.PATCH, EvaluatorKind.COMPARE):
@@ -279,7 +283,7 @@ def _data_path_above(path: str, evaluator: EvaluatorSpec) -> str | None:
 
 
 def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
-    """Check that everything this kind of evaluator needs is given, and nothing that only another kind uses."""
+    """Check that everything that this kind of evaluator needs is given, and nothing that only another kind uses."""
     is_repository = evaluator.kind is EvaluatorKind.REPOSITORY
     if is_repository != (evaluator.repository is not None):
         raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")
@@ -310,4 +314,6 @@ def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
         except ValueError as error:
             raise TaskFileError(f"{where}.expected: not valid JSON: {error}; write the value of `result`") from error
     elif evaluator.expected:
-        raise TaskFileError(f"{where}.expected: is compared with a check of the kinds compare and repository only")
+        raise TaskFileError(
+            f"{where}.expected: is used only by the kinds compare and repository with a check; remove it"
+        )

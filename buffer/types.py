@@ -31,7 +31,7 @@ MAX_REWARD = 1e6
 recomputed. A larger reward is a bug in the evaluator, for example an overflow."""
 
 SOLVED_REWARD = 1.0
-"""Smallest reward of a solved task, used when only a reward is known."""
+"""Reward from which a task counts as solved when only a reward is known."""
 
 
 def check_reward(value: object) -> float:
@@ -63,9 +63,9 @@ class Cause(StrEnum):
     INFRA = "infra"
     """The sandbox, engine, gateway or network failed: no reward, and a new attempt."""
     EVALUATOR = "evaluator"
-    """The evaluator itself failed: no reward, another evaluation, then a new attempt."""
+    """The evaluator itself failed: no reward; the evaluation is repeated, then the attempt."""
     POISON = "poison"
-    """`max_attempts` attempts failed because of infrastructure: parked and reported."""
+    """`max_attempts` attempts failed because of infrastructure: the rollout is left out and reported."""
     CANCELLED = "cancelled"
     """Cancelled by policy (staleness, shutdown)."""
 
@@ -89,9 +89,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """The version that sampled the tokens `[start, end)`, counted in an engine's output or in a row. `stale_kv` marks
-    tokens sampled on keys and values that older weights had left in the engine's cache (a push that does not recompute
-    them): no forward pass of `version` gives their log-probabilities."""
+    """The version that sampled the tokens `[start, end)`; positions count in an engine's output or in a row. `stale_kv`
+    marks tokens sampled on keys and values that older weights had left in the engine's cache (a push that does not
+    recompute them): no forward pass of `version` gives their log-probabilities."""
 
     start: int
     end: int
@@ -114,12 +114,12 @@ class VersionSpan:
         return cls(start=start, end=end, version=PolicyVersion.parse(version), stale_kv=stale_kv)
 
     def to_plain(self) -> tuple[int, int, int, int, bool]:
-        """Return the start, end, epoch, step and `stale_kv`: the values that pickles and stored trajectories hold."""
+        """Return the start, end, epoch, step and `stale_kv`, the form used in pickles and stored trajectories."""
         return self.start, self.end, self.version.epoch, self.version.step, self.stale_kv
 
     @classmethod
     def from_plain(cls, start: int, end: int, epoch: int, step: int, stale_kv: bool) -> VersionSpan:
-        """Return the span of these values."""
+        """Return the span from the values that `to_plain` returns."""
         return cls(start=start, end=end, version=PolicyVersion(epoch, step), stale_kv=stale_kv)
 
 
@@ -179,14 +179,14 @@ class RolloutOrder:
     purpose: Purpose = Purpose.TRAIN
     traceparent: str = ""
     avoid: tuple[str, ...] = ()
-    """Hosts that its sandbox should avoid as long as there are others."""
+    """Hosts that the attempt's sandbox should avoid as long as there are others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutResult:
     """Result of an attempt, as a worker offers it. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare,
-    agent, evaluate. `trajectory` is None when nothing was sampled. `host` is where its sandbox ran, as far as that is
-    known; `engine_failed` means that a failure of engine or gateway ended it."""
+    agent, evaluate. `trajectory` is None when nothing was sampled. `host` is where the attempt's sandbox ran, if that
+    is known; `engine_failed` means that a failure of an engine or the gateway ended the attempt."""
 
     rollout_id: RolloutId
     attempt: int
@@ -205,7 +205,7 @@ class ReceiptStatus(StrEnum):
     ACCEPTED = "accepted"
     """Accepted and durable."""
     DUPLICATE = "duplicate"
-    """The result of this attempt is already known; counted."""
+    """The result of this attempt is already known; refused and counted."""
     LATE = "late"
     """A newer attempt exists, or the rollout is closed; refused and counted."""
     UNKNOWN = "unknown"
@@ -223,8 +223,8 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchItem:
-    """A sealed rollout of a batch. `staleness` is in optimizer updates against the version the batch is trained
-    at."""
+    """A sealed rollout in a batch. `staleness` is in optimizer updates, relative to the version at which the batch is
+    trained."""
 
     rollout_id: RolloutId
     group_id: GroupId
@@ -237,7 +237,7 @@ class BatchItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLease:
-    """The right to train a batch; belongs to a learner incarnation (`epoch`) and never expires by time."""
+    """The right to train a batch. It belongs to a learner incarnation (`epoch`) and does not expire with time."""
 
     batch_id: BatchId
     epoch: int
@@ -245,8 +245,8 @@ class BatchLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Exactly `batch_size` sealed rollouts, oldest first. `version` is the one the batch is trained at (before the
-    update)."""
+    """Exactly `batch_size` sealed rollouts, oldest first. `version` is the version at which the batch is trained,
+    before the update."""
 
     lease: BatchLease
     version: PolicyVersion
@@ -264,16 +264,18 @@ def batch_digest(batch_id: BatchId, members: tuple[tuple[RolloutId, int], ...]) 
 
 
 def extend_chain(chain: str, digest: bytes) -> str:
-    """Return the next value of the hash chain of trained batches, hexadecimal. The empty chain is the empty string."""
+    """Return the next value of the hash chain of trained batches, in hexadecimal. The empty chain is the empty
+    string."""
     return hashlib.sha256(bytes.fromhex(chain) + digest).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Report of an optimizer step. `version` is the version after it (unchanged when skipped: the weights did not
-    change).
+    """Report of an optimizer step. `version` is the version after the step; it stays the same if the step was skipped,
+    since the weights did not change.
 
-    `metrics` are floats in the units their names say (loss, grad_norm, entropy, clip_fraction, tokens, seconds...).
+    `metrics` are floats in the units that their names say (loss, grad_norm, entropy, clip_fraction, tokens,
+    seconds...).
     """
 
     batch_id: BatchId
@@ -284,8 +286,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRef:
-    """A durable checkpoint directory. `batch_ids` are the batches since the previous checkpoint, in the order trained;
-    `chain` is the hash chain over all batches up to here."""
+    """A durable checkpoint directory. `batch_ids` are the batches since the previous checkpoint, in the order of
+    training; `chain` is the hash chain over all batches up to here."""
 
     path: str
     version: PolicyVersion

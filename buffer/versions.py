@@ -1,10 +1,11 @@
 """Policy versions and the tree that they form.
 
 Invariants:
-- A version is never reused: a resume opens a new epoch at the step it resumes from, so `2.40` has the weights of
+- A version is never reused: a resume opens a new epoch at the step from which it resumes, so `2.40` has the weights of
   `1.40` when epoch 2 was forked at `1.40`.
-- A place in the tree represents weights: a resumed step over the same chain of batches leads to the place of the undone
-  step (`2.41` is where `1.41` was), so an epoch forks where its batches first differ, not where it opened.
+- A place in the tree represents weights: if a resumed run trains the same batches again, its steps lead to the places
+  of the undone steps (`2.41` is where `1.41` was), so an epoch forks where its batches first differ, not where it was
+  opened.
 - Staleness is the number of optimizer updates on the path between two places in that tree.
 """
 
@@ -34,7 +35,7 @@ class PolicyVersion:
 @dataclass(slots=True)
 class VersionTree:
     """Forks by epoch: `forks[e]` is the newest version of an earlier epoch that is on the line of epoch `e`, None for a
-    root. The line opens there or before, and every step that it repeats moves its fork forward."""
+    root. The line begins at that version or before it, and every step that it repeats moves its fork forward."""
 
     forks: dict[int, PolicyVersion | None] = field(default_factory=dict)
 
@@ -57,8 +58,8 @@ class VersionTree:
         return fork is not None and version.step <= fork.step
 
     def staleness(self, trained_at: PolicyVersion, sampled: PolicyVersion) -> int:
-        """Return the number of optimizer updates on the path between two versions (2.41 against 1.45 forked at 1.40: 1
-        + 5 = 6)."""
+        """Return the number of optimizer updates on the path between two versions (between 2.41 and 1.45, with
+        epoch 2 forked at 1.40: 1 + 5 = 6)."""
         left, right, distance = trained_at, sampled, 0
         while left.epoch != right.epoch:
             if left.epoch > right.epoch:

@@ -1,1 +1,1 @@
-"""Audits of a run by reading its ledger: verification, reports, exports."""
+"""Audits of a run, made by reading its ledger: verification, reports and exports."""

@@ -1,6 +1,6 @@
 """The current condition of a run, from its ledger: parked tasks and outages.
 
-Invariant: reading it takes two small tables, whatever the size of the ledger, and changes nothing.
+Invariant: only two small tables are read, whatever the size of the ledger, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace.buffer.ledger.schema import SCHEMA_VERSION
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParkedTask:
     """A task that is no longer issued. `parked_at_s` is Unix time, or None in ledgers written by older versions;
-    `hosts` are those it has failed on since it last finished."""
+    `hosts` are those on which the task has failed since it last finished."""
 
     task_id: str
     parked_at_s: float | None
@@ -44,8 +44,8 @@ class Condition:
 
 
 def read_condition(run_dir: Path) -> Condition:
-    """Read the condition of a run, which may still be running. It is empty before anything has been recorded. Raises
-    LedgerRefused."""
+    """Read the condition of a run, which may still be running. The result is empty if nothing has been
+    recorded yet. Raises LedgerRefused."""
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
         return Condition()

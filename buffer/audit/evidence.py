@@ -1,7 +1,7 @@
 """The contents of a run directory as evidence for audits, read without changing it.
 
 Invariants:
-- A ledger of an older schema is migrated in a copy; the file does not change.
+- A ledger with an older schema is migrated in a copy; the file itself does not change.
 - Databases are opened read-only, so a killed process's write-ahead log is read, and neither it nor the database is
   changed. (SQLite may create an index of the log, `*-shm`, beside it.)
 - Records of closed groups and undone steps are included; nothing is taken from a running buffer's memory.
@@ -45,13 +45,13 @@ from headrace.buffer.versions import PolicyVersion, VersionTree
 _COMPLETE = re.compile(r"\d+\.\d+")
 B = TypeVar("B")
 READINGS: Final = 20
-"""Maximum number of times the checkpoints are read to get a reading during which none is saved or removed."""
+"""Maximum number of attempts to read the checkpoints without one being saved or removed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """Record of a checkpoint directory about its batches: (batch id, digest) since the previous checkpoint, and the
-    hash chain before and after them."""
+    """Batches that a checkpoint directory records: the (batch id, digest) pairs since the previous checkpoint, and the
+    hash chain before and after these batches."""
 
     path: Path
     version: PolicyVersion
@@ -63,7 +63,7 @@ class Witness:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """Contents of a run directory other than groups and batches. `files` maps an attempt to the number of the
-    trajectory file it was written to. `damage` holds plain sentences."""
+    trajectory file it was written to. `damage` describes each defect in a plain sentence."""
 
     run_dir: Path
     epochs: tuple[EpochRecord, ...]
@@ -82,7 +82,8 @@ class Steps:
 
     @property
     def undone(self) -> list[CommitRecord]:
-        """Steps of the surviving path that a return to the newest checkpoint would undo; empty without a checkpoint."""
+        """Steps of the surviving path that a return to the newest checkpoint would undo; empty if there is no
+        checkpoint."""
         return _undone(self.commits, self.witnesses)
 
     def tree(self) -> VersionTree:
@@ -96,7 +97,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """Totals of the archive in the ledger: rollouts by state, surviving steps with an update."""
+    """Totals that the ledger keeps of its archive: rollouts by state, and surviving steps that updated the weights."""
 
     rollouts: Mapping[RolloutState, int]
     steps: int
@@ -104,18 +105,18 @@ class Closed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence(Steps):
-    """All rows in memory, for runs that last days, or only the open rows of longer runs. To read all rows of a longer
-    run, use `streamed`."""
+    """Evidence held in memory: all rows of a run that lasted up to a few days, or only the open rows of a longer one.
+    To read all rows of a longer run, use `streamed`."""
 
     groups: tuple[GroupRecord, ...]
     rollouts: tuple[RolloutRecord, ...]
     attempts: tuple[AttemptRecord, ...]
     batches: tuple[BatchRecord, ...]
     closed: Closed | None = None
-    """Totals of the rows that are left out; None when all rows are included."""
+    """Totals of the rows that were not read; None when all rows are included."""
 
     def histories(self) -> Iterator[GroupHistory]:
-        """Yield groups with members and attempts, in the order of sealing, unsealed ones last."""
+        """Yield the groups with their members and attempts, in the order of sealing; unsealed groups come last."""
         groups = sorted(self.groups, key=lambda group: (group.seal_order is None, group.seal_order or group.ordinal))
         return histories_of(groups, self.rollouts, self.attempts)
 
@@ -140,7 +141,7 @@ class StreamedEvidence(Steps):
         return sum(count for count, _ in found), min((at_s for _, at_s in found if at_s is not None), default=None)
 
     def histories(self) -> Iterator[GroupHistory]:
-        """Yield groups as `Evidence.histories` does."""
+        """Yield the groups in the same way as `Evidence.histories`."""
         return self.rows.histories()
 
     def count(self, table: str) -> int:
@@ -152,7 +153,7 @@ class StreamedEvidence(Steps):
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return whether anything has been recorded: false without a ledger, or if the process died while creating the
+    """Return whether anything has been recorded: false if there is no ledger, or if the process died while creating the
     file. Raises LedgerRefused when the ledger is not readable, or is missing although there are checkpoints or
     trajectories."""
     path = run_dir / "ledger.db"
@@ -169,22 +170,23 @@ def has_begun(run_dir: Path) -> bool:
     left = next(iter((*checkpoints, *sorted((run_dir / "trajectories").glob("*.db")))), None)
     if left is not None:
         raise LedgerRefused(
-            f"{path} is missing or empty, but there is {left}: put the ledger back; the newest checkpoint has a copy, "
-            "ledger.db"
+            f"{path} is missing or empty, but there is {left}: put the ledger back; the newest checkpoint has a copy "
+            "(ledger.db)"
         )
     return False
 
 
 def read_evidence(run_dir: Path) -> Evidence:
-    """Read everything into memory. Raises LedgerRefused when there is no ledger that this headrace can read."""
+    """Read everything into memory. Raises LedgerRefused when there is no ledger that this version of headrace can
+    read."""
     with streamed(run_dir) as evidence:
         return _in_memory(evidence)
 
 
 def read_open(run_dir: Path) -> Evidence:
-    """Read the rows outside the archive, so that the time does not depend on the length of the run: open groups, the
-    steps that a resume may undo, and the newest checkpoint. Reads everything if that checkpoint returns to archived
-    steps, or if there is no checkpoint yet. Raises LedgerRefused."""
+    """Read only the rows outside the archive (open groups and the steps that a resume may undo) and the newest
+    checkpoint, so that the time does not depend on the length of the run. If the checkpoint returns to archived steps,
+    or if there is none yet, read everything. Raises LedgerRefused."""
     with _reading(run_dir) as database:
         _, newest = _at_one_moment(database, run_dir, _newest_witness, lambda: begin(database))
         totals = totals_of(database)
@@ -213,7 +215,7 @@ def _in_memory(evidence: StreamedEvidence) -> Evidence:
 @contextmanager
 def streamed(run_dir: Path) -> Iterator[StreamedEvidence]:
     """Open a consistent snapshot of the evidence that `verify` needs. Raises LedgerRefused when there is no ledger that
-    this headrace can read."""
+    this version of headrace can read."""
     path = run_dir / "ledger.db"
     with _reading(run_dir) as database:
         archive = path.with_name(ARCHIVE)
@@ -271,7 +273,7 @@ def begin_with_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, 
             break
         database.execute("ROLLBACK")
     closed = sum(closed_rollouts(totals_of(database)).values())
-    missing = [f"{ARCHIVE} is missing: {closed} rollouts of closed groups are in it"] if closed else []
+    missing = [f"{ARCHIVE} is missing: it holds {closed} rollouts of closed groups"] if closed else []
     if damage:
         return False, [damage]
     if not there:
@@ -285,13 +287,13 @@ def begin_with_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, 
         # It is just being created, or its creator died.
         return False, missing
     if schema != SCHEMA_VERSION:
-        return False, [f"{ARCHIVE} has schema {schema}, the ledger {SCHEMA_VERSION}"]
+        return False, [f"{ARCHIVE} has schema {schema}, but the ledger has schema {SCHEMA_VERSION}"]
     return True, []
 
 
 @contextmanager
 def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open the ledger in the current schema; a ledger of an older schema is migrated in a copy outside the run
+    """Open the ledger in the current schema; a ledger with an older schema is migrated in a copy outside the run
     directory."""
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
@@ -367,7 +369,7 @@ def _files(rows: JoinedRows, where: str = "true", values: tuple[object, ...] = (
 def read_trajectories(
     evidence: Steps, wanted: set[tuple[RolloutId, int]]
 ) -> Iterator[tuple[tuple[RolloutId, int], Trajectory | None]]:
-    """Yield the trajectories of these attempts; None for one that is missing or damaged."""
+    """Yield the trajectories of the wanted attempts, with None for each that is missing or damaged."""
     by_file: dict[int, list[tuple[RolloutId, int]]] = {}
     for key in sorted(wanted):
         by_file.setdefault(evidence.files.get(key, 0), []).append(key)
@@ -392,8 +394,8 @@ def read_trajectory(database: sqlite3.Connection, rollout_id: str, attempt: int)
 
 
 def read_only(path: Path) -> sqlite3.Connection:
-    """Open a connection that changes nothing. On a read-only disk SQLite cannot create an index for the write-ahead
-    log; if there is no log, it reads the file as it is."""
+    """Open a connection that changes nothing. On a read-only disk, where SQLite cannot create an index for the
+    write-ahead log, a database without a log can still be read."""
     return sqlite3.connect(_uri(path), uri=True, isolation_level=None)
 
 
@@ -432,7 +434,7 @@ def _checkpoints(root: Path) -> list[Path]:
 def _witness(path: Path) -> Witness:
     document = json.loads((path / "headrace.json").read_text(encoding="utf-8"))
     if document["format"] != 1:
-        raise ValueError(f"has format {document['format']}, this version of headrace reads format 1")
+        raise ValueError(f"has format {document['format']}, but this version of headrace reads format 1")
     batches = (
         (BatchId(batch["batch_id"]), tuple((RolloutId(rollout), int(attempt)) for rollout, attempt in batch["members"]))
         for batch in document["batches"]

@@ -1,8 +1,8 @@
 """The export of a run's ledger to Parquet files, for notebooks and other programs.
 
 Invariants:
-- The export only reads: it works on a run whose process was killed and on one that is still running, and changes
-  neither.
+- The export only reads: it works both for a run whose process was killed and for one that is still running, and
+  changes neither.
 - The folder appears complete or not at all. There is one file per table, with the table's own columns;
   `trajectories.parquet` has a row for each token sequence that can be read.
 - Memory is bounded by `ROWS_AT_ONCE` trajectories and `TABLE_ROWS_AT_ONCE` rows, however long the run. Closed groups
@@ -41,7 +41,8 @@ _TYPES = {"TEXT": "string", "INTEGER": "int64", "REAL": "float64", "BLOB": "bina
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """Result of an export: `rows` by file, and the number of attempts whose trajectory is missing or damaged."""
+    """Result of an export: the number of rows in each file, and the number of attempts whose trajectory is missing or
+    damaged (`unreadable`)."""
 
     folder: str
     rows: dict[str, int]

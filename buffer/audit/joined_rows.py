@@ -2,7 +2,8 @@
 
 Invariants:
 - A row of the ledger overrides the archive's row of the same key, and a group in the ledger overrides all rows of the
-  same group in the archive. Rows whose number the ledger has not assigned yet do not count (see `archive`).
+  same group in the archive. Rows of the archive whose number the ledger has not assigned yet do not count (see
+  `archive`).
 - The ledger is read before the archive: rows that are moved in between appear in both.
 - Only requested rows are held in memory: `histories` reads a few groups at a time.
 """
@@ -32,14 +33,14 @@ ORDER_OF_SEALING: Final = "seal_order IS NULL, seal_order, ordinal"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHistory:
-    """A group, its members by number, and all attempts of each in order."""
+    """A group, its members by number, and all attempts of each member in order."""
 
     group: GroupRecord
     members: Sequence[RolloutRecord]
     attempts: Mapping[RolloutId, Sequence[AttemptRecord]]
 
     def current(self, rollout: RolloutRecord) -> AttemptRecord | None:
-        """Return a member's current attempt; None before its first."""
+        """Return a member's current attempt; None before its first attempt."""
         tries = self.attempts.get(rollout.rollout_id, ())
         return next((attempt for attempt in tries if attempt.attempt == rollout.attempt), None)
 
@@ -69,8 +70,8 @@ def histories_of(
 
 
 class JoinedRows:
-    """Rows read through an open connection, in a transaction. Its `main` database is the ledger; the archive is
-    attached as `archive`."""
+    """Rows read through an open connection that is in a transaction. The connection's `main` database is the ledger;
+    the archive is attached as `archive`."""
 
     def __init__(self, database: sqlite3.Connection, *, attached: bool) -> None:
         self._database = database
@@ -111,7 +112,7 @@ class JoinedRows:
         return int(number)
 
     def histories(self) -> Iterator[GroupHistory]:
-        """Yield all groups, in the order of sealing, unsealed ones last."""
+        """Yield all groups in the order of sealing; unsealed groups come last."""
         groups = self.of(GroupRecord, ORDER_OF_SEALING)
         while some := list(islice(groups, GROUPS_AT_ONCE)):
             ids = json.dumps([group.group_id for group in some])

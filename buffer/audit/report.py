@@ -3,7 +3,7 @@
 Invariants:
 - Every finished attempt is in exactly one decile of duration and has exactly one fate.
 - A cancelled attempt has no duration, only the time it had been running. It counts in the decile of that time, which is
-  a lower bound.
+  a lower bound on the duration.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _FATES = {RolloutState.TRAINED: "trained", RolloutState.EVICTED: "evicted", Roll
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecileReport:
     """A tenth of the finished attempts, by duration from issue to offer. `finished` is the sum of `trained`, `evicted`
-    (over the bound, issued again or not), `undone` (issued again because the result was lost, or a resume undid the
-    steps that its policy came from), `filtered` and `held` (may still be trained). `cancelled` attempts did not finish.
-    `mean_reward` is over the finished ones, None without any."""
+    (over the bound, whether or not issued again), `undone` (issued again because the result was lost, or because a
+    resume undid the steps that its policy came from), `filtered` and `held` (may still be trained). `cancelled`
+    attempts did not finish. `mean_reward` is over the finished attempts, None if there are none."""
 
     decile: int
     shortest_s: float
@@ -68,9 +68,9 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """How all attempts ended. `causes` counts those that ended; `evicted` counts how often a rollout exceeded the
-    bound, whether or not it was issued again. `deciles` are ordered from the shortest, and empty before anything has
-    finished. `left_out` is in the order of opening."""
+    """How all attempts ended. `causes` counts the ended attempts by cause; `evicted` counts how often a rollout
+    exceeded the bound, whether or not it was issued again. `deciles` start with the shortest attempts, and are empty
+    before any attempt has finished. `left_out` is in the order in which the groups were opened."""
 
     deciles: tuple[DecileReport, ...]
     left_out: tuple[LeftOut, ...]

@@ -1,13 +1,13 @@
-"""The report on what a resume will do, from the run directory before anything is changed.
+"""The report on what a resume will do, derived from the run directory before anything is changed.
 
 Invariants:
 - The report only reads (see `evidence`). Batches are reported as `open_epoch` treats them: steps after the newest
-  checkpoint are undone, and their batches are issued again, the same ones in the same order, then the batch that was
-  leased, then the queued ones, and no fresh batch before them.
-- Time and memory depend on the open groups, not on the length of the run: closed groups are counted by the ledger's
-  totals. Deciles cover open groups only.
+  checkpoint are undone, and their batches are issued again, the same ones in the same order; then come the batch that
+  was leased and the queued ones. No fresh batch is issued before these.
+- Time and memory depend on the open groups, not on the length of the run: closed groups are counted from the
+  ledger's totals. Deciles cover open groups only.
 - Lost rollouts are those that `ledger verify` finds lost in open groups: rollouts whose state their history does not
-  support, and trained work that the ledger does not know. Their number must be 0.
+  support, and trained work that the ledger does not know. The number of lost rollouts must be 0.
 - A rollout's duration is that of its last attempt with a result. For an attempt in flight only a lower bound is known:
   the time until the newest time in the ledger.
 """
@@ -36,8 +36,8 @@ DECILES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurationDecile:
-    """Rollouts of open groups whose attempt took up to `upper_s` (None: no bound) and longer than those in the previous
-    decile. The rollouts counted in `again` are among those in `kept`."""
+    """Number of rollouts of open groups whose attempt took at most `upper_s` (None: no bound) and longer than those in
+    the previous decile. The rollouts counted in `again` are also counted in `kept`."""
 
     upper_s: float | None
     kept: int
@@ -47,11 +47,11 @@ class DurationDecile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport:
-    """Rollouts by what a resume does with them. `trained` stay trained; `sealed` and `waiting` are kept as they are;
-    `again` are in batches that are issued again; `restarted` were in flight and get a new attempt; `pending` wait for
-    an attempt; `ended` were evicted, filtered, cancelled or poison. Of those in `again`, `over_bound` are over the
-    staleness bound at the step their batch would be trained at: that batch is dissolved, and they are run again or
-    evicted.
+    """Number of rollouts by what a resume does with them. `trained` stay trained; `sealed` and `waiting` are kept as
+    they are; `again` are in batches that are issued again; `restarted` were in flight and get a new attempt; `pending`
+    wait for an attempt; `ended` were evicted, filtered, cancelled or became poison. Of those in `again`, `over_bound`
+    will exceed the staleness bound by the step at which their batch would be trained: the batch is dissolved, and they
+    are run again or evicted.
 
     `checkpoint` is None when the run starts from the beginning. `checkpoint_is_foreign` means that it holds steps that
     the ledger does not know. `recorded` is the newest checkpoint in the ledger. `untrainable` names the batch that
@@ -186,8 +186,8 @@ class _Plan:
         return max((epoch.epoch for epoch in self.evidence.epochs), default=0) + 1
 
     def _over_bound(self) -> int:
-        """Return how many rollouts of `batches` are over the staleness bound at their batch's turn, after the batches
-        before it that are not dissolved."""
+        """Return how many rollouts of `batches` are over the staleness bound when their batch's turn comes, that is,
+        after the earlier batches that are not dissolved."""
         if not self.evidence.epochs:
             return 0
         tree, undone = self.evidence.tree(), UndoneSteps()

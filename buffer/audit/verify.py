@@ -1,7 +1,8 @@
-"""The checks of `headrace ledger verify`, recomputed from rows and checkpoints without the buffer's own logic.
+"""The checks of `headrace ledger verify`, which use only rows and checkpoints and none of the buffer's own logic.
 
 Invariants:
-- The checks only read (see `evidence`): they work on a run whose process was killed and on one that is still running.
+- The checks only read (see `evidence`): they work both for a run whose process was killed and for one that is still
+  running.
 - The surviving path, every rollout's state, every staleness and the hash chain are derived again from attempts,
   commits and forks, and compared with the stored values; so are baselines and advantages (`verify_groups`).
 - A resumed line counts as the line before it only as far as the hash chains of their steps agree.
@@ -52,11 +53,12 @@ _UNTRAINED_ENDS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """Result of `verify`. `issued` counts the rollouts of all opened groups and equals the sum of the counts from
-    `trained` to `cancelled`: `pending` never had an attempt, or had one that was evicted; `infra` wait for their next
-    one; `cancelled` do too, or were left out when their group was sealed. Staleness is in optimizer updates;
-    `max_staleness` is the bound of the newest step. `lost` counts rollouts whose stored state their history does not
-    support, `trained_twice` those in more than one step of the surviving path. `batches_dropped` by operators have
-    their rollouts among the filtered; `retried` counts the lost results that operators retried."""
+    `trained` to `cancelled`: `pending` rollouts never had an attempt, or had one that was evicted; `infra` rollouts
+    wait for a new attempt after a failure; `cancelled` rollouts wait for one after a cancellation, or were left out
+    when their group was sealed. Staleness is in optimizer updates; `max_staleness` is the bound of the newest step.
+    `lost` counts rollouts whose stored state their history does not support, `trained_twice` those in more than one
+    step of the surviving path. `batches_dropped` lists the batches that operators dropped, whose rollouts count as
+    `filtered`; `retried` counts the lost results that operators retried."""
 
     issued: int
     trained: int
@@ -102,7 +104,7 @@ def audit(evidence: Evidence | StreamedEvidence, progress: Progress | None = Non
 
 
 def lost_rollouts(evidence: Evidence | StreamedEvidence) -> dict[RolloutId, str]:
-    """Return the rollouts that `audit` counts as lost, with the reason."""
+    """Return the rollouts that `audit` counts as lost, with the reason for each."""
     auditing = _Audit(evidence)
     auditing.report(None)
     return auditing.lost
@@ -188,7 +190,7 @@ class _Audit:
         for epoch in self.evidence.epochs:
             kept = [""] + [commit.chain for commit in path]
             if epoch.chain not in kept:
-                self.problems.append(f"epoch {epoch.epoch} was opened at a chain that the path before it does not have")
+                self.problems.append(f"epoch {epoch.epoch} was opened at a chain that is not on the path before it")
             else:
                 path = path[: kept.index(epoch.chain)]
             path += [commit for commit in self.evidence.commits if commit.epoch == epoch.epoch]
@@ -197,8 +199,8 @@ class _Audit:
         return path
 
     def _check_forks(self) -> None:
-        """Check that no epoch follows an earlier one further than both were trained on the same batches. Places are
-        numbered by the steps that lead to them, whatever the names of the versions."""
+        """Check that no epoch counts as following an earlier one beyond the step up to which both were trained on the
+        same batches. Places are numbered by the steps that lead to them, whatever the names of the versions."""
         if self.evidence.closed is not None:
             return
         by_epoch: dict[int, list[CommitRecord]] = {}
@@ -265,7 +267,7 @@ class _Audit:
             before = commit.version
 
     def _check_groups(self, progress: Progress) -> None:
-        """Check every rollout with its attempts, once."""
+        """Check every rollout and its attempts once."""
         total, ordinals = self.evidence.count("groups"), 0
         by_group = GroupAudit(self.retried, has_history=self.evidence.closed is None)
         wanted: dict[tuple[RolloutId, int], AttemptRecord] = {}
@@ -297,7 +299,7 @@ class _Audit:
             if trajectory is None:
                 self._lose(key[0], f"attempt {key[1]}: its trajectory is missing or damaged")
             elif trained_tokens(trajectory, self.tree) != wanted[key].trained:
-                self.problems.append(f"{key[0]} attempt {key[1]}: its spans are not those of its trajectory")
+                self.problems.append(f"{key[0]} attempt {key[1]}: its stored spans do not match its trajectory")
 
     def _check_rollout(self, rollout: RolloutRecord, history: GroupHistory) -> None:
         name, tries = rollout.rollout_id, history.attempts.get(rollout.rollout_id, ())
@@ -310,9 +312,9 @@ class _Audit:
             if not self._known_lost(rollout):
                 self._lose(name, f"is {rollout.state}, but no result of its attempt was ever offered")
         elif rollout.state in _LIVE and attempt is not None and attempt.reward != rollout.reward:
-            self.problems.append(f"{name} has reward {rollout.reward}, its attempt {attempt.reward}")
+            self.problems.append(f"{name} has reward {rollout.reward}, but its attempt has {attempt.reward}")
         if sum(one.charged_to in COUNTED for one in tries) != rollout.failures:
-            self.problems.append(f"{name} counts {rollout.failures} failures, not its attempts'")
+            self.problems.append(f"{name} counts {rollout.failures} failures, but its attempts show a different number")
         reserved = rollout.state is RolloutState.SEALED and rollout.batch_id is not None
         if reserved != (name in self.held[BatchState.QUEUED]):
             self._lose(name, "is held for a batch that is not queued, or the other way round")
@@ -355,7 +357,8 @@ class _Audit:
     def _check_staleness(
         self, rollout_id: RolloutId, places: tuple[_Training, ...], tries: Mapping[int, AttemptRecord]
     ) -> None:
-        """Check a rollout in every step of the surviving path, from stored spans and the step's version."""
+        """Check the staleness of a rollout in every step of the surviving path that trained it, from its stored spans
+        and the step's version."""
         for place in places:
             commit, attempt = place.commit, tries.get(place.attempt)
             if attempt is None or not attempt.trained:
@@ -366,14 +369,14 @@ class _Audit:
             if staleness > commit.max_staleness:
                 self.problems.append(f"{rollout_id} was trained at staleness {staleness} > {commit.max_staleness}")
             if staleness != place.staleness:
-                self.problems.append(f"{rollout_id} has staleness {staleness}, stored is {place.staleness}")
+                self.problems.append(f"{rollout_id} has staleness {staleness}, but {place.staleness} is stored")
 
     def _check_witness(self, witness: Witness) -> None:
-        """Check that a checkpoint's batches are a part of the ledger's history, on the surviving path or undone."""
+        """Check that a checkpoint's batches are part of the ledger's history, on the surviving path or undone."""
         name = witness.path.name
         digests = (digest for _, digest in witness.batches)
         if reduce(extend_chain, digests, witness.previous_chain) != witness.chain:
-            self.problems.append(f"checkpoint {name}: its batches do not give its hash chain")
+            self.problems.append(f"checkpoint {name}: its hash chain does not follow from its batches")
         names = {(commit.chain, commit.version) for commit in self.evidence.commits} | {("", PolicyVersion(1, 0))}
         for epoch in self.evidence.epochs:
             if (epoch.chain, epoch.parent) in names:
@@ -383,7 +386,7 @@ class _Audit:
         for batch_id, digest in witness.batches:
             known = self.digests.get(batch_id)
             if known != digest and (known is not None or self.evidence.closed is None):
-                self.problems.append(f"checkpoint {name}: batch {batch_id} is not the ledger's")
+                self.problems.append(f"checkpoint {name}: batch {batch_id} differs from that in the ledger")
 
     def _known_lost(self, rollout: RolloutRecord) -> bool:
         """Return whether an operator accepted the loss of a result that the weights of a checkpoint already contain."""

@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import TaskId
 
 Sums = tuple[float, int]
-"""Sum of squares within complete groups, and their members."""
+"""Sum of squares within complete groups, and the number of their members."""
 
 _WITH_ADVANTAGE = frozenset({RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sealed:
-    """A sealed group with its evidence. `finishes` are the first results that had arrived when it was sealed."""
+    """A sealed group with its evidence. `finishes` holds, by member, the first result that had arrived when the group
+    was sealed."""
 
     group: GroupRecord
     members: Sequence[RolloutRecord]
@@ -45,7 +46,7 @@ class _Sealed:
 
     @property
     def fixed(self) -> list[RolloutRecord]:
-        """Members that got a baseline."""
+        """Members that were given a baseline."""
         return [member for member in self.members if member.late or member.rollout_id in self.finishes]
 
 
@@ -55,7 +56,7 @@ class GroupAudit:
 
     def __init__(self, retried: Collection[tuple[str, int | None]], *, has_history: bool = True) -> None:
         """`retried` are the attempts (rollout, number) that an operator issued again because their results were lost.
-        Without the groups that were sealed earlier (`has_history` is false), scales are not checked."""
+        If the groups sealed earlier are not available (`has_history` is false), scales are not checked."""
         self._retried, self._has_history = retried, has_history
         self._sizes: dict[int, list[GroupId]] = defaultdict(list)
         self._history: dict[TaskId | None, Sums] = defaultdict(lambda: (0.0, 0))
@@ -72,19 +73,19 @@ class GroupAudit:
         for rollout in members:
             tries, first = history.attempts.get(rollout.rollout_id, ()), history.first_result(rollout)
             if rollout.first_reward != (first.reward if first else None):
-                yield f"{rollout.rollout_id} counts {rollout.first_reward} in its group, not its first result"
+                yield f"{rollout.rollout_id} counts {rollout.first_reward} in its group, which is not its first result"
             if rollout.evictions > group.max_evictions:
-                yield f"{rollout.rollout_id} was issued again {rollout.evictions} times, over its group's cap"
+                yield f"{rollout.rollout_id} was issued again {rollout.evictions} times, more than its group allows"
             # Each eviction is of an attempt that ended.
             ends = sum(one.reward is not None or (one.cause is Cause.CANCELLED and one.offered) for one in tries)
             if rollout.evictions + (rollout.state is RolloutState.EVICTED) > ends:
-                yield f"{rollout.rollout_id} counts more evictions than its attempts have ends"
+                yield f"{rollout.rollout_id} counts more evictions than it has ended attempts"
         complete = group.state is GroupState.SEALED and all(
             member.finished or member.state is RolloutState.POISON for member in members
         )
         if complete != (group.complete_before is not None):
             marked = "incomplete" if complete else "complete"
-            yield f"{group.group_id} is marked as {marked}, which its members contradict"
+            yield f"{group.group_id} is marked as {marked}, but its members contradict this"
         if group.state is GroupState.SEALED and self._has_history:
             yield from self._sealed(history)
         counts = self._counts[group.task_id]
@@ -102,12 +103,12 @@ class GroupAudit:
                 counts["infra"] += attempt.cause in FAILED
 
     def finish(self, tasks: Iterable[TaskRecord] | None) -> Iterator[str]:
-        """Yield the contradictions across all groups: in sizes and in each task record's counts. None skips the task
-        records."""
+        """Yield the contradictions across all groups: in their sizes, and in the counts of each task record. If `tasks`
+        is None, task records are not checked."""
         size = max(self._sizes, default=0)
         for found, groups in self._sizes.items():
             for group_id in groups if found != size else ():
-                yield f"{group_id} lacks members of its {size}: rollouts are missing"
+                yield f"{group_id} has fewer than {size} members: rollouts are missing"
         if tasks is None:
             return
         known = {task.task_id: task for task in tasks}
@@ -115,10 +116,10 @@ class GroupAudit:
             record, counts = known.get(task_id, TaskRecord(task_id=task_id)), self._counts[task_id]
             for name in _COUNTED:
                 if getattr(record, name) != counts[name]:
-                    yield f"task {task_id} counts {getattr(record, name)} {name}, the ledger has {counts[name]}"
+                    yield f"task {task_id} counts {getattr(record, name)} {name}, but the ledger has {counts[name]}"
 
     def _sealed(self, history: GroupHistory) -> Iterator[str]:
-        """Yield the contradictions in a sealed group, given the history at its sealing."""
+        """Yield the contradictions in a sealed group, given the history at the time it was sealed."""
         group, members = history.group, history.members
         while self._coming and self._coming[0][0] <= (group.seal_order or 0):
             _, _, task_id, (squares, count) = heappop(self._coming)
@@ -162,7 +163,7 @@ _COUNTED = ("groups", "complete_members", "poison", "cancelled", "evicted", "fin
 def _sealed_group(sealed: _Sealed) -> Iterator[str]:
     name = sealed.group.group_id
     if len(sealed.finishes) < max(2, sealed.min_members):
-        yield f"{name} was sealed with {len(sealed.finishes)} finished members"
+        yield f"{name} was sealed with only {len(sealed.finishes)} finished members"
         return
     group = sealed.group
     view = GroupView(
@@ -191,9 +192,9 @@ def _sealed_group(sealed: _Sealed) -> Iterator[str]:
             opened_at_s=group.opened_at_s,
         )
         if member.baseline is None or not _close(member.baseline, expected):
-            yield f"{member.rollout_id} has baseline {member.baseline}, its group's results give {expected}"
+            yield f"{member.rollout_id} has baseline {member.baseline}, but its group's results give {expected}"
         elif member.scale is None or not _close(member.scale, scale):
-            yield f"{member.rollout_id} has scale {member.scale}, the history gives {scale}"
+            yield f"{member.rollout_id} has scale {member.scale}, but the history gives {scale}"
         elif member.advantage is None or member.reward is None:
             if member.state in _WITH_ADVANTAGE:
                 yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"

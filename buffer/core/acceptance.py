@@ -4,10 +4,10 @@ Invariants:
 - A rule maps a `GroupView` to the time from which it accepts if no further member finishes; it has no memory and no
   clock.
 - Rules are monotone: a member that finishes earlier never makes the group wait longer.
-- Timers run only while the store is open. When the store is reopened they restart for groups that are still open, so
-  that a stop neither seals a group nor leaves a member out.
-- The rule in force is always `effective_since`: either no member is running, or enough have finished and the rule
-  accepts.
+- Timers run only while the store is open. When the store is reopened, they restart for groups that are still open, so
+  that a stop neither seals a group nor leaves out a member.
+- A group is always sealed by `effective_since`: either no member is running, or enough members have finished and the
+  rule accepts.
 
 A rule is written as a string: `all`, `count(6)`, `fraction(0.75) & grace(120)`, `all | expiring(1)`.
 """
@@ -28,8 +28,8 @@ LONGEST_TEXT: Final = 200
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
     """Input of a rule. `size` is the number of members, `running` counts those without a result yet. `opened_at_s` is
-    when its first attempt was issued, or when the store was last reopened after that. `updates_left` is the number of
-    optimizer updates for which the oldest finished member may still wait; None: not known."""
+    when the group's first attempt was issued, or when the store was last reopened after that. `updates_left` is the
+    number of optimizer updates for which the oldest finished member may still wait; None: not known."""
 
     size: int
     finished: int
@@ -42,8 +42,8 @@ class GroupView:
 @dataclass(frozen=True, slots=True)
 class AcceptanceRule:
     """Rule by which a group is sealed. `first | second` accepts when either does, `first & second` when both do.
-    `since` returns the time from which it accepts, `ALWAYS` or `NEVER`; `expires` means that it also depends on
-    versions."""
+    `since` returns the time from which the rule accepts, `ALWAYS` or `NEVER`; `expires` means that this also depends
+    on policy versions."""
 
     text: str
     since: Callable[[GroupView], float]
@@ -76,7 +76,7 @@ class Limits:
 
 
 def every_member() -> AcceptanceRule:
-    """Return the rule `all`: no member is running."""
+    """Return the rule `all`, which is met once no member is running."""
     return AcceptanceRule("all", lambda group: NEVER if group.running else ALWAYS)
 
 
@@ -95,7 +95,8 @@ def fraction(share: float) -> AcceptanceRule:
 
 
 def deadline(seconds: float) -> AcceptanceRule:
-    """Return the rule that is met this many seconds after the group's first attempt or the opening of the store."""
+    """Return the rule that is met this many seconds after the group's first attempt was issued or the store was last
+    opened."""
     return AcceptanceRule(f"deadline({seconds})", lambda group: group.opened_at_s + seconds)
 
 
@@ -155,7 +156,7 @@ def _build(node: ast.expr, limits: Limits | None) -> AcceptanceRule:
 
 def _count(value: float, limits: Limits | None) -> AcceptanceRule:
     if value % 1 or value < 1:
-        raise ValueError(f"count({value}) needs a whole number of members: give at least 1")
+        raise ValueError(f"count({value}) needs a whole number of members, at least 1")
     if limits and value > limits.group_size:
         raise ValueError(
             f"count({value}) can never be met with group_size = {limits.group_size}: lower it, or raise group_size"
@@ -165,14 +166,14 @@ def _count(value: float, limits: Limits | None) -> AcceptanceRule:
 
 def _fraction(value: float, limits: Limits | None) -> AcceptanceRule:
     if not 0 < value <= 1:
-        raise ValueError(f"fraction({value}) needs a share: give a number above 0 and up to 1")
+        raise ValueError(f"fraction({value}) needs a share: give a number above 0 and at most 1")
     return fraction(value)
 
 
 def _seconds(rule: Callable[[float], AcceptanceRule]) -> Callable[[float, Limits | None], AcceptanceRule]:
     def build(value: float, limits: Limits | None) -> AcceptanceRule:
         if not 0 < value < math.inf:
-            raise ValueError(f"{rule(value).text} needs a waiting time: give seconds above 0")
+            raise ValueError(f"{rule(value).text} needs a waiting time: give a number of seconds above 0")
         return rule(value)
 
     return build

@@ -1,10 +1,11 @@
 """Advantages of a sealed group, with baselines and scales that are fixed when it is sealed.
 
 Invariants:
-- A member's baseline never depends on its own speed or reward: it is the mean over the others that would have finished
-  in time if the member had finished at the group's start. (The mean over early finishers, applied to late ones, biases
-  the gradient as cancelling them does.)
-- A scale is the deviation of the whole group, or of earlier complete groups; never that of the early finishers.
+- A member's baseline never depends on its own speed or reward: it is the mean over the other members that would
+  have finished in time if this member had finished at the group's start. (Applying the mean over early finishers to
+  late ones would bias the gradient just as cancelling the late ones does.)
+- A scale is the standard deviation of the whole group or of earlier complete groups, never that of the early
+  finishers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from headrace.buffer.core.acceptance import AcceptanceRule, GroupView
 AdvantageKind = Literal["grpo", "centered"]
 SCALE_EPSILON = 1e-6
 SCALE_FLOOR = 0.1
-"""Smallest scale that is taken from history."""
+"""Lower limit of a scale taken from history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -47,7 +48,8 @@ def deviation_square_sum(rewards: Sequence[float]) -> float:
 
 
 def full_scale(rewards: Sequence[float]) -> float:
-    """Return the scale of `grpo` for a complete group: population deviation + 1e-6 (DeepSeekMath, arXiv:2402.03300).
+    """Return the scale of `grpo` for a complete group: population standard deviation + 1e-6 (DeepSeekMath,
+    arXiv:2402.03300).
 
     It is 1 for equal rewards: their advantages are 0 anyway, and a member that is issued again may get a different
     reward."""
@@ -58,7 +60,7 @@ def full_scale(rewards: Sequence[float]) -> float:
 
 def history_scale(own: tuple[float, int], pooled: tuple[float, int]) -> float:
     """Return the scale of `grpo` for a group with running members, from (sum of squares within complete groups, number
-    of their members) of the task so far, or else of all tasks; 1 without any."""
+    of their members) of the task so far (`own`), or else of all tasks (`pooled`); 1 if there are no such groups."""
     for squares, members in (own, pooled):
         if members:
             return max(SCALE_FLOOR, math.sqrt(max(0.0, squares) / members))
@@ -71,8 +73,8 @@ def baseline(
     """Return the mean reward of the other members that finished by the time at which the rule would have accepted if
     this member had finished at once (leave-one-out, arXiv:2402.14740).
 
-    `others` are those that had finished when the group was sealed, at least one. `expiring` counts as true from the
-    sealing on. A member that is still running or has ended without a result is never counted.
+    `others` are those that had finished when the group was sealed; there must be at least one. `expiring` counts as
+    true from the time of sealing. A member that is still running or has ended without a result is never counted.
     """
     ordered = sorted(others)
     for prefix in range(min_members - 1, len(ordered)):

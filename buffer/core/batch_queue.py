@@ -39,8 +39,8 @@ class BatchQueue:
                     self._state.put(replace(group, closed=False))
 
     def left_behind(self) -> list[BatchRecord]:
-        """Return the batches that a learner left behind: the leased ones, then the queued ones, with the tries that
-        count."""
+        """Return the batches that a learner left behind: the leased ones, then the queued ones, keeping only the tries
+        that count."""
         # Only the oldest lease was being trained. Where learners die one after the other in different steps, the
         # batches are not the reason.
         leases, queue = self._state.path.leases(), self._state.path.queue()
@@ -93,7 +93,7 @@ def untrainable(batch: BatchRecord, attempts: Mapping[RolloutId, AttemptRecord])
         if largest is not None:
             reason += f" (its largest rollout is {largest} with {sizes[largest]} trained tokens)"
     return (
-        f"batch {batch.batch_id} was tried {batch.tries} times and not trained: {reason}. Leave it out with `headrace "
+        f"batch {batch.batch_id} was tried {batch.tries} times without success: {reason}. Leave it out with `headrace "
         f"ledger drop-batch RUN {batch.batch_id}`, or remove the cause and continue with `headrace resume RUN "
         "--retry-batch`"
     )

@@ -1,18 +1,20 @@
 """Batches: queued, taken, committed and released.
 
 Invariants:
-- No member is leased whose staleness at the batch's version exceeds the bound, by committed steps alone; a commit is
-  accepted only at that version, in the order taken. Hence nothing is trained over the bound.
+- No member is leased whose staleness at the batch's version, counted over committed steps alone, exceeds the bound; a
+  commit is accepted only at that version, in the order taken. Hence nothing is trained over the bound.
 - A lease counts as a try of its batch until it is committed or given back: a learner that dies in a step leaves the
   count behind. After `batch_tries` tries the batch is no longer issued, and `take` says why.
 - A step that refuses rows trains nothing: the members with those rows are filtered, and the others are batched again.
-- Only the newest epoch takes and commits; every surviving step extends the hash chain of the one before.
-- A released or rolled-back batch is issued again as the same batch (id and ordered members), before any fresh one,
-  unless a member exceeds the bound: then that member is evicted and the others become free sealed rollouts.
+- Only the newest epoch takes and commits; every surviving step extends the hash chain of the step before it.
+- A released or rolled-back batch is issued again as the same batch (same id, same members in the same order), before
+  any fresh one, unless a member exceeds the bound: then that member is evicted and the others become free sealed
+  rollouts.
 - Fresh batches hold the stalest rollouts first, then those sealed first: a rollout that finished late through no fault
   of its own is trained before it exceeds the bound.
 - A step that repeats an undone one leads to the same position in the version tree, so that a resume makes nothing
-  stale. Rollouts in no batch are judged at the version that the queued batches lead to: they cannot be trained before.
+  stale. Rollouts in no batch are judged at the version that the queued batches lead to, as they cannot be trained
+  earlier.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ class BatchBook:
         self._bound, self._queue = config.bound, epochs.queue
 
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
-        """Lease the first queued batch that may be trained at `version`, which `lease_at` accepted, else a fresh one.
-        Return None when there is no batch yet, or when it must wait until the leases before it have been committed."""
+        """Lease the first queued batch that may be trained at `version`, or else a fresh one. `lease_at` must have
+        accepted the version. Return None when there is no batch yet, or when it must wait until earlier leases have
+        been committed."""
         path = self._state.path
         self._queue.settle(version)
         # Free sealed rollouts are judged at the first version at which they can be trained.
@@ -88,7 +91,8 @@ class BatchBook:
     def lease_at(self, version: PolicyVersion, epoch: int) -> BatchRecord | None:
         """Return the lease at `version`, if it has already been taken. Changes nothing.
 
-        Otherwise `version` must be the head plus the outstanding leases. Raises StaleEpoch, VersionMismatch.
+        Otherwise `version` must be the head plus one step for each outstanding lease. Raises StaleEpoch,
+        VersionMismatch.
         """
         self._epochs.fence(epoch)
         leases = self._state.path.leases()
@@ -111,7 +115,7 @@ class BatchBook:
         left += self._state.free_count()
         if left < self._config.batch_size and not self._state.path.queue():
             raise DataExhausted(
-                f"the data set is used up: {left} rollouts are left over, a batch needs {self._config.batch_size}; "
+                f"the data set is used up: {left} rollouts are left over, but a batch needs {self._config.batch_size}; "
                 "raise buffer.passes, or lower buffer.batch_size to train them"
             )
 
@@ -152,8 +156,8 @@ class BatchBook:
         return "" if allowed else untrainable(batch, self._state.attempts)
 
     def step_interrupted(self, lease: BatchLease) -> None:
-        """Record that the step on a batch ended for a reason other than the batch: it does not count as a try. Raises
-        StaleEpoch, LeaseError."""
+        """Record that the step on a batch ended for a reason that had nothing to do with the batch, so that it does not
+        count as a try. Raises StaleEpoch, LeaseError."""
         batch = self._leased(lease)
         self._state.put(replace(batch, tries=max(0, batch.tries - 1)))
 
@@ -183,13 +187,13 @@ class BatchBook:
         if batch.state is not BatchState.LEASED:
             return
         if batch != self._state.path.leases()[-1]:
-            raise LeaseError(f"batch {lease.batch_id} is not the newest lease: release in the reverse order taken")
+            raise LeaseError(f"batch {lease.batch_id} is not the newest lease: release the newest first")
         self._state.count("batches_released")
         self._queue.requeue([replace(batch, tries=max(0, batch.tries - 1))])
 
     def staleness(self, rollout_id: RolloutId, version: PolicyVersion) -> int:
-        """Return the staleness of a rollout trained at `version`: its distance to the farthest version that sampled a
-        trained token."""
+        """Return the staleness of a rollout trained at `version`: its distance from the farthest version that sampled
+        one of its trained tokens."""
         return stalest(self._state.path.expected_tree, version, self._state.versions_of(rollout_id))
 
     def _leased(self, lease: BatchLease) -> BatchRecord:

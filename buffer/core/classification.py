@@ -27,7 +27,7 @@ FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A result as the ledger stores it; every string and number in it can be stored."""
+    """A result in the form in which the ledger stores it: every string and number has been made storable."""
 
     outcome: Outcome
     trained: tuple[TrainedTokens, ...] = ()
@@ -43,7 +43,7 @@ class Account:
 def classify(
     result: RolloutResult, tree: VersionTree, *, masked: bool = False, limits: RowLimits | None = None
 ) -> Account:
-    """Return the result as the ledger counts it. With `masked`, tokens that cannot be trained on also count, for
+    """Return the result as the ledger counts it. With `masked`, tokens that cannot be trained on are counted too, for
     example those of an evaluation sampled at temperature 0.
 
     A failure has no reward, whatever the worker reports; a result that contradicts itself, cannot be stored or exceeds
@@ -91,7 +91,7 @@ def trained_tokens(
     trajectory: Trajectory | None, tree: VersionTree, *, masked: bool = False
 ) -> tuple[TrainedTokens, ...]:
     """Return how many trained tokens each version sampled; with `masked`, tokens outside the loss count too. Raises
-    ValueError or CodecError when arrays or spans do not match, cannot be stored, or a version is unknown."""
+    ValueError or CodecError when arrays or spans do not match or cannot be stored, or when a version is unknown."""
     if trajectory is None:
         return ()
     refuse_unstorable(trajectory)
@@ -123,14 +123,14 @@ def _row_tokens(row: Row, *, masked: bool) -> list[tuple[PolicyVersion, int]]:
     counts, end, trained = [], 0, 0
     for span in row.versions:
         if not end <= span.start < span.end <= length:
-            raise ValueError(f"version span [{span.start}, {span.end}) does not fit")
+            raise ValueError(f"version span [{span.start}, {span.end}) is out of range or overlaps another")
         end = span.end
         in_loss = int(cumulative[span.end] - cumulative[span.start])
         trained += in_loss
         if tokens := span.end - span.start if masked else in_loss:
             counts.append((span.version, tokens))
     if trained != int(cumulative[-1]):
-        raise ValueError("trained tokens are outside the version spans")
+        raise ValueError("there are trained tokens outside the version spans")
     if not np.isfinite(row.logprobs_T).all():
         raise ValueError("log-probabilities are not finite")
     return counts

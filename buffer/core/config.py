@@ -22,18 +22,19 @@ class BufferConfig(BaseModel):
     group_size: int = Field(default=8, ge=2)
     """Rollouts of one task that share a baseline."""
     max_staleness: int = Field(default=4, ge=0)
-    """Hard bound, in optimizer updates, on what may be trained. 0 needs mode `sync`."""
+    """Hard bound, in optimizer updates, on the staleness of rollouts that may be trained. 0 needs mode `sync`."""
     mode: Literal["async", "sync", "one-step-off"] = "async"
-    """`async` paces by inventory; `sync` starts only what the current batch needs, when the newest version is served;
-    `one-step-off` starts what the next batch needs while the learner trains the one before."""
+    """`async` paces rollouts by inventory; `sync` starts only those that the current batch needs, once the newest
+    version is served; `one-step-off` starts those that the next batch needs while the learner trains the current
+    one."""
     max_attempts: int = Field(default=3, ge=1)
-    """A rollout whose infrastructure fails this often becomes poison and is left out."""
+    """A rollout whose infrastructure fails this many times becomes poison and is left out."""
     min_members: int = Field(default=2, ge=2)
-    """A group in which fewer members finish is dropped."""
+    """A group in which fewer members than this finish is dropped."""
     max_in_flight: int | None = Field(default=None, ge=1)
-    """Cap on rollouts in flight, for small machines; None: the inventory alone decides."""
+    """Maximum number of rollouts in flight, for small machines; None: the inventory alone decides."""
     advantage: AdvantageKind = "grpo"
-    """`grpo` divides by the group's standard deviation, `centered` does not."""
+    """`grpo` divides advantages by the group's standard deviation, `centered` does not."""
     zero_variance: Literal["keep", "filter"] = "keep"
     """Groups with equal rewards: trained with advantage 0, or left out of batches."""
     rule: str = "all"
@@ -45,19 +46,20 @@ class BufferConfig(BaseModel):
     """Members that are still running when their group is sealed: trained later with a baseline fixed now, or cancelled.
     `abort` biases training towards short rollouts."""
     batch_tries: int = Field(default=2, ge=1)
-    """Number of tries of a step on a batch that may fail or end the learner's process; then the run ends and names the
-    batch."""
+    """Number of times that a step on a batch may fail or end the learner's process; after that the run ends and names
+    the batch."""
     max_evictions: int = Field(default=2, ge=0)
-    """Number of times that a rollout over the staleness bound is issued again."""
+    """Number of times that a rollout is issued again because it exceeded the staleness bound."""
     park_after: int = Field(default=2, ge=1)
     """A task is parked (no longer issued) once this many of its rollouts in a row have become poison."""
     curriculum: Curriculum = "none"
     """`frontier` prefers, among the next few tasks of a pass, those that are solved half of the time."""
     passes: int | None = Field(default=None, ge=1)
-    """Number of passes over the data; None: unlimited. After the last one, `take` raises DataExhausted once no batch is
-    left."""
+    """Number of passes over the data; None: unlimited. After the last pass, `take` raises DataExhausted once no batch
+    is left."""
     keep_trajectories: bool = False
-    """Keep trajectory files that no checkpoint directory needs any more, for exports. They grow without limit."""
+    """Keep trajectory files that no checkpoint directory needs any more, for exports. They take up more and more disk
+    space."""
 
     @property
     def bound(self) -> StalenessBound:

@@ -6,7 +6,7 @@ Invariants:
   opened.
 - The next task depends only on the seed and the task records, hence only on the ledger: a resumed run continues as the
   original one would have.
-- A curriculum chooses among the next few tasks of the pass; it starves none.
+- A curriculum chooses among the next few tasks of the pass, and no task is starved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Curriculum = Literal["none", "frontier"]
 WINDOW: Final = 8
-"""Tasks of the pass that `frontier` chooses among."""
+"""Number of tasks of the pass that `frontier` chooses among."""
 
 
 class TaskStream:
@@ -51,13 +51,13 @@ class TaskStream:
         return order
 
     def digest(self) -> str:
-        """Return the SHA-256 over seed and ids in order, which a resumed run must find again."""
+        """Return the SHA-256 over the seed and the ids in order, which must be the same in a resumed run."""
         lines = [str(self._seed), *(task.id for task in self._tasks)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 class TaskCursor:
-    """Position in the passes over the data. There are `passes` of them, or unlimited ones when it is None."""
+    """Position in the passes over the data. The number of passes is `passes`, or unlimited if that is None."""
 
     def __init__(self, state: ReplayState, stream: TaskStream, *, curriculum: Curriculum, passes: int | None) -> None:
         self._state, self._stream = state, stream

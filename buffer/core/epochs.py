@@ -4,7 +4,7 @@ Invariants:
 - Only the newest epoch may take, commit and save.
 - Opening an epoch puts the batches of undone steps, and those that the previous learner left behind, back into the
   queue.
-- A checkpoint is accepted only where its hash chain and version are those of a step on the surviving path.
+- A checkpoint is accepted only if its hash chain and version are those of a step on the surviving path.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Epochs:
         self._state, self.queue = state, queue
 
     def fence(self, epoch: int) -> None:
-        """Raise StaleEpoch unless `epoch` is the open one."""
+        """Raise StaleEpoch unless `epoch` is the current one."""
         if epoch != self._state.path.epoch or epoch < 1:
-            raise StaleEpoch(f"epoch {epoch} is not the open one ({self._state.path.epoch}): this learner must end")
+            raise StaleEpoch(f"epoch {epoch} is not the current one ({self._state.path.epoch}): this learner must end")
 
     def head(self) -> PolicyVersion:
         """Return the version that the next step starts from. Raises StaleEpoch before the first epoch."""
@@ -43,8 +43,8 @@ class Epochs:
 
     def open(self, checkpoint: CheckpointRef | None, now: float, *, from_start: bool = False) -> PolicyVersion:
         """Open an epoch at `checkpoint` (None: from the start), and undo the steps after it. If a checkpoint has been
-        recorded, None is accepted only with `from_start`. Raises LedgerMismatch, LedgerBehind, CheckpointMissing, with
-        nothing changed.
+        recorded, None is accepted only with `from_start`. Raises LedgerMismatch, LedgerBehind, CheckpointMissing, in
+        which case nothing is changed.
         """
         checkpoint = checkpoint and plain_checkpoint(checkpoint)
         if checkpoint is None and not from_start:
@@ -83,13 +83,13 @@ class Epochs:
         recorded = [record.version for record in self._state.path.checkpoints.values() if record.chain in chains]
         if recorded:
             raise CheckpointMissing(
-                f"the ledger recorded checkpoint {max(recorded)}, and the learner has none: put the run's checkpoints "
+                f"the ledger recorded checkpoint {max(recorded)}, but the learner has none: put the run's checkpoints "
                 "back, or train all steps again with `headrace resume --from-start`"
             )
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
-        """Return whether opening at `checkpoint` undoes steps that have been forgotten, or whose batches have been;
-        these must first be recalled from the ledger's archive."""
+        """Return whether opening at `checkpoint` undoes steps that have been forgotten or whose batches have been
+        forgotten; these must first be recalled from the ledger's archive."""
         chain = checkpoint.chain if checkpoint else ""
         commits = list(self._state.path.commits.values())
         places = [place for place, commit in enumerate(commits) if commit.chain == chain]
@@ -135,8 +135,8 @@ class Epochs:
                     "restore the ledger that belongs to it, or remove the checkpoint to resume from an earlier one"
                 )
             raise LedgerMismatch(
-                f"checkpoint {checkpoint.path} trained other batches than the ledger's surviving path: it is of "
-                "another run or of an undone line; move it elsewhere to resume from the one before"
+                f"checkpoint {checkpoint.path} was trained on other batches than the ledger's surviving path: it is "
+                "from another run or an undone line; move it elsewhere to resume from the one before"
             )
         # The weights after a step have a name in each epoch that opened there.
         commit = path.commits.get(sequence)
@@ -146,7 +146,7 @@ class Epochs:
                 names.add(PolicyVersion(record.epoch, record.parent.step))
         if checkpoint.version not in names:
             raise LedgerMismatch(
-                f"checkpoint {checkpoint.path} says version {checkpoint.version}; the ledger has another there: "
-                "it is of a path that was rolled back, take another checkpoint"
+                f"checkpoint {checkpoint.path} has version {checkpoint.version}, but the ledger has another there: "
+                "it is from a path that was rolled back; use another checkpoint"
             )
         return sequence

@@ -1,11 +1,11 @@
 """Groups of rollouts and the results of their attempts.
 
 Invariants:
-- A result counts once: by (rollout, attempt), and only while that attempt is in flight. Everything else is refused and
-  counted.
+- A result is accepted once for each (rollout, attempt), and only while that attempt is in flight. Every other result is
+  refused and counted.
 - A failure of the infrastructure is never a reward: it leads to a new attempt, and after `max_attempts` to poison.
   A failure that an outage or a dead worker explains does not count against the rollout (see `outages`).
-- Finished members of open groups wait for the sealing; those of sealed groups are sealed at once.
+- Finished members of open groups wait until the group is sealed; those of sealed groups are sealed at once.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class GroupBook:
         return Receipt(rollout_id=attempt.rollout_id, attempt=attempt.attempt, status=status)
 
     def abandon(self, rollout_id: RolloutId, attempt: int, cause: Cause, detail: str, now: float) -> bool:
-        """End an attempt that nobody is running any more. Return False when it is not in flight."""
+        """End an attempt that no worker is running any more. Return False when it is not in flight."""
         if self._judge(rollout_id, attempt) is not ReceiptStatus.ACCEPTED:
             self._sealing.aborted.pop((rollout_id, attempt), None)
             return False

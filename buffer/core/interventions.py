@@ -1,10 +1,11 @@
-"""Interventions of operators in a stopped run; each is an entry of the ledger's journal.
+"""Interventions by operators in a stopped run; each is recorded in the ledger's journal.
 
 Invariants:
-- No step of the surviving path is touched: the hash chain, what was trained and the statistics of sealed groups stay.
+- No step of the surviving path is touched: the hash chain, the trained rollouts and the statistics of sealed groups
+  stay as they are.
 - A dropped batch is never issued again, and none of its members is trained: they end as filtered (`batch_dropped`).
-- A lost result costs its rollout a new attempt and nothing else: no failure, no eviction. A member of a sealed group
-  keeps its baseline and its first reward; one of an open group counts as unfinished again.
+- A lost result costs its rollout a new attempt and nothing else: it counts neither as a failure nor as an eviction. A
+  member of a sealed group keeps its baseline and its first reward; one of an open group counts as unfinished again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Interventions:
 
     def drop_batch(self, batch_id: BatchId | None, now: float) -> BatchRecord:
         """Drop a batch that is leased or queued; None: the one that the learner held when it died. Raises LeaseError,
-        with nothing changed."""
+        in which case nothing is changed."""
         if not batch_id:
             held = self._state.path.leases()
             if len(held) != 1:
@@ -70,7 +71,8 @@ class Interventions:
 
     def retry_lost(self, lost: Mapping[RolloutId, str], now: float) -> tuple[RolloutId, ...]:
         """Reissue rollouts whose results are lost; the values of `lost` say why. Trained rollouts stay trained. Return
-        those that get a new attempt. Steps on them must have been undone where a new learner would train them again."""
+        the rollouts that get a new attempt. Steps that a new learner would train again on lost rollouts must have been
+        undone beforehand."""
         known = {rollout_id: why for rollout_id, why in lost.items() if rollout_id in self._state.rollouts}
         for batch in (*self._state.path.leases(), *self._state.path.queue()):
             if any(member.rollout_id in known for member in batch.members):
@@ -96,12 +98,13 @@ class Interventions:
         return tuple(again)
 
     def retry_batches(self) -> None:
-        """Reset the tries of all batches, once the cause that ended learners is gone."""
+        """Reset the tries of all batches, once the cause of the learners' deaths has been removed."""
         for batch in (*self._state.path.leases(), *self._state.path.queue()):
             self._state.put(replace(batch, tries=0, failure=""))
 
     def unpark(self, tasks: Sequence[str] | None, now: float) -> tuple[TaskId, ...]:
-        """Release parked tasks (None: all of them) with a clean record. Raises TaskNotParked, with nothing changed."""
+        """Release parked tasks (None: all of them) with a clean record. Raises TaskNotParked, in which case nothing is
+        changed."""
         parked = dict(self._state.parked)
         chosen = list(parked) if tasks is None else [TaskId(task) for task in dict.fromkeys(tasks)]
         if strangers := [task for task in chosen if task not in parked]:

@@ -1,12 +1,12 @@
-"""Outages: the charging of failed attempts, and the times when no attempt may begin. Pure: the clock is an argument.
+"""Outages: which party a failed attempt is charged to, and when no attempt may begin. Pure: the clock is an argument.
 
 Invariants:
-- A task is charged only with failures on different hosts at different times. Until then a failure counts against the
+- A task is charged only for failures on different hosts at different times. Until then, a failure counts against the
   host on which it happened, or against the engines.
 - While no engine is serving, or the system is failing, no task is charged: an attempt that ended in such an outage, or
   was running during part of it, is charged to the outage.
 - The system is failing while more than half of the attempts that ended in the last `WINDOW_S` failed, over at least
-  `LEAST_TASKS` tasks. Failures that an outage of the engines, a dead worker or a suspect host explains do not count.
+  `LEAST_TASKS` tasks. Failures explained by an outage of the engines, a dead worker or a suspect host do not count.
 - Outages are records, so that they survive restarts. The window is not a record: it fills again after a restart.
 """
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import TaskId
 
 WINDOW_S: Final = 600.0
-"""Age limit of the attempt ends that decide whether the system is failing."""
+"""Age up to which the end of an attempt counts when deciding whether the system is failing."""
 LEAST_TASKS: Final = 5
 """Minimum number of failing tasks for the system to count as failing."""
 PROBE_S: Final = 60.0
 """Time between probes while the system is failing; the success of a probe ends the outage."""
 APART_S: Final = 60.0
-"""Failures that are closer together count as simultaneous."""
+"""Failures that are closer together than this count as simultaneous."""
 
 COUNTED: Final = frozenset({Charge.TASK, Charge.HOST, Charge.ENGINES, Charge.LEARNER})
 """Failures that use up one of a rollout's `max_attempts`."""
@@ -52,7 +52,7 @@ class _End:
 
 
 class RecentEnds:
-    """Ends of attempts in the last `WINDOW_S`; survives when the core is folded again."""
+    """Ends of attempts in the last `WINDOW_S`. They are kept when the core is folded again."""
 
     def __init__(self) -> None:
         self.ends: deque[_End] = deque()
@@ -120,8 +120,8 @@ class Outages:
         return now + max(0.0, self._probe_in_s(now))
 
     def avoided(self, attempt: AttemptRecord | None, now: float) -> tuple[str, ...]:
-        """Return the hosts that the next attempt of a rollout should not run on: suspect hosts, and the one where its
-        last attempt failed."""
+        """Return the hosts that the next attempt of a rollout should not run on: suspect hosts, and the one where the
+        rollout's last attempt failed."""
         failed_on = () if attempt is None or attempt.charged_to is None or not attempt.host else (attempt.host,)
         return tuple(dict.fromkeys((*self._recent.hosts.avoided(now), *failed_on)))
 

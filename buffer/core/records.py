@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RolloutState(StrEnum):
-    """State of a rollout. The last five are final, except that a rollback takes TRAINED back to SEALED."""
+    """State of a rollout. The last five states are final, except that a rollback returns TRAINED rollouts to SEALED."""
 
     PENDING = "pending"
     """It waits for its first or next attempt."""
@@ -32,11 +32,11 @@ class RolloutState(StrEnum):
     WAITING = "waiting"
     """It has finished, and its group is still open."""
     SEALED = "sealed"
-    """It has its advantage; with a `batch_id` it is reserved for that queued batch."""
+    """It has an advantage; if it has a `batch_id`, it is reserved for that queued batch."""
     LEASED = "leased"
     """It is in a batch that the learner holds."""
     TRAINED = "trained"
-    """It is in a committed batch (also when that step was skipped)."""
+    """It is in a committed batch (even if the step on that batch was skipped)."""
     EVICTED = "evicted"
     """It exceeded the staleness bound and had no reissues left."""
     FILTERED = "filtered"
@@ -48,7 +48,7 @@ class RolloutState(StrEnum):
 
 
 OUTAGES_KEPT = 64
-"""Number of newest outages that a core keeps; the ledger has all of them."""
+"""Number of the latest outages that a core keeps; the ledger has all of them."""
 
 FINAL = frozenset(
     {RolloutState.TRAINED, RolloutState.EVICTED, RolloutState.FILTERED, RolloutState.POISON, RolloutState.CANCELLED}
@@ -92,7 +92,7 @@ class BatchState(StrEnum):
     QUEUED = "queued"
     """It was released or rolled back, and is issued again as the same batch."""
     COMMITTED = "committed"
-    """It was trained on the surviving path (or its step was skipped)."""
+    """It was trained on the surviving path, or its step was skipped."""
     DISSOLVED = "dissolved"
     """A member exceeded the bound, was lost, or was refused by the learner; the others are free sealed rollouts."""
     DROPPED = "dropped"
@@ -112,12 +112,12 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """A group of rollouts of one task. `ordinal` counts the groups opened, `seal_order` those sealed. Times of its rule
-    run from `opened_at_s`, which is reset when the store is reopened while the group is open. `closed`: nothing can
-    change any more except by a return to an older checkpoint; the core has forgotten the group.
+    """A group of rollouts of one task. `ordinal` counts the groups opened, `seal_order` those sealed. The timers of its
+    rule run from `opened_at_s`, which is reset when the store is reopened while the group is open. `closed`: only a
+    return to an older checkpoint can still change the group, and the core has forgotten it.
 
-    `rule`, `min_members` and `advantage` are those it was sealed by. The group is complete when each member finished or
-    is poison: groups with a `seal_order` of at least `complete_before` were sealed after that.
+    `rule`, `min_members` and `advantage` are those by which the group was sealed. A group is complete once each member
+    has finished or is poison: groups with a `seal_order` of at least `complete_before` were sealed after that.
     """
 
     group_id: GroupId
@@ -141,12 +141,12 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """A rollout. `attempt` is the current one (0: none yet), `failures` counts attempts that failed for infrastructure,
-    `evictions` those that went over the staleness bound by themselves, not by a fork.
+    """A rollout. `attempt` is the current one (0: none yet), `failures` counts attempts that failed because of
+    infrastructure, `evictions` those that exceeded the staleness bound because they were slow, not because of a fork.
 
     `reward` and `advantage` are of the current attempt. `first_reward` is that of the first attempt that finished, and
-    counts in the group's statistics. `baseline` and `scale` are fixed when the group is sealed. `late`: unfinished
-    then."""
+    counts in the group's statistics. `baseline` and `scale` are fixed when the group is sealed. `late` means that the
+    rollout was unfinished at that time."""
 
     rollout_id: RolloutId
     group_id: GroupId
@@ -191,9 +191,9 @@ class Charge(StrEnum):
     """Party that a failed attempt is charged to."""
 
     TASK = "task"
-    """Failures on different hosts at different times: counts towards parking."""
+    """The task, which failed on different hosts at different times. The failure counts towards parking."""
     HOST = "host"
-    """The host it ran on: the task has failed nowhere else, or not at another time."""
+    """The host on which it ran: the task has failed on no other host, or not at another time."""
     ENGINES = "engines"
     """A failure of an engine or the gateway while other engines were serving."""
     WORKER = "worker"
@@ -239,9 +239,9 @@ class OutageRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """An attempt of a rollout. `version` was the one being served when it was issued. `offered` is true for a result
-    and false for an abandoned attempt. `solved` is the evaluator's verdict, false without a reward. `host` is where its
-    sandbox ran, empty when that is unknown."""
+    """An attempt of a rollout. `version` was the version being served when the attempt was issued. `offered` is true if
+    a result was offered, and false for an abandoned attempt. `solved` is the evaluator's verdict, false if there is no
+    reward. `host` is where the attempt's sandbox ran, empty when that is unknown."""
 
     rollout_id: RolloutId
     attempt: int
@@ -277,9 +277,10 @@ class BatchMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """A batch. `version` is the one it is trained at; `queue_order` is its position among batches to be issued again.
-    `closed` is as in `GroupRecord`. `tries` counts the steps begun on it since one was last committed, including the
-    one under way; `failure` is why the last one failed, empty when the learner's process died in it."""
+    """A batch. `version` is the policy version at which it is trained; `queue_order` is its position among batches to
+    be issued again. `closed` is as in `GroupRecord`. `tries` counts the steps begun on the batch since one was last
+    committed, including the one under way; `failure` is why the last one failed, empty when the learner's process died
+    in it."""
 
     batch_id: BatchId
     ordinal: int
@@ -353,8 +354,8 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """A finished evaluation rollout. `version` is the requested one, `sampled` the versions that actually sampled
-    it."""
+    """A finished evaluation rollout. `version` is the requested policy version, `sampled` lists those that actually
+    sampled it."""
 
     rollout_id: RolloutId
     attempt: int
@@ -378,9 +379,10 @@ class TaskRecord:
     """History of a task, for scales, parking and curricula.
 
     `last_pass` is the pass over the data that opened its newest group. `finished` counts results with a reward,
-    `solved` those of them that solved the task, `duration_s` is the sum of their durations. `complete_members`,
+    `solved` those among them that solved the task; `duration_s` is the sum of their durations. `complete_members`,
     `reward_sum`, `reward_square_sum` and `deviation_square_sum` (within groups) cover complete groups. `poison_streak`
-    counts members that became poison since one finished, `failed_on` lists where it failed since then."""
+    counts the members that have become poison since one last finished; `failed_on` lists where the task has failed
+    since then."""
 
     task_id: TaskId
     last_pass: int = -1
@@ -409,8 +411,8 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterventionRecord:
-    """Entry of the operators' journal, in order. `attempt` is set when the subject is a rollout. `detail` is for human
-    readers."""
+    """An entry in the operators' journal. `sequence` is its position. `attempt` is set when the subject is a rollout.
+    `detail` is for human readers."""
 
     sequence: int
     action: Action
@@ -455,8 +457,7 @@ Record = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """State that a core is folded from. `closed` counts the rollouts of closed groups. Their records are not included,
-    nor are those of `steps_closed` surviving steps and `evaluations_closed` evaluation rollouts. Batches before
-    `first_batch` are in the ledger only."""
+    nor are those of `steps_closed` surviving steps and `evaluations_closed` evaluation rollouts."""
 
     records: tuple[Record, ...] = ()
     evaluations: frozenset[tuple[RolloutId, int]] = frozenset()

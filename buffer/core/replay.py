@@ -3,12 +3,12 @@
 Invariants:
 - Every rollout of an opened group is in exactly one state; nothing is lost and nothing is trained twice on the
   surviving path.
-- Every change shows in `drain`: the shell writes the returned records in one transaction before it answers the caller.
+- `drain` returns every change: the shell writes the returned records in one transaction before it answers the caller.
   A typed error leaves the core unchanged.
 - The core is a cache: folding the ledger's rows gives the same core.
-- Pacing is computed from the present inventory; there is no counter that could drift. In mode `async` the inventory
-  never exceeds the stock that can still be trained within the bound; in mode `sync` only what the current batch still
-  needs is started.
+- Pacing is computed from the current inventory; there is no counter that could drift. In mode `async` the inventory
+  never exceeds the stock that can still be trained within the bound; in mode `sync`, only as many rollouts are
+  started as the current batch still needs.
 - The core has no trajectories; the shell stores them by (rollout, attempt).
 """
 
@@ -72,8 +72,9 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStatus:
-    """Counts for people and metrics. `rollouts` counts all rollouts of the run by state; `counters` counts those
-    refused, filtered and undone. `parked` are tasks that are no longer issued, with their last failure."""
+    """Counts for people and metrics. `rollouts` counts all rollouts of the run by state; `counters` counts events:
+    offers refused, rollouts filtered, batches rolled back and others. `parked` are tasks that are no longer issued,
+    with their last failure."""
 
     head: PolicyVersion | None
     admit: int
@@ -94,8 +95,8 @@ class BufferStatus:
 
 
 class ReplayBuffer:
-    """Opens groups, takes in results, and gives out batches. `now` is in seconds since the Unix epoch; it is recorded,
-    and affects only when rules with times accept. Results that exceed the `limits` of the learner count as failures.
+    """Opens groups, takes in results, and gives out batches. `now` is in seconds since the Unix epoch. It is
+    recorded, and used by rules with timers and by outages. Results over the `limits` of the learner count as failures.
 
     `batches` and `epochs` face the learner, `operators` faces operators; `outages` limits what may begin."""
 
@@ -129,12 +130,12 @@ class ReplayBuffer:
         )
 
     def restart_clocks(self, now: float) -> None:
-        """Restart the timers of open groups for `deadline` and `grace`, because the store has been reopened and the
-        time it was stopped must not count."""
+        """Restart the timers that `deadline` and `grace` use in open groups, because the store has been reopened and
+        the time during which it was stopped must not count."""
         self._sealing.restart_clocks(now)
 
     def tick(self, now: float) -> None:
-        """Seal the groups that are due; `issue`, `offer`, `take` and `commit` do it too."""
+        """Seal the groups that are due; `issue`, `offer`, `take` and `commit` do this too."""
         self._sealing.tick(now)
 
     def due_at(self) -> float | None:
@@ -146,8 +147,8 @@ class ReplayBuffer:
         return self.state.drain()
 
     def inventory(self, in_flight: int | None = None) -> Inventory:
-        """Return the rollouts in stock. `in_flight` is used if it is larger than the number that the ledger knows
-        of."""
+        """Return the rollouts in stock. If `in_flight` is given, it replaces the number of rollouts in flight that the
+        ledger knows of, unless that is larger."""
         size = {state: len(rollouts) for state, rollouts in self.state.by_state.items()}
         return Inventory(
             pending=size[RolloutState.PENDING],
@@ -202,9 +203,9 @@ class ReplayBuffer:
         self.outages.engines(serving=serving, now=now)
 
     def may_begin(self, version: PolicyVersion) -> bool:
-        """Return whether attempts may begin with `version`, which the engines serve: it is within the bound at the
-        first version at which they could be trained. After a fork it may not be. In mode `sync` it must have the
-        weights of that version."""
+        """Return whether attempts may begin with `version`, which the engines serve: it must be within the bound at the
+        first version at which the attempts could be trained, which may not be the case after a fork. In mode `sync` it
+        must have the weights of that version."""
         path = self.state.path
         if path.head is None:
             return False
@@ -322,7 +323,7 @@ class ReplayBuffer:
         return ended
 
     def _groups_to_open(self, stock: Inventory) -> int:
-        """Return for how many whole groups there is room.
+        """Return the number of whole groups for which there is room.
 
         async: `floor((bound.stock(batch_size) - inventory) / group_size)`;
         sync: `ceil((batch_size - inventory) / group_size)`, so that a batch can always be filled.
@@ -338,8 +339,7 @@ class ReplayBuffer:
         return max(0, room) if left is None else min(max(0, room), left)
 
     def _next_rollout(self, now: float) -> RolloutRecord | None:
-        """Return the rollout whose attempt is next. A probe uses a task that has not failed recently, if there is
-        one."""
+        """Return the rollout to issue next. A probe uses a task that has not failed recently, if there is one."""
         spared = self.outages.to_spare()
         if not spared:
             return self.state.next_pending() or self._open_group(now)

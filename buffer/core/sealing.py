@@ -1,11 +1,12 @@
 """The sealing of open groups, which fixes their baselines and scales.
 
 Invariants:
-- Every open group is watched by the time from which its rule accepts if nothing else happens. `tick` seals the groups
-  that are due, so the core needs no clock, and the shell calls it again at `due_at`.
+- For every open group, the time from which its rule accepts if nothing else happens is kept. `tick` seals the groups
+  that are due, and the shell calls it again at `due_at`, so that the core needs no clock.
 - A sealed group's members, finished or not, have fixed baselines and scales; a member that finishes later is sealed at
   once.
-- Members without a result at the sealing are flagged `late`, so that each group shows what its rule left out.
+- Members without a result when their group is sealed are flagged `late`, so that each group shows what its rule left
+  out.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Sealing:
                 self._filter(rollout, FilterReason.GROUP_DROPPED)
 
     def arrive(self, rollout_id: RolloutId) -> None:
-        """Seal a member that finished late, or finished again, in a sealed group."""
+        """Seal a member of a sealed group that has finished late, or has finished again."""
         rollout, group = self._state.rollouts[rollout_id], self._state.group_of(rollout_id)
         self._seal_member(rollout, flat=False)
         self.completed(group.group_id)

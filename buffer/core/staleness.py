@@ -3,12 +3,13 @@
 Invariants:
 - Admission, issue, take, cancellation and sealing all use `StalenessBound`. `headrace ledger verify` does not: it
   recomputes staleness from the stored evidence.
-- A rollout over the bound is issued again, at the front, until it exceeded the bound `max_evictions` times (fixed when
-  its group was opened); the next time it is evicted for good. Slow tasks are neither dropped at once nor retried for
-  ever.
+- A rollout over the bound is issued again, ahead of all others, until it has exceeded the bound `max_evictions` times
+  (a number fixed when its group was opened); the next time it is evicted for good. Slow tasks are neither dropped at
+  once nor retried forever.
 - A rollout that is over the bound because a fork left its versions behind, not because it is slow, does not count as
   evicted.
-- The values that the sealing of its group fixed stay: baseline, scale, and its first reward in the group's statistics.
+- A rollout that is issued again keeps the values that were fixed when its group was sealed: its baseline, its scale,
+  and its first reward in the group's statistics.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class StalenessBound:
     updates: int
 
     def updates_left(self, tree: VersionTree, trained_at: PolicyVersion, sampled: Iterable[PolicyVersion]) -> int:
-        """Return how many updates after `trained_at` a rollout stays within the bound; negative when it is over."""
+        """Return for how many updates after `trained_at` a rollout sampled by these versions stays within the bound;
+        negative if it already exceeds the bound."""
         return self.updates - stalest(tree, trained_at, sampled)
 
     def admits(self, tree: VersionTree, trained_at: PolicyVersion, sampled: Iterable[PolicyVersion]) -> bool:
@@ -53,12 +55,13 @@ class StalenessBound:
 
 
 def stalest(tree: VersionTree, trained_at: PolicyVersion, sampled: Iterable[PolicyVersion]) -> int:
-    """Return the staleness at `trained_at` of tokens that these versions (at least one) sampled."""
+    """Return the highest staleness at `trained_at` among tokens sampled by these versions. `sampled` must not be
+    empty."""
     return max(tree.staleness(trained_at, version) for version in sampled)
 
 
 def evict(state: ReplayState, history: TaskHistory, rollout_id: RolloutId, version: PolicyVersion) -> None:
-    """Reissue or end a rollout that is over the bound at `version`."""
+    """Reissue a rollout that is over the bound at `version`, or end it if it has no reissues left."""
     rollout, group = state.rollouts[rollout_id], state.group_of(rollout_id)
     forked = not state.path.prediction.tree.leads_to(state.attempts[rollout_id].version, version)
     if not forked:

@@ -3,11 +3,12 @@
 Invariants:
 - Records change only through `put`, which updates every index and remembers the newest record for the shell, so that no
   index can drift.
-- `drain` returns each changed record once; writing them over the rows of the ledger makes it equal to this state.
+- `drain` returns each changed record once; writing these records over the rows of the ledger makes the ledger equal to
+  this state.
 - Only `close_covered` scans all rollouts: even with ten thousand rollouts in flight, the cost of a call is proportional
   to what it changes.
-- Closed groups are forgotten: all their members are final and a recorded checkpoint covers what was trained. Only their
-  counts are kept.
+- Closed groups are forgotten, except for their counts: all their members are final, and a recorded checkpoint covers
+  those that were trained.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class ReplayState:
         return moved
 
     def task(self, task_id: TaskId) -> TaskRecord:
-        """Return the record of a task, or an empty one when nothing is known about it."""
+        """Return the record of a task, or an empty record if nothing is known about the task."""
         return self.tasks.get(task_id) or TaskRecord(task_id=task_id)
 
     def group_of(self, rollout_id: RolloutId) -> GroupRecord:
@@ -125,7 +126,7 @@ class ReplayState:
         return tuple(self._open)
 
     def next_pending(self) -> RolloutRecord | None:
-        """Return the rollout whose attempt is next: those issued again first, then those of the oldest groups."""
+        """Return the rollout to issue next: those issued again come first, then those of the oldest groups."""
         while self._pending:
             known = self.rollouts.get(self._pending[0][-1])
             if known is not None and known.state is RolloutState.PENDING:
@@ -152,7 +153,7 @@ class ReplayState:
         return tuple(part.version for part in self.attempts[rollout_id].trained)
 
     def age(self, rollout_id: RolloutId) -> tuple[int, int]:
-        """Return the sort key that puts sealed rollouts in order, oldest first: (seal order of the group, member)."""
+        """Return the key that sorts sealed rollouts, oldest first: (seal order of the group, member)."""
         rollout = self.rollouts[rollout_id]
         return (self.groups[rollout.group_id].seal_order or 0, rollout.member)
 
@@ -184,7 +185,7 @@ class ReplayState:
             self.path.forget_batch(batch)
 
     def forget_evaluations(self, keys: Collection[tuple[RolloutId, int]]) -> None:
-        """Remove the answers that the ledger has moved to its archive; only their number is kept."""
+        """Remove the evaluation results that the ledger has moved to its archive; only their number is kept."""
         self.evaluations.difference_update(keys)
         self.evaluations_closed += len(keys)
 

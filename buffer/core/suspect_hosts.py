@@ -1,7 +1,7 @@
-"""Detection of hosts that fail significantly more often than the others: they get only probes. Pure.
+"""Detection of hosts that fail significantly more often than the others; such hosts get only probes. Pure.
 
-Invariant: a host is suspect while the failures in its last `ATTEMPTS` attempts are above those of the other hosts by a
-one-sided exact test (Fisher's) at the level `LEVEL`. A single host is never suspect.
+Invariant: a host is suspect while it has failed significantly more often in its last `ATTEMPTS` attempts than the other
+hosts in theirs, by Fisher's one-sided exact test at the level `LEVEL`. A single host is never suspect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HostRecords:
             self._ends.setdefault(host, deque(maxlen=ATTEMPTS)).append(failed)
 
     def suspects(self) -> Mapping[str, str]:
-        """Return the suspect hosts, with the reason."""
+        """Return the suspect hosts, with the reason for each."""
         suspects = {}
         for host, ends in self._ends.items():
             others = [end for other, seen in self._ends.items() if other != host for end in seen]
@@ -39,7 +39,8 @@ class HostRecords:
         return suspects
 
     def avoided(self, now: float) -> tuple[str, ...]:
-        """Return the hosts that an attempt beginning now must avoid. A host that is due for a probe is omitted once."""
+        """Return the hosts that an attempt beginning now must avoid. A host that is due for a probe is left out of
+        the result once."""
         avoided = []
         for host in self.suspects():
             since_s = now - self._probed_s.setdefault(host, now)
@@ -53,7 +54,7 @@ class HostRecords:
 
 def exact_test(failed: int, attempts: int, others_failed: int, others: int) -> float:
     """Return the p-value of Fisher's exact test, one-sided: the probability that at least `failed` of all failures are
-    among `attempts`, if all attempts are alike."""
+    among `attempts`, if all hosts are equally likely to fail."""
     failures, whole = failed + others_failed, attempts + others
     most = min(attempts, failures)
     ways = sum(comb(failures, k) * comb(whole - failures, attempts - k) for k in range(failed, most + 1))

@@ -3,8 +3,8 @@
 Invariants:
 - Statistics of rewards come from complete groups only: those whose members all finished or are poison. Groups that a
   rule sealed early would bias them.
-- A task whose members became poison `park_after` times in a row, and that failed on different hosts at different
-  times meanwhile, is parked: no more groups of it are opened until it is released.
+- A task is parked when its members have become poison `park_after` times in a row, with failures on different hosts at
+  different times: no more groups of it are opened until it is released.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 HOSTS_KEPT: Final = 8
-"""Hosts of failures remembered for one task."""
+"""Maximum number of hosts whose failures are remembered for one task."""
 
 
 class TaskHistory:
@@ -69,7 +69,7 @@ class TaskHistory:
         return with_failure(self._state.task(task_id).failed_on, host, now)
 
     def failed(self, task_id: TaskId, attempt: AttemptRecord, *, poison: bool) -> None:
-        """Record that an attempt ended without a reward; with `poison` it was the member's last."""
+        """Record that an attempt ended without a reward; `poison` means that it was the member's last attempt."""
         task = self._state.task(task_id)
         if attempt.charged_to not in (Charge.TASK, Charge.HOST):
             self._state.put(replace(task, infra=task.infra + 1, poison=task.poison + poison))
@@ -94,8 +94,8 @@ class TaskHistory:
         )
 
     def forgive(self, task_id: TaskId, *, since_s: float) -> None:
-        """Clear the failures of a task since a time, because the system caused them. Release the task if they had
-        parked it."""
+        """Clear the failures of a task since `since_s`, because the system caused them. If the task was parked because
+        of them, release it."""
         task = self._state.task(task_id)
         if not task.parked:
             self._state.put(replace(task, poison_streak=0, failed_on=()))

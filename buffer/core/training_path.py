@@ -1,11 +1,12 @@
 """Epochs, steps, checkpoints and batches of a run, with the version tree they form.
 
 Invariants:
-- `commits` holds the steps of the surviving path only; steps that a resume undid stay known by their hash chain.
+- `commits` holds the steps of the surviving path only; steps that a resume undid are remembered by their hash chain.
 - A step repeats an undone one when it has the same hash chain after it, starts from the same place in the version tree,
   and neither was skipped: equal batches from equal weights, hence equal weights. Anything else is a fork.
-- The steps that the leased and queued batches will repeat are predicted from their ids and members alone. The
-  prediction decides which rollouts need not be discarded; training is decided by committed steps only.
+- The steps that the leased and queued batches will repeat are predicted from the ids and members of these batches
+  alone. The prediction decides which rollouts need not be discarded; whether a rollout is trained is decided by
+  committed steps only.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from headrace.buffer.versions import PolicyVersion, VersionTree
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """State of the path after the leased and queued batches: its last version, and the tree with the steps that will
-    have been repeated."""
+    """State of the path once the leased and queued batches have been trained: its last version, and the tree with the
+    steps that will have been repeated by then."""
 
     version: PolicyVersion
     tree: VersionTree
@@ -126,8 +127,8 @@ class TrainingPath:
         return self.prediction.tree if self.epochs else self.tree
 
     def horizon(self, version: PolicyVersion) -> PolicyVersion:
-        """Return the first version at which a rollout in no batch can be trained: `version`, or after a resume the one
-        that the queued batches lead to."""
+        """Return the first version at which a rollout that is in no batch can be trained: `version`, or, after a
+        resume, the version that the queued batches lead to."""
         if not self.epochs:
             return version
         head, fork = self.head, self.prediction.tree.forks[self.epoch]
@@ -194,7 +195,7 @@ class UndoneSteps:
 
     def predict(self, tree: VersionTree, head: PolicyVersion, chain: str, batches: Sequence[BatchRecord]) -> Prediction:
         """Return the predicted result of training these batches in order, starting from `head` and `chain`: a repeated
-        step goes as it did before, and a new one is assumed not to be skipped."""
+        step has the same outcome as before, and a new one is assumed not to be skipped."""
         version = head
         for batch in batches:
             chain = extend_chain(chain, digest_of(batch))
@@ -208,5 +209,5 @@ class UndoneSteps:
 
 
 def digest_of(batch: BatchRecord) -> bytes:
-    """Return the link of the hash chain that a batch adds, from its record."""
+    """Return the link that a batch adds to the hash chain, computed from its record."""
     return batch_digest(batch.batch_id, tuple((member.rollout_id, member.attempt) for member in batch.members))

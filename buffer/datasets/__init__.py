@@ -1,1 +1,1 @@
-"""Generated task families and converters of data sets to headrace tasks."""
+"""Generated task families, and converters from data sets to headrace tasks."""

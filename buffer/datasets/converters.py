@@ -30,7 +30,7 @@ class SettingsRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """Result of a conversion: path and number of the tasks, and the refused rows."""
+    """Result of a conversion: the path of the task file, the number of tasks in it, and the refused rows."""
 
     tasks: Path
     count: int
@@ -40,7 +40,7 @@ class Converted:
 def _software_engineering(source: Path, settings: Mapping[str, Any]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
     known = [field.name for field in fields(SweEnvironment)]
     if unknown := sorted(settings.keys() - set(known)):
-        raise SettingsRefused(f"{unknown[0]}: unknown; settings are {', '.join(known)}")
+        raise SettingsRefused(f"{unknown[0]}: unknown setting; the settings are {', '.join(known)}")
     try:
         environment = TypeAdapter(SweEnvironment).validate_python(settings)
     except ValidationError as error:
@@ -51,7 +51,7 @@ def _software_engineering(source: Path, settings: Mapping[str, Any]) -> tuple[tu
 
 def _function(found: object) -> Converter:
     if not callable(found):
-        raise TypeError("it must be a function of a path and settings")
+        raise TypeError("it must be a function that takes a path and settings")
     converter: Converter = found
     return converter
 
@@ -62,7 +62,7 @@ CONVERTERS: Final[Registry[Converter]] = Registry(
 
 
 def convert(source: Path, folder: Path, *, form: str, settings: Mapping[str, Any]) -> Converted:
-    """Convert a data file; write the tasks and the refused rows into a folder. Raises PartRefused, OSError,
+    """Convert a data file, and write the tasks and the refused rows to a folder. Raises PartRefused, OSError,
     SettingsRefused, and TaskFileError for tasks that cannot be read back."""
     tasks, refusals = CONVERTERS.find(form)(source, settings)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,10 @@
 
 Rows of three forms: flat SWE-bench and SWE-Gym rows (FAIL_TO_PASS, PASS_TO_PASS, test_patch), and rows with `metadata`
 that hold `swepro`, `eval_cmd` or `remote_env_info` (with `f2p_script`, or the fields of a flat row). Invariants:
-- A row becomes a task that can be graded, or a refusal with its line and the reason, before anything boots. If a row
-  has several graders, the first of swepro, eval_cmd, f2p_script and test ids is used.
+- A row becomes a task that can be graded, or a refusal with the line number and the reason, before anything boots. If a
+  row has several graders, the first of these is used: swepro, eval_cmd, f2p_script, test ids.
 - No part of the grader is in the instruction or in the files that the agent sees; the gold patch is not stored at all.
-- Scripts named by path are read from the folder of the data file or below it, and from nowhere else.
+- Scripts that are given as paths are read only from the folder of the data file or below it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RowRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweEnvironment:
-    """Settings that rows do not contain. `image` may contain `{instance_id}`; it is used for rows without an image."""
+    """Settings that rows do not contain. `image` is used for rows without an image; it may contain `{instance_id}`."""
 
     image: str = ""
     workdir: str = "/testbed"
@@ -93,7 +93,7 @@ class _Row(_Model):
 
 
 def read_rows(path: Path, environment: SweEnvironment) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
-    """Convert a JSONL file to tasks and refusals, in its order. Raises OSError."""
+    """Convert the rows of a JSONL file to tasks and refusals, in order. Raises OSError."""
     tasks: list[Task] = []
     refusals: list[Refusal] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):

@@ -1,8 +1,8 @@
 """A generated family of terminal tasks that can only be solved by looking at files first.
 
 Invariants:
-- A task is a pure function of its combination (kind, the given values, the finding): the same combination has the same
-  id, files and check everywhere and forever.
+- A task is a pure function of its combination (kind, the given values, the finding): the same combination always has
+  the same id, files and check, on every machine.
 - The split of a combination is decided by its hash alone, so training and held-out tasks never share a combination.
 - The finding is never in the instruction, only in the files. A check accepts exactly one state of the whole
   `/workspace`; for a repair it accepts code that computes the right totals for counts that the agent has not seen.
@@ -24,13 +24,13 @@ WORKSPACE = "/workspace"
 HIDDEN_COUNTS = (0, 1, 7, 12, 1000, -3)
 """Arguments for the repaired `total`; the agent sees only the test for 1."""
 HELD_OUT_SHARE = 4
-"""One combination in this many is held out."""
+"""One in this many combinations is held out."""
 
 WORDS = (
     "apple", "bread", "cider", "dates", "fudge", "grape", "honey", "icing", "jelly", "chili", "lemon", "mango",
     "nacho", "olive", "peach", "quark", "ramen", "salsa", "toast", "trout", "wafer", "yeast", "basil", "curry",
 )  # fmt: skip
-"""Contents of files. No word is part of another word or of a file name."""
+"""Words used as contents of files. None is part of another word or of a file name."""
 NAMES = ("ash", "box", "elm", "fir", "gum", "haw", "ivy", "jay", "oak", "pin", "tea", "yew")
 """Names of files."""
 CONSTANTS = ("RATE", "COST", "SIZE", "STEP", "UNIT", "GAIN", "LOAD", "BASE")
@@ -38,11 +38,11 @@ CONSTANTS = ("RATE", "COST", "SIZE", "STEP", "UNIT", "GAIN", "LOAD", "BASE")
 NUMBERS = tuple(str(number) for number in range(11, 100, 3))
 """Correct values of that constant."""
 WRONG_NUMBER = "10"
-"""Its value before the repair."""
+"""Value of that constant before the repair."""
 
 
 class Split(StrEnum):
-    """Split that the hash of a combination decides."""
+    """Split to which a combination belongs, decided by its hash."""
 
     TRAIN = "train"
     HELD_OUT = "held_out"
@@ -103,7 +103,7 @@ class Problem:
 
     @property
     def stray(self) -> tuple[str, str, str]:
-        """A look at the wrong file: the command, its output, and the wrong finding in that."""
+        """A look at the wrong file: the command, its output, and the wrong finding in that output."""
         first, second = self.given
         files = self.files()
         name, text = next((name, text) for name, text in files.items() if name not in (first, second, self.finding))
@@ -133,7 +133,7 @@ class Problem:
 
     @property
     def shown(self) -> str:
-        """Output of `look`, without the last line end."""
+        """Output of `look`, without the final newline."""
         return calc_test(1, self.finding) if self.kind is Kind.REPAIR else self.finding
 
     def act(self, finding: str) -> str:
@@ -150,11 +150,11 @@ class Problem:
                 return f'sed -i "s/= .*/= {finding}/" calc.py; exit'
 
     def files(self) -> dict[str, str]:
-        """Return the contents by file name under /workspace before the agent starts."""
+        """Return the contents of the files in /workspace before the agent starts, by file name."""
         return self._files()[0]
 
     def expected(self) -> dict[str, str]:
-        """Return the contents by file name under /workspace in the only accepted result."""
+        """Return the contents of the files in /workspace in the only accepted result, by file name."""
         return self._files()[1]
 
     def _files(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -263,7 +263,8 @@ def guesses(problem: Problem) -> tuple[str, ...]:
 
 
 def problems(seed: int, count: int, split: Split) -> tuple[Problem, ...]:
-    """Return `count` distinct combinations of one split, the kinds in turn. Raises ValueError when a kind has fewer."""
+    """Return `count` distinct combinations of one split, with the kinds in turn. Raises ValueError when a kind has too
+    few."""
     chance = random.Random(f"{seed}/{split}")
     kinds = tuple(Kind)
     drawn: list[list[Problem]] = []

@@ -4,8 +4,8 @@ Invariants:
 - `ledger.db` holds the open rows, and totals of the rest: folding, copying and rolling back a run reads no history.
 - A row is copied to the archive before it leaves the ledger, and stays in the archive when it is copied back: at every
   moment it is in at least one of them. A row of the ledger overrides the archive's row of the same key.
-- Rows of a number that the ledger has not assigned yet do not count: a ledger that was restored from a checkpoint's
-  copy may be older than the archive beside it.
+- Rows of the archive whose number the ledger has not assigned yet do not count: a ledger that was restored from a
+  checkpoint's copy may be older than the archive beside it.
 - Steps leave the ledger in order: it holds all steps from the oldest one that a rollout in it was trained in.
 """
 
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 ARCHIVE: Final = "archive.db"
 GROUPS_AT_ONCE: Final = 64
-"""Groups moved in one transaction, which takes a few milliseconds, so that other writes can run in between."""
+"""Number of groups moved in one transaction, which then takes only a few milliseconds, so that other writes can run
+in between."""
 STATE: Final = "rollouts_"
 STEPS, SKIPPED, EVALUATIONS = "steps", "steps_skipped", "evaluations"
-"""Names of totals, besides those of rollouts by state and the next numbers."""
+"""Names of the totals other than the rollouts by state and the next numbers."""
 _NEXT: Final = {
     "next_ordinal": ("groups", "ordinal", 0),
     "next_seal": ("groups", "seal_order", 1),
@@ -52,7 +53,8 @@ SELECT min(sequence) FROM (
   UNION ALL SELECT max(commits.sequence) FROM {of}batches JOIN {of}commits USING (batch_id)
     WHERE batches.closed = 1 AND rolled_back_by IS NULL)
 """
-"""First step that must stay: of an open batch, or of a batch that a rollout here was trained in; else the newest."""
+"""First step that must stay in the ledger: the oldest one on an open batch, or on a batch with a rollout of an open
+group; if there is none, the newest step."""
 _REMEMBER_FILES: Final = """
 INSERT INTO trajectory_files (number, last_sequence)
 SELECT trajectory_file, max(coalesce(commits.sequence, 0)) FROM rollouts JOIN attempts USING (rollout_id)
@@ -66,8 +68,8 @@ _OF_THESE: Final = f"rollout_id IN (SELECT rollout_id FROM rollouts WHERE {_THES
 
 
 class Archive:
-    """Archive of one open ledger, whose connection it shares. If `path` is None, it is kept in memory. The file is
-    created when the first rows are archived."""
+    """Archive of one open ledger, whose connection it uses. If `path` is None, the archive is kept in memory. The file
+    is created when the first rows are archived."""
 
     def __init__(self, ledger: sqlite3.Connection, path: Path | None) -> None:
         """Raise LedgerRefused when the archive belongs to another run, or is not readable."""
@@ -100,7 +102,7 @@ class Archive:
         )
 
     def move_groups(self) -> bool:
-        """Move some closed groups with all their rows; return False when none is left."""
+        """Move some closed groups with all their rows. Return False when there were none left to move."""
         found = self._ledger.execute("SELECT group_id FROM groups WHERE closed = 1 LIMIT ?", (GROUPS_AT_ONCE,))
         ids = json.dumps([group_id for (group_id,) in found])
         if ids == "[]":
@@ -116,8 +118,8 @@ class Archive:
         return True
 
     def move_steps(self) -> tuple[int, list[str]]:
-        """Move the steps before the first that must stay, with their batches and checkpoints; return that step, and the
-        versions of the moved checkpoints."""
+        """Move the steps before the first one that must stay, with their batches and checkpoints. Return the step that
+        stays, and the versions of the moved checkpoints."""
         first: int = self._ledger.execute(FIRST_OPEN_STEP.format(of="")).fetchone()[0] or 0
         before = "sequence < ?"
         (steps,) = self._ledger.execute(f"SELECT count(*) FROM commits WHERE {before}", (first,)).fetchone()
@@ -144,7 +146,7 @@ class Archive:
         return first, versions
 
     def move_evaluations(self) -> list[tuple[RolloutId, int]]:
-        """Move the answers of evaluations that have ended; return their rollouts and attempts."""
+        """Move the results of evaluations that have ended; return their rollouts and attempts."""
         ended = "tag IN (SELECT tag FROM ended_evaluations)"
         keys = self._ledger.execute(f"SELECT rollout_id, attempt FROM evaluations WHERE {ended}").fetchall()
         if keys:
@@ -164,8 +166,8 @@ class Archive:
         return dict(self._both("SELECT tag, json_extract(summary, '$.success') FROM ended_evaluations"))
 
     def sequence_of(self, chain: str) -> int | None:
-        """Return the surviving step after which the hash chain was this; 0 for the empty chain, None when it is
-        unknown."""
+        """Return the surviving step after which the hash chain had this value; 0 for the empty chain, None when the
+        chain is unknown."""
         if not chain:
             return 0
         query = "SELECT sequence FROM commits WHERE chain = ? AND rolled_back_by IS NULL"
@@ -177,7 +179,7 @@ class Archive:
         return None
 
     def recall(self, sequence: int) -> None:
-        """Bring back and open the rows that a return to step `sequence` undoes: later steps, their batches, and the
+        """Bring back and reopen the rows that a return to step `sequence` undoes: later steps, their batches, and the
         groups of their members."""
         here = json.dumps([number for (number,) in self._ledger.execute("SELECT sequence FROM commits")])
         commits = self._archived(
@@ -194,7 +196,7 @@ class Archive:
             self._count_steps("sequence IN (SELECT value FROM json_each(?))", back, -1)
 
     def recall_groups_of(self, rollouts: Iterable[str]) -> None:
-        """Bring back and open the groups of these rollouts."""
+        """Bring back and reopen the groups of these rollouts."""
         with transaction(self._ledger):
             self._open_groups_of(rollouts)
 
@@ -226,8 +228,8 @@ class Archive:
         return [row for one in databases if one is not None for row in one.execute(query, values)]
 
     def checkpoint_step(self, version: str) -> int | None:
-        """Return the last step that a recorded checkpoint covers, 0 for one of the start policy; None when it is not on
-        the surviving path."""
+        """Return the last step that a recorded checkpoint covers, 0 for a checkpoint of the start policy; None when the
+        checkpoint is not on the surviving path."""
         found = self._both("SELECT chain FROM checkpoints WHERE version = ?", version)
         return self.sequence_of(found[0][0]) if found else None
 
@@ -244,7 +246,7 @@ class Archive:
         return ([], []) if self._database is None else _select(self._database, table, where, values)
 
     def _put_back(self, table: str, where: str, *values: object) -> None:
-        """Copy rows back to the ledger, unless it has them."""
+        """Copy rows back to the ledger, except those that it still has."""
         _insert(self._ledger, table, *self._archived(table, where, *values), verb="INSERT OR IGNORE")
 
     def _count_steps(self, where: str, value: object, sign: int) -> None:
@@ -253,8 +255,8 @@ class Archive:
         self._add({STEPS: sign * steps, SKIPPED: sign * skipped})
 
     def _add(self, counts: Mapping[str, int]) -> None:
-        """Add to the totals of the archive, and record the next numbers, because the rows that show them may be
-        moved."""
+        """Add to the totals of the archive, and record the next numbers, because the rows from which they are derived
+        may be moved."""
         insert = "INSERT INTO totals (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = "
         self._ledger.executemany(f"{insert} value + excluded.value", counts.items())
         self._ledger.executemany(f"{insert} excluded.value", next_numbers(self._ledger).items())
@@ -270,8 +272,8 @@ class Archive:
             if database is not None:
                 database.close()
             raise LedgerRefused(
-                f"{self._path} is not the archive of the ledger beside it: {error}; put back the one that belongs to "
-                "it, or move it away: the run continues without its history"
+                f"{self._path} is not the archive of the ledger beside it: {error}; put back the archive that belongs "
+                "to the ledger, or move this file away: the run then continues without its history"
             ) from error
         self._database = database
         if self._path is not None:
@@ -289,8 +291,8 @@ def closed_rollouts(totals: Mapping[str, int]) -> dict[RolloutState, int]:
 
 
 def next_numbers(ledger: sqlite3.Connection, *, of: str = "") -> dict[str, int]:
-    """Return the next numbers to be assigned, by name, whether earlier rows are in the ledger or not. `of` is the
-    schema of the tables, with a dot."""
+    """Return the next numbers to be assigned, by name, whether or not earlier rows are still in the ledger. `of` is the
+    SQL schema of the tables, followed by a dot."""
     known = totals_of(ledger)
     numbers = {}
     for name, (table, column, first) in _NEXT.items():
@@ -312,9 +314,9 @@ def _prepare(database: sqlite3.Connection, meta: Mapping[str, str]) -> None:
             database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         return
     if schema != SCHEMA_VERSION:
-        raise ValueError(f"it has schema {schema}, the ledger {SCHEMA_VERSION}")
+        raise ValueError(f"it has schema {schema}, but the ledger has schema {SCHEMA_VERSION}")
     if (found := dict(database.execute("SELECT key, value FROM meta"))) != dict(meta):
-        raise ValueError(f"it was made for {found}, the ledger for {dict(meta)}")
+        raise ValueError(f"it was made for {found}, but the ledger for {dict(meta)}")
 
 
 def _drop_future_rows(archive: sqlite3.Connection, numbers: Mapping[str, int]) -> None:
@@ -335,7 +337,7 @@ def _drop_future_rows(archive: sqlite3.Connection, numbers: Mapping[str, int]) -
 def _select(
     database: sqlite3.Connection, table: str, where: str, values: Sequence[object]
 ) -> tuple[list[str], list[tuple[object, ...]]]:
-    """Return columns and rows."""
+    """Return the column names and the rows."""
     cursor = database.execute(f"SELECT * FROM {table} WHERE {where}", values)
     return [column[0] for column in cursor.description], cursor.fetchall()
 
@@ -354,7 +356,7 @@ def _insert(
 
 
 def _members(batches: Mapping[str, str]) -> list[str]:
-    """Return the rollouts of batches whose members are given as JSON."""
+    """Return the rollouts of `batches`, which maps batch ids to members as JSON."""
     return [rollout_id for text in batches.values() for rollout_id, *_ in json.loads(text)]
 
 

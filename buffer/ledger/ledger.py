@@ -52,7 +52,7 @@ LEFT JOIN commits ON commits.batch_id = rollouts.batch_id AND commits.rolled_bac
 WHERE attempts.trajectory_file IS NOT NULL AND (groups.closed = 0 OR commits.sequence > ?)
 UNION SELECT number FROM trajectory_files WHERE last_sequence > ?
 """
-"""Files with a trajectory that may be trained, or trained again after a return to the given step."""
+"""Files with a trajectory that may still be trained, or may be trained again after a return to the given step."""
 _NEWEST_OUTAGES = f"WHERE number > (SELECT coalesce(max(number), 0) FROM outages) - {OUTAGES_KEPT} ORDER BY number"
 
 
@@ -77,7 +77,7 @@ class Ledger:
     def open(
         cls, run_dir: Path, identity: Mapping[str, str], *, trajectory_file_bytes: int = TRAJECTORY_FILE_BYTES
     ) -> Self:
-        """Open or create the ledger of a run. `identity` (run id, tasks) must be the one it was created with.
+        """Open or create the ledger of a run. `identity` (run id, tasks) must be the one with which it was created.
 
         Raises LedgerRefused, LedgerInUse."""
         path, archive = run_dir / "ledger.db", run_dir / ARCHIVE
@@ -97,7 +97,7 @@ class Ledger:
                 # A new ledger would empty the archive of the lost one.
                 raise LedgerRefused(
                     f"{path} is missing or empty, but there is {archive}: put the ledger back; the newest checkpoint "
-                    "has a copy, ledger.db"
+                    "has a copy (ledger.db)"
                 )
             database = connect(path)
             _prepare(database, identity, path)
@@ -135,7 +135,7 @@ class Ledger:
             )
 
     def load(self) -> Snapshot:
-        """Read the rows that a core is folded from, and the totals of the other rows."""
+        """Read the rows from which a core is folded, and the totals of the other rows."""
         open_groups = "group_id IN (SELECT group_id FROM groups WHERE closed = 0)"
         wheres = {
             "groups": "WHERE closed = 0",
@@ -198,7 +198,8 @@ class Ledger:
         return self._archive.ended_evaluations()
 
     def archive_groups(self) -> bool:
-        """Move some closed groups to the archive; False when none is left. Raises sqlite3.Error, OSError."""
+        """Move some closed groups to the archive. Return False when there were none left to move. Raises sqlite3.Error,
+        OSError."""
         return self._archive.move_groups()
 
     def archive_steps(self) -> tuple[int, list[PolicyVersion]]:
@@ -208,7 +209,8 @@ class Ledger:
         return first, [PolicyVersion.parse(version) for version in versions]
 
     def archive_evaluations(self) -> list[tuple[RolloutId, int]]:
-        """Move the answers of ended evaluations to the archive and return them. Raises sqlite3.Error, OSError."""
+        """Move the results of ended evaluations to the archive; return their rollouts and attempts. Raises
+        sqlite3.Error, OSError."""
         return self._archive.move_evaluations()
 
     def archive_lacks(self, chain: str) -> bool:
@@ -216,17 +218,19 @@ class Ledger:
         return self._archive.lacks(chain)
 
     def recall(self, chain: str) -> None:
-        """Bring back and open the rows that a return to the step with this hash chain undoes, if such a step exists."""
+        """Bring back and reopen the rows that a return to the step with this hash chain undoes, if such a step
+        exists."""
         sequence = self._archive.sequence_of(chain)
         if sequence is not None:
             self._archive.recall(sequence)
 
     def recall_groups_of(self, rollouts: Iterable[RolloutId]) -> None:
-        """Bring back and open the groups of these rollouts, closed or not."""
+        """Bring back and reopen the groups of these rollouts, closed or not."""
         self._archive.recall_groups_of(rollouts)
 
     def trajectories(self, keys: Sequence[tuple[RolloutId, int]]) -> list[Trajectory]:
-        """Read the trajectories of these attempts, in order. Raises LedgerBroken when one is missing, CodecError."""
+        """Read the trajectories of these attempts, in order. Raises LedgerBroken when one is missing, and
+        CodecError when one is damaged."""
         query, found = "SELECT trajectory_file FROM attempts WHERE rollout_id = ? AND attempt = ?", []
         for rollout_id, attempt in keys:
             row = self._database.execute(query, (rollout_id, attempt)).fetchone()
@@ -239,8 +243,9 @@ class Ledger:
         return found
 
     def drop_covered(self) -> tuple[int, ...]:
-        """Delete trajectory files that neither an open group needs nor a return to any checkpoint directory that still
-        exists; return their numbers. Without such a directory nothing is deleted."""
+        """Delete the trajectory files that are needed neither by an open group nor to resume from any checkpoint
+        directory that still exists. Return the numbers of the deleted files. If there is no checkpoint directory,
+        nothing is deleted."""
         # Recorded paths are not used: the run directory may have been moved since.
         folder = self._path.with_name("checkpoints")
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -275,7 +280,7 @@ class Ledger:
         fsync(destination.parent)
 
     def export(self, folder: Path) -> None:
-        """Copy `ledger.db` and the trajectories, in memory or not, to files in `folder`. Raises OSError."""
+        """Copy `ledger.db` and the trajectories, even those held in memory, to files in `folder`. Raises OSError."""
         (folder / "trajectories").mkdir(parents=True, exist_ok=True)
         self.backup(folder / "ledger.db")
         with _as_oserror(folder / ARCHIVE):
@@ -292,8 +297,8 @@ class Ledger:
 
 
 class BlobFiles:
-    """Trajectory files `trajectories/000001.db`, ...: only the newest is written to. Without a directory they are in
-    memory."""
+    """Trajectory files `trajectories/000001.db`, ...: only the newest is written to. If `directory` is None, they are
+    kept in memory."""
 
     def __init__(self, directory: Path | None, file_bytes: int) -> None:
         self._directory, self._file_bytes = directory, file_bytes
@@ -308,7 +313,7 @@ class BlobFiles:
         except sqlite3.DatabaseError as error:
             raise LedgerRefused(
                 f"{self._path(self._current)} is not readable: {error}: put a copy of it back, or remove it with its "
-                "-wal and -shm files and issue what is lost again with `headrace ledger retry-lost`"
+                "-wal and -shm files and issue the lost rollouts again with `headrace ledger retry-lost`"
             ) from error
 
     def write(self, trajectories: Sequence[StoredTrajectory]) -> int:
@@ -333,7 +338,8 @@ class BlobFiles:
         return bytes(row[0]) if row else None
 
     def drop(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """Delete these files, except the newest; return those that existed. Raises OSError."""
+        """Delete the files with these numbers, except the newest; return the numbers of those that existed. Raises
+        OSError."""
         if self._directory is None:
             return ()
         dropped = [number for number in sorted(numbers) if number < self._current and self._path(number).exists()]
@@ -377,8 +383,8 @@ class BlobFiles:
 
 
 def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Path) -> None:
-    """Create the tables of a new ledger; check that an old one is ours, readable and of this run. Closes the database
-    on errors. Raises LedgerRefused."""
+    """Create the tables of a new ledger, or check that an existing file is a readable ledger of this run. Closes the
+    database on errors. Raises LedgerRefused."""
     try:
         (schema,) = database.execute("PRAGMA user_version").fetchone()
         (application,) = database.execute("PRAGMA application_id").fetchone()
@@ -397,7 +403,7 @@ def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Pa
         for key, value in identity.items():
             if stored.get(key) != value:
                 raise LedgerRefused(
-                    f"{path} was made with {key} = {stored.get(key)}, this run has {value}: "
+                    f"{path} was made with {key} = {stored.get(key)}, but this run has {value}: "
                     "resume with the same run and task file, or start a new run directory"
                 )
         if schema < SCHEMA_VERSION:
@@ -429,18 +435,20 @@ def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:
         return LedgerRefused(f"{path} is not readable: {error}")
     return LedgerRefused(
         f"{path} is not readable: {error}: remove it with its -wal and -shm files, and put the newest copy in its "
-        f"place, ledger.db of the newest directory in {path.parent / 'checkpoints'}"
+        f"place: ledger.db of the newest directory in {path.parent / 'checkpoints'}"
     )
 
 
 def check_schema(schema: int, application: int, path: Path) -> None:
-    """Raise LedgerRefused unless the header is that of a ledger this headrace can read."""
+    """Raise LedgerRefused unless the header is that of a ledger that this version of headrace can read."""
     if application != APPLICATION_ID:
         raise LedgerRefused(f"{path} is a SQLite file of another program: choose another run directory")
     if schema < 1:
-        raise LedgerRefused(f"{path} has no schema number: it is damaged, restore a copy")
+        raise LedgerRefused(f"{path} has no schema number: it is damaged; restore a copy")
     if schema > SCHEMA_VERSION:
-        raise LedgerRefused(f"{path} has schema {schema}, this headrace reads up to {SCHEMA_VERSION}: upgrade headrace")
+        raise LedgerRefused(
+            f"{path} has schema {schema}, but this version of headrace reads up to {SCHEMA_VERSION}: upgrade headrace"
+        )
 
 
 @contextmanager

@@ -29,7 +29,7 @@ NETWORK_MAGIC = {
 """`f_type` of statfs(2) by file system; FUSE is refused because most of its users are network file systems."""
 
 MIN_FREE_BYTES = 8 << 20
-"""Space for a few transactions with trajectories."""
+"""Free space needed for a few transactions with trajectories."""
 
 
 def filesystem_magic(directory: Path) -> int:

@@ -1,10 +1,10 @@
 """The migration of ledgers from older schemas to the newest one.
 
 Invariants:
-- All steps of a migration are one transaction: a ledger has the old schema or the new one, never a mixture.
+- All steps of a migration are in one transaction: a ledger has the old schema or the new one, never a mixture.
 - Existing values do not change; new columns get the values that the old version implied.
-- The old file itself becomes the archive; the open rows are copied out of it. The time does not depend on the number of
-  closed rows, except for counting them once.
+- The old file itself becomes the archive; the open rows are copied out of it. Apart from counting the closed rows once,
+  the time does not depend on their number.
 - At every moment `ledger.db` is a complete ledger: the old one until the new one replaces it. The files of an
   interrupted attempt are removed by the next one.
 """
@@ -48,7 +48,8 @@ def migrate(database: sqlite3.Connection, schema: int) -> None:
 
 
 def _from_1(database: sqlite3.Connection) -> None:
-    """Migrate from version 1, which had only the rule `all`, evicted at once, and had no history of tasks."""
+    """Migrate from version 1, which had only the rule `all`, evicted rollouts without issuing them again, and had no
+    history of tasks."""
     for table, column in _COLUMNS_OF_2:
         database.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
     database.execute(TABLES_OF_2)
@@ -76,7 +77,8 @@ def _from_1(database: sqlite3.Connection) -> None:
 
 
 def _complete_group_of_1(database: sqlite3.Connection, group_id: str, task_id: str, seal_order: int) -> None:
-    """Reconstruct baselines and scales of a group of version 1 from its advantages, and its part of the history."""
+    """Reconstruct the baselines and scales of a group of version 1 from its advantages, and add the group to its task's
+    history."""
     query = "SELECT rollout_id, reward, advantage FROM rollouts WHERE group_id = ? AND reward IS NOT NULL"
     members = database.execute(f"{query} ORDER BY member", (group_id,)).fetchall()
     rewards = [reward for _, reward, _ in members]
@@ -141,11 +143,11 @@ _STAYS = {
     "ended_evaluations": "false",
     "trajectory_files": "false",
 }
-"""Condition on the rows that are copied into the new ledger, by table; all rows of other tables are copied."""
+"""Condition that selects the rows to copy into the new ledger, by table; all rows of other tables are copied."""
 
 
 def is_whole(ledger: sqlite3.Connection) -> bool:
-    """True if the ledger still has all rows itself, as one that has just been migrated does."""
+    """True if the ledger still holds all rows itself, as a ledger that has just been migrated does."""
     (totals,) = ledger.execute("SELECT count(*) FROM totals").fetchone()
     return not totals
 

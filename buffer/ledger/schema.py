@@ -1,9 +1,10 @@
 """The tables of the ledger, and the conversion of records to rows.
 
 Invariants:
-- There is one table for each kind of record; a column has the record's field name. Versions are text (`epoch.step`),
-  structures are JSON.
-- `SCHEMA_VERSION` grows with every change of a table; older files are migrated (`migration`), newer ones refused.
+- There is one table for each kind of record; columns have the names of the record's fields. Versions are text
+  (`epoch.step`), structures are JSON.
+- `SCHEMA_VERSION` grows with every change of a table; older files are migrated (`migration`), newer ones are
+  refused.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ CHANGES_OF_3 = (
     "CREATE INDEX commits_by_chain ON commits (chain)",
     "CREATE INDEX evaluations_by_tag ON evaluations (tag)",
 )
-"""Tables and columns new with schema 3. A new ledger runs them too, so that it cannot differ from a migrated one."""
+"""Statements that add the tables and columns of schema 3. They are run for a new ledger too, so that it cannot differ
+from a migrated one."""
 
 LEDGER_DDL = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -137,8 +139,8 @@ CREATE TABLE IF NOT EXISTS trajectories (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table for one kind of record, with the key columns first. `read` and `conversions` (by position) are for columns
-    that are not plain values."""
+    """Table for one kind of record, with the key columns first. `read` (by name) and `conversions` (by position) are
+    for columns that are not plain values."""
 
     name: str
     record: Callable[..., Record]
@@ -158,7 +160,7 @@ class Table:
         )
 
     def select(self, where: str = "") -> str:
-        """Return the SQL that reads the columns in order."""
+        """Return the SQL that reads the columns, in order."""
         return f"SELECT {', '.join(self.columns)} FROM {self.name} {where}"
 
     def row(self, record: Record) -> list[object]:
@@ -205,7 +207,7 @@ _json = json.JSONEncoder(separators=(",", ":")).encode
 # Cached, because neighbouring rows repeat few different texts.
 @lru_cache(maxsize=4096)
 def read_trained(text: str) -> tuple[TrainedTokens, ...]:
-    """Parse `[["1.3",120],...]`: how many tokens each version sampled."""
+    """Parse `[["1.3",120],...]`: the number of tokens that each version sampled."""
     return tuple(
         TrainedTokens(version=PolicyVersion.parse(version), tokens=tokens) for version, tokens in json.loads(text)
     )
@@ -216,7 +218,7 @@ def _write_trained(parts: tuple[TrainedTokens, ...]) -> str:
 
 
 def read_members(text: str) -> tuple[BatchMember, ...]:
-    """Parse `[["g000000-0",1,2],...]`: rollout, attempt and staleness of a batch's members, in order."""
+    """Parse `[["g000000-0",1,2],...]`: the rollout, attempt and staleness of each member of a batch, in order."""
     return tuple(
         BatchMember(rollout_id=rollout_id, attempt=attempt, staleness=staleness)
         for rollout_id, attempt, staleness in json.loads(text)

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 class ReplayStore:
     """Replay buffer of one run, created with `open`; an async context manager. `evaluations` records held-out
-    evaluations, `operators` changes stopped runs."""
+    evaluations; `operators` makes the changes that operators order in a stopped run."""
 
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer, self._core, self._clock = writer, writer.core, writer.clock
@@ -105,8 +105,8 @@ class ReplayStore:
         await self._writer.aclose()
 
     async def issue(self, limit: int, version: PolicyVersion, *, timeout_s: float = 0.0) -> tuple[RolloutOrder, ...]:
-        """Issue up to `limit` attempts, durable. Waits up to `timeout_s` for at least one; `version` is the one that
-        the engines serve, and no attempt begins with it while it is over the bound (`may_begin`)."""
+        """Issue up to `limit` attempts, which are durable when this returns. Waits up to `timeout_s` for at least one.
+        `version` is the version that the engines serve; no attempt begins while it is over the bound (`may_begin`)."""
         handed: list[tuple[RolloutId, int]] = []
 
         def issue() -> tuple[RolloutOrder, ...] | None:
@@ -122,7 +122,8 @@ class ReplayStore:
             raise
 
     async def offer_many(self, results: Sequence[RolloutResult]) -> tuple[Receipt, ...]:
-        """Take in finished attempts, durable when this returns; one receipt each, in order."""
+        """Take in the results of attempts, which are durable when this returns. Return one receipt for each, in
+        order."""
 
         def offer(result: RolloutResult, now: float) -> Receipt:
             receipt = self._core.offer(result, now)
@@ -204,7 +205,8 @@ class ReplayStore:
         await self._writer.change(lambda: self._core.batches.refuse_rows(lease, refused))
 
     async def step_interrupted(self, lease: BatchLease) -> None:
-        """Record that the step on a batch ended for a reason other than the batch. Raises StaleEpoch, LeaseError."""
+        """Record that the step on a batch ended for a reason that had nothing to do with the batch. Raises StaleEpoch,
+        LeaseError."""
         await self._writer.change(lambda: self._core.batches.step_interrupted(lease))
 
     async def release(self, lease: BatchLease) -> None:
@@ -212,7 +214,7 @@ class ReplayStore:
         await self._writer.change(lambda: self._core.batches.release(lease))
 
     async def checkpointed(self, ref: CheckpointRef) -> None:
-        """Record a durable checkpoint directory, then archive the rows that it closes. Raises StaleEpoch,
+        """Record a durable checkpoint directory, then archive the rows that this closes. Raises StaleEpoch,
         LedgerMismatch."""
         writer, ledger = self._writer, self._writer.ledger
         await writer.change(lambda: self._core.epochs.checkpointed(ref, self._clock()))
@@ -229,7 +231,7 @@ class ReplayStore:
                 try:
                     ledger.backup(folder / "ledger.db")
                 except (OSError, sqlite3.Error) as error:
-                    logger.warning("no copy of the ledger in %s: %s", folder, error)
+                    logger.warning("the ledger was not copied to %s: %s", folder, error)
 
         await writer.copy(back_up)
         if not self._core.config.keep_trajectories:
@@ -282,12 +284,12 @@ class ReplayStore:
         return await self._writer.until(look, timeout_s)
 
     async def export(self, folder: Path) -> None:
-        """Copy the whole ledger, trajectories included, as `verify` reads it. Raises OSError."""
+        """Copy the whole ledger, including the trajectories, to a folder that `verify` can read. Raises OSError."""
         await self._writer.copy_alone(lambda: self._writer.ledger.export(folder))
 
 
 class EvaluationStore:
-    """Outcomes of held-out evaluations, each under a tag."""
+    """Outcomes of held-out evaluations; each evaluation has a tag."""
 
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer = writer
@@ -324,7 +326,7 @@ class Operators:
         self._writer, self._core = writer, writer.core
 
     async def drop_batch(self, batch_id: BatchId | None = None) -> BatchRecord:
-        """Drop a batch for good, by default the one leased. Raises LeaseError."""
+        """Drop a batch for good, by default the leased one. Raises LeaseError."""
         return await self._writer.change(lambda: self._core.operators.drop_batch(batch_id, self._writer.clock()))
 
     async def retry_batches(self) -> None:

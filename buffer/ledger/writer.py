@@ -3,11 +3,11 @@
 Invariants:
 - A call returns after its change is durable. Calls that arrive while a transaction is being written share the next one.
 - The core is never ahead of the disk for long: when a write fails for any reason, or a change to the core is
-  interrupted half-way, the writer ends and every later call raises LedgerBroken. Opening the store again folds the core
+  interrupted halfway, the writer ends and every later call raises LedgerBroken. Opening the store again folds the core
   from the disk.
-- All SQLite work runs in one thread; the event loop never waits for the disk, except to recall from the archive. In
-  memory it runs in place (virtual time has no threads).
-- A typed error of the core changes nothing and ends nothing.
+- All SQLite work runs in one thread; the event loop never waits for the disk, except to recall rows from the archive.
+  A ledger in memory is used without a thread, since virtual time has no threads.
+- A typed error of the core changes nothing and does not end the writer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 SHORTEST_WAIT_S = 0.001
-"""The clock may be coarser than the loop's: a group that is nearly due must not cause a busy loop."""
+"""Shortest wait for a group to become due. The clock may be coarser than the loop's: a group that is nearly due must
+not cause a busy loop."""
 
 
 class LedgerWriter:
@@ -85,7 +86,7 @@ class LedgerWriter:
         except ReplayError:
             raise
         except BaseException as error:
-            self._end(f"a change of the core broke off half-way ({type(error).__name__}: {error})")
+            self._end(f"a change to the core was interrupted halfway ({type(error).__name__}: {error})")
             if not isinstance(error, Exception):
                 raise
             raise LedgerBroken(f"{self._broken}; restart the buffer") from error
@@ -93,8 +94,8 @@ class LedgerWriter:
         return result
 
     async def until(self, attempt: Callable[[], T | None], timeout_s: float) -> T | None:
-        """Apply `attempt` now, after each change, and when a group is due, until it returns something or the timeout
-        expires."""
+        """Apply `attempt` now, after each change, and when a group or a probe is due, until it returns a value other
+        than None or the timeout expires."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
@@ -169,14 +170,14 @@ class LedgerWriter:
             )
 
     async def recall_steps_after(self, checkpoint: CheckpointRef | None) -> None:
-        """Bring the steps that a return to `checkpoint` undoes back from the archive, unless all are known. Raises
-        LedgerMismatch when the archive was lost."""
+        """Bring back from the archive the steps that a return to `checkpoint` undoes, unless all of them are known.
+        Raises LedgerMismatch when the archive was lost."""
         if self.core.epochs.needs_history(checkpoint):
             await self.refuse_lost_history(checkpoint)
             await self.recall(lambda: self.ledger.recall(checkpoint.chain if checkpoint else ""))
 
     async def recall(self, recall: Callable[[], None]) -> None:
-        """Bring rows back from the archive and fold the core again. It blocks the event loop, because nothing may
+        """Bring rows back from the archive and fold the core again. This blocks the event loop, because nothing may
         change meanwhile."""
         async with self._writing:
             self.check()

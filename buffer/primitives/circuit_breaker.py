@@ -1,11 +1,12 @@
 """Circuit breaker that stops calls to a resource that keeps failing, apart from probes. Pure: `now` is an argument.
 
 Invariants:
-- `failures_to_open` failures open it, and so does a failed probe. While it is open, no call may begin.
-- When its delay is over the breaker is half-open: one probe may begin. A successful probe closes it.
-- Calls with a name: the probe has no time limit, and one that ends with neither success nor failure makes room for the
-  next. Calls that began before the breaker opened no longer count.
-- Calls without a name: every result counts, and a probe has one delay to report; then the next may begin.
+- `failures_to_open` failures open the breaker, and so does a failed probe. While it is open, no call may begin.
+- Once its delay is over, the breaker is half-open: one probe may begin. A successful probe closes the breaker.
+- If calls are named, a probe has no time limit, and one that ends with neither success nor failure makes room for the
+  next probe. Calls that began before the breaker opened no longer count.
+- If calls are not named, every result counts, and a probe must report within one delay; after that, the next probe may
+  begin.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from enum import StrEnum
 
 
 class BreakerState(StrEnum):
-    """Calls that a breaker allows."""
+    """State of a breaker: which calls it allows."""
 
     CLOSED = "closed"
     """All calls."""
@@ -28,11 +29,12 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """Breaker of one resource. Times are seconds of one monotonic clock.
+    """Breaker for one resource. Times are seconds of a single monotonic clock.
 
     Without `window_s`, only failures with no success between them count. With it, all failures within the window count,
     even with successes between them. Each opening doubles the delay from `open_s` up to `longest_open_s` (by default
-    the delay does not grow); a window without a failure, or without `window_s` a success, makes it `open_s` again."""
+    the delay does not grow). The delay is reset to `open_s` by a window without failures, or, if there is no
+    `window_s`, by a success."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class CircuitBreaker:
 
     @property
     def delay_s(self) -> float:
-        """Seconds from the last opening, or from the next one, until its probe."""
+        """Seconds from the last opening until its probe, or from the next opening if there has been none."""
         # Bounded exponent: the power would overflow for a resource that never recovers.
         return min(self.open_s * 2.0 ** min(max(0, self._openings - 1), 30), self.longest_open_s)
 
@@ -64,7 +66,7 @@ class CircuitBreaker:
         return BreakerState.OPEN if now < self._open_until_s else BreakerState.HALF_OPEN
 
     def allows(self, now: float) -> bool:
-        """Return True if a call may begin now."""
+        """Return whether a call may begin now."""
         return self.state(now) is not BreakerState.OPEN and self._probe is None
 
     def next_s(self, now: float) -> float:

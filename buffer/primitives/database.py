@@ -1,4 +1,4 @@
-"""SQLite connections for the ledger, with one writer; transactions are durable when they return."""
+"""SQLite connections for the ledger, which has one writer. A transaction is durable when its block ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "busy_timeout = 5000")
 
 
 def connect(path: Path | None, *, foreign_keys: bool = True) -> sqlite3.Connection:
-    """Open a connection for writing; if `path` is None, in memory. Raises sqlite3.Error."""
+    """Open a connection for writing, to a database in memory if `path` is None. Raises sqlite3.Error."""
     database = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, check_same_thread=False)
     try:
         for pragma in (*_PRAGMAS, f"foreign_keys = {'ON' if foreign_keys else 'OFF'}"):

@@ -3,7 +3,8 @@
 Invariants:
 - Data reaches the disk before the rename that makes it visible, and the rename before the call returns. After a power
   cut the file has the old contents or the new ones, and is never empty.
-- A staged name is the final one with the suffix `.partial`. It may be left over by a crash, and is overwritten.
+- The staged name is the final one with the suffix `.partial`. A crash may leave a staged file behind; the next write
+  overwrites it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def fsync(path: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write or replace a file atomically: readers see the old file or the new one, complete, also after a power cut.
+    """Write or replace a file atomically: readers see the complete old file or the complete new one,
+    even after a power cut.
     `mode` is that of the new file, less the umask. Raises OSError."""
     staged = path.with_name(path.name + PARTIAL)
     # A file left over by a crash may have wider permissions.

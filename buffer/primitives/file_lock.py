@@ -1,7 +1,8 @@
 """Exclusive locks between processes on files and folders, with flock(2).
 
 Invariants:
-- A lock belongs to an open descriptor: the kernel releases it when that is closed, hence also when its process dies.
+- A lock belongs to an open descriptor: the kernel releases the lock when the descriptor is closed, hence also when the
+  process dies.
 - No program that this process starts inherits the descriptor (close-on-exec).
 """
 
@@ -30,7 +31,7 @@ class FileLock:
         self._descriptor = file
 
     def release(self) -> None:
-        """Close the descriptor, and with it release the lock; idempotent."""
+        """Close the descriptor, which releases the lock; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

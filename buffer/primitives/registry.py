@@ -1,7 +1,7 @@
-"""The registry of plug-ins by name: those of headrace, and those of other packages.
+"""The registry of plug-ins by name, both headrace's own and those of other packages.
 
 A name is one of headrace's own, `package.module:Name`, or an entry point of an installed distribution. A name that
-leads to no plug-in, to two of them, or to an object of another kind is refused with the reason.
+leads to no plug-in, to more than one, or to an object of another kind is refused with the reason.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ class PartRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registry(Generic[T]):
-    """All plug-ins of one kind. `kind` names it in messages, `group` is their entry-point group."""
+    """All plug-ins of one kind. `kind` is the name of the kind in messages, `group` the entry-point group of its
+    plug-ins."""
 
     kind: str
     group: str
     own: Mapping[str, T]
     accept: Callable[[object], T]
-    """Converts an object of another package to a plug-in. Raises TypeError with what is missing."""
+    """Converts an object from another package to a plug-in. Raises TypeError, saying what is missing."""
 
     def names(self) -> tuple[str, ...]:
         """Return the names of headrace's own plug-ins, then those of entry points."""
         return (*self.own, *sorted({point.name for point in self._points()}))
 
     def find(self, name: str) -> T:
-        """Return the plug-in with a name. Raises PartRefused."""
+        """Return the plug-in with this name. Raises PartRefused."""
         if ":" in name:
             module, _, path = name.partition(":")
             try:
@@ -53,7 +54,7 @@ class Registry(Generic[T]):
             return self.own[name]
         if not points:
             raise PartRefused(
-                f"there is no {self.kind} {name!r}; there are {', '.join(self.names())}, and package.module:Name names "
+                f"there is no {self.kind} {name!r}; available: {', '.join(self.names())}, or package.module:Name for "
                 "one of your own"
             )
         if len(points) > 1:
@@ -73,7 +74,7 @@ class Registry(Generic[T]):
         try:
             return self.accept(found)
         except TypeError as error:
-            raise PartRefused(f"{name!r} is no {self.kind}: {error}") from error
+            raise PartRefused(f"{name!r} is not a valid {self.kind}: {error}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -2,9 +2,10 @@
 
 Invariants:
 - At most one run per key is active; a call that arrives during it waits for the same result.
-- A run ends when its last waiter is cancelled, or through `cancel`. The call of a dead caller counts as a waiter, since
-  nobody cancels it. A call that arrives while an abandoned run is still ending waits for that end and starts a new run.
-- An error of the work is raised by its waiters only.
+- A run is cancelled when its last waiter is cancelled, or by `cancel`. The call of a dead caller counts as a waiter,
+  since nobody cancels it. A call that arrives while an abandoned run is still ending waits until it has ended and
+  starts a new run.
+- An error raised by the work reaches only its waiters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class _Flight(Generic[R]):
 
 
 class SingleFlight(Generic[R]):
-    """`await flights(key, work)` returns the result of the one `work()` that runs for `key`, as a task of `tasks`."""
+    """`await flights(key, work)` returns the result of the one `work()` that is running for `key`, as a task in the
+    task group `tasks`."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks

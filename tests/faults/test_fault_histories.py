@@ -192,7 +192,7 @@ def test_an_untrainable_batch_ends_the_run_after_two_attempts(
     monkeypatch.setattr(SimulatedLearner, "step", failing)
     _, ended = one_run(tmp_path / "run", Quiet)
     assert (
-        f"BatchUntrainable: batch b000003 was tried 2 times and not trained: {type(error).__name__}: {error}" in ended
+        f"BatchUntrainable: batch b000003 was tried 2 times without success: {type(error).__name__}: {error}" in ended
     )
     assert "the longest row has" in ended
     assert "headrace ledger drop-batch" in ended

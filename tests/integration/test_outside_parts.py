@@ -198,14 +198,14 @@ def test_agents_can_be_pickled_for_workers() -> None:
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"kind": "claud-code"}, "there is no agent 'claud-code'; there are shell, immediate, simulated, claude-code"),
+        ({"kind": "claud-code"}, "there is no agent 'claud-code'; available: shell, immediate, simulated, claude-code"),
         ({"kind": "their_things:Absent"}, "has no attribute 'Absent'"),
         (
             {"kind": "their_things:Greeter", "settings": {"nam": 1}},
             "agent.settings: their_things:Greeter does not",
         ),
         ({"kind": "builtins:dict"}, "'builtins:dict' did not return an agent: 'run' is missing"),
-        ({"kind": "sys:path"}, "is no agent: it is not callable"),
+        ({"kind": "sys:path"}, "is not a valid agent: it is not callable"),
     ],
 )
 def test_an_invalid_agent_is_refused(section: dict[str, Any], said: str) -> None:
@@ -227,7 +227,9 @@ def test_a_task_selects_its_evaluator_by_name(tmp_path: Path) -> None:
     [read] = load_tasks(tmp_path / "tasks.jsonl")
     assert (read, task_digest(read)) == (greet, task_digest(greet))
     refuse_absent_evaluators([read])
-    with pytest.raises(ConfigError, match=r"task greet: evaluator\.plugin: 'their_things:rows' is no evaluator"):
+    with pytest.raises(
+        ConfigError, match=r"task greet: evaluator\.plugin: 'their_things:rows' is not a valid evaluator"
+    ):
         refuse_absent_evaluators([task("their_things:rows")])
     for evaluator in ({"kind": "plugin"}, {"kind": "state", "check": "pass", "plugin": "a:b"}):
         document = {"id": "a", "family": "a", "instruction": "a", "evaluator": evaluator}
@@ -270,8 +272,8 @@ def test_swe_rows_are_converted_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--form", "swebench"], "--form swebench: there is no form of data 'swebench'; there are swe"),
-        (["--set", "workdi=/x"], "--form swe: workdi: unknown; settings are image, workdir"),
+        (["--form", "swebench"], "--form swebench: there is no form of data 'swebench'; available: swe"),
+        (["--set", "workdi=/x"], "--form swe: workdi: unknown setting; the settings are image, workdir"),
         (["--set", "timeout_s=soon"], "--form swe: timeout_s: Input should be a valid number"),
     ],
 )

@@ -121,7 +121,7 @@ async def test_a_recipe_can_use_a_provider_from_another_package(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("section", "reason"),
     [
-        ({"provider": "docker"}, "there is no sandbox provider 'docker'; there are local, oci, remote, e2b"),
+        ({"provider": "docker"}, "there is no sandbox provider 'docker'; available: local, oci, remote, e2b"),
         ({"provider": "their_providers:Absent"}, "has no attribute 'Absent'"),
         ({"provider": "no_such_package:Provider"}, "No module named 'no_such_package'"),
         ({"provider": "their_providers:Half"}, "has no 'create'"),
@@ -187,7 +187,7 @@ def test_the_documented_objective_has_the_reinforce_gradient(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("ppo", "there is no objective 'ppo'; there are grpo"),
+        ("ppo", "there is no objective 'ppo'; available: grpo"),
         ("math:pi", "cannot be called"),
         ("no_such_package:loss", "No module named 'no_such_package'"),
     ],

@@ -157,7 +157,7 @@ def test_an_interrupted_split_is_repeated(run, left):
 def test_a_missing_archive_is_reported_and_does_not_stop_the_run(run):
     run_dir = run("long")
     (run_dir / "archive.db").unlink()
-    assert "archive.db is missing: 8320 rollouts of closed groups are in it" in verify(run_dir).problems
+    assert "archive.db is missing: it holds 8320 rollouts of closed groups" in verify(run_dir).problems
     assert loaded(run_dir).closed == {RolloutState.TRAINED: 130 * 64}
     assert resume_report(run_dir, max_staleness=4).lost == 0
 

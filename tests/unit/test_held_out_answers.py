@@ -182,7 +182,7 @@ def test_a_later_attempt_replaces_the_whole_folder(tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target], "nothing half-made is left"
 
 
-def test_capped_files_mark_truncation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_files_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders_module, "MAX_LOG_BYTES", 100)
     monkeypatch.setattr(folders_module, "MAX_CONVERSATION_BYTES", 1000)
     lines = conversation_lines([said("y" * 300)] * 5).splitlines()
@@ -195,7 +195,7 @@ def test_capped_files_mark_truncation(tmp_path: Path, monkeypatch: pytest.Monkey
     assert log.endswith(folders_module.TRUNCATED)
 
 
-def test_an_answer_is_recorded_although_its_folder_cannot_be_created(tmp_path: Path) -> None:
+def test_an_answer_is_recorded_even_if_its_folder_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "rollouts").write_text("in the way")
     assert EvaluationFolders(root=tmp_path, about=ABOUT).write("base", answer(), RolloutReports()) == answer(folder="")

@@ -129,7 +129,7 @@ def held_out(*instructions: str) -> list[Task]:
     ]
 
 
-async def test_every_answer_has_a_line_and_infra_is_counted_separately(tmp_path: Path) -> None:
+async def test_every_answer_has_a_line_and_infra_failures_are_counted_separately(tmp_path: Path) -> None:
     tasks = held_out("return", "break", "break once")
     async with opened(tmp_path / "run", tasks) as actors, actors.dispatcher() as dispatcher, asyncio.timeout(WAIT_S):
         summary = await dispatcher.evaluate(tasks, samples=1, tag="base")
@@ -151,7 +151,7 @@ async def test_every_answer_has_a_line_and_infra_is_counted_separately(tmp_path:
 
 
 @pytest.mark.parametrize("trains", [True, False])
-async def test_a_new_dispatcher_repeats_no_finished_answer(tmp_path: Path, trains: bool) -> None:
+async def test_a_new_dispatcher_does_not_repeat_finished_rollouts(tmp_path: Path, trains: bool) -> None:
     tasks = held_out("return", "break", "return")
     async with opened(tmp_path / "run", tasks, trains=trains) as actors, asyncio.timeout(WAIT_S):
         async with actors.dispatcher() as first:

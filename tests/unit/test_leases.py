@@ -49,7 +49,7 @@ async def test_a_lease_does_not_wait_for_others_in_its_batch(tmp_path: Path) -> 
         assert (await pool.status()).live == 1
 
 
-async def test_the_error_of_one_lease_does_not_affect_others(tmp_path: Path) -> None:
+async def test_an_error_in_one_lease_does_not_affect_the_others(tmp_path: Path) -> None:
     async with opened(tmp_path) as (_, leases):
         unknown = LeaseRequest(spec=SandboxSpec(image="missing"))
         results = await asyncio.gather(leases.lease(unknown), leases.lease(PLAIN), return_exceptions=True)

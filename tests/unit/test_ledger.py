@@ -262,7 +262,7 @@ def test_damaged_trajectories_are_refused(damage):
         decode(damage(data))
 
 
-def test_every_flipped_bit_of_a_stored_trajectory_is_detected():
+def test_every_flipped_bit_in_a_stored_trajectory_is_detected():
     stored = cases.trajectory(FIRST, tokens=12)
     data = encode(stored)
     for bit in range(8 * len(data)):

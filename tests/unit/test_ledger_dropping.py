@@ -108,7 +108,7 @@ async def test_a_return_to_any_remaining_checkpoint_finds_its_trajectories(tmp_p
     assert verify(tmp_path).clean
 
 
-async def test_files_needed_by_a_checkpoint_stay_after_the_run_directory_moved(tmp_path: Path) -> None:
+async def test_files_needed_by_a_checkpoint_are_kept_after_the_run_directory_is_moved(tmp_path: Path) -> None:
     run = Run(tmp_path / "before")
     async with await run.open():
         await run.step()

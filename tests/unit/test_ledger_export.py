@@ -77,7 +77,7 @@ async def test_unreadable_trajectories_are_counted(tmp_path: Path) -> None:
     assert export(tmp_path / "run", tmp_path / "out").unreadable == 2
 
 
-def test_an_old_ledger_is_exported_and_not_changed(tmp_path: Path) -> None:
+def test_an_old_ledger_is_exported_without_changing_it(tmp_path: Path) -> None:
     run_dir = shutil.copytree(GOLDEN, tmp_path / "run")
     before = (run_dir / "ledger.db").read_bytes()
     report = export(run_dir, tmp_path / "out")

@@ -116,7 +116,10 @@ async def test_a_killed_run_is_read_from_its_log_without_changing_it(tmp_path):
 @pytest.mark.parametrize(
     ("statement", "problem"),
     [
-        ("UPDATE attempts SET trained = '[[\"1.0\",5]]' WHERE rollout_id = 'g000004-0'", "its spans are not those"),
+        (
+            "UPDATE attempts SET trained = '[[\"1.0\",5]]' WHERE rollout_id = 'g000004-0'",
+            "its stored spans do not match",
+        ),
         ("UPDATE commits SET max_staleness = 0", "was trained at staleness 1 > 0"),
         ("UPDATE commits SET chain = '00' WHERE sequence = 2", "hash chain does not follow"),
         ("UPDATE commits SET version = '1.9' WHERE sequence = 3", "goes from 1.2 to 1.9"),
@@ -124,13 +127,19 @@ async def test_a_killed_run_is_read_from_its_log_without_changing_it(tmp_path):
         ("UPDATE rollouts SET state = 'sealed' WHERE rollout_id = 'g000001-1'", "history says trained"),
         ("UPDATE rollouts SET state = 'pending' WHERE state = 'waiting'", "is pending, but its history says waiting"),
         ("UPDATE rollouts SET failures = 2 WHERE failures = 1", "counts 2 failures"),
-        ("UPDATE rollouts SET reward = 1 - reward WHERE rollout_id = 'g000000-0'", "has reward 1.0, its attempt 0.0"),
-        ("UPDATE attempts SET reward = 1 - reward WHERE rollout_id = 'g000000-0'", "has reward 0.0, its attempt 1.0"),
-        ("UPDATE rollouts SET member = 7 WHERE rollout_id = 'g000001-1'", "lacks members of its 2"),
-        ("DELETE FROM rollouts WHERE rollout_id = 'g000000-0'", "g000000 lacks members of its 2"),
+        (
+            "UPDATE rollouts SET reward = 1 - reward WHERE rollout_id = 'g000000-0'",
+            "has reward 1.0, but its attempt has 0.0",
+        ),
+        (
+            "UPDATE attempts SET reward = 1 - reward WHERE rollout_id = 'g000000-0'",
+            "has reward 0.0, but its attempt has 1.0",
+        ),
+        ("UPDATE rollouts SET member = 7 WHERE rollout_id = 'g000001-1'", "has fewer than 2 members"),
+        ("DELETE FROM rollouts WHERE rollout_id = 'g000000-0'", "g000000 has fewer than 2 members"),
         ("DELETE FROM rollouts WHERE rollout_id = 'g000006-0'", "dangling reference"),
         ("UPDATE batches SET members = replace(members, 'g000002-0', 'g000000-0')", "trained more than once"),
-        ("UPDATE batches SET members = replace(members, '-1\",1,1', '-1\",1,0')", "stored is 0"),
+        ("UPDATE batches SET members = replace(members, '-1\",1,1', '-1\",1,0')", "but 0 is stored"),
         ("UPDATE groups SET ordinal = 99 WHERE ordinal = 3", "gaps"),
         ("UPDATE epochs SET chain = '11'", "was opened at a chain"),
         ("UPDATE checkpoints SET chain = '11'", "different hash chains"),
@@ -165,12 +174,12 @@ async def test_the_ledger_is_checked_against_the_checkpoint(run_dir):
     document = json.loads(manifest.read_text())
     first, second = document["batches"]
     manifest.write_text(json.dumps({**document, "batches": [second, first]}))
-    assert any("do not give its hash chain" in line for line in verify(run_dir).problems)
+    assert any("its hash chain does not follow" in line for line in verify(run_dir).problems)
     manifest.write_text(json.dumps({**document, "version": "1.5"}))
     assert any("no step with its version" in line for line in verify(run_dir).problems)
     first["members"][0][1] = 2
     manifest.write_text(json.dumps(document))
-    assert any("batch b000001 is not the ledger's" in line for line in verify(run_dir).problems)
+    assert any("batch b000001 differs from that in the ledger" in line for line in verify(run_dir).problems)
     manifest.write_text("{")
     assert any("not readable" in line for line in verify(run_dir).problems)
 
@@ -229,13 +238,16 @@ async def test_a_run_with_groups_sealed_early_has_no_problems(early_dir):
         ("UPDATE rollouts SET advantage = advantage + 1 WHERE rollout_id = 'g000001-0'", "does not follow from"),
         ("UPDATE rollouts SET first_reward = 0.25 WHERE rollout_id = 'g000001-0'", "counts 0.25 in its group"),
         ("UPDATE rollouts SET late = 0 WHERE group_id = 'g000001'", "g000001-0 has scale"),
-        ("UPDATE rollouts SET evictions = 9 WHERE evictions", "over its group's cap"),
-        ("UPDATE rollouts SET evictions = 2 WHERE rollout_id = 'g000000-0'", "more evictions than its attempts"),
-        ("UPDATE groups SET max_evictions = 0", "over its group's cap"),
+        ("UPDATE rollouts SET evictions = 9 WHERE evictions", "more than its group allows"),
+        (
+            "UPDATE rollouts SET evictions = 2 WHERE rollout_id = 'g000000-0'",
+            "more evictions than it has ended attempts",
+        ),
+        ("UPDATE groups SET max_evictions = 0", "more than its group allows"),
         ("UPDATE groups SET complete_before = NULL WHERE group_id = 'g000000'", "marked as incomplete"),
         ("UPDATE groups SET rule = 'count(4)' WHERE group_id = 'g000000'", "before its rule count(4) accepted"),
         ("UPDATE groups SET rule = 'most' WHERE group_id = 'g000000'", "'most' is not a rule"),
-        ("UPDATE groups SET min_members = 4 WHERE group_id = 'g000000'", "was sealed with 3 finished members"),
+        ("UPDATE groups SET min_members = 4 WHERE group_id = 'g000000'", "was sealed with only 3 finished members"),
         ("UPDATE tasks SET solved = solved + 1 WHERE task_id = 'task-1'", "task task-1 counts"),
         ("DELETE FROM tasks WHERE task_id = 'task-2'", "task task-2 counts 0 groups"),
         ("UPDATE rollouts SET state = 'cancelled' WHERE state = 'trained' AND late", "history says trained"),

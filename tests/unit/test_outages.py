@@ -187,7 +187,7 @@ def test_the_probe_uses_any_task_if_all_have_failed():
     assert len(buffer.issue(9, FIRST, 100.0 + PROBE_S)) == 1
 
 
-def test_broken_tasks_do_not_hold_all_others_forever():
+def test_broken_tasks_do_not_hold_back_all_orders_forever():
     buffer, now = failing_with_no_room(max_attempts=5), 100.0
     while not buffer.state.by_state[RolloutState.POISON]:
         now += PROBE_S

@@ -82,7 +82,7 @@ def paced(begun: list[float], seconds_at: Callable[[float], float], until_s: int
     return said
 
 
-def test_latencies_of_few_rollouts_are_not_an_overload() -> None:
+def test_a_low_rollout_rate_is_not_mistaken_for_an_overload() -> None:
     """One rollout ends in ten seconds, at random times: the times in the stations are always the same."""
     assert set(paced(begun_at(0.1, 5_000.0), lambda _: 5.0, 5_000)) == {""}
 

@@ -109,7 +109,7 @@ def test_floating_point_dtypes_may_differ(tmp_path: Path, write_model) -> None:
         ),
     ],
 )
-def test_a_different_model_is_refused_with_both_sides_named(tmp_path: Path, write_model, change, said: str) -> None:
+def test_a_different_model_is_refused_with_an_error_naming_both(tmp_path: Path, write_model, change, said: str) -> None:
     specs = specs_of(write_model(tmp_path / "snapshot", seed=1))
     served = rewrite(write_model(tmp_path / "served", seed=1), change)
     with pytest.raises(ModelInvalid, match=said):

@@ -96,7 +96,7 @@ def test_truncated_weights_are_named_in_the_error(tmp_path: Path, write_model) -
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_sort_into_storage_order(tmp_path: Path, write_model, tied: bool) -> None:
+def test_parameters_are_sorted_in_storage_order(tmp_path: Path, write_model, tied: bool) -> None:
     config = load(write_model(tmp_path / "model", tied=tied)).config
     weights = Qwen3Weights.allocate(config)
     names = list(config.shapes())

@@ -67,11 +67,11 @@ def test_an_entry_point_is_found_by_name(site: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("twice", "there is no calculation 'twice'; there are same, double, and package.module:Name names one"),
+        ("twice", "there is no calculation 'twice'; available: same, double, or package.module:Name for one"),
         ("their_parts:half", "AttributeError: module 'their_parts' has no attribute 'half'"),
         ("nowhere:double", "ModuleNotFoundError: No module named 'nowhere'"),
         ("their_broken:double", "calculation 'their_broken:double': OSError: no disk"),
-        ("their_parts:number", "'their_parts:number' is no calculation: it cannot be called"),
+        ("their_parts:number", "'their_parts:number' is not a valid calculation: it cannot be called"),
         (":double", "ValueError: Empty module name"),
         ("their_parts:", "AttributeError"),
     ],
@@ -96,5 +96,5 @@ def test_an_entry_point_that_cannot_be_loaded_is_refused(site: Path) -> None:
     install(site, "theirs", broken="their_broken:double", number="their_parts:number")
     with pytest.raises(PartRefused, match="calculation 'broken' of theirs: OSError: no disk"):
         REGISTRY.find("broken")
-    with pytest.raises(PartRefused, match="'number' is no calculation: it cannot be called"):
+    with pytest.raises(PartRefused, match="'number' is not a valid calculation: it cannot be called"):
         REGISTRY.find("number")

@@ -244,7 +244,7 @@ def test_arguments_that_are_not_an_object_are_rendered_unchanged(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_content_becomes_a_control_token(renderers: dict[str, Renderer], name: str) -> None:
+def test_message_content_is_never_rendered_as_control_tokens(renderers: dict[str, Renderer], name: str) -> None:
     family = next(family for family in templates.FAMILIES if family.name == name)
     spellings = [text for text in (*family.special, *family.plain) if text in family.special or "｜" in text]  # noqa: RUF001
     renderer = renderers[name]

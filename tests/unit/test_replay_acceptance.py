@@ -86,8 +86,8 @@ def test_rules_handle_edge_cases():
         ("count(0)", "at least 1"),
         ("count(2.5)", "needs a whole number"),
         ("count(1e999)", "needs a whole number"),
-        ("fraction(0)", "above 0 and up to 1"),
-        ("fraction(1.1)", "above 0 and up to 1"),
+        ("fraction(0)", "above 0 and at most 1"),
+        ("fraction(1.1)", "above 0 and at most 1"),
         ("deadline(0)", "seconds above 0"),
         ("grace(1e999)", "seconds above 0"),
         ("expiring(4)", "always holds with max_staleness = 4"),
@@ -129,7 +129,7 @@ def test_members_left_behind_are_carried_with_fixed_baselines():
     assert buffer.state.task(orders[0].task_id).reward_sum == 2.25
 
 
-def test_a_late_member_is_refilled_and_left_out_once_poisoned():
+def test_a_late_member_is_issued_again_and_left_out_once_it_is_poison():
     buffer, orders = quartet(rule="count(3)", max_attempts=2)
     for order in orders[:3]:
         finish(buffer, order, 1.0, float(order is orders[0]))
@@ -184,7 +184,7 @@ def test_fewer_than_min_members_are_never_sealed_early():
     assert buffer.state.groups[orders[0].group_id].state is GroupState.SEALED
 
 
-def test_rules_with_times_report_when_they_are_due():
+def test_rules_with_timers_report_when_they_are_due():
     buffer, orders = quartet(rule="grace(30) | deadline(100)")
     finish(buffer, orders[0], 5.0)
     finish(buffer, orders[1], 10.0)
@@ -212,7 +212,7 @@ def test_any_call_with_a_time_argument_seals_due_groups(call):
     assert states(buffer, orders[:2]) == [RolloutState.SEALED] * 2
 
 
-def test_a_deadline_rule_uses_baselines_of_members_finished_by_the_deadline():
+def test_with_a_deadline_baselines_are_over_members_finished_by_the_deadline():
     buffer, orders = quartet(rule="count(2) & deadline(10)")
     finish(buffer, orders[0], 1.0, 1.0)
     finish(buffer, orders[1], 20.0, 0.5)

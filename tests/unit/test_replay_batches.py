@@ -306,7 +306,7 @@ def test_a_batch_that_depends_on_a_lease_waits_for_its_commit():
     assert buffer.take(PolicyVersion(2, 2), 2, 7.0).batch_id == batches[2].batch_id
 
 
-def test_a_batch_over_the_bound_after_a_fork_loses_only_those_members():
+def test_a_batch_loses_only_the_members_that_are_over_the_bound_after_a_fork():
     buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 1}))
     buffer.open_epoch(None, 0.0)
     cases.fill(buffer, FIRST, limit=4)
@@ -420,7 +420,7 @@ def test_the_reason_for_a_failed_step_is_recorded_and_an_in_place_retry_counts_a
     lease = cases.lease_of(stocked.take(FIRST, 1, 2.0))
     assert stocked.batches.step_failed(lease, "RowUnusable: row 3 of g000001-0\ud800", again=True) == ""
     verdict = stocked.batches.step_failed(lease, "RowUnusable: row 3 of g000001-0", again=True)
-    assert "b000001 was tried 2 times and not trained: RowUnusable: row 3 of g000001-0. Leave it out" in verdict
+    assert "b000001 was tried 2 times without success: RowUnusable: row 3 of g000001-0. Leave it out" in verdict
     version = stocked.open_epoch(None, 3.0)
     with pytest.raises(BatchUntrainable, match="row 3 of g000001-0"):
         stocked.take(version, 2, 4.0)
@@ -466,9 +466,9 @@ def test_a_ledger_behind_the_checkpoint_is_refused(stocked):
     with pytest.raises(LedgerBehind, match="has not committed"):
         fresh.open_epoch(saved, 1.0)
     assert fresh.drain() == ()
-    with pytest.raises(LedgerMismatch, match="trained other batches"):
+    with pytest.raises(LedgerMismatch, match="was trained on other batches"):
         stocked.open_epoch(replace(saved, chain="00" * 32), 1.0)
-    with pytest.raises(LedgerMismatch, match="says version"):
+    with pytest.raises(LedgerMismatch, match="but the ledger has another there"):
         stocked.open_epoch(replace(saved, version=PolicyVersion(1, 7)), 1.0)
 
 

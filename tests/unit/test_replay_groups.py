@@ -103,7 +103,7 @@ def test_sync_mode_starts_only_rollouts_that_the_batch_needs():
     assert len(buffer.issue(1000, PolicyVersion(1, 1), 3.0)) == 4
 
 
-def test_each_offer_counts_once(opened):
+def test_each_result_is_accepted_once(opened):
     first, second = opened.issue(2, FIRST, 0.0)
     done = cases.result(first, FIRST)
     assert opened.offer(done, 1.0).status is ReceiptStatus.ACCEPTED
@@ -122,7 +122,7 @@ def test_each_offer_counts_once(opened):
     assert opened.status().counters["offers_unknown"] == 3
 
 
-def test_infra_failures_are_refilled_until_the_member_is_poisoned(opened):
+def test_infra_failures_lead_to_new_attempts_until_the_member_is_poison(opened):
     poisoned, other = opened.issue(2, FIRST, 0.0)
     for attempt in range(1, 4):
         assert opened.state.rollouts[poisoned.rollout_id].attempt == attempt
@@ -149,7 +149,7 @@ def test_poison_members_are_left_out_of_the_group():
     assert sealed == {first.rollout_id: pytest.approx(2.0, abs=1e-4), third.rollout_id: pytest.approx(-2.0, abs=1e-4)}
 
 
-def test_cancelled_and_abandoned_attempts_are_refilled(opened):
+def test_cancelled_and_abandoned_attempts_are_followed_by_new_ones(opened):
     first, second = opened.issue(2, FIRST, 0.0)
     opened.offer(cases.ended(first, Cause.CANCELLED), 1.0)
     assert opened.abandon([(second.rollout_id, second.attempt)], 1.0) == 1
@@ -201,7 +201,7 @@ def test_any_number_within_the_bound_is_a_reward(opened, reward):
 
 
 @pytest.mark.parametrize(("cause", "solved"), [(Cause.SOLVED, False), (Cause.FAILED, True), (Cause.INVALID, True)])
-def test_solved_that_contradicts_the_cause_is_an_infra_failure(opened, cause, solved):
+def test_a_verdict_that_contradicts_the_cause_is_an_infra_failure(opened, cause, solved):
     (order,) = opened.issue(1, FIRST, 0.0)
     done = cases.result(order, FIRST)
     opened.offer(replace(done, outcome=replace(done.outcome, cause=cause, solved=solved)), 1.0)
@@ -229,7 +229,7 @@ def test_a_group_is_sealed_only_once_every_member_has_finished():
 
 
 @pytest.mark.parametrize(("rule", "state"), [("keep", RolloutState.SEALED), ("filter", RolloutState.FILTERED)])
-def test_groups_without_variance_are_kept_or_filtered_by_rule(rule, state):
+def test_groups_without_variance_are_kept_or_filtered_as_configured(rule, state):
     buffer, orders = trio(zero_variance=rule)
     for order in orders:
         buffer.offer(cases.result(order, FIRST, reward=1.0), 1.0)

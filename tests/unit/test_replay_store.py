@@ -272,7 +272,7 @@ def made(kind: type[Exception]) -> Exception:
         (UnicodeEncodeError, True),
     ],
 )
-async def test_any_exception_in_a_write_stops_the_store_and_loses_nothing(tmp_path, monkeypatch, kind, in_memory):
+async def test_any_exception_in_a_write_stops_the_store_without_losing_anything(tmp_path, monkeypatch, kind, in_memory):
     """What the core was drained of is gone with it; the next store is folded from the disk."""
     write = Ledger.write
 
@@ -314,11 +314,11 @@ async def test_the_core_is_not_used_after_an_interrupted_change(tmp_path, monkey
         waiting = asyncio.ensure_future(store.take(FIRST, 1, timeout_s=10 * GUARD_S))
         await asyncio.sleep(0)
         monkeypatch.setattr(Sealing, "tick", breaks_off)
-        with pytest.raises(LedgerBroken, match=r"half-way .*a defect"):
+        with pytest.raises(LedgerBroken, match=r"halfway .*a defect"):
             await store.offer_many([cases.result(order, FIRST)])
         with pytest.raises(LedgerBroken):
             await asyncio.wait_for(waiting, GUARD_S)
-        with pytest.raises(LedgerBroken, match="half-way"):
+        with pytest.raises(LedgerBroken, match="halfway"):
             store.status()
 
 
@@ -341,7 +341,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
-async def test_a_result_that_cannot_be_stored_affects_no_other(tmp_path, spoiled):
+async def test_a_result_that_cannot_be_stored_does_not_affect_the_others(tmp_path, spoiled):
     """Eight results in one transaction: at worst the spoiled one is an infra failure."""
     clean = ("of numpy", "surrogate", "megabytes")
     async with await open_store(tmp_path) as store:

@@ -61,7 +61,7 @@ def test_a_task_counts_solved_rollouts_not_rewarded_ones():
     assert (second.task_id, buffer.state.task(first.task_id).solved) == (first.task_id, 1)
 
 
-def test_the_history_of_a_task_is_preserved():
+def test_results_and_failures_are_recorded_in_the_history_of_a_task():
     buffer = buffer_of()
     first, second, third, fourth = buffer.issue(4, FIRST, 10.0)
     buffer.offer(cases.result(first, FIRST, reward=1.0), 15.0)
@@ -160,7 +160,7 @@ def test_the_end_of_the_data_reports_the_remaining_rollouts():
     assert buffer.admit() == 0
 
 
-def test_no_batch_is_refused_while_one_may_still_be_filled():
+def test_the_data_is_not_exhausted_while_a_batch_may_still_be_filled():
     buffer = buffer_of(tasks=2, passes=1, max_attempts=2)
     orders = buffer.issue(4, FIRST, 0.0)
     for order in orders[:3]:

@@ -44,7 +44,7 @@ def test_passed_failed_and_skipped_tests_are_read_from_a_report() -> None:
     assert not [test_id for test_id in report.results if GOOD in test_id or BAD in test_id]
 
 
-def test_an_id_truncated_at_a_blank_matches_all_with_that_prefix() -> None:
+def test_an_id_truncated_at_a_blank_matches_all_ids_with_that_prefix() -> None:
     better = replace(SESSION, records=[row for row in SESSION.records if row[2] != "xfailed"])
     assert read_report([better]).not_passed(["t.py::three[a"]) == ()
     assert read_report([better]).standing_for(["t.py::three[a", "x"]) == {

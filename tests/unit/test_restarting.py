@@ -41,7 +41,7 @@ def test_restart_waits_grow_and_are_reset_after_a_long_attempt(code: int) -> Non
     assert policy.restarts == 6
 
 
-def test_no_restart_is_left_after_the_last_one() -> None:
+def test_there_is_no_further_wait_after_the_last_restart() -> None:
     policy = RestartPolicy(1)
     assert policy.wait_after(75, 0.0) is not None
     assert policy.wait_after(75, 0.0) is None

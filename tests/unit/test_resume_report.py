@@ -195,7 +195,7 @@ def hollow(root):
 
 
 @pytest.mark.parametrize("damage", [lose, empty, hollow])
-def test_a_run_without_its_checkpoints_does_not_restart_automatically(run_dir, damage):
+def test_a_run_without_its_checkpoints_does_not_start_over_automatically(run_dir, damage):
     damage(run_dir / "checkpoints")
     before = read_evidence(run_dir)
     with pytest.raises(LedgerRefused, match=r"ledger recorded 1\.2: restore the folder.*--from-start") as refused:
@@ -204,7 +204,7 @@ def test_a_run_without_its_checkpoints_does_not_restart_automatically(run_dir, d
     assert read_evidence(run_dir).commits == before.commits
 
 
-async def test_a_learner_without_its_checkpoints_does_not_restart(run_dir):
+async def test_a_learner_without_its_checkpoints_does_not_start_over(run_dir):
     async with await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="golden", seed=3) as store:
         with pytest.raises(CheckpointMissing, match=r"recorded checkpoint 1\.2.*--from-start"):
             await store.open_epoch(None)
@@ -325,7 +325,7 @@ def test_a_run_that_died_while_creating_the_ledger_starts(tmp_path):
     assert said == ["nothing was recorded yet: the run starts from the beginning"]
 
 
-def test_the_resume_report_reads_the_newest_schema(tmp_path):
+def test_the_resume_report_can_read_a_ledger_with_schema_2(tmp_path):
     run_dir = shutil.copytree(TESTS / "golden" / "ledger_v2", tmp_path / "run")
     issued = len(read_evidence(run_dir).rollouts)
     report = resume_report(run_dir, max_staleness=2)

@@ -60,7 +60,7 @@ def test_the_report_agrees_with_the_ledger(tmp_path: Path) -> None:
     assert len(document["left_out"]) == report.early.groups
 
 
-def test_evictions_include_reissued_and_final_ones(tmp_path: Path) -> None:
+def test_evicted_rollouts_are_counted_whether_or_not_they_were_issued_again(tmp_path: Path) -> None:
     """No rollout is issued again: each eviction is the end of one."""
     sizes = {"batch_size": 16, "group_size": 4, "slots": 40, "tasks": 64, "turns": 1, "max_staleness": 2, "steps": 10}
     plan = make_plan("swe64", sizes, ["buffer.max_evictions=0"])

@@ -46,7 +46,7 @@ def test_a_drained_run_shows_its_progress(run: RunDirectory) -> None:
     assert "6 of 60, drained" in told(run)
 
 
-def test_a_finished_run_is_finished_and_its_engines_serve_nothing(run: RunDirectory) -> None:
+def test_a_finished_run_is_shown_as_finished_with_no_engine_serving(run: RunDirectory) -> None:
     run.engines.parent.mkdir()
     engine = EngineStatus(
         engine_id=EngineId("engine-0"),

@@ -76,7 +76,7 @@ async def test_requests_in_one_window_are_sent_together() -> None:
     assert isinstance(results[1], ConfigError)
 
 
-async def test_a_failing_call_fails_every_request_of_its_batch_and_no_other() -> None:
+async def test_a_failing_call_fails_all_requests_in_its_batch_and_no_others() -> None:
     async def fail_once(requests: list[int]) -> Sequence[int | Exception]:
         if 1 in requests:
             raise ActorLost("gone")
@@ -104,7 +104,7 @@ async def test_a_cancelled_request_does_not_affect_its_batch() -> None:
     assert seen == [[2]]
 
 
-async def test_idempotent_calls_survive_a_restart_but_not_other_errors() -> None:
+async def test_idempotent_calls_are_repeated_after_a_restart_but_not_after_other_errors() -> None:
     attempts = 0
 
     async def flaky() -> int:
@@ -219,7 +219,7 @@ class Waiter(Operations[str, str]):
         return await super().fetch(keys)
 
 
-async def test_operations_do_not_wait_for_their_slowest() -> None:
+async def test_operations_do_not_wait_for_the_slowest_one() -> None:
     kitchen = Kitchen(3)
     async with Waiter(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
         tasks = {dish: asyncio.create_task(order(dish, dish)) for dish in ("soup", "burnt", "stew")}

@@ -73,7 +73,7 @@ async def test_a_sandbox_can_be_leased_and_released(provider: Flaky) -> None:
         assert await alive(provider) == set()
 
 
-async def test_errors_are_results_in_the_order_of_the_specs(provider: Flaky) -> None:
+async def test_errors_are_returned_as_results_in_the_order_of_the_specs(provider: Flaky) -> None:
     async with pool_of(provider) as pool:
         first, second = await pool.lease([SandboxSpec(image="missing"), SandboxSpec()])
         assert isinstance(first, ImageUnknown)
@@ -98,7 +98,7 @@ async def test_only_transient_errors_are_retried(provider: Flaky) -> None:
         assert provider.creates == 1
 
 
-async def test_a_full_pool_waits_for_a_release_and_evaluations_use_the_reserve(provider: Flaky) -> None:
+async def test_leases_wait_while_the_pool_is_full_and_evaluations_use_the_reserve(provider: Flaky) -> None:
     async with pool_of(provider, max_live=2) as pool:
         (held,) = await leased(pool, SandboxSpec())
         waiting = asyncio.create_task(pool.lease([SandboxSpec()]))

@@ -60,7 +60,7 @@ def echo(_: SandboxId, command: str) -> ExecResult:
 # The provider
 
 
-def test_the_simulated_provider_takes_time_only_from_the_event_loop() -> None:
+def test_the_simulated_provider_uses_only_the_clock_of_the_event_loop() -> None:
     async def main() -> None:
         provider = SimulatedProvider(
             SimulationConfig(boot_s=3, boot_sigma=0, answer_s=0, exec_s=2),
@@ -338,7 +338,7 @@ def test_releasing_a_holder_cancels_its_boots() -> None:
     run_virtual(main())
 
 
-def test_kills_do_not_wait_for_boots_and_failed_kills_do_not_free_their_slot() -> None:
+def test_kills_do_not_wait_for_boots_and_failed_kills_do_not_free_their_slots() -> None:
     async def main() -> None:
         provider = host(kill_failure=0.8, lost_create=0, seed=2)
         async with pool_of(provider, max_live=5, boot_concurrency=4) as pool:
@@ -377,7 +377,7 @@ def test_hanging_boots_do_not_delay_kills() -> None:
 # Warm sandboxes
 
 
-def test_plain_specs_are_served_warm_and_the_stock_is_refilled() -> None:
+def test_plain_specs_get_warm_sandboxes_and_the_stock_is_refilled() -> None:
     async def main() -> None:
         provider = host(boot_s=20, boot_sigma=0)
         async with pool_of(provider, warm={"host": 3}) as pool:
@@ -477,7 +477,7 @@ def test_boots_are_spread_by_load_and_prefer_hosts_with_the_image() -> None:
     run_virtual(main())
 
 
-def test_a_transient_failure_is_tried_on_another_host_first() -> None:
+def test_a_transient_failure_is_retried_on_another_host_first() -> None:
     async def main() -> None:
         bad, good = named("a", boot_failure=1), named("b")
         async with pool_of(bad, good) as pool:

@@ -175,7 +175,7 @@ async def test_draining_cancels_the_base_evaluation(open_run: Any) -> None:
         assert (await service.progress()).phase == "starting", "it can be resumed"
 
 
-def test_parked_tasks_are_no_error_while_others_remain() -> None:
+def test_parked_tasks_are_not_an_error_while_other_tasks_remain() -> None:
     parked = {TaskId("a"): "no image", TaskId("b"): "no network"}
     refuse_all_parked(parked, tasks=3, step=2)
     with pytest.raises(TasksParked, match=r"after 2 steps: 2 tasks are parked, last b: no network; .*new run") as end:

@@ -88,7 +88,7 @@ def test_identical_requests_in_sequence_share_one_prompt() -> None:
 
 
 @pytest.mark.parametrize(("untrained", "trained"), [((True, False), ["yy"]), ((False, True), ["x"])])
-def test_a_turn_is_trained_only_if_its_model_is(untrained: tuple[bool, bool], trained: list[str]) -> None:
+def test_a_turn_is_trained_only_if_its_model_is_trained(untrained: tuple[bool, bool], trained: list[str]) -> None:
     played = rig()
     for text, flag in zip(("x", "yy"), untrained, strict=True):
         played.turn(asks(user("go")), text, untrained=flag)
@@ -145,7 +145,7 @@ def test_a_resampled_turn_is_abandoned_even_if_another_answer_is_in_its_place() 
     assert check(played).masked == {"abandoned": len(b"first") + 1}
 
 
-def test_a_turn_with_a_foreign_call_id_is_still_matched_by_its_words() -> None:
+def test_a_turn_with_a_reused_call_id_is_still_matched_by_its_content() -> None:
     played = rig()
     first = played.turn(asks(user("go"), tools=TOOLS), call("bash", command="1"))
     history = (user("go"), echo(first), result_of(first, "x"))

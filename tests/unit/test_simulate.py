@@ -208,7 +208,7 @@ def test_bad_input_is_a_one_line_error(
     assert said.count("\n") == 1
 
 
-def test_values_for_other_keys_are_parsed_as_toml() -> None:
+def test_values_of_other_keys_are_parsed_as_toml() -> None:
     plan = make_plan("swe64", {}, ["durations.recorded_s=[1.0, 2.0]", 'buffer={ zero_variance = "filter" }'])
     assert plan.mean_s == 1.5
     assert plan.buffer_config().zero_variance == "filter"

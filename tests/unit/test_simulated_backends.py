@@ -156,7 +156,7 @@ def push_times(mode: PushMode) -> tuple[list[float], list[float]]:
     return run_virtual(main())
 
 
-def test_a_push_overlaps_pauses_or_drains() -> None:
+def test_the_push_mode_decides_when_rollouts_begin_and_end() -> None:
     assert push_times(PushMode.OVERLAP) == ([20, 20], [105, 105])
     assert push_times(PushMode.PAUSE) == ([20, 20], [110, 110])
     assert push_times(PushMode.DRAIN) == ([110, 110], [105, 105])
@@ -291,7 +291,7 @@ def test_rewards_follow_the_difficulty_of_the_task_and_repeat() -> None:
     run_virtual(main())
 
 
-def test_no_held_out_task_is_a_training_task() -> None:
+def test_held_out_and_training_tasks_are_disjoint() -> None:
     training = simulated_tasks(0, 2048, evaluate_s=0.0)
     held_out = simulated_tasks(0, 2048, evaluate_s=0.0, family="heldout")
     refuse_overlap(training, held_out, "tasks")

@@ -98,7 +98,7 @@ async def test_cancel_ends_the_run_for_all_callers() -> None:
     assert steps.cancelled == 1
 
 
-async def test_an_error_is_raised_by_every_caller_and_affects_no_other_key() -> None:
+async def test_an_error_is_raised_to_every_caller_and_affects_no_other_key() -> None:
     async def fail() -> int:
         raise ConfigError("no")
 

@@ -101,7 +101,7 @@ def test_the_instruction_does_not_reveal_the_finding(kind: Kind) -> None:
 
 @pytest.mark.parametrize("problem", ONE_OF_EACH, ids=lambda problem: problem.kind)
 class TestCheck:
-    def test_the_look_command_prints_the_text_of_the_problem(self, problem: Problem, tmp_path: Path) -> None:
+    def test_the_look_command_prints_the_expected_output(self, problem: Problem, tmp_path: Path) -> None:
         place(problem, tmp_path / "w")
         assert run(problem.look, tmp_path / "w").removesuffix("\n") == problem.shown
 
@@ -130,7 +130,9 @@ class TestCheck:
             assert check(problem, folder) == 1, guess
 
     @pytest.mark.parametrize("damage", [*LITTER, "for f in *; do echo x >> $f; done", "rm -f *"])
-    def test_damage_beside_the_solution_fails(self, problem: Problem, damage: str, tmp_path: Path) -> None:
+    def test_a_solution_that_also_damages_other_files_fails(
+        self, problem: Problem, damage: str, tmp_path: Path
+    ) -> None:
         """A repair is judged by what it computes, so litter beside it does not matter."""
         place(problem, tmp_path / "w")
         run(problem.act(problem.finding), tmp_path / "w")

@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     assert warm_start(config.model_copy(update={"seed": 1}), tmp_path / "three") != digest
 
 
-def test_demonstrations_train_the_policys_tokens_and_no_held_out_task() -> None:
+def test_demonstrations_train_only_the_policys_tokens_and_no_held_out_tasks() -> None:
     tokenizer = ChatTokenizer(MODEL)
     demonstrator = Demonstrator(WarmStartConfig(), tokenizer)
     held_out = {

@@ -109,7 +109,7 @@ def test_the_failure_rate_is_read_from_a_run(tmp_path: Path) -> None:
     assert recording.failure == pytest.approx(0.2, abs=0.08)
 
 
-def test_jsonl_and_csv_traces_are_read_the_same(tmp_path: Path) -> None:
+def test_jsonl_and_csv_traces_are_read_alike(tmp_path: Path) -> None:
     rows = [("a", 1.5, 1.0, True), ("a", 2.5, None, False), ("b", 3.5, 0.0, True)]
     lines = [dict(zip(("task", "seconds", "reward", "finished"), row, strict=True)) for row in rows]
     (tmp_path / "t.jsonl").write_bytes(b"\n".join(orjson.dumps(line) for line in lines))
@@ -184,7 +184,7 @@ def test_bad_options_print_one_line_and_exit_with_code_2(
     assert said in capsys.readouterr().err
 
 
-def test_other_folders_and_runs_without_a_step_are_refused(
+def test_folders_that_are_not_runs_and_missing_runs_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _tune(monkeypatch, tmp_path) == cli.EXIT_BAD_INPUT
@@ -216,7 +216,7 @@ def test_the_buffer_accepts_every_candidate(run: Path) -> None:
     assert not any(candidate.rule == "all | expiring(1)" and candidate.max_staleness == 1 for candidate in found)
 
 
-def test_lost_rollouts_are_measured_as_bias() -> None:
+def test_the_bias_caused_by_lost_rollouts_is_measured() -> None:
     """Aborting slow rollouts trains hardly any of the slowest decile; carrying them loses none without evictions."""
     telling = TRUTH.durations.model_copy(update={"task_share": 0.1, "solved_shift": -2.5})
     base = TRUTH.model_copy(update={"durations": telling})
@@ -252,7 +252,7 @@ def test_the_pareto_front_has_all_undominated_trials() -> None:
     assert pareto_front(twins) == twins
 
 
-def test_trials_that_survive_are_the_fastest_and_the_pareto_front() -> None:
+def test_surviving_trials_are_the_fastest_and_those_on_the_pareto_front() -> None:
     ladder = [trial(step_s=10.0 + place, slots=place + 1) for place in range(9)]
     fresh = trial(step_s=40, mean_staleness=0.1, slots=99)
     recorded = ladder[0].candidate

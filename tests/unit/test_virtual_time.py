@@ -109,7 +109,7 @@ def test_operations_outside_virtual_time_are_refused(work: Callable[[], Awaitabl
         run_virtual(main())
 
 
-def test_a_deadlock_is_raised_at_once_with_the_waiting_tasks() -> None:
+def test_a_deadlock_is_reported_at_once_with_the_waiting_tasks() -> None:
     async def waits_for_ever() -> None:
         await asyncio.Event().wait()
 
