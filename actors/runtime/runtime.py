@@ -27,7 +27,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
 from headrace.actors.runtime.operations import ABSENCE, until_back
 from headrace.actors.runtime.process_tree import begin_ticking
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.private_folders import temporary_folder
 
 T = TypeVar("T")
@@ -183,6 +184,7 @@ class _Life:
     def __init__(self, instance: object) -> None:
         self._instance: Any = instance
         self._closing = asyncio.Event()
+        self._breaking = False
         self._entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # The root task of the actor: it outlives the call that started it, and `close` awaits it.
         self._task = asyncio.get_running_loop().create_task(self._live())
@@ -191,6 +193,11 @@ class _Life:
     def failed(self) -> bool:
         """True if entering the context failed."""
         return self._entered.done() and self._entered.exception() is not None
+
+    @property
+    def broken(self) -> bool:
+        """True from the moment at which a background task of the open context failed: the process will end."""
+        return self._breaking or (self._task.cancelling() > 0 and not self._closing.is_set())
 
     async def entered(self) -> None:
         """Wait until the context is open. Raises any error from entering it."""
@@ -225,6 +232,8 @@ class _Life:
             try:
                 await self._closing.wait()
             except asyncio.CancelledError:
+                # The task group takes its cancellation back when it exits, before the other exits have ended.
+                self._breaking = True
                 asyncio.get_running_loop().call_later(BREAKING_S, os._exit, BROKEN_EXIT_CODE)
                 self._task.add_done_callback(_end_process)
                 raise
@@ -264,6 +273,9 @@ class Host:
             await self._opened()
             return await getattr(self._instance, method)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the one boundary: raised in the caller with its type
+            if self._life is not None and self._life.broken:
+                # Such as that a task group is shutting down: the caller must wait for the restart, as after any death.
+                return _Raised(ActorLost(f"{type(self._instance).__name__} failed and restarts: {error!r}"))
             return _Raised(error)
         finally:
             self._running.discard(call_id)

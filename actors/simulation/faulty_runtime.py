@@ -16,13 +16,13 @@ import contextvars
 import itertools
 import logging
 import pickle
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime.runtime import ENDING, WATCH_S, require_async
 from headrace.actors.simulation.ordered_tasks import NumberedTask
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 
 if TYPE_CHECKING:
     import random
@@ -85,6 +85,8 @@ class Incarnation:
         self.life: asyncio.Task[None] | None = None
         self.over = asyncio.Event()
         """Set when its context has ended or it has died."""
+        self.breaking = False
+        """True once a background task of its context has failed."""
 
     def _end_itself(self) -> None:
         self.cell.kill("it ended itself")
@@ -167,7 +169,11 @@ class Cell:
                     await stack.enter_async_context(incarnation.instance)
                 if incarnation.alive:
                     self.entered.set()
-                await self.closing.wait()
+                try:
+                    await self.closing.wait()
+                except asyncio.CancelledError:
+                    incarnation.breaking = True
+                    raise
         finally:
             incarnation.over.set()
 
@@ -385,6 +391,10 @@ async def _execute(incarnation: Incarnation, method: str, made_of: bytes, answer
             answer.exception()
         raise
     except Exception as error:  # noqa: BLE001 - the boundary of the actor: the caller gets the error with its type
+        life = incarnation.life
+        if incarnation.breaking or (life is not None and life.cancelling()):
+            # As in `runtime.Host`: a background task of the actor failed, and the actor is about to end.
+            error = ActorLost(f"actor {incarnation.cell.name} failed and restarts: {error!r}")
         result = pickle.dumps(_Raised(error))
     if not answer.done():
         answer.set_result(result)

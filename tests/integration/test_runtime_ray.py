@@ -86,8 +86,8 @@ class Fragile:
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
         self._may_fail = asyncio.Event()
-        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-        tasks.create_task(self._fail())
+        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._tasks.create_task(self._fail())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -103,6 +103,30 @@ class Fragile:
     async def _fail(self) -> None:
         await self._may_fail.wait()
         raise ConfigError("the background task met this")
+
+
+class SlowToExit(Fragile):
+    """After the failure its exit waits until a call of `work` has been refused."""
+
+    async def __aenter__(self) -> Self:
+        self._refused = asyncio.Event()
+        return await super().__aenter__()
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await super().__aexit__()
+        finally:
+            if self._may_fail.is_set():
+                await self._refused.wait()
+
+    async def work(self) -> None:
+        working = asyncio.sleep(0)
+        try:
+            await self._tasks.create_task(working)
+        except RuntimeError:
+            working.close()
+            self._refused.set()
+            raise
 
 
 class Broken:
@@ -197,6 +221,20 @@ class Asking(RayRuntime):
         answer = await super().stats(actor)
         self.answered.set()
         return answer
+
+
+async def test_a_call_to_an_actor_whose_background_task_failed_is_lost_and_not_an_error() -> None:
+    runtime = RayRuntime("exiting-")
+    fragile = await runtime.spawn(SlowToExit, name="fragile")
+    breaking = asyncio.ensure_future(fragile.break_in_the_background())
+    with pytest.raises(ActorLost):
+        # Its task group refuses work from the failure on, and the process ends after the first refused call.
+        while True:
+            await fragile.work()
+    with pytest.raises(ActorLost):
+        await breaking
+    await until_back(fragile.work)
+    await runtime.stop(fragile)
 
 
 async def test_a_guard_kills_a_hung_actor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Self
 
 import pytest
@@ -139,6 +139,43 @@ def test_an_actor_that_ends_itself_is_restarted() -> None:
 
     _, events = simulate(history)
     assert ("died", "counter", "it ended itself") in events
+
+
+class Exiting:
+    """Its task group fails, and its exit takes a while."""
+
+    async def __aenter__(self) -> Self:
+        self._stack = AsyncExitStack()
+        self._stack.push_async_callback(asyncio.sleep, 5.0)
+        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def work(self, *, fails: bool = False) -> None:
+        async def work() -> None:
+            if fails:
+                raise OSError("the disk is full")
+
+        working = work()
+        try:
+            self._tasks.create_task(working)
+        except RuntimeError:
+            working.close()
+            raise
+
+
+def test_a_call_to_an_actor_whose_background_task_failed_is_lost_and_not_an_error() -> None:
+    async def history(runtime: FaultyRuntime) -> None:
+        exiting = await runtime.spawn(Exiting, name="exiting")
+        await exiting.work(fails=True)
+        await asyncio.sleep(1.0)
+        with pytest.raises(ActorLost, match="TaskGroup"):
+            await exiting.work()
+        await until_back(exiting.work)
+
+    simulate(history)
 
 
 def test_lossy_calls_are_lost_and_repeated_at_the_configured_rates() -> None:
