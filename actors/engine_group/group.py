@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
@@ -36,6 +35,7 @@ from headrace.actors.engine_group.pusher import Publisher, Pusher
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError
 from headrace.policies.push.sender import SenderConfig, Senders

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from headrace.actors.run.sections import ModelSection
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.buffer.primitives.durable_files import replace_file
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks import Task, load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsShard, WeightsSnapshot

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -27,6 +26,7 @@ from headrace.actors.rollouts.summary import EvaluationSummary, summarize_answer
 from headrace.actors.rollouts.worker_slots import POLL_S, RETRY_S, Attempt, WorkerSlots
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import Task, tasks_digest
 from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder

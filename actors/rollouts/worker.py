@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter, deque
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
@@ -30,6 +30,7 @@ from headrace.actors.rollouts.rollout import run_rollout
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
 from headrace.actors.runtime.batching import TOGETHER_S, Batcher
 from headrace.actors.runtime.operations import until_back
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import start_rollout_span

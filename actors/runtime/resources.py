@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 
 
 class ResourceOwner:

@@ -21,7 +21,7 @@ import logging
 import os
 import random
 from collections import Counter
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -36,6 +36,7 @@ from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import end_actor
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.policies.errors import LearnerNotOpen, NonFiniteRun, RowUnusable
 from headrace.policies.learners.checkpoints import usable_checkpoint

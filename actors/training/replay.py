@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +21,7 @@ from headrace.actors.errors import TasksParked
 from headrace.actors.runtime.runtime import end_actor
 from headrace.buffer.errors import LedgerBroken
 from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks import Task, TaskId, load_tasks
 from headrace.buffer.versions import PolicyVersion
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SandboxGone
 from headrace.sandboxes.pool.boot import EVALUATE, PURPOSE_LABEL, Booter, Lease, LeaseRequest
 from headrace.sandboxes.pool.config import PoolConfig

@@ -12,10 +12,11 @@ import asyncio
 import logging
 import socket
 import tempfile
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
 from headrace.sandboxes.local.exposed import relay
 from headrace.sandboxes.remote.tasks import ServerTasks

@@ -12,12 +12,13 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from aiohttp import web
 
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.e2b.control import ControlPlane

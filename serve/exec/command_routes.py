@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import tempfile
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.base import ExecResult, Feature, HostPort, Process, Sandbox, TerminalSize
 from headrace.sandboxes.errors import SandboxError, SandboxFileError, Unsupported
 from headrace.sandboxes.remote.error_documents import to_document

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import resource
 import signal
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from headrace.buffer.primitives.exit_stack import AsyncExitStack
     from headrace.sandboxes.base import SandboxProvider
     from headrace.sandboxes.remote.tasks import ServerTasks
     from headrace.serve.exec.evaluations import ApplyPatch

@@ -15,7 +15,6 @@ import asyncio
 import logging
 import secrets
 import time
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -23,6 +22,7 @@ import aiohttp
 from aiohttp import web
 from opentelemetry import trace
 
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.capture.session_log import SessionLog
 from headrace.serve.gateway.admin_routes import AdminRoutes, refusal_of
