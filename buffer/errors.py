@@ -13,7 +13,7 @@ ReplayError
 │   ├── LedgerBroken      a write failed, and the store has ended
 │   └── LedgerMismatch    ledger and checkpoint have different histories
 │       ├── CheckpointMissing  the ledger recorded a checkpoint, but the learner has none
-│       └── LedgerBehind  the checkpoint holds batches that the ledger does not know
+│       └── LedgerBehind  the checkpoint contains batches that are not in the ledger
 ├── TaskNotParked         a task that is to be released is not parked
 ├── ExportRefused         the export cannot be written: no pyarrow, or a folder that cannot be used
 └── CodecError            bytes that are not a trajectory
@@ -52,7 +52,7 @@ class DataExhausted(ReplayError):
 
 
 class LedgerError(ReplayError):
-    """Base class of the errors of the ledger on disk."""
+    """Base class for errors of the on-disk ledger."""
 
 
 class LedgerRefused(LedgerError):
@@ -76,7 +76,7 @@ class CheckpointMissing(LedgerMismatch):
 
 
 class LedgerBehind(LedgerMismatch):
-    """The checkpoint holds trained batches that the ledger does not know."""
+    """The checkpoint contains trained batches that are not in the ledger."""
 
 
 class ExportRefused(ReplayError):

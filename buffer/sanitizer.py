@@ -1,7 +1,7 @@
-"""The sanitizer of values for the ledger: UTF-8 text, 64-bit whole numbers and finite floats, as plain Python types.
+"""Sanitizer for values stored in the ledger: UTF-8 text, 64-bit integers and finite floats, as plain Python types.
 
 Invariants:
-- SQLite and JSON accept the returned values, and read them back equal.
+- The returned values survive a round trip through SQLite and JSON unchanged.
 - Text is cleaned, never refused; a number that cannot be stored raises TypeError, ValueError or OverflowError.
 """
 

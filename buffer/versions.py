@@ -77,6 +77,6 @@ class VersionTree:
         """Return the position on an earlier epoch's line, and the number of updates back to it."""
         fork = self.forks[version.epoch]
         if fork is None:
-            raise ValueError(f"version {version} shares no ancestor with the other")
+            raise ValueError(f"version {version} has no common ancestor with the version it is compared to")
         step = min(version.step, fork.step)
         return PolicyVersion(fork.epoch, step), version.step - step

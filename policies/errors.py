@@ -47,7 +47,7 @@ class EngineError(PolicyError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine is unavailable: there is no connection, it was lost during a call, or the reply was a 5xx."""
+    """The engine could not be reached, the connection was lost during a call, or the reply was a 5xx."""
 
 
 class EngineDown(EngineUnavailable):

@@ -18,7 +18,7 @@ def packages() -> list[str]:
 
 
 def render(text: str) -> str:
-    """Return pyproject.toml's text with the tree's packages."""
+    """Return `text`, that of pyproject.toml, with the list of the packages in the source tree."""
     listed = "".join(f'  "headrace.{name}",\n' for name in packages())
     mapped = ", ".join(f'"headrace.{name}" = "{name.replace(".", "/")}"' for name in packages())
     text, lists = LISTED.subn(f"packages = [\n{listed}]", text)

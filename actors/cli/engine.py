@@ -64,7 +64,8 @@ def serve(
         Path | None, typer.Option(help='File to write {"url", "pid"} to once the server answers.')
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="Further options of sglang.launch_server.")
+        list[str] | None,
+        typer.Argument(metavar="[-- OPTION...]", help="Additional options, passed to sglang.launch_server."),
     ] = None,
 ) -> None:
     """Serve a model over SGLang's HTTP API. Prints the URL once the server answers; stops on SIGTERM or SIGINT."""

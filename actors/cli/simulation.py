@@ -94,9 +94,7 @@ def tune(
     processes: Annotated[int, typer.Option(min=0, help="Number of parallel simulations; 0 for one per core.")] = 0,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="Set a key of the plan that the records do not contain (key=value, see docs/tuning.md)."
-        ),
+        typer.Option("--set", help="Set a plan key that is missing from the records (key=value, see docs/tuning.md)."),
     ] = None,
     json: Json = None,
     quiet: Quiet = False,

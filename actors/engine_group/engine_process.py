@@ -26,7 +26,7 @@ class EngineHandle(Protocol):
     """Handle of one engine."""
 
     async def is_alive(self) -> bool:
-        """Return False if the engine can no longer answer. Bounded in time."""
+        """Return False if the engine can no longer answer. Returns within a bounded time."""
         ...
 
     async def stop(self) -> None:

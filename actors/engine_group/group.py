@@ -139,7 +139,7 @@ class EngineGroup:
         `rollouts_in_flight` is the number of rollouts in flight when the push begins, for the metrics.
 
         Does nothing if the snapshot's epoch is older than the newest one: its learner is dead. Raises EngineUnavailable
-        when no engine took the weights, ModelInvalid, SenderFailed.
+        when no engine accepted the weights, ModelInvalid, SenderFailed.
         """
         async with self._lock:
             newest = self._journal.newest()
@@ -153,13 +153,13 @@ class EngineGroup:
                 # Replace our own failed engines, and give the attached ones another attempt.
                 for entry in self._registry.in_state(EngineState.QUARANTINED):
                     if entry.origin.is_ours:
-                        await self._fleet.end(entry.engine_id, "no engine took the weights")
+                        await self._fleet.end(entry.engine_id, "no engine accepted the weights")
                 await self._fleet.start_missing(at_once=True)
                 await self._bring_up_to_date(at_once=True)
             await self._publisher.publish()
             if not self._serves(snapshot):
                 raise EngineUnavailable(
-                    f"no engine took version {snapshot.version}: see engines/*.log in the run directory"
+                    f"no engine could be updated to version {snapshot.version}: see engines/*.log in the run directory"
                 )
 
     async def serving(self, *, unlike: bool, timeout_s: float) -> bool:

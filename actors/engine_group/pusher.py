@@ -2,7 +2,7 @@
 
 Invariants:
 - The caller holds the group's lock: one push runs at a time.
-- An engine serves after a push only if that push reports that the engine took the weights completely. An engine leaves
+- An engine serves after a push only if that push reports that the engine received all of the weights. An engine leaves
   quarantine only when a push to it alone has succeeded and its checksums equal the snapshot's or those of a serving
   engine.
 - A push whose sender died is repeated once, for the engines that it did not reach.

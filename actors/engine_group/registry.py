@@ -264,7 +264,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address(url: str) -> tuple[str, int]:
-    """Return the host and port, spelled identically for equal addresses."""
+    """Return the host and port, normalized so that equal addresses compare equal."""
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     port = parts.port or (443 if parts.scheme == "https" else 80)

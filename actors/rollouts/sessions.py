@@ -52,7 +52,7 @@ class Sessions(Protocol):
         ...
 
     async def finish(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
-        """Finish a session. If `conversation` is set, the report includes every turn as text, if there are any."""
+        """Finish a session. If `conversation` is set, the report includes the text of all turns."""
         ...
 
 

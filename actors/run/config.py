@@ -242,7 +242,7 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
 
 
 def explain(error: ValidationError, model: type[BaseModel], *, page: str = "docs/configuration.md") -> str:
-    """Describe the first problem of a validation error of `model`: key, reason and, for an unknown key, the fix."""
+    """Describe the first problem in a validation error for `model`: key, reason and, for an unknown key, the fix."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].removeprefix("Value error, ")

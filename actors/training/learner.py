@@ -197,7 +197,7 @@ class LearnerLoop:
         """Train until `steps` updates are done, the data set has been used up, or `drain` has been called. A call made
         while another is running waits for the same outcome.
 
-        Raises NonFiniteRun (too many consecutive skipped steps), LedgerBehind (the ledger does not know the
+        Raises NonFiniteRun (too many consecutive skipped steps), LedgerBehind (the ledger lacks the
         checkpoint's batches), EngineUnavailable (no engine accepted a push), ActorGone.
         """
         try:

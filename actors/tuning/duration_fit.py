@@ -86,7 +86,7 @@ class SurvivalCurve:
 
     @property
     def left(self) -> float:
-        """Share of attempts that take longer than the longest finished duration."""
+        """Share of attempts that take longer than the longest finished one."""
         return float(self.surviving[-1])
 
     def rank(self, seconds: float) -> float:

@@ -170,7 +170,7 @@ def has_begun(run_dir: Path) -> bool:
     left = next(iter((*checkpoints, *sorted((run_dir / "trajectories").glob("*.db")))), None)
     if left is not None:
         raise LedgerRefused(
-            f"{path} is missing or empty, but there is {left}: put the ledger back; the newest checkpoint has a copy "
+            f"{path} is missing or empty, but there is {left}: restore the ledger; the newest checkpoint has a copy "
             "(ledger.db)"
         )
     return False

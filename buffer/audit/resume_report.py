@@ -7,7 +7,7 @@ Invariants:
 - Time and memory depend on the open groups, not on the length of the run: closed groups are counted from the
   ledger's totals. Deciles cover open groups only.
 - Lost rollouts are those that `ledger verify` finds lost in open groups: rollouts whose state their history does not
-  support, and trained work that the ledger does not know. The number of lost rollouts must be 0.
+  support, and trained work that is not in the ledger. The number of lost rollouts must be 0.
 - A rollout's duration is that of its last attempt with a result. For an attempt in flight only a lower bound is known:
   the time until the newest time in the ledger.
 """
@@ -54,7 +54,7 @@ class ResumeReport:
     are run again or evicted.
 
     `checkpoint` is None when the run starts from the beginning. `checkpoint_is_foreign` means that it holds steps that
-    the ledger does not know. `recorded` is the newest checkpoint in the ledger. `untrainable` names the batch that
+    are not in the ledger. `recorded` is the newest checkpoint in the ledger. `untrainable` names the batch that
     would crash the learner again, with the reason; it is empty when there is none. `epoch` is the learner incarnation
     that will be opened."""
 
@@ -149,7 +149,7 @@ class _Plan:
         states.update(closed.rollouts if closed else {})
         ahead: tuple[str, ...] = ()
         if self.known is None and self.checkpoint is not None:
-            ahead = (f"checkpoint {self.checkpoint.version} holds steps that the ledger does not know",)
+            ahead = (f"checkpoint {self.checkpoint.version} contains steps that are not in the ledger",)
         chains = {commit.chain for commit in self.path}
         recorded = [record.version for record in self.evidence.checkpoints if record.chain in chains]
         blocking = ""

@@ -32,7 +32,7 @@ class Finish:
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """True if all rewards are equal, so that no member did better than another."""
+    """True if all rewards are equal, i.e. no member did better than another."""
     return max(rewards) == min(rewards)
 
 

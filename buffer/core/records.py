@@ -112,9 +112,9 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """A group of rollouts of one task. `ordinal` counts the groups opened, `seal_order` those sealed. The timers of its
-    rule run from `opened_at_s`, which is reset when the store is reopened while the group is open. `closed`: only a
-    return to an older checkpoint can still change the group, and the core has forgotten it.
+    """A group of rollouts of one task. `ordinal` is the group's position in order of opening, `seal_order` in order of
+    sealing. The timers of its rule run from `opened_at_s`, which is reset when the store is reopened while the group is
+    open. `closed`: only a return to an older checkpoint can still change the group, and the core has forgotten it.
 
     `rule`, `min_members` and `advantage` are those by which the group was sealed. A group is complete once each member
     has finished or is poison: groups with a `seal_order` of at least `complete_before` were sealed after that.

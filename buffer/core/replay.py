@@ -296,7 +296,7 @@ class ReplayBuffer:
         return Receipt(rollout_id=rollout_id, attempt=attempt, status=ReceiptStatus.ACCEPTED)
 
     def status(self) -> BufferStatus:
-        """Return the counts, including closed groups."""
+        """Return the status of the buffer; its counts include closed groups."""
         rollouts = Counter(self.state.closed)
         rollouts.update({state: len(ids) for state, ids in self.state.by_state.items()})
         path = self.state.path

@@ -65,7 +65,7 @@ class TaskHistory:
         )
 
     def failed_on(self, task_id: TaskId, host: str, now: float) -> tuple[HostFailures, ...]:
-        """Return where a task failed since it last finished, including a failure on `host` now."""
+        """Return the hosts on which a task has failed since it last finished, including a failure on `host` now."""
         return with_failure(self._state.task(task_id).failed_on, host, now)
 
     def failed(self, task_id: TaskId, attempt: AttemptRecord, *, poison: bool) -> None:

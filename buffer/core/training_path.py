@@ -21,8 +21,8 @@ from headrace.buffer.versions import PolicyVersion, VersionTree
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """State of the path once the leased and queued batches have been trained: its last version, and the tree with the
-    steps that will have been repeated by then."""
+    """Expected state of the path after all leased and queued batches have been trained: its last version, and the
+    version tree, which includes the undone steps that this training repeats."""
 
     version: PolicyVersion
     tree: VersionTree

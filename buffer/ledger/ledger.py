@@ -96,7 +96,7 @@ class Ledger:
             if archive.exists() and not (path.exists() and path.stat().st_size):
                 # A new ledger would empty the archive of the lost one.
                 raise LedgerRefused(
-                    f"{path} is missing or empty, but there is {archive}: put the ledger back; the newest checkpoint "
+                    f"{path} is missing or empty, but there is {archive}: restore the ledger; the newest checkpoint "
                     "has a copy (ledger.db)"
                 )
             database = connect(path)

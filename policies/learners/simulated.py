@@ -217,7 +217,7 @@ class SimulatedLearner:
         return LearnerState(parent=parent, step=step, chain=self._previous_chain)
 
     async def step(self, batch: Batch) -> StepReport:
-        """See `Learner.step`. Lasts `step_s` seconds. Raises LearnerNotOpen."""
+        """See `Learner.step`. Takes `step_s` seconds. Raises LearnerNotOpen."""
         version = self._opened()
         began_s = asyncio.get_running_loop().time()
         if version.step + 1 == self._config.hang_at_step and self._hangs():
@@ -243,7 +243,7 @@ class SimulatedLearner:
         return WeightsSnapshot(version=version, shards=(WeightsShard(path=NOWHERE, sha256=digest),))
 
     async def save(self) -> CheckpointRef:
-        """See `Learner.save`. Lasts `save_s` seconds. Raises LearnerNotOpen."""
+        """See `Learner.save`. Takes `save_s` seconds. Raises LearnerNotOpen."""
         version = self._opened()
         await asyncio.sleep(self._config.save_s)
         manifest = Manifest(

@@ -133,7 +133,7 @@ class SGLangEngine:
                 f"/generate: {count} output ids, but at most {request.max_new_tokens} were requested"
             )
         if not output_ids and completion.finish is not FinishReason.ABORT:
-            raise EngineReplyInvalid(f"/generate: finish_reason {completion.finish} without any output id")
+            raise EngineReplyInvalid(f"/generate: finish_reason {completion.finish} but no output ids")
         if self._config.in_place:
             return replace(completion, spans=mark_stale(completion, request.cache_namespace))
         return completion

@@ -48,7 +48,7 @@ class Settings(NamedTuple):
 
 
 class RequestRefused(Exception):
-    """Refusal of a request; the client is answered with the error `name` from headrace.sandboxes.errors."""
+    """Refusal of a request; the client receives the error `name` from headrace.sandboxes.errors."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)

@@ -345,7 +345,7 @@ class Months:
         )
 
     def task_records(self) -> list[Record]:
-        """Return the totals of the tasks over the groups so far."""
+        """Return each task's totals over all groups so far."""
         return [
             TaskRecord(
                 task_id=task,

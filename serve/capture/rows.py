@@ -158,7 +158,7 @@ def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
 
 
 def is_abandoned(node: SampledNode, trie: Trie) -> bool:
-    """Return whether the agent continued from the point before this turn, without it."""
+    """Return whether the agent dropped this turn and continued from the point before it."""
     if node.status is Status.FINISHED:
         return True
     prompt = node.parent

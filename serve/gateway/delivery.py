@@ -1,7 +1,7 @@
 """Delivery of answers on the agents' connections, either in one piece or as a stream with pings.
 
 Invariants:
-- A turn is buffered: no content is sent before the turn has been sampled to its end, so that an engine failure can only
+- A turn is buffered: no content is sent before the turn has been fully sampled, so that an engine failure can only
   occur before any content is sent. Meanwhile a stream gets a ping at least every `ping_s`.
 - Nothing, not even the status, is sent before the first ping is due, so that an early failure gets the dialect's own
   status.

@@ -185,7 +185,7 @@ class EnginePool:
             has_push = bool(self.router.closed(now))
             if now >= deadline and not has_push:
                 raise NoEngineOpen(
-                    f"no engine took the turn within gateway.gate_wait_s = {self._deadlines.gate_wait_s:g}"
+                    f"no engine was available for the turn within gateway.gate_wait_s = {self._deadlines.gate_wait_s:g}"
                 )
             ends = [] if has_push else [deadline]
             if (opening := self.router.next_opening(now)) is not None:

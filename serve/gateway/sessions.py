@@ -1,7 +1,7 @@
 """A gateway's session table, which opens, finds, finishes and forgets sessions, and restores them after a restart.
 
 Invariants:
-- A session id can be open only once at a time; its token is random and identifies only this session.
+- At most one session with a given id is open at a time; its token is random and identifies only this session.
 - After a restart logged sessions remain available under their tokens; each is read when it is first needed.
 - If there is a log, finishing a session again within `finished_grace_s` returns the same report.
 """

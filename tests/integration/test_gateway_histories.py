@@ -312,7 +312,7 @@ async def test_subagents_have_their_own_lineages(model_dir: Path) -> None:
         assert sorted(name.partition(".")[2] for name in names) == ["", "agent-A", "agent-B"]
 
 
-async def test_a_side_call_is_masked_from_training(model_dir: Path) -> None:
+async def test_a_side_call_is_masked_out_of_training(model_dir: Path) -> None:
     """The side call requests a title for the session during the first turn, without tools."""
     async with world(model_dir, Parts({"title": ["Repairs"], "": ["one", "two"]})) as w:
         client = await w.client(ANTHROPIC, tools=TOOLS)

@@ -35,7 +35,7 @@ async def test_every_parameter_is_received(models: list[Path], tmp_path: Path) -
 async def test_parameters_that_differ_from_the_file_are_reported(models: list[Path], tmp_path: Path) -> None:
     snapshot = tmp_path / "model.safetensors"
     snapshot.write_bytes(models[0].read_bytes())
-    with pytest.raises(RuntimeError, match="sent wrong weights"):
+    with pytest.raises(RuntimeError, match="sent incorrect weights"):
         async with open_pair(snapshot, tmp_path / "meeting", BUCKET_BYTES) as pair:
             await pair.round_s()
             snapshot.write_bytes(models[1].read_bytes())

@@ -141,7 +141,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_mutated_echo_never_loses_a_token_with_the_template_of_any_model_family(
+def test_a_mutated_echo_loses_no_token_under_any_model_familys_template(
     model: tuple[Renderer, ChatTokenizer], data: st.DataObject
 ) -> None:
     renderer, tokenizer = model

@@ -285,7 +285,7 @@ def test_trimmed_or_rewrapped_text_is_matched_by_its_words() -> None:
     assert (len(report.lineages), report.drift) == (1, {"text": 1})
 
 
-def test_parallel_results_match_in_any_order_duplicated_or_missing() -> None:
+def test_parallel_results_match_when_reordered_duplicated_or_missing() -> None:
     played = rig()
     first = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1") + call("bash", command="2"))
     one, two = (block.id for block in first.blocks if isinstance(block, ToolCall))

@@ -157,7 +157,7 @@ def test_garbage_is_refused_and_an_empty_file_becomes_a_new_ledger(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_truncated_ledger_is_refused_with_the_fix(tmp_path, share):
+def test_the_error_for_a_truncated_ledger_names_the_fix(tmp_path, share):
     ledger = Ledger.open(tmp_path, IDENTITY)
     ledger.write(busy_core().drain(), [])
     ledger.close()

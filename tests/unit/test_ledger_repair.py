@@ -401,7 +401,7 @@ def no_tasks(run_dir: Path) -> None:
         (no_run_id, r"run_id cannot be read.*copy all of it"),
         (of_another_run, r"was made with run_id = run, but this run has another: resume with the same run"),
         (of_a_newer_version, r"has schema 99, .*upgrade headrace"),
-        (empty, r"is missing or empty, but there is .*put the ledger back"),
+        (empty, r"is missing or empty, but there is .*restore the ledger"),
         (cut_off, r"is not readable: .*put the newest copy in its place"),
         (damaged_trajectories, r"000001.db is not readable: .*remove it .*retry-lost"),
         (no_tasks, r"train.jsonl: cannot be read"),

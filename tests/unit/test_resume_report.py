@@ -312,7 +312,7 @@ def test_a_run_with_a_lost_ledger_is_not_mistaken_for_a_new_run(run_dir, left, m
     (run_dir / "ledger.db").unlink()
     if not missing:
         (run_dir / "ledger.db").touch()
-    with pytest.raises(LedgerRefused, match=rf"missing or empty, but there is .*{left}.*put the ledger back"):
+    with pytest.raises(LedgerRefused, match=rf"missing or empty, but there is .*{left}.*restore the ledger"):
         ResumePreparation(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=print).prepare()
 
 

@@ -157,9 +157,10 @@ def all_pairs() -> list[tuple[CheatRepository, Cheat]]:
 
 
 async def measure(chosen: Sequence[tuple[CheatRepository, Cheat]], progress: Callable[[str], None]) -> dict[str, Any]:
-    """Return the figures of `scripts/bench cheats`; `progress` gets a line for each pair.
+    """Return the figures of `scripts/bench cheats`; `progress` is called with one line for each pair.
 
-    A cheat whose report the canaries reject counts as stopped: it earns no reward, and `evaluation` blames the patch.
+    A cheat whose report the canaries reject counts as stopped: it earns no reward, and the evaluation attributes the
+    failure to the patch.
     Raises SandboxError."""
     async with LocalProvider() as provider:
         bench = CheatBench(provider)

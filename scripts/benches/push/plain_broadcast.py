@@ -53,7 +53,7 @@ class PlainPair:
             process.stdin.close()
         wrong = (await self._answer())["wrong"]
         if wrong:
-            raise RuntimeError(f"the plain broadcast sent wrong weights: {wrong[:3]} ({len(wrong)} in total)")
+            raise RuntimeError(f"the plain broadcast sent incorrect weights: {wrong[:3]} ({len(wrong)} in total)")
 
     async def _answer(self) -> dict[str, Any]:
         """Return the next line of rank 1."""
