@@ -202,3 +202,47 @@ def test_flat_groups_in_the_history_made_early_groups_weigh_more():
 @pytest.mark.parametrize("rule", ["all", "count(6)"])
 def test_kinds_without_a_deviation_have_a_known_share_of_the_gradient(kind, share, rule):
     assert expected_gradient(kind, rule, P) == pytest.approx(share * (LONG - SHORT), rel=1e-9)
+
+
+ROLLOUT_S, CLOCK_S = 1.0, 60.0
+
+
+def rambling_gradient(p, *, train_cut, first_turn):
+    """The expected estimate of dE[reward]/dp by leave-one-out, which is -1: in its last turn a policy rambles with
+    probability p until the clock cuts the turn, and earns 0 instead of 1. With `first_turn`, a turn before it has
+    trained tokens.
+
+    Each trajectory adds its advantage times the scores of what it trains; a batch has a fixed number of rollouts, so
+    the mean is over those that may be trained. The first turn has no choice, and so no score."""
+    config = BufferConfig(group_size=MEMBERS, batch_size=1 << 20, advantage="leave_one_out")
+    buffer = cases.core(config)
+    buffer.open_epoch(None, 0.0)
+    whole, first_only = cases.trajectory(FIRST, tokens=12), cases.trajectory(FIRST, tokens=6)
+    estimate = []
+    for rambles, probability in all_groups(p):
+        orders = buffer.issue(MEMBERS, FIRST, float(buffer.state.next_ordinal * 1000))
+        for order, cut in zip(orders, rambles, strict=True):
+            trajectory = whole if not cut or train_cut else first_only if first_turn else None
+            done = replace(cases.result(order, reward=0.0 if cut else 1.0), trajectory=trajectory)
+            buffer.offer(done, CLOCK_S if cut else ROLLOUT_S)
+        trained = [
+            (member.advantage, cut)
+            for order, cut in zip(orders, rambles, strict=True)
+            if (member := buffer.state.rollouts[order.rollout_id]).state is RolloutState.SEALED
+        ]
+        # What is masked adds nothing, whatever its advantage.
+        scored = [advantage * (1 / p if cut else -1 / (1 - p)) for advantage, cut in trained if train_cut or not cut]
+        estimate.append(probability * math.fsum(scored) / max(1, len(trained)))
+    return math.fsum(estimate)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.4])
+def test_rambling_until_the_clock_has_a_gradient_of_its_own_only_if_cut_turns_are_trained(p):
+    """While they are masked, only the others teach against it: a share p of the gradient, so the less the rarer it is.
+    Where ramblers take no place in a batch, it is about p / (1 - p)."""
+    assert rambling_gradient(p, train_cut=True, first_turn=True) == pytest.approx(-1.0, rel=1e-9)
+    assert rambling_gradient(p, train_cut=True, first_turn=False) == pytest.approx(-1.0, rel=1e-9)
+    assert rambling_gradient(p, train_cut=False, first_turn=True) == pytest.approx(-p, rel=1e-9)
+    assert rambling_gradient(p, train_cut=False, first_turn=False) == pytest.approx(
+        -8 / 7 * p * (1 - p**7) / (1 - p), rel=1e-9
+    )
