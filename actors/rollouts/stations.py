@@ -83,6 +83,7 @@ class WorkerParts:
     sampling: Sampling
     budgets: Budgets
     train_truncated: bool
+    train_cut: bool
     rollout: RolloutConfig
     observing: ActorTelemetry
     evaluations: EvaluationFolders | None = None
@@ -143,6 +144,7 @@ class WorkerStations(ResourceOwner):
             budgets=terms.budgets,
             traceparent=traceparent,
             train_truncated=self._parts.train_truncated,
+            train_cut=self._parts.train_cut,
         )
         return await self._sessions.open(order, spec)
 

@@ -41,7 +41,7 @@ from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, explain, load_recipe
 from headrace.actors.run.interrupts import Interrupts
-from headrace.actors.run.older_configs import upgraded
+from headrace.actors.run.older_configs import recorded, upgraded
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
@@ -108,7 +108,7 @@ def lay_out(config: RunConfig, directory: RunDirectory) -> None:
     try:
         partial.write_beginning(train, uuid.uuid4().hex)
         write_tasks(partial.heldout_tasks, heldout)
-        partial.config.write_bytes(orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+        partial.config.write_bytes(orjson.dumps(recorded(config.model_dump(mode="json")), option=orjson.OPT_INDENT_2))
         publish_folder(staged, directory.path)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)

@@ -1,8 +1,16 @@
-"""Upgrade of configurations that older versions wrote into run directories."""
+"""Configurations in run directories: how this version writes them, and the upgrade of those of older versions.
+
+Invariant: a run keeps the formulas that it was started with, whatever later versions mean by the same key.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Final
+
+CONFIG_SCHEMA: Final = 2
+"""Number of the schema of recorded configurations: 2 means the published formula by `advantage = "grpo"`. Older
+versions recorded no number."""
+_RECORD: Final = "recorded"
 
 _MOVED: Final = {
     ("agent", "max_turns"): ("agent", "shell", "max_turns"),
@@ -24,9 +32,21 @@ _CONSTANT_CLOCKS: Final = {
 """Constant defaults of timeouts that are now derived from other timeouts."""
 
 
+def recorded(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document as a run directory stores it, with the number of its schema."""
+    return {_RECORD: {"schema": CONFIG_SCHEMA}, **document}
+
+
 def upgraded(document: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return a copy of the document with the keys of this version."""
+    """Return a copy of a stored document with the keys and values of this version. Raises ValueError if a newer version
+    wrote it."""
     document = {name: dict(table) for name, table in document.items()}
+    schema = document.pop(_RECORD, {}).get("schema", 1)
+    if not isinstance(schema, int) or schema > CONFIG_SCHEMA:
+        raise ValueError(f"its schema is {schema}, this version reads up to {CONFIG_SCHEMA}: upgrade headrace")
+    buffer = document.get("buffer", {})
+    if schema < CONFIG_SCHEMA and buffer.get("advantage") == "grpo":
+        buffer["advantage"] = "grpo_first_round"
     for old, (*tables, key) in _MOVED.items():
         if (value := _take(document, old)) is not None:
             table: dict[str, Any] = document

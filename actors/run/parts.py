@@ -272,6 +272,7 @@ class ServiceParts(ResourceOwner):
             budgets=training.budgets,
             evaluation_terms=evaluation_terms(config),
             train_truncated=config.sampling.train_truncated,
+            train_cut=config.sampling.train_cut,
             rollout=config.rollout,
             observing=self._observing,
             evaluations=self._evaluations,

@@ -61,6 +61,11 @@ class ResumePreparation:
 
     def prepare(self) -> None:
         """Compute, print and save the report. Raises LedgerRefused, LedgerMismatch, BatchUntrainable, OSError."""
+        if self._config.buffer.advantage == "grpo_first_round":
+            self._say(
+                "advantages: grpo_first_round, which this run was started with (mean of the others, population "
+                "deviation); a new run with grpo uses the published formula"
+            )
         if not has_begun(self._directory.path):
             self._say("nothing was recorded yet: the run starts from the beginning")
             return

@@ -53,6 +53,9 @@ class SamplingSection(Section):
     """Maximum number of tokens sampled in one session over all its conversations; None for no limit."""
     train_truncated: bool = True
     """Train turns that were cut off at the end of the context; false masks them as `truncated`."""
+    train_cut: bool = False
+    """Train turns that were cut off when `rollout.agent_timeout_s` was over; false masks them as `aborted`, and then
+    little teaches the policy not to ramble until that time (docs/gateway.md)."""
 
 
 class EvaluationSamplingSection(Section):

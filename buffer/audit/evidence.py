@@ -1,7 +1,7 @@
 """The contents of a run directory as evidence for audits, read without changing it.
 
 Invariants:
-- A ledger with an older schema is migrated in a copy; the file itself does not change.
+- A ledger with an older schema and its archive are migrated in copies; the files themselves do not change.
 - Databases are opened read-only, so a killed process's write-ahead log is read, and neither it nor the database is
   changed. (SQLite may create an index of the log, `*-shm`, beside it.)
 - Records of closed groups and undone steps are included; nothing is taken from a running buffer's memory.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
 
 from headrace.buffer.audit.joined_rows import GroupHistory, JoinedRows, histories_of
@@ -187,7 +188,7 @@ def read_open(run_dir: Path) -> Evidence:
     """Read only the rows outside the archive (open groups and the steps that a resume may undo) and the newest
     checkpoint, so that the time does not depend on the length of the run. If the checkpoint returns to archived steps,
     or if there is none yet, read everything. Raises LedgerRefused."""
-    with _reading(run_dir) as database:
+    with reading(run_dir) as (database, _):
         _, newest = _at_one_moment(database, run_dir, _newest_witness, lambda: begin(database))
         totals = totals_of(database)
         if totals.get(STEPS):
@@ -216,9 +217,7 @@ def _in_memory(evidence: StreamedEvidence) -> Evidence:
 def streamed(run_dir: Path) -> Iterator[StreamedEvidence]:
     """Open a consistent snapshot of the evidence that `verify` needs. Raises LedgerRefused when there is no ledger that
     this version of headrace can read."""
-    path = run_dir / "ledger.db"
-    with _reading(run_dir) as database:
-        archive = path.with_name(ARCHIVE)
+    with reading(run_dir) as (database, archive):
         (attached, damage), witnesses = _at_one_moment(
             database, run_dir, _witnesses, lambda: begin_with_archive(database, archive)
         )
@@ -292,9 +291,9 @@ def begin_with_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, 
 
 
 @contextmanager
-def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open the ledger in the current schema; a ledger with an older schema is migrated in a copy outside the run
-    directory."""
+def reading(run_dir: Path) -> Iterator[tuple[sqlite3.Connection, Path]]:
+    """Open the ledger in the current schema, with the path of its archive, which may be missing. Files with an
+    older schema are migrated in copies outside the run directory. Raises LedgerRefused."""
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
         raise LedgerRefused(f"{run_dir} has no ledger.db, or an empty one: name the directory of a run")
@@ -304,15 +303,31 @@ def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
             (application,) = database.execute("PRAGMA application_id").fetchone()
             check_schema(schema, application, path)
             if schema == SCHEMA_VERSION:
-                yield database
+                yield database, path.with_name(ARCHIVE)
                 return
-            # Without a name it is a temporary file, because the ledger of a long run may not fit in memory.
-            with closing(sqlite3.connect("", isolation_level=None)) as copy:
+            # Copies are files, because the ledger of a long run may not fit in memory.
+            with closing(sqlite3.connect("", isolation_level=None)) as copy, TemporaryDirectory() as folder:
                 database.backup(copy)
                 migrate(copy, schema)
-                yield copy
+                yield copy, _current_archive(path.with_name(ARCHIVE), Path(folder))
     except sqlite3.DatabaseError as error:
         raise unreadable(path, error) from error
+
+
+def _current_archive(path: Path, folder: Path) -> Path:
+    """Return the path of the archive, or of a migrated copy in `folder` if its schema is older."""
+    try:
+        with closing(read_only(path)) as archive:
+            (schema,) = archive.execute("PRAGMA user_version").fetchone()
+            if not 0 < schema < SCHEMA_VERSION:
+                return path
+            with closing(sqlite3.connect(folder / ARCHIVE, isolation_level=None)) as copy:
+                archive.backup(copy)
+                migrate(copy, schema)
+    except sqlite3.DatabaseError:
+        # Missing, or damaged: `begin_with_archive` reports it.
+        return path
+    return folder / ARCHIVE
 
 
 def _steps(

@@ -3,7 +3,7 @@
 Invariants:
 - The export only reads: it works both for a run whose process was killed and for one that is still running, and
   changes neither.
-- The folder appears complete or not at all. There is one file per table, with the table's own columns;
+- The folder appears complete or not at all. There is one file per table, with the columns of the current schema;
   `trajectories.parquet` has a row for each token sequence that can be read.
 - Memory is bounded by `ROWS_AT_ONCE` trajectories and `TABLE_ROWS_AT_ONCE` rows, however long the run. Closed groups
   and covered steps are read from the ledger's archive.
@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer.audit.evidence import begin, begin_with_archive, read_only, read_trajectory
+from headrace.buffer.audit.evidence import begin_with_archive, read_only, read_trajectory, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.buffer.errors import ExportRefused, LedgerRefused
-from headrace.buffer.ledger.archive import ARCHIVE
-from headrace.buffer.ledger.ledger import check_schema
-from headrace.buffer.ledger.schema import SCHEMA_VERSION
+from headrace.buffer.errors import ExportRefused
 from headrace.buffer.primitives.durable_files import publish_folder
 
 if TYPE_CHECKING:
+    import sqlite3
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -51,32 +48,20 @@ class ExportReport:
 
 def export(run_dir: Path, folder: Path) -> ExportReport:
     """Write the ledger of a run to `folder`, which must not exist. Raises ExportRefused, LedgerRefused."""
-    path = run_dir / "ledger.db"
-    if not path.is_file():
-        raise LedgerRefused(f"{run_dir} has no ledger.db: name the directory of a run")
     if folder.exists():
         raise ExportRefused(f"--out {folder} already exists: choose another folder")
     staged = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        with closing(read_only(path)) as database:
-            (schema,) = database.execute("PRAGMA user_version").fetchone()
-            (application,) = database.execute("PRAGMA application_id").fetchone()
-            check_schema(schema, application, path)
+        with reading(run_dir) as (database, archive):
             staged.mkdir(parents=True)
             # One read transaction, since a live buffer may continue to write.
-            if schema == SCHEMA_VERSION:
-                attached, _ = begin_with_archive(database, path.with_name(ARCHIVE))
-            else:
-                attached = False
-                begin(database)
+            attached, _ = begin_with_archive(database, archive)
             tables = JoinedRows(database, attached=attached)
             found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
             names = [name for (name,) in found if not name.startswith("sqlite_")]
             rows = {name: _write_table(database, tables, name, staged) for name in names}
             rows["trajectories"], unreadable = _write_trajectories(tables, run_dir, staged)
         publish_folder(staged, folder)
-    except sqlite3.DatabaseError as error:
-        raise LedgerRefused(f"{path} is not readable: {error}") from error
     except OSError as error:
         raise ExportRefused(f"--out {folder} cannot be written: {error.strerror}") from error
     finally:

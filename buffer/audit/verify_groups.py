@@ -1,7 +1,10 @@
 """The checks of `verify` about groups: baselines, scales, advantages and the history of tasks.
 
-Invariant: times, rewards and causes of attempts are the evidence; the records of rollouts, groups and tasks must follow
-from them.
+Invariants:
+- Times, rewards and causes of attempts are the evidence; the records of rollouts, groups and tasks must follow from
+  them.
+- A group is checked by the formula that it was sealed with (`groups.advantage`), computed again without the buffer's
+  own code (`expected_advantages`).
 """
 
 from __future__ import annotations
@@ -13,8 +16,14 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+from headrace.buffer.audit.expected_advantages import (
+    KINDS,
+    CompleteGroups,
+    ExpectedAdvantages,
+    Result,
+    expected_baseline,
+)
 from headrace.buffer.core.acceptance import AcceptanceRule, GroupView, effective_since, parse_rule
-from headrace.buffer.core.advantages import Finish, advantage, baseline, deviation_square_sum, full_scale, history_scale
 from headrace.buffer.core.classification import FAILED
 from headrace.buffer.core.records import GroupRecord, GroupState, RolloutRecord, RolloutState, TaskRecord
 from headrace.buffer.types import Cause, GroupId, RolloutId
@@ -24,9 +33,6 @@ if TYPE_CHECKING:
 
     from headrace.buffer.audit.joined_rows import GroupHistory
     from headrace.buffer.tasks import TaskId
-
-Sums = tuple[float, int]
-"""Sum of squares within complete groups, and the number of their members."""
 
 _WITH_ADVANTAGE = frozenset({RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
 
@@ -40,9 +46,9 @@ class _Sealed:
     members: Sequence[RolloutRecord]
     rule: AcceptanceRule
     min_members: int
-    finishes: Mapping[RolloutId, Finish]
-    own: Sums
-    pooled: Sums
+    finishes: Mapping[RolloutId, Result]
+    own: CompleteGroups
+    pooled: CompleteGroups
 
     @property
     def fixed(self) -> list[RolloutRecord]:
@@ -59,9 +65,9 @@ class GroupAudit:
         If the groups sealed earlier are not available (`has_history` is false), scales are not checked."""
         self._retried, self._has_history = retried, has_history
         self._sizes: dict[int, list[GroupId]] = defaultdict(list)
-        self._history: dict[TaskId | None, Sums] = defaultdict(lambda: (0.0, 0))
+        self._history: dict[TaskId | None, CompleteGroups] = defaultdict(CompleteGroups)
         # Complete groups that no group sealed so far could know of.
-        self._coming: list[tuple[int, int, TaskId, Sums]] = []
+        self._coming: list[tuple[int, int, GroupRecord, list[float]]] = []
         self._counts: dict[TaskId, Counter[str]] = defaultdict(Counter)
 
     def check(self, history: GroupHistory) -> Iterator[str]:
@@ -122,14 +128,12 @@ class GroupAudit:
         """Yield the contradictions in a sealed group, given the history at the time it was sealed."""
         group, members = history.group, history.members
         while self._coming and self._coming[0][0] <= (group.seal_order or 0):
-            _, _, task_id, (squares, count) = heappop(self._coming)
-            for key in (task_id, None):
-                before, number = self._history[key]
-                self._history[key] = (before + squares, number + count)
+            _, _, earlier, its_rewards = heappop(self._coming)
+            for key in (earlier.task_id, None):
+                self._history[key].add(its_rewards, earlier.advantage)
         rewards = [member.first_reward for member in members if member.first_reward is not None]
         if group.complete_before is not None and rewards:
-            sums = (deviation_square_sum(rewards), len(rewards))
-            heappush(self._coming, (group.complete_before, group.ordinal, group.task_id, sums))
+            heappush(self._coming, (group.complete_before, group.ordinal, group, rewards))
         # A result that was acknowledged and never stored: its time is unknown, and baselines may depend on it. An
         # operator has retried it, and its attempt has no token.
         tries = (attempt for tries in history.attempts.values() for attempt in tries)
@@ -144,7 +148,7 @@ class GroupAudit:
                     rule=_rule(group.rule or ""),
                     min_members=group.min_members or 0,
                     finishes={
-                        rollout_id: Finish(at_s=first.ended_at_s or 0.0, reward=first.reward)
+                        rollout_id: Result(first.ended_at_s or 0.0, first.reward)
                         for rollout_id, first in early
                         if first is not None and first.reward is not None
                     },
@@ -176,29 +180,34 @@ def _sealed_group(sealed: _Sealed) -> Iterator[str]:
     accepts_at_s = effective_since(sealed.rule, view, sealed.min_members)
     if not sealed.rule.expires and accepts_at_s > (group.ended_at_s or 0.0):
         yield f"{name} was sealed before its rule {sealed.rule.text} accepted"
+    if group.advantage not in KINDS:
+        yield f"{name} was sealed with the unknown kind of advantages {group.advantage}: upgrade headrace"
+        return
     ends = (member.rollout_id in sealed.finishes or member.state is RolloutState.POISON for member in sealed.members)
-    if group.advantage == "centered":
-        scale = 1.0
-    elif all(ends) and not any(member.late for member in sealed.members):
-        scale = full_scale([finish.reward for finish in sealed.finishes.values()])
-    else:
-        scale = history_scale(sealed.own, sealed.pooled)
+    complete = all(ends) and not any(member.late for member in sealed.members)
+    expected = ExpectedAdvantages(
+        kind=group.advantage,
+        rewards=[finish.reward for finish in sealed.finishes.values()] if complete else None,
+        members=len(sealed.fixed),
+        own=sealed.own,
+        pooled=sealed.pooled,
+    )
     for member in sealed.fixed:
-        expected = baseline(
+        baseline = expected_baseline(
             sealed.rule,
             [finish for other, finish in sealed.finishes.items() if other != member.rollout_id],
             size=len(sealed.members),
             min_members=sealed.min_members,
             opened_at_s=group.opened_at_s,
         )
-        if member.baseline is None or not _close(member.baseline, expected):
-            yield f"{member.rollout_id} has baseline {member.baseline}, but its group's results give {expected}"
-        elif member.scale is None or not _close(member.scale, scale):
-            yield f"{member.rollout_id} has scale {member.scale}, but the history gives {scale}"
+        if member.baseline is None or not _close(member.baseline, baseline):
+            yield f"{member.rollout_id} has baseline {member.baseline}, but its group's results give {baseline}"
+        elif member.scale is None or not _close(member.scale, expected.scale):
+            yield f"{member.rollout_id} has scale {member.scale}, but {group.advantage} gives {expected.scale}"
         elif member.advantage is None or member.reward is None:
             if member.state in _WITH_ADVANTAGE:
                 yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"
-        elif not _close(member.advantage, advantage(member.reward, member.baseline, member.scale)):
+        elif not _close(member.advantage, expected.advantage(member.reward, member.first_reward, baseline)):
             yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"
 
 

@@ -1,11 +1,25 @@
 """Advantages of a sealed group, with baselines and scales that are fixed when it is sealed.
 
+With a member's reward R, the mean B of the others' rewards, the mean M and the sample deviation S (divisor n - 1) of
+all n rewards, and the population deviation P (divisor n):
+
+| kind | advantage | source |
+|---|---|---|
+| `grpo` | (R - M) / (S + 1e-6) | DeepSeekMath, arXiv:2402.03300 |
+| `grpo_no_std` | R - M | Dr. GRPO, arXiv:2503.20783 |
+| `leave_one_out` | R - B | RLOO, arXiv:2402.14740 |
+| `grpo_first_round` | (R - B) / (P + 1e-6) | runs begun before ledger schema 4 |
+
 Invariants:
 - A member's baseline never depends on its own speed or reward: it is the mean over the other members that would
   have finished in time if this member had finished at the group's start. (Applying the mean over early finishers to
   late ones would bias the gradient just as cancelling the late ones does.)
-- A scale is the standard deviation of the whole group or of earlier complete groups, never that of the early
+- The mean that includes the member is computed from this baseline, because R - M = (n - 1) / n * (R - B). So members of
+  groups sealed early get the same factor, and their expected gradient is that of complete groups.
+- A scale comes from the deviation of the whole group or of earlier complete groups, never from that of the early
   finishers.
+- Every advantage is (R - B) / scale. With `grpo` it is at most (n - 1) / sqrt(n), as in every complete group
+  (Samuelson's inequality): a history of similar rewards cannot give one member of an early group a huge weight.
 """
 
 from __future__ import annotations
@@ -17,10 +31,10 @@ from typing import Literal
 
 from headrace.buffer.core.acceptance import AcceptanceRule, GroupView
 
-AdvantageKind = Literal["grpo", "centered"]
+AdvantageKind = Literal["grpo", "grpo_no_std", "leave_one_out", "grpo_first_round"]
 SCALE_EPSILON = 1e-6
-SCALE_FLOOR = 0.1
-"""Lower limit of a scale taken from history."""
+FIRST_ROUND_FLOOR = 0.1
+"""Lower limit of a scale that `grpo_first_round` takes from history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -29,6 +43,17 @@ class Finish:
 
     at_s: float
     reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpread:
+    """Sums over complete groups. `square_sum` is of the squared distances of rewards from their group's mean, and
+    `members` counts them; the other two cover only groups sealed with `grpo`: the same sum, and that of (n - 1) * S."""
+
+    square_sum: float = 0.0
+    members: int = 0
+    grpo_square_sum: float = 0.0
+    grpo_deviation_sum: float = 0.0
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
@@ -47,23 +72,55 @@ def deviation_square_sum(rewards: Sequence[float]) -> float:
     return math.fsum((reward - center) ** 2 for reward in rewards)
 
 
-def full_scale(rewards: Sequence[float]) -> float:
-    """Return the scale of `grpo` for a complete group: population standard deviation + 1e-6 (DeepSeekMath,
-    arXiv:2402.03300).
-
-    It is 1 for equal rewards: their advantages are 0 anyway, and a member that is issued again may get a different
-    reward."""
-    if zero_variance(rewards):
-        return 1.0
-    return math.sqrt(deviation_square_sum(rewards) / len(rewards)) + SCALE_EPSILON
+def deviation_sum(rewards: Sequence[float]) -> float:
+    """Return (n - 1) * S of the n rewards of a complete group, at least two."""
+    return math.sqrt(deviation_square_sum(rewards) * (len(rewards) - 1))
 
 
-def history_scale(own: tuple[float, int], pooled: tuple[float, int]) -> float:
-    """Return the scale of `grpo` for a group with running members, from (sum of squares within complete groups, number
-    of their members) of the task so far (`own`), or else of all tasks (`pooled`); 1 if there are no such groups."""
-    for squares, members in (own, pooled):
-        if members:
-            return max(SCALE_FLOOR, math.sqrt(max(0.0, squares) / members))
+def group_scale(
+    kind: AdvantageKind, rewards: Sequence[float] | None, *, members: int, own: RewardSpread, pooled: RewardSpread
+) -> float:
+    """Return the scale of a group's advantages. `rewards` are those of a complete group, None if members are running;
+    `members` counts those with a baseline; `own` and `pooled` cover the earlier groups of the task and of all tasks."""
+    with_itself = members / (members - 1)
+    match kind:
+        case "leave_one_out":
+            return 1.0
+        case "grpo_no_std":
+            return with_itself
+        case "grpo_first_round":
+            return _first_round_scale(rewards, own, pooled)
+        case "grpo":
+            # In a flat group all advantages are 0. A member that is issued again may get a different reward.
+            if rewards is None or zero_variance(rewards):
+                deviation = _history_deviation(own, pooled)
+            else:
+                deviation = math.sqrt(deviation_square_sum(rewards) / (len(rewards) - 1))
+            return with_itself * (deviation + SCALE_EPSILON)
+
+
+def _history_deviation(own: RewardSpread, pooled: RewardSpread) -> float:
+    """Return the deviation by which the advantages of earlier complete groups would have been as large in sum as by
+    each group's own: sum of (n - 1) S^2 over sum of (n - 1) S, of the task, or else of all tasks; 1 without any.
+
+    Flat groups add nothing to either sum. For rewards of two values, dividing by it gives exactly the expected gradient
+    that dividing each complete group by its own S gives, E[S] / E[S^2] times that of the mean reward.
+    """
+    for spread in (own, pooled):
+        if spread.grpo_deviation_sum > 0.0:
+            return spread.grpo_square_sum / spread.grpo_deviation_sum
+    return 1.0
+
+
+def _first_round_scale(rewards: Sequence[float] | None, own: RewardSpread, pooled: RewardSpread) -> float:
+    """Return the scale of `grpo_first_round`, whose history includes flat groups."""
+    if rewards is not None:
+        return (
+            1.0 if zero_variance(rewards) else math.sqrt(deviation_square_sum(rewards) / len(rewards)) + SCALE_EPSILON
+        )
+    for spread in (own, pooled):
+        if spread.members:
+            return max(FIRST_ROUND_FLOOR, math.sqrt(max(0.0, spread.square_sum) / spread.members))
     return 1.0
 
 
@@ -85,6 +142,10 @@ def baseline(
     return mean([finish.reward for finish in ordered])
 
 
-def advantage(reward: float, baseline: float, scale: float) -> float:
-    """Return `(reward - baseline) / scale`."""
-    return (reward - baseline) / scale
+def advantage(kind: AdvantageKind, reward: float, baseline: float, scale: float, *, members: int) -> float:
+    """Return `(reward - baseline) / scale`, with `grpo` at most what a complete group of `members` can give."""
+    value = (reward - baseline) / scale
+    if kind != "grpo":
+        return value
+    largest = (members - 1) / math.sqrt(members)
+    return max(-largest, min(largest, value))

@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from headrace.buffer.core.acceptance import NEVER, AcceptanceRule, GroupView, effective_since
-from headrace.buffer.core.advantages import Finish, advantage, baseline, full_scale, history_scale, zero_variance
+from headrace.buffer.core.advantages import Finish, RewardSpread, advantage, baseline, group_scale, zero_variance
 from headrace.buffer.core.records import FilterReason, GroupRecord, GroupState, RolloutRecord, RolloutState
 from headrace.buffer.types import Cause, GroupId, RolloutId
 
@@ -103,9 +103,10 @@ class Sealing:
 
     def arrive(self, rollout_id: RolloutId) -> None:
         """Seal a member of a sealed group that has finished late, or has finished again."""
-        rollout, group = self._state.rollouts[rollout_id], self._state.group_of(rollout_id)
-        self._seal_member(rollout, flat=False)
-        self.completed(group.group_id)
+        rollout = self._state.rollouts[rollout_id]
+        counted = sum(member.scale is not None for member in self._state.rollouts_of(rollout.group_id))
+        self._seal_member(rollout, counted, flat=False)
+        self.completed(rollout.group_id)
 
     def completed(self, group_id: GroupId) -> None:
         """Add a sealed group to the history of its task once its last member has finished."""
@@ -113,9 +114,8 @@ class Sealing:
         if group.state is not GroupState.SEALED or group.complete_before is not None or not _complete(members):
             return
         self._state.put(replace(group, complete_before=self._state.next_seal))
-        self._history.completed(
-            group.task_id, [member.first_reward for member in members if member.first_reward is not None]
-        )
+        rewards = [member.first_reward for member in members if member.first_reward is not None]
+        self._history.completed(group.task_id, rewards, group.advantage)
 
     def _seal(self, group: GroupRecord, members: Sequence[RolloutRecord], now: float) -> None:
         sealed = replace(
@@ -130,6 +130,7 @@ class Sealing:
         self._state.put(sealed)
         self._state.count("groups_sealed")
         fixed = self._fix(sealed, members)
+        counted = sum(member.scale is not None for member in fixed)
         running = [member for member in fixed if member.running]
         rewards = [member.first_reward for member in fixed if member.first_reward is not None]
         flat = not running and zero_variance(rewards)
@@ -140,7 +141,7 @@ class Sealing:
         for member in fixed:
             if not member.running:
                 if member.finished:
-                    self._seal_member(member, flat=flat)
+                    self._seal_member(member, counted, flat=flat)
             elif self._config.unfinished == "carry":
                 self._state.put(replace(member, late=True))
             else:
@@ -163,16 +164,20 @@ class Sealing:
             for member in members
             if member.finished
         }
-        if self._config.advantage == "centered":
-            scale = 1.0
-        elif _complete(members):
-            scale = full_scale([member.first_reward for member in members if member.first_reward is not None])
-        else:
-            task, state = self._state.task(group.task_id), self._state
-            scale = history_scale(
-                (task.deviation_square_sum, task.complete_members),
-                (float(state.deviation_square_sum), state.complete_members),
-            )
+        counted = [member for member in members if member.finished or member.running]
+        task = self._state.task(group.task_id)
+        scale = group_scale(
+            self._config.advantage,
+            [finish.reward for finish in finishes.values()] if _complete(members) else None,
+            members=len(counted),
+            own=RewardSpread(
+                square_sum=task.deviation_square_sum,
+                members=task.complete_members,
+                grpo_square_sum=task.grpo_square_sum,
+                grpo_deviation_sum=task.grpo_deviation_sum,
+            ),
+            pooled=self._state.reward_spread(),
+        )
         return [
             replace(
                 member,
@@ -190,7 +195,7 @@ class Sealing:
             for member in members
         ]
 
-    def _seal_member(self, member: RolloutRecord, *, flat: bool) -> None:
+    def _seal_member(self, member: RolloutRecord, counted: int, *, flat: bool) -> None:
         assert member.reward is not None
         assert member.baseline is not None
         assert member.scale is not None
@@ -202,7 +207,9 @@ class Sealing:
         elif flat and self._config.zero_variance == "filter":
             self._filter(member, FilterReason.ZERO_VARIANCE)
         else:
-            value = advantage(member.reward, member.baseline, member.scale)
+            kind = self._state.group_of(member.rollout_id).advantage
+            assert kind is not None
+            value = advantage(kind, member.reward, member.baseline, member.scale, members=counted)
             self._state.put(replace(member, state=RolloutState.SEALED, advantage=value))
 
     def _filter(self, rollout: RolloutRecord, reason: FilterReason) -> None:

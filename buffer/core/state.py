@@ -19,6 +19,7 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeVar
 
+from headrace.buffer.core.advantages import RewardSpread
 from headrace.buffer.core.records import (
     FINAL,
     OUTAGES_KEPT,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import GroupId, RolloutId
 
 K = TypeVar("K")
+_SPREAD_SUMS = ("deviation_square_sum", "grpo_square_sum", "grpo_deviation_sum")
 Versions = tuple[PolicyVersion, ...]
 """Versions that sampled a trajectory's trained tokens; its staleness depends on nothing else."""
 
@@ -73,7 +75,8 @@ class ReplayState:
         self.evaluations_closed = snapshot.evaluations_closed
         self.parked: dict[TaskId, str] = {}
         self.outages: dict[int, OutageRecord] = {}
-        self.complete_members, self.deviation_square_sum = 0, Fraction()
+        self.complete_members = 0
+        self.spread_sums = {name: Fraction() for name in _SPREAD_SUMS}
         self.in_flight_by_version: dict[PolicyVersion, dict[RolloutId, None]] = {}
         """Rollouts in flight by the version their attempt was issued at."""
         self.free_by_versions: dict[Versions, dict[RolloutId, None]] = {}
@@ -111,6 +114,15 @@ class ReplayState:
     def task(self, task_id: TaskId) -> TaskRecord:
         """Return the record of a task, or an empty record if nothing is known about the task."""
         return self.tasks.get(task_id) or TaskRecord(task_id=task_id)
+
+    def reward_spread(self) -> RewardSpread:
+        """Return the spread of rewards in the complete groups of all tasks."""
+        return RewardSpread(
+            square_sum=float(self.spread_sums["deviation_square_sum"]),
+            members=self.complete_members,
+            grpo_square_sum=float(self.spread_sums["grpo_square_sum"]),
+            grpo_deviation_sum=float(self.spread_sums["grpo_deviation_sum"]),
+        )
 
     def group_of(self, rollout_id: RolloutId) -> GroupRecord:
         """Return the group of a rollout."""
@@ -243,8 +255,10 @@ class ReplayState:
         # Exact sums: a core folded from the rows must come to the same scale, whatever the order of the rows.
         known = self.task(record.task_id)
         self.complete_members += record.complete_members - known.complete_members
-        if record.deviation_square_sum != known.deviation_square_sum:
-            self.deviation_square_sum += Fraction(record.deviation_square_sum) - Fraction(known.deviation_square_sum)
+        for name in _SPREAD_SUMS:
+            before, after = getattr(known, name), getattr(record, name)
+            if after != before:
+                self.spread_sums[name] += Fraction(after) - Fraction(before)
         self.tasks[record.task_id] = record
         if record.parked:
             self.parked[record.task_id] = record.last_failure

@@ -13,12 +13,13 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from headrace.buffer.core.advantages import deviation_square_sum
+from headrace.buffer.core.advantages import deviation_square_sum, deviation_sum
 from headrace.buffer.core.records import AttemptRecord, Charge, HostFailures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.buffer.core.advantages import AdvantageKind
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.tasks import TaskId
 
@@ -121,16 +122,20 @@ class TaskHistory:
         task = self._state.task(task_id)
         self._state.put(replace(task, cancelled=task.cancelled + 1))
 
-    def completed(self, task_id: TaskId, rewards: Sequence[float]) -> None:
-        """Record that a sealed group of a task is complete, with these rewards of its members."""
-        task = self._state.task(task_id)
+    def completed(self, task_id: TaskId, rewards: Sequence[float], kind: AdvantageKind | None) -> None:
+        """Record that a group of a task, sealed with this kind of advantages, is complete, with these rewards of its
+        members."""
+        task, squares = self._state.task(task_id), deviation_square_sum(rewards)
+        by_grpo = kind == "grpo"
         self._state.put(
             replace(
                 task,
                 complete_members=task.complete_members + len(rewards),
                 reward_sum=task.reward_sum + math.fsum(rewards),
                 reward_square_sum=task.reward_square_sum + math.fsum(reward**2 for reward in rewards),
-                deviation_square_sum=task.deviation_square_sum + deviation_square_sum(rewards),
+                deviation_square_sum=task.deviation_square_sum + squares,
+                grpo_square_sum=task.grpo_square_sum + by_grpo * squares,
+                grpo_deviation_sum=task.grpo_deviation_sum + by_grpo * deviation_sum(rewards),
             )
         )
 

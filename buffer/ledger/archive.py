@@ -271,13 +271,18 @@ class Archive:
         except (sqlite3.DatabaseError, ValueError) as error:
             if database is not None:
                 database.close()
-            raise LedgerRefused(
-                f"{self._path} is not the archive of the ledger beside it: {error}; put back the archive that belongs "
-                "to the ledger, or move this file away: the run then continues without its history"
-            ) from error
+            raise unusable(self._path, error) from error
         self._database = database
         if self._path is not None:
             fsync(self._path.parent)
+
+
+def unusable(path: Path | None, error: Exception) -> LedgerRefused:
+    """Return the error for an archive that cannot be used with the ledger beside it."""
+    return LedgerRefused(
+        f"{path} is not the archive of the ledger beside it: {error}; put back the archive that belongs to the ledger, "
+        "or move this file away: the run then continues without its history"
+    )
 
 
 def totals_of(ledger: sqlite3.Connection) -> dict[str, int]:

@@ -35,7 +35,7 @@ from headrace.buffer.ledger.archive import (
     totals_of,
 )
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
-from headrace.buffer.ledger.migration import is_whole, migrate, split
+from headrace.buffer.ledger.migration import is_whole, migrate, migrate_archive, split
 from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
@@ -406,6 +406,7 @@ def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Pa
                     f"{path} was made with {key} = {stored.get(key)}, but this run has {value}: "
                     "resume with the same run and task file, or start a new run directory"
                 )
+        migrate_archive(path)
         if schema < SCHEMA_VERSION:
             with transaction(database):
                 migrate(database, schema)

@@ -2,9 +2,12 @@
 
 Invariants:
 - All steps of a migration are in one transaction: a ledger has the old schema or the new one, never a mixture.
-- Existing values do not change; new columns get the values that the old version implied.
-- The old file itself becomes the archive; the open rows are copied out of it. Apart from counting the closed rows once,
-  the time does not depend on their number.
+- Existing values do not change; new columns get the values that the old version implied. Only the kinds of advantages
+  get the names that they have had since schema 4.
+- A single-file ledger (schema 1 or 2) itself becomes the archive; the open rows are copied out of it. Apart from
+  counting the closed rows and renaming their kinds once, the time does not depend on their number.
+- The archive of a ledger of schema 3 is migrated before the ledger, each in one transaction. After an interruption the
+  next start continues.
 - At every moment `ledger.db` is a complete ledger: the old one until the new one replaces it. The files of an
   interrupted attempt are removed by the next one.
 """
@@ -20,9 +23,25 @@ from pathlib import Path
 
 import orjson
 
-from headrace.buffer.core.advantages import SCALE_EPSILON, deviation_square_sum, full_scale, zero_variance
-from headrace.buffer.ledger.archive import ARCHIVE, EVALUATIONS, FIRST_OPEN_STEP, SKIPPED, STATE, STEPS, next_numbers
-from headrace.buffer.ledger.schema import APPLICATION_ID, CHANGES_OF_3, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES_OF_2
+from headrace.buffer.core.advantages import SCALE_EPSILON, deviation_square_sum, zero_variance
+from headrace.buffer.ledger.archive import (
+    ARCHIVE,
+    EVALUATIONS,
+    FIRST_OPEN_STEP,
+    SKIPPED,
+    STATE,
+    STEPS,
+    next_numbers,
+    unusable,
+)
+from headrace.buffer.ledger.schema import (
+    APPLICATION_ID,
+    CHANGES_OF_3,
+    CHANGES_OF_4,
+    LEDGER_STATEMENTS,
+    SCHEMA_VERSION,
+    TABLES_OF_2,
+)
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
 
@@ -108,8 +127,13 @@ def _kind_of_1(rewards: Sequence[float], advantages: Sequence[float | None]) -> 
     for reward, advantage in zip(rewards, advantages, strict=True):
         distance = reward - (total - reward) / (len(rewards) - 1)
         if advantage is not None and abs(distance) > SCALE_EPSILON:
-            return ("centered", 1.0) if math.isclose(advantage, distance) else ("grpo", full_scale(rewards))
-    return "grpo", full_scale(rewards)
+            return ("centered", 1.0) if math.isclose(advantage, distance) else ("grpo", _scale_of_1(rewards))
+    return "grpo", _scale_of_1(rewards)
+
+
+def _scale_of_1(rewards: Sequence[float]) -> float:
+    """Return the population deviation + 1e-6; 1 for equal rewards."""
+    return 1.0 if zero_variance(rewards) else math.sqrt(deviation_square_sum(rewards) / len(rewards)) + SCALE_EPSILON
 
 
 def _from_2(database: sqlite3.Connection) -> None:
@@ -124,7 +148,16 @@ def _from_2(database: sqlite3.Connection) -> None:
     database.execute("UPDATE epochs SET follows = parent")
 
 
-_STEPS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _from_1, 2: _from_2}
+def _from_3(database: sqlite3.Connection) -> None:
+    """Migrate from version 3, whose `grpo` was the formula of the first round. Its runs keep that formula, so no group
+    is in the new sums of `grpo`."""
+    for statement in CHANGES_OF_4:
+        database.execute(statement)
+    database.execute("UPDATE groups SET advantage = 'grpo_first_round' WHERE advantage = 'grpo'")
+    database.execute("UPDATE groups SET advantage = 'leave_one_out' WHERE advantage = 'centered'")
+
+
+_STEPS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _from_1, 2: _from_2, 3: _from_3}
 
 
 _OPEN = "group_id IN (SELECT group_id FROM old.groups WHERE closed = 0)"
@@ -144,6 +177,24 @@ _STAYS = {
     "trajectory_files": "false",
 }
 """Condition that selects the rows to copy into the new ledger, by table; all rows of other tables are copied."""
+
+
+def migrate_archive(ledger: Path) -> None:
+    """Migrate the archive beside a ledger, if it exists and has an older schema; it must not be open. Raises
+    LedgerRefused."""
+    path = ledger.with_name(ARCHIVE)
+    # An interrupted split has left both names on one file; the next split removes the archive's.
+    if not path.exists() or path.samefile(ledger):
+        return
+    try:
+        with closing(connect(path, foreign_keys=False)) as archive:
+            (schema,) = archive.execute("PRAGMA user_version").fetchone()
+            # 0: its creator died before it wrote the tables. Newer ones are refused later.
+            if 0 < schema < SCHEMA_VERSION:
+                with transaction(archive):
+                    migrate(archive, schema)
+    except sqlite3.DatabaseError as error:
+        raise unusable(path, error) from error
 
 
 def is_whole(ledger: sqlite3.Connection) -> bool:

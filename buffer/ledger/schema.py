@@ -43,7 +43,7 @@ from headrace.buffer.core.records import (
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x48524C31
 """`HRL1` in the file's header: this SQLite file is a ledger."""
 
@@ -82,6 +82,12 @@ CHANGES_OF_3 = (
 )
 """Statements that add the tables and columns of schema 3. They are run for a new ledger too, so that it cannot differ
 from a migrated one."""
+
+CHANGES_OF_4 = (
+    "ALTER TABLE tasks ADD COLUMN grpo_square_sum REAL NOT NULL DEFAULT 0.0",
+    "ALTER TABLE tasks ADD COLUMN grpo_deviation_sum REAL NOT NULL DEFAULT 0.0",
+)
+"""Columns new with schema 4, in which `groups.advantage` has other names for the kinds of older ledgers."""
 
 LEDGER_DDL = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -128,6 +134,7 @@ LEDGER_STATEMENTS = (
     *LEDGER_DDL.strip().rstrip(";").split(";\n"),
     TABLES_OF_2,
     *CHANGES_OF_3,
+    *CHANGES_OF_4,
     "CREATE INDEX rollouts_by_batch ON rollouts (batch_id)",
 )
 
@@ -331,7 +338,8 @@ TABLES: Mapping[type, Table] = {
         "tasks",
         "task_id",
         "last_pass groups finished solved duration_s infra poison evicted cancelled complete_members reward_sum "
-        "reward_square_sum deviation_square_sum poison_streak parked last_failure failed_on parked_at_s",
+        "reward_square_sum deviation_square_sum grpo_square_sum grpo_deviation_sum poison_streak parked last_failure "
+        "failed_on parked_at_s",
         {"parked": bool, "failed_on": _read_hosts},
         {"failed_on": _write_hosts},
     ),

@@ -31,7 +31,15 @@ from headrace.actors.record.metrics import (
     StepMetric,
 )
 from headrace.actors.run.launch import RunRequest, prepare
-from headrace.buffer.core.advantages import advantage, deviation_square_sum, full_scale, mean
+from headrace.buffer.core.advantages import (
+    AdvantageKind,
+    RewardSpread,
+    advantage,
+    deviation_square_sum,
+    deviation_sum,
+    group_scale,
+    mean,
+)
 from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import (
     AttemptRecord,
@@ -110,9 +118,10 @@ class Place:
 
 
 class Months:
-    """Records of a run that has been training for `days` until now."""
+    """Records of a run that has been training for `days` until now, with this kind of advantages."""
 
-    def __init__(self, days: float, tasks: Sequence[TaskId], *, now: float) -> None:
+    def __init__(self, days: float, tasks: Sequence[TaskId], *, now: float, kind: AdvantageKind) -> None:
+        self._kind: AdvantageKind = kind
         # A few steps follow the newest checkpoint.
         self.saved = _saved_steps(days)
         self.steps = self.saved + AFTER_CHECKPOINT
@@ -286,7 +295,8 @@ class Months:
         rollouts: list[RolloutRecord] = []
         attempts: list[AttemptRecord] = []
         sampled: dict[RolloutId, PolicyVersion] = {}
-        counts, scale, total = self.counts[place.task], full_scale(REWARDS), math.fsum(REWARDS)
+        counts, total, none = self.counts[place.task], math.fsum(REWARDS), RewardSpread()
+        scale = group_scale(self._kind, REWARDS, members=SIZE, own=none, pooled=none)
         counts["groups"] += 1
         counts["last_pass"] = place.ordinal // len(self._tasks)
         ended_s = self.committed_at(place.step) - STEP_S - 30
@@ -308,7 +318,7 @@ class Months:
                     attempt=1 + again,
                     failures=int(again),
                     reward=reward,
-                    advantage=advantage(reward, baseline, scale),
+                    advantage=advantage(self._kind, reward, baseline, scale, members=SIZE),
                     batch_id=batch_id,
                     first_reward=reward,
                     baseline=baseline,
@@ -328,6 +338,9 @@ class Months:
         counts["reward_sum"] += math.fsum(REWARDS)
         counts["reward_square_sum"] += math.fsum(reward**2 for reward in REWARDS)
         counts["deviation_square_sum"] += deviation_square_sum(REWARDS)
+        if self._kind == "grpo":
+            counts["grpo_square_sum"] += deviation_square_sum(REWARDS)
+            counts["grpo_deviation_sum"] += deviation_sum(REWARDS)
         return GroupRecord(
             group_id=place.group_id,
             ordinal=place.ordinal,
@@ -339,7 +352,7 @@ class Months:
             ended_at_s=max(attempt.ended_at_s or 0.0 for attempt in attempts),
             rule="all",
             min_members=2,
-            advantage="grpo",
+            advantage=self._kind,
             complete_before=place.ordinal + 2,
             closed=closed,
         )
@@ -359,6 +372,8 @@ class Months:
                 reward_sum=counts["reward_sum"],
                 reward_square_sum=counts["reward_square_sum"],
                 deviation_square_sum=counts["deviation_square_sum"],
+                grpo_square_sum=counts["grpo_square_sum"],
+                grpo_deviation_sum=counts["grpo_deviation_sum"],
             )
             for task, counts in self.counts.items()
         ]
@@ -537,6 +552,8 @@ class _OldLedger:
         """Do nothing: schema 2 keeps evaluations only in the metrics."""
 
     def close(self) -> None:
+        # Schema 2 called it so.
+        self._database.execute("UPDATE groups SET advantage = 'grpo' WHERE advantage = 'grpo_first_round'")
         self._database.close()
         self._blobs.close()
 
@@ -549,7 +566,8 @@ def write_run(
     sizes = (f"training.steps={steps + STEPS_LEFT}", f"evaluation.every_steps={EVALUATE_EVERY}", "evaluation.tasks=64")
     config, directory = prepare(RunRequest(recipe=RECIPE, runs_dir=runs_dir, name=name, overrides=(*sizes, *overrides)))
     stream = TaskStream(load_tasks(directory.train_tasks), seed=config.service.seed)
-    months = Months(days, stream.order(0), now=time.time())
+    kind: AdvantageKind = "grpo_first_round" if older else "grpo"
+    months = Months(days, stream.order(0), now=time.time(), kind=kind)
     identity = {"run_id": directory.identity.read_text(), "tasks_sha256": stream.digest()}
     heldout = [task.id for task in load_tasks(directory.heldout_tasks)][: config.evaluation.tasks]
     ledger: _LedgerWriter = (_OldLedger if older else _NewLedger)(directory.path, identity)

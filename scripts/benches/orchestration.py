@@ -130,6 +130,7 @@ def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, 
         sampling=Sampling(),
         budgets=Budgets(),
         train_truncated=True,
+        train_cut=False,
         rollout=RolloutConfig(),
         observing=without_spans(directory),
     )

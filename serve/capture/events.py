@@ -29,7 +29,14 @@ class Status(StrEnum):
     ACCEPTED = "accepted"
     """The agent has sent it back in a request."""
     ABORTED = "aborted"
-    """Cut off: the agent disconnected, its wall time ran out, or the engine failed after partial output."""
+    """Cut off: the agent disconnected, or the engine failed after partial output."""
+    CUT = "cut"
+    """Cut off because the session's wall time ran out."""
+
+    @property
+    def is_partial(self) -> bool:
+        """True for a turn without an end, which has no answer."""
+        return self in (Status.ABORTED, Status.CUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +75,8 @@ class Exhausted(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
-    """Event: a turn was sampled, completely or (status ABORTED) in part. `parent` is the id of the turn that it
-    continues; `delta` are the ids of its prompt below the parent, and `options` is the `options_digest` of its
+    """Event: a turn was sampled, completely or (status ABORTED or CUT) in part. `parent` is the id of the turn
+    that it continues; `delta` are the ids of its prompt below the parent, and `options` is the `options_digest` of its
     request."""
 
     parent: str

@@ -32,8 +32,8 @@ class Masked(StrEnum):
     """Reason why sampled tokens are not trained."""
 
     ABORTED = "aborted"
-    """The turn was cut off: the agent disconnected, its wall time ran out, or the engine failed after partial
-    output."""
+    """The turn was cut off: the agent disconnected, the engine failed after partial output, or its wall time ran out in
+    a session that does not train such turns."""
     ABANDONED = "abandoned"
     """The agent continued without the turn, which was dropped as malformed, sampled again, or never delivered."""
     SIDE = "side"
@@ -144,7 +144,7 @@ def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
         side = {node for root in roots if not root.origin.is_ours for node in below(root)}
     verdicts: dict[SampledNode, Masked | None] = {}
     for node in session.trie.sampled:
-        if node.status is Status.ABORTED:
+        if node.status is Status.ABORTED or (node.status is Status.CUT and not session.spec.train_cut):
             verdicts[node] = Masked.ABORTED
         elif node in side or node.parent.origin.untrained:
             verdicts[node] = Masked.SIDE
@@ -164,7 +164,7 @@ def is_abandoned(node: SampledNode, trie: Trie) -> bool:
     prompt = node.parent
     if node.status is Status.ACCEPTED or node.children or not _is_echoed(prompt):
         return False
-    if any(sibling.number > node.number and sibling.status is not Status.ABORTED for sibling in prompt.children):
+    if any(sibling.number > node.number and not sibling.status.is_partial for sibling in prompt.children):
         return True
     # A later root is the same conversation without its first answer if it only appends messages.
     others = prompt.parent.children if prompt.parent is not None else trie.roots

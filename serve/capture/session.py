@@ -75,13 +75,15 @@ class Budgets:
 class SessionSpec:
     """Specification of a session to open. `session_id` is chosen by the caller and can be open only once at a time;
     `traceparent` is the rollout's agent span. `train_truncated` says whether turns that were cut off by the context
-    limit are trained."""
+    limit are trained; `train_cut` says the same of turns that were cut off when `wall_s` was over, which then count as
+    turns."""
 
     session_id: SessionId
     sampling: Sampling = field(default_factory=Sampling)
     budgets: Budgets = field(default_factory=Budgets)
     traceparent: str = ""
     train_truncated: bool = True
+    train_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -269,10 +271,11 @@ class Session:
         truncated = plan.truncates and completion.finish is FinishReason.LENGTH
         return self._event(plan, completion, answer, truncated=truncated, lost_calls=parsed.lost_calls)
 
-    def aborted(self, turn_id: str, plan: TurnPlan, completion: Completion) -> Recorded:
-        """Return the event for a turn that was cut off after some tokens, which are recorded but not trained."""
+    def aborted(self, turn_id: str, plan: TurnPlan, completion: Completion, *, by_clock: bool = False) -> Recorded:
+        """Return the event for a turn that was cut off after some tokens. They are recorded, and trained only if the
+        session's wall time cut them (`by_clock`) and the session trains such turns."""
         answer = TurnAnswer(turn_id=turn_id, blocks=(), end=TurnEnd.LENGTH)
-        return self._event(plan, completion, answer, status=Status.ABORTED)
+        return self._event(plan, completion, answer, status=Status.CUT if by_clock else Status.ABORTED)
 
     def _event(
         self,
@@ -307,7 +310,7 @@ class Session:
                 self.trie.add(event)
                 self.sampled_tokens += len(event.ids)
                 self.lost_calls += event.lost_calls
-                self.turns += event.status is not Status.ABORTED
+                self.turns += not event.status.is_partial or (event.status is Status.CUT and self.spec.train_cut)
                 number = event.answer.turn_id.removeprefix(f"t{self._salt}")
                 self._turn_numbers = max(self._turn_numbers, int(number) if number.isdigit() else 0)
             case Accepted(turn_id=turn_id, drift=drift):

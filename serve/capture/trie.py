@@ -181,7 +181,7 @@ class Trie:
     def accept(self, node: SampledNode) -> None:
         """Mark this turn and all turns before it as accepted by the agent, and drop their answers."""
         for _, sampled in path(node):
-            if sampled.status is not Status.ABORTED:
+            if not sampled.status.is_partial:
                 sampled.status, sampled.answer = Status.ACCEPTED, None
 
     def node_of(self, message: Message) -> SampledNode | None:
@@ -239,7 +239,7 @@ class Trie:
             plain=plain_digest(answer.blocks),
             calls=answer.calls,
             options=event.options,
-            answer=answer if event.status is not Status.ABORTED else None,
+            answer=None if event.status.is_partial else answer,
             status=event.status,
             truncated=event.truncated,
             number=self._next_number(),
@@ -384,7 +384,7 @@ class _Segment:
             for prompt in self._prompts.get(self._frame.digest(), ())
             if covers(prompt.parts, self._parts)
             for node in reversed(prompt.children)
-            if node.status is not Status.ABORTED
+            if not node.status.is_partial
         ]
 
 

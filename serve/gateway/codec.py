@@ -117,6 +117,7 @@ class SpecForm(BaseModel):
     budgets: BudgetsForm = BudgetsForm()
     traceparent: str = Field(default="", max_length=64)
     train_truncated: bool = True
+    train_cut: bool = False
 
     def to_spec(self, most_context: int | None = None) -> SessionSpec:
         """Return the spec; `most_context` is the context length of the engines, if known."""
@@ -126,6 +127,7 @@ class SpecForm(BaseModel):
             budgets=self.budgets.to_budgets(most_context),
             traceparent=self.traceparent,
             train_truncated=self.train_truncated,
+            train_cut=self.train_cut,
         )
 
 
@@ -139,6 +141,7 @@ class OpenOneForm(BaseModel):
     budgets: BudgetsForm = BudgetsForm()
     traceparent: str = Field(default="", max_length=64)
     train_truncated: bool = True
+    train_cut: bool = False
 
     def to_spec(self, default_id: SessionId, most_context: int | None = None) -> SessionSpec:
         """Return the spec; `most_context` is the context length of the engines, if known."""
@@ -148,6 +151,7 @@ class OpenOneForm(BaseModel):
             budgets=self.budgets.to_budgets(most_context, self.max_context_tokens),
             traceparent=self.traceparent,
             train_truncated=self.train_truncated,
+            train_cut=self.train_cut,
         )
 
 

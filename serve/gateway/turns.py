@@ -278,19 +278,23 @@ class Turns:
         root = path(parent)[0][0].parts if parent else plan.match.parts
         lineage = Lineage(session=spec.session_id, head=root[0])
         pieces: list[Completion] = []
-        completed, started_at = False, self._clock()
+        completed, overdue, started_at = False, False, self._clock()
         try:
             async with asyncio.timeout(live.core.wall_left_s(self._clock())):
                 completion = await self._pool.sample(lineage, request, pieces)
             completed = True
             return completion
         except TimeoutError:
+            overdue = True
             live.exhaust(Exhausted.WALL)
             return None
         finally:
-            held_s = self._clock() - started_at
+            now = self._clock()
+            held_s = now - started_at
             if not completed and any(piece.output_ids for piece in pieces):
-                live.record_anyway(live.core.aborted(turn_id, plan, join_pieces(pieces)))
+                # Also when the rollout's own clock, which ends at the same time, closed the session first.
+                by_clock = overdue or live.core.wall_left_s(now) <= 0
+                live.record_anyway(live.core.aborted(turn_id, plan, join_pieces(pieces), by_clock=by_clock))
             elif not completed and held_s >= self._held_after_s:
                 live.fail(f"held: no engine sampled a token of the turn in {held_s:.1f} s")
 

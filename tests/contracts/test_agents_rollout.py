@@ -85,6 +85,7 @@ async def running(directory: RunDirectory, engine: Any, tokenizer_dir: Path, age
             gateway=await gateway.address(),
             sampling=Sampling(),
             train_truncated=True,
+            train_cut=False,
             budgets=Budgets(max_context_tokens=200_000),
             rollout=RolloutConfig(),
             observing=observing,

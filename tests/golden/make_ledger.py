@@ -1,7 +1,7 @@
-"""Makes a golden run directory: `PYTHONPATH=tests python tests/golden/make_ledger.py tests/golden/ledger_v3`.
+"""Makes a golden run directory: `PYTHONPATH=tests python tests/golden/make_ledger.py tests/golden/ledger_v4`.
 
-Run it once for each schema version, never again for an old one: its files must go on loading. `ledger_v1` and
-`ledger_v2` were made by earlier versions of this script.
+Run it once for each schema version, never again for an old one: its files must go on loading. `ledger_v1` to
+`ledger_v3` were made by earlier versions of this script.
 """
 
 from __future__ import annotations

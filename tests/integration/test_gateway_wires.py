@@ -284,6 +284,18 @@ async def test_running_out_of_wall_time_aborts_the_running_turn_and_ends_it_norm
 
 
 @EVERY
+async def test_a_turn_that_the_clock_cut_is_trained_if_configured(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir, Lines(Fault.HANG), ping_s=0.05) as w:
+        client = await w.client(wire, spec={"budgets": Budgets(wall_s=1.5), "train_cut": True})
+        reply = await client.say("go")
+        assert (reply.status, reply.text) == (200, FINAL_TEXT)
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.exhausted, report.masked, report.failures) == ("wall", {}, ())
+        assert (report.turns, report.trained_tokens) == (1, 1)
+
+
+@EVERY
 async def test_turns_in_flight_count_towards_the_budget(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir) as w:
         [engine] = w.engines

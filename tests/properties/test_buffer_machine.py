@@ -43,7 +43,7 @@ RULES = {
 CONFIGS = (
     {"group_size": 2},
     {"rule": "all", "max_evictions": 0, "zero_variance": "filter"},
-    {"rule": "count(2)", "advantage": "centered"},
+    {"rule": "count(2)", "advantage": "leave_one_out"},
     {"rule": "count(2)", "unfinished": "abort", "passes": 1, "park_after": 1},
     {"rule": "fraction(0.6) & grace(3) | deadline(9)", "max_evictions": 1, "curriculum": "frontier", "passes": 2},
     {"rule": "fraction(0.6) & grace(3) | deadline(9)", "unfinished": "abort"},

@@ -138,10 +138,10 @@ class Rig:
             self.record(Delivered(turn_id=event.answer.turn_id, at=0.0))
         return event.answer
 
-    def cut(self, request: TurnRequest, ids: Sequence[int]) -> None:
+    def cut(self, request: TurnRequest, ids: Sequence[int], *, by_clock: bool = False) -> None:
         """Play a turn that is cut."""
-        plan = self.plan(request)
-        self.record(self.core.aborted(self.core.next_turn_id(), plan, self.completion(ids, FinishReason.ABORT)))
+        plan, completion = self.plan(request), self.completion(ids, FinishReason.ABORT)
+        self.record(self.core.aborted(self.core.next_turn_id(), plan, completion, by_clock=by_clock))
 
     def completion(self, output: str | Sequence[int], finish: FinishReason = FinishReason.STOP) -> Completion:
         number = len(self.outputs)

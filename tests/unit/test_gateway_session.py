@@ -485,6 +485,34 @@ def test_tokens_of_an_aborted_turn_are_recorded_but_not_trained() -> None:
     assert (report.masked, report.turns, len(report.lineages)) == ({"aborted": 2}, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("train", "by_clock", "masked", "turns"),
+    [(True, True, {}, 2), (True, False, {"aborted": 2}, 1), (False, True, {"aborted": 2}, 1)],
+)
+def test_a_turn_cut_by_the_clock_is_trained_if_configured(
+    train: bool, by_clock: bool, masked: dict[str, int], turns: int
+) -> None:
+    played = rig(train_cut=train)
+    answer = played.turn(asks(user("a")), "x")
+    played.cut(asks(user("a"), echo(answer), user("b")), [*b"yz"], by_clock=by_clock)
+    report = check(report_of(played.core))
+    assert (report.masked, report.turns, report.exhausted) == (masked, turns, Exhausted.NONE)
+    assert trained(report) == (["xyz"] if train and by_clock else ["x"])
+    assert report.trajectory is not None
+    [row] = report.trajectory.rows
+    owned = sum(span.end - span.start for span in row.versions)
+    assert owned == int(row.loss_mask_T.sum()), "spans cover what is trained"
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"), [({"sampling": Sampling(top_k=5)}, "sampling"), ({"sampling": Sampling(top_p=0.9)}, "sampling")]
+)
+def test_a_turn_cut_by_the_clock_is_masked_for_the_reasons_of_whole_turns(spec: dict[str, Any], reason: str) -> None:
+    played = rig(train_cut=True, **spec)
+    played.cut(asks(user("a")), [*b"yz"], by_clock=True)
+    assert check(report_of(played.core)).masked == {reason: 2}
+
+
 def test_an_undelivered_answer_is_replayed_or_else_abandoned() -> None:
     played = rig()
     request = asks(user("a"))

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.export import export
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import LedgerRefused
-from headrace.buffer.ledger.ledger import Ledger
+from headrace.buffer.ledger.ledger import Ledger, bring_up_to_date
+from headrace.buffer.ledger.migration import migrate_archive
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import StepReport
@@ -94,9 +96,10 @@ async def test_a_run_with_schema_2_continues(golden):
     assert report.sealed == 8 + 3
 
 
-async def test_a_run_with_schema_3_continues(golden):
-    """With an archive; a reward above 0 solves nothing by itself."""
-    run_dir = golden("ledger_v3")
+@pytest.mark.parametrize("name", ["ledger_v3", "ledger_v4"])
+async def test_a_run_with_an_archive_continues(golden, name):
+    """A reward above 0 solves nothing by itself."""
+    run_dir = golden(name)
     report = verify(run_dir)
     assert report.problems == ()
     assert (report.issued, report.trained, report.leased, report.poison) == (48, 24, 8, 1)
@@ -112,6 +115,70 @@ async def test_a_run_with_schema_3_continues(golden):
     report = verify(run_dir)
     assert report.problems == ()
     assert report.sealed == 8 + 3
+
+
+@pytest.mark.parametrize("name", ["ledger_v1", "ledger_v2", "ledger_v3"])
+def test_groups_of_older_schemas_keep_the_formula_of_the_first_round(golden, name):
+    run_dir = golden(name)
+    before = read_evidence(run_dir)
+    assert {group.advantage for group in before.groups if group.seal_order} == {"grpo_first_round"}
+    Ledger.open(run_dir, {"run_id": "golden"}).close()
+    after = read_evidence(run_dir)
+    assert (after.groups, after.rollouts, after.damage) == (before.groups, before.rollouts, ())
+    kinds = {kind for path in run_dir.glob("*.db") for kind in kinds_in(path)}
+    assert kinds == {"grpo_first_round"}, "in the archive, too"
+
+
+def kinds_in(path):
+    """The kinds of advantages in a ledger or an archive."""
+    with closing(sqlite3.connect(path)) as database:
+        return {kind for (kind,) in database.execute("SELECT advantage FROM groups WHERE advantage IS NOT NULL")}
+
+
+async def test_groups_sealed_with_another_kind_from_now_on_are_checked_by_it(golden):
+    """A run whose configuration was changed by hand: each group says by which formula it was sealed."""
+    run_dir = golden("ledger_v3")
+    async with await open_run(run_dir, EARLY) as store:
+        version = PolicyVersion(2, 3)
+        await store.keep_in_flight(())
+        for _ in range(3):
+            for number, order in enumerate(await store.issue(1000, version)):
+                await store.offer_many([cases.result(order, version, reward=number % 3 / 2)])
+            batch = await store.take(version, 2, timeout_s=0.0)
+            version = PolicyVersion(2, version.step + 1)
+            await store.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=version, skipped=False))
+    report = verify(run_dir)
+    assert report.problems == ()
+    assert {"grpo", "grpo_first_round"} <= {group.advantage for group in read_evidence(run_dir).groups}
+
+
+def test_an_interrupted_migration_of_ledger_and_archive_is_continued(golden):
+    """The archive first: until the ledger follows, readers and the next start accept both."""
+    run_dir = golden("ledger_v3")
+    before = read_evidence(run_dir)
+    migrate_archive(run_dir / "ledger.db")
+    assert verify(run_dir).problems == ()
+    assert read_evidence(run_dir).groups == before.groups
+    assert bring_up_to_date(run_dir) == 3
+    assert verify(run_dir).problems == ()
+    assert read_evidence(run_dir).groups == before.groups
+
+
+def test_an_archive_that_cannot_be_migrated_is_named(golden):
+    run_dir = golden("ledger_v3")
+    (run_dir / "archive.db").write_bytes(b"no database at all, whatever its name says" * 100)
+    with pytest.raises(LedgerRefused, match=r"archive\.db is not the archive of the ledger beside it"):
+        Ledger.open(run_dir, {"run_id": "golden"})
+    with closing(sqlite3.connect(run_dir / "ledger.db")) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (3,), "nothing has changed"
+
+
+def test_an_export_of_an_old_ledger_contains_its_archive(golden, tmp_path):
+    run_dir = golden("ledger_v3")
+    before = (run_dir / "archive.db").read_bytes()
+    rows = export(run_dir, tmp_path / "out").rows
+    assert rows["groups"] == len(read_evidence(run_dir).groups) == 12
+    assert (run_dir / "archive.db").read_bytes() == before
 
 
 def test_a_reader_does_not_change_an_old_ledger(golden):
@@ -140,7 +207,7 @@ def test_an_interrupted_migration_leaves_schema_1(golden):
         assert database.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
 
 
-@pytest.mark.parametrize("name", ["ledger_v1", "ledger_v2", "ledger_v3"])
+@pytest.mark.parametrize("name", ["ledger_v1", "ledger_v2", "ledger_v3", "ledger_v4"])
 def test_a_migrated_ledger_has_the_tables_of_a_new_one(golden, tmp_path, name):
     migrated = golden(name)
     Ledger.open(migrated, {"run_id": "golden"}).close()

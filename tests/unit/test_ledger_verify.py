@@ -8,12 +8,14 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
+from headrace.buffer.core import advantages
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
@@ -195,13 +197,11 @@ def test_a_directory_without_a_ledger_is_refused(tmp_path):
 EARLY = cases.SMALL.model_copy(update={"batch_size": 8, "group_size": 4, "rule": "count(3)"})
 
 
-@pytest.fixture
-async def early_dir(tmp_path):
+async def run_early(run_dir, config=EARLY):
     """A run whose groups are sealed with a member running: some trained, some evicted and issued again."""
     clock = itertools.count(100)
-    run_dir = tmp_path / "early"
     store = await ReplayStore.open(
-        run_dir, EARLY, cases.tasks(), run_id="run", seed=3, clock=lambda: float(next(clock))
+        run_dir, config, cases.tasks(), run_id="run", seed=3, clock=lambda: float(next(clock))
     )
     async with store:
         version = await store.open_epoch(None)
@@ -216,6 +216,11 @@ async def early_dir(tmp_path):
         for order in await store.issue(9, version):
             await store.offer_many([cases.result(order, version)])
     return run_dir
+
+
+@pytest.fixture
+async def early_dir(tmp_path):
+    return await run_early(tmp_path / "early")
 
 
 async def test_a_run_with_groups_sealed_early_has_no_problems(early_dir):
@@ -258,6 +263,35 @@ async def test_contradictions_in_groups_are_reported(early_dir, statement, probl
     change(early_dir, statement)
     report = verify(early_dir)
     assert any(problem in line for line in report.problems), report.problems
+
+
+KINDS = ("grpo", "grpo_no_std", "leave_one_out", "grpo_first_round")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_ledger_is_checked_with_the_formula_that_it_was_made_by(tmp_path, kind):
+    run_dir = await run_early(tmp_path / "run", EARLY.model_copy(update={"advantage": kind}))
+    assert verify(run_dir).problems == ()
+    for other in {*KINDS, "ppo"} - {kind}:
+        change(run_dir, f"UPDATE groups SET advantage = '{other}' WHERE advantage IS NOT NULL")
+        assert not verify(run_dir).clean, other
+
+
+def too_large(*values, **named):
+    """Code of a wrong function: it finds the right one in the globals of its module."""
+    return 1.25 * globals()["right"](*values, **named)
+
+
+@pytest.mark.parametrize(
+    "name", ["group_scale", "baseline", "advantage", "mean", "deviation_square_sum", "deviation_sum"]
+)
+async def test_a_wrong_formula_in_the_buffer_is_reported(tmp_path, monkeypatch, name):
+    """Although every module that has imported it, `verify` among them, gets the same wrong function."""
+    function = getattr(advantages, name)
+    monkeypatch.setattr(advantages, "right", FunctionType(function.__code__, vars(advantages)), raising=False)
+    monkeypatch.setattr(function, "__code__", too_large.__code__)
+    run_dir = await run_early(tmp_path / "run")
+    assert not verify(run_dir).clean
 
 
 def two_lines(run_dir, *, skipped):

@@ -21,7 +21,9 @@ VIEW = GroupView(size=8, finished=6, running=2, opened_at_s=100.0, last_finished
 
 def quartet(**changes):
     """A buffer with one open group of four, opened at 0 s, and its orders."""
-    config = BufferConfig(**({"batch_size": 8, "group_size": 4, "max_staleness": 2, "advantage": "centered"} | changes))
+    config = BufferConfig(
+        **({"batch_size": 8, "group_size": 4, "max_staleness": 2, "advantage": "leave_one_out"} | changes)
+    )
     buffer = cases.core(config)
     buffer.open_epoch(None, 0.0)
     return buffer, buffer.issue(4, FIRST, 0.0)
@@ -33,6 +35,12 @@ def finish(buffer, order, now, reward=1.0):
 
 def member(buffer, order):
     return buffer.state.rollouts[order.rollout_id]
+
+
+def scale_of(buffer, orders):
+    """The scale that all these members have."""
+    (scale,) = {member(buffer, order).scale for order in orders}
+    return scale
 
 
 def states(buffer, orders):
@@ -247,41 +255,59 @@ def test_rules_tolerate_a_clock_that_jumps_back():
 
 
 def test_scales_for_early_groups_come_from_complete_groups():
+    """Scales contain 4 / 3, so that the distance from the mean of the others becomes that from the mean of all."""
     buffer, orders = quartet(rule="count(3)", advantage="grpo")
     for order, reward in zip(orders, (4.0, 0.0, 0.0, 0.0), strict=True):
         finish(buffer, order, 1.0, reward)
-    assert {member(buffer, order).scale for order in orders} == {1.0}, "no history yet"
+    assert scale_of(buffer, orders) == pytest.approx(4 / 3, rel=1e-5), "no history yet"
     task = buffer.state.task(orders[0].task_id)
-    assert (task.complete_members, task.deviation_square_sum) == (4, 12.0)
+    assert (task.complete_members, task.grpo_square_sum, task.grpo_deviation_sum) == (4, 12.0, 6.0)
     other = buffer.issue(4, FIRST, 2.0)
     for order in other[:3]:
         finish(buffer, order, 3.0, 0.0)
-    assert {member(buffer, order).scale for order in other} == {math.sqrt(3.0)}, "that of all tasks"
+    assert scale_of(buffer, other) == pytest.approx(2.0 * 4 / 3, rel=1e-5), "that of all tasks"
     finish(buffer, other[3], 3.0, 0.0)
     third = buffer.issue(4, FIRST, 4.0)
     for order in third[:3]:
         finish(buffer, order, 5.0, 0.0)
-    assert {member(buffer, order).scale for order in third} == {math.sqrt(1.5)}
+    assert scale_of(buffer, third) == pytest.approx(2.0 * 4 / 3, rel=1e-5), "flat groups do not lower it"
 
 
-def test_the_historical_scale_has_a_floor_and_a_full_group_has_its_own_scale():
-    buffer, orders = quartet(advantage="grpo")
-    for order, reward in zip(orders, (0.5, 0.5, 0.5, 0.5), strict=True):
+def test_the_first_rounds_scales_remain_those_of_the_first_round():
+    buffer, orders = quartet(rule="count(3)", advantage="grpo_first_round")
+    for order, reward in zip(orders, (4.0, 0.0, 0.0, 0.0), strict=True):
         finish(buffer, order, 1.0, reward)
-    assert {member(buffer, order).advantage for order in orders} == {0.0}
-    assert {member(buffer, order).scale for order in orders} == {1.0}, "one issued again may get another reward"
-    second = buffer.issue(4, FIRST, 2.0)
-    for order, reward in zip(second, (1.0, 0.0, 0.0, 1.0), strict=True):
-        finish(buffer, order, 3.0, reward)
-    assert [member(buffer, order).advantage for order in second] == pytest.approx(
-        (4 / 3, -4 / 3, -4 / 3, 4 / 3), abs=1e-5
-    )
-    early, orders = quartet(advantage="grpo", rule="count(3)")
+    assert scale_of(buffer, orders) == 1.0
+    other = buffer.issue(4, FIRST, 2.0)
+    for order in other:
+        finish(buffer, order, 3.0, 0.0)
+    assert scale_of(buffer, other) == math.sqrt(3.0)
+    third = buffer.issue(4, FIRST, 4.0)
+    for order in third[:3]:
+        finish(buffer, order, 5.0, 0.0)
+    assert scale_of(buffer, third) == math.sqrt(1.5), "the flat group lowers it"
+    early, orders = quartet(advantage="grpo_first_round", rule="count(3)")
     for order in orders:
         finish(early, order, 1.0, 0.5)
     for order in (again := early.issue(4, FIRST, 2.0))[:3]:
         finish(early, order, 3.0, 0.5)
-    assert {member(early, order).scale for order in again} == {0.1}
+    assert scale_of(early, again) == 0.1
+
+
+def test_a_complete_group_has_its_own_scale_and_a_flat_one_that_of_history():
+    """A member of a flat group may be issued again and get another reward."""
+    buffer, orders = quartet(advantage="grpo")
+    for order, reward in zip(orders, (1.0, 0.0, 0.0, 1.0), strict=True):
+        finish(buffer, order, 1.0, reward)
+    deviation = math.sqrt(1 / 3)
+    assert [member(buffer, order).advantage for order in orders] == pytest.approx(
+        [sign * 0.5 / (deviation + 1e-6) for sign in (1, -1, -1, 1)]
+    )
+    second = buffer.issue(4, FIRST, 2.0)
+    for order in second:
+        finish(buffer, order, 3.0, 0.5)
+    assert {member(buffer, order).advantage for order in second} == {0.0}
+    assert scale_of(buffer, second) == pytest.approx(4 / 3 * deviation, rel=1e-5)
 
 
 def test_a_group_sealed_with_a_running_member_is_not_filtered_for_zero_variance():

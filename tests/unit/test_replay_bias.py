@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import pytest
 
+from headrace.buffer.core.advantages import deviation_square_sum, deviation_sum
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.core.records import RolloutState
+from headrace.buffer.core.records import RolloutState, Snapshot, TaskRecord
 from headrace.buffer.versions import PolicyVersion
 from support import replay_cases as cases
 
@@ -58,7 +59,7 @@ def train_expiring(lengths, unfinished):
         max_staleness=2,
         rule="all | expiring(1)",
         unfinished=unfinished,
-        advantage="centered",
+        advantage="leave_one_out",
     )
     buffer = cases.core(config)
     buffer.open_epoch(None, 0.0)
@@ -98,7 +99,7 @@ def expectation_expiring(unfinished, early_others):
 def expectations(rule, unfinished):
     """Expected estimates: with the buffer's baselines, and with the mean over the early finishers for everybody."""
     config = BufferConfig(
-        group_size=MEMBERS, batch_size=1 << 20, rule=rule, unfinished=unfinished, advantage="centered"
+        group_size=MEMBERS, batch_size=1 << 20, rule=rule, unfinished=unfinished, advantage="leave_one_out"
     )
     buffer = cases.core(config)
     buffer.open_epoch(None, 0.0)
@@ -143,3 +144,105 @@ def test_aborted_members_bias_the_gradient(rule):
 def test_the_mean_over_early_finishers_biases_the_gradient():
     _, naive = expectations("deadline(5)", "carry")
     assert abs(naive / (LONG - SHORT) - 1) > 0.1
+
+
+def all_groups(p):
+    """Every combination of lengths, with its probability."""
+    for lengths in itertools.product((False, True), repeat=MEMBERS):
+        yield lengths, math.prod(p if long else 1 - p for long in lengths)
+
+
+def long_history(p):
+    """The records of tasks with so many complete groups that their sums are expectations and further groups do not
+    change them."""
+    square_sum = deviations = 0.0
+    for lengths, probability in all_groups(p):
+        rewards = [LONG if long else SHORT for long in lengths]
+        square_sum += 1e12 * probability * deviation_square_sum(rewards)
+        deviations += 1e12 * probability * deviation_sum(rewards)
+    spread = {"complete_members": int(1e12) * MEMBERS, "deviation_square_sum": square_sum}
+    spread |= {"grpo_square_sum": square_sum, "grpo_deviation_sum": deviations}
+    return Snapshot(records=tuple(TaskRecord(task_id=task.id, **spread) for task in cases.tasks()))
+
+
+def expected_gradient(kind, rule, p):
+    """With members carried, and the score at this probability of "long"."""
+    config = BufferConfig(group_size=MEMBERS, batch_size=1 << 20, rule=rule, advantage=kind)
+    buffer = cases.core(config, long_history(p))
+    buffer.open_epoch(None, 0.0)
+    estimate = []
+    for lengths, probability in all_groups(p):
+        trained = train(buffer, lengths)
+        scores = [1 / p if long else -1 / (1 - p) for _, long, _ in trained]
+        products = (advantage * score for (advantage, *_), score in zip(trained, scores, strict=True))
+        estimate.append(probability / len(trained) * math.fsum(products))
+    return math.fsum(estimate)
+
+
+# Under `count(3) & grace(2)` a member's speed decides whether the group is complete when it is sealed, and so by which
+# deviation it is divided.
+SAME_SCALE = {"count(6)": 1e-6, "fraction(0.5)": 1e-6, "deadline(5)": 1e-6, "count(3) & grace(2)": 0.01}
+
+
+@pytest.mark.parametrize("p", [0.05, 0.4])
+@pytest.mark.parametrize("rule", SAME_SCALE)
+def test_early_groups_have_the_expected_gradient_of_complete_groups(rule, p):
+    """In size too, although at 0.05 two of three groups are flat."""
+    assert expected_gradient("grpo", rule, p) == pytest.approx(
+        expected_gradient("grpo", "all", p), rel=SAME_SCALE[rule]
+    )
+
+
+def test_flat_groups_in_the_history_made_early_groups_weigh_more():
+    complete, early = (expected_gradient("grpo_first_round", rule, 0.05) for rule in ("all", "count(6)"))
+    assert early / complete == pytest.approx(1.74, abs=0.01)
+
+
+@pytest.mark.parametrize(("kind", "share"), [("grpo_no_std", (MEMBERS - 1) / MEMBERS), ("leave_one_out", 1.0)])
+@pytest.mark.parametrize("rule", ["all", "count(6)"])
+def test_kinds_without_a_deviation_have_a_known_share_of_the_gradient(kind, share, rule):
+    assert expected_gradient(kind, rule, P) == pytest.approx(share * (LONG - SHORT), rel=1e-9)
+
+
+ROLLOUT_S, CLOCK_S = 1.0, 60.0
+
+
+def rambling_gradient(p, *, train_cut, first_turn):
+    """The expected estimate of dE[reward]/dp by leave-one-out, which is -1: in its last turn a policy rambles with
+    probability p until the clock cuts the turn, and earns 0 instead of 1. With `first_turn`, a turn before it has
+    trained tokens.
+
+    Each trajectory adds its advantage times the scores of what it trains; a batch has a fixed number of rollouts, so
+    the mean is over those that may be trained. The first turn has no choice, and so no score."""
+    config = BufferConfig(group_size=MEMBERS, batch_size=1 << 20, advantage="leave_one_out")
+    buffer = cases.core(config)
+    buffer.open_epoch(None, 0.0)
+    whole, first_only = cases.trajectory(FIRST, tokens=12), cases.trajectory(FIRST, tokens=6)
+    estimate = []
+    for rambles, probability in all_groups(p):
+        orders = buffer.issue(MEMBERS, FIRST, float(buffer.state.next_ordinal * 1000))
+        for order, cut in zip(orders, rambles, strict=True):
+            trajectory = whole if not cut or train_cut else first_only if first_turn else None
+            done = replace(cases.result(order, reward=0.0 if cut else 1.0), trajectory=trajectory)
+            buffer.offer(done, CLOCK_S if cut else ROLLOUT_S)
+        trained = [
+            (member.advantage, cut)
+            for order, cut in zip(orders, rambles, strict=True)
+            if (member := buffer.state.rollouts[order.rollout_id]).state is RolloutState.SEALED
+        ]
+        # What is masked adds nothing, whatever its advantage.
+        scored = [advantage * (1 / p if cut else -1 / (1 - p)) for advantage, cut in trained if train_cut or not cut]
+        estimate.append(probability * math.fsum(scored) / max(1, len(trained)))
+    return math.fsum(estimate)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.4])
+def test_rambling_until_the_clock_has_a_gradient_of_its_own_only_if_cut_turns_are_trained(p):
+    """While they are masked, only the others teach against it: a share p of the gradient, so the less the rarer it is.
+    Where ramblers take no place in a batch, it is about p / (1 - p)."""
+    assert rambling_gradient(p, train_cut=True, first_turn=True) == pytest.approx(-1.0, rel=1e-9)
+    assert rambling_gradient(p, train_cut=True, first_turn=False) == pytest.approx(-1.0, rel=1e-9)
+    assert rambling_gradient(p, train_cut=False, first_turn=True) == pytest.approx(-p, rel=1e-9)
+    assert rambling_gradient(p, train_cut=False, first_turn=False) == pytest.approx(
+        -8 / 7 * p * (1 - p**7) / (1 - p), rel=1e-9
+    )

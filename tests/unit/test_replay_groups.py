@@ -146,7 +146,8 @@ def test_poison_members_are_left_out_of_the_group():
     sealed = {
         state.rollout_id: state.advantage for state in buffer.state.rollouts.values() if state.advantage is not None
     }
-    assert sealed == {first.rollout_id: pytest.approx(2.0, abs=1e-4), third.rollout_id: pytest.approx(-2.0, abs=1e-4)}
+    of_two = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert sealed == pytest.approx({first.rollout_id: of_two, third.rollout_id: -of_two})
 
 
 def test_cancelled_and_abandoned_attempts_are_followed_by_new_ones(opened):
@@ -238,7 +239,7 @@ def test_groups_without_variance_are_kept_or_filtered_as_configured(rule, state)
 
 
 def test_results_without_trained_tokens_count_only_in_the_baseline():
-    buffer, (first, second, third) = trio(advantage="centered")
+    buffer, (first, second, third) = trio(advantage="leave_one_out")
     buffer.offer(cases.result(first, reward=0.0), 1.0)
     buffer.offer(cases.result(second, FIRST, reward=0.0, trainable=False), 1.0)
     buffer.offer(cases.result(third, FIRST, reward=1.0), 1.0)

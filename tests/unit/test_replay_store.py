@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import math
 import sqlite3
 import threading
 from contextlib import closing
@@ -56,7 +57,7 @@ async def test_a_batch_contains_the_offered_trajectories(tmp_path, in_memory):
         batch, after = await step(store, FIRST)
         assert len(batch.items) == 4
         assert [item.reward for item in batch.items] == [0.0, 1.0, 0.0, 1.0]
-        assert batch.items[1].advantage == pytest.approx(2.0, abs=1e-4)
+        assert batch.items[1].advantage == pytest.approx(0.5 / math.sqrt(0.5), abs=1e-4)
         assert batch.items[0].trajectory.rows[0].versions[0].version == FIRST
         assert store.status().head == after
         chain = store.status().chain
