@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class AsyncExitStack(contextlib.AsyncExitStack):
+class AsyncExitStack(contextlib.AsyncExitStack):  # noqa: TID251 - the one place
     """`contextlib.AsyncExitStack` without circles of exceptions."""
 
     def _push_exit_callback(self, callback: Callable[..., Any], is_sync: bool = True) -> None:

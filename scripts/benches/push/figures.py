@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from benches.push.overlap import measure_overlap
 from benches.push.plain_broadcast import open_pair
 from benches.push.stall import measure_stall
 from benches.push.testbed import open_testbed, write_random_model
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.policies.push.contract import PushConfig, PushReport
 
 BYTES_BY_KEY: Mapping[str, int] = {"": 10**9, "_100mb": 10**8}

@@ -16,10 +16,11 @@ import json
 import os
 import sys
 import time
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.policies.processes.parent_death import die_with_parent
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import asyncio
 import json
 import math
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 from opentelemetry.trace import NoOpTracer
 
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, GenerateRequest, RequestId
 from headrace.policies.errors import PushError
