@@ -56,7 +56,7 @@ from headrace.buffer.primitives.registry import PartRefused
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.learners.objective_registry import OBJECTIVES
-from headrace.policies.models.qwen3_config import check_model_files
+from headrace.policies.models.qwen_config import check_model_files
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay, starting

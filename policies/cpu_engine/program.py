@@ -101,10 +101,10 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
     from headrace.policies.cpu_engine.server import EngineServer, ServerSettings
     from headrace.policies.cpu_engine.thread import EngineThread
     from headrace.policies.cpu_engine.update import WeightUpdater
-    from headrace.policies.models.qwen3 import read_weights
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen import read_weights
+    from headrace.policies.models.qwen_config import QwenConfig
 
-    model = Qwen3Config.read(config.model / "config.json")
+    model = QwenConfig.read(config.model / "config.json")
     context_tokens = config.max_context or min(model.max_position_embeddings, DEFAULT_CONTEXT_TOKENS)
     tokenizer = read_tokenizer(config.model / "tokenizer.json", model.vocab_size)
     runner = Runner(

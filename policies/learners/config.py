@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.buffer.row_limits import RowLimits
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
-from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen_config import QwenConfig
 
 
 class LearnerConfig(BaseModel):
@@ -61,5 +61,5 @@ def row_limits(config: LearnerConfig) -> RowLimits | None:
     ModelInvalid."""
     if config.kind == "simulated":
         return None
-    shape = Qwen3Config.read(config.model_dir / "config.json")
+    shape = QwenConfig.read(config.model_dir / "config.json")
     return RowLimits(vocabulary=shape.vocab_size, tokens=config.token_budget)

@@ -29,10 +29,10 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen_config import QwenConfig
 
 
-def transformer_config(shape: Qwen3Config) -> TransformerConfig:
+def transformer_config(shape: QwenConfig) -> TransformerConfig:
     """Return Megatron's configuration for `shape`, without the fusions that need CUDA."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -62,7 +62,7 @@ def transformer_config(shape: Qwen3Config) -> TransformerConfig:
         )
 
 
-def build_model(shape: Qwen3Config, config: TransformerConfig) -> GPTModel:
+def build_model(shape: QwenConfig, config: TransformerConfig) -> GPTModel:
     """Return an uninitialised model. Needs Megatron's model-parallel groups."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -88,7 +88,7 @@ def read_weights(model_dir: Path) -> Weights:
     return {name: tensor.float() for name, tensor in weights.items()}
 
 
-def load_weights(model: GPTModel, weights: Weights, shape: Qwen3Config) -> None:
+def load_weights(model: GPTModel, weights: Weights, shape: QwenConfig) -> None:
     """Copy weights with Hugging Face names into `model`. Raises ModelInvalid when they do not match it."""
     mapped = to_megatron(weights, shape)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def load_weights(model: GPTModel, weights: Weights, shape: Qwen3Config) -> None:
             parameter.copy_(mapped[name])
 
 
-def export_weights(model: GPTModel, shape: Qwen3Config) -> Weights:
+def export_weights(model: GPTModel, shape: QwenConfig) -> Weights:
     """Return a copy of the weights with Hugging Face names, on the CPU."""
     named = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return to_hugging_face(named, shape)

@@ -38,7 +38,7 @@ from headrace.policies.learners.objectives import (
     trained_tokens,
     weighted_rows,
 )
-from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen_config import QwenConfig
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -61,7 +61,7 @@ class MegatronTrainer:
         self._objective = OBJECTIVES.find(config.objective)()
         self._source = Path(resume.path) if resume else config.model_dir
         self._device = megatron_world.start(config.seed)
-        self._shape = Qwen3Config.read(self._source / "config.json")
+        self._shape = QwenConfig.read(self._source / "config.json")
         self._limits = RowLimits(vocabulary=self._shape.vocab_size, tokens=config.token_budget)
         settings = megatron_model.transformer_config(self._shape)
         self._model = megatron_model.build_model(self._shape, settings).to(self._device)

@@ -17,7 +17,7 @@ import torch
 from headrace.policies.errors import ModelInvalid
 
 if TYPE_CHECKING:
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen_config import QwenConfig
 
 Weights = dict[str, torch.Tensor]
 
@@ -31,7 +31,7 @@ _LAYER_NAMES = {
 }
 
 
-def to_megatron(weights: Weights, config: Qwen3Config) -> Weights:
+def to_megatron(weights: Weights, config: QwenConfig) -> Weights:
     """Convert from Hugging Face to megatron-core. Raises ModelInvalid if names or shapes do not match `config`."""
     wanted, found = config.shapes(), {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if config.tie_word_embeddings:
@@ -47,7 +47,7 @@ def to_megatron(weights: Weights, config: Qwen3Config) -> Weights:
     return result
 
 
-def to_hugging_face(weights: Weights, config: Qwen3Config) -> Weights:
+def to_hugging_face(weights: Weights, config: QwenConfig) -> Weights:
     """Convert from megatron-core to Hugging Face, the inverse of `to_megatron`, as contiguous copies."""
     result = {name: weights[megatron].clone() for megatron, name in _top_names(config).items()}
     for layer in range(config.num_hidden_layers):
@@ -55,7 +55,7 @@ def to_hugging_face(weights: Weights, config: Qwen3Config) -> Weights:
     return result
 
 
-def _top_names(config: Qwen3Config) -> dict[str, str]:
+def _top_names(config: QwenConfig) -> dict[str, str]:
     names = {
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",
         "decoder.final_layernorm.weight": "model.norm.weight",
@@ -63,7 +63,7 @@ def _top_names(config: Qwen3Config) -> dict[str, str]:
     return names if config.tie_word_embeddings else names | {"output_layer.weight": "lm_head.weight"}
 
 
-def _layer_to_megatron(weights: Weights, layer: int, config: Qwen3Config) -> Weights:
+def _layer_to_megatron(weights: Weights, layer: int, config: QwenConfig) -> Weights:
     source, target = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     result = {target + megatron: weights[source + name] for megatron, name in _LAYER_NAMES.items()}
     per_group = [
@@ -77,7 +77,7 @@ def _layer_to_megatron(weights: Weights, layer: int, config: Qwen3Config) -> Wei
     return result | {target + "self_attention.linear_qkv.weight": fused, target + "mlp.linear_fc1.weight": gate_up}
 
 
-def _layer_to_hugging_face(weights: Weights, layer: int, config: Qwen3Config) -> Weights:
+def _layer_to_hugging_face(weights: Weights, layer: int, config: QwenConfig) -> Weights:
     source, target = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     result = {target + name: weights[source + megatron].clone() for megatron, name in _LAYER_NAMES.items()}
     groups = config.num_key_value_heads

@@ -136,7 +136,7 @@ def test_megatron_agrees_with_transformers_and_round_trips(tmp_path: Path, tied:
     from transformers import Qwen3ForCausalLM
 
     from headrace.policies.learners import megatron_model, megatron_world
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen_config import QwenConfig
 
     torch.manual_seed(0)
     reference = Qwen3ForCausalLM(
@@ -155,7 +155,7 @@ def test_megatron_agrees_with_transformers_and_round_trips(tmp_path: Path, tied:
     ).eval()
     reference.save_pretrained(tmp_path)
     tokens = torch.randint(0, 101, (3, 40), generator=torch.Generator().manual_seed(1))
-    shape, weights = Qwen3Config.read(tmp_path / "config.json"), megatron_model.read_weights(tmp_path)
+    shape, weights = QwenConfig.read(tmp_path / "config.json"), megatron_model.read_weights(tmp_path)
     megatron_world.start(seed=0)
     try:
         model = megatron_model.build_model(shape, megatron_model.transformer_config(shape))

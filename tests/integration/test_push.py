@@ -16,8 +16,8 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import ModelInvalid, PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.models.qwen3 import Qwen3, read_weights
-from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen import Qwen, read_weights
+from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.push.machine import ORDER, Phase
 from headrace.policies.push.weights import read_snapshot
 from headrace.serve.capture.session import SessionId
@@ -58,8 +58,8 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 def reference_logprobs(directory: Path, tokens: list[int]) -> torch.Tensor:
     """Log-probability of each token after the first, under the weights of a directory."""
-    config = Qwen3Config.read(directory / "config.json")
-    model = Qwen3(config, read_weights(config, directory / "model.safetensors"), capacity=1024)
+    config = QwenConfig.read(directory / "config.json")
+    model = Qwen(config, read_weights(config, directory / "model.safetensors"), capacity=1024)
     logprobs = model.logits([tokens])[0, :-1].log_softmax(-1)
     return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 

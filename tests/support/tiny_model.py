@@ -50,11 +50,11 @@ def random_tensors(keys: dict[str, object], seed: int) -> dict[str, Tensor]:
     """Parameters by Hugging Face name."""
     import torch
 
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen_config import QwenConfig
 
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in Qwen3Config.from_keys(keys, source="tiny").shapes().items():
+    for name, shape in QwenConfig.from_keys(keys, source="tiny").shapes().items():
         noise = torch.randn(shape, generator=generator)
         tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * (0.3 if "embed" in name else shape[1] ** -0.5)
     return tensors

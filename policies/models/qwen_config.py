@@ -33,10 +33,10 @@ LAYER_PARAMETERS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-"""Parameters of a layer in the order of `Qwen3Config.shapes`, in which those of one matrix are adjacent."""
+"""Parameters of a layer in the order of `QwenConfig.shapes`, in which those of one matrix are adjacent."""
 
 
-class Qwen3Config(BaseModel):
+class QwenConfig(BaseModel):
     """Keys of a Hugging Face config.json that define a dense Qwen3 model; other keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -65,7 +65,7 @@ class Qwen3Config(BaseModel):
     """Use the embedding as the output head."""
 
     @classmethod
-    def read(cls, path: Path) -> Qwen3Config:
+    def read(cls, path: Path) -> QwenConfig:
         """Parse a config.json. Raises ModelInvalid naming the file and the key."""
         try:
             raw = json.loads(path.read_text())
@@ -76,7 +76,7 @@ class Qwen3Config(BaseModel):
         return cls.from_keys(raw, source=str(path))
 
     @classmethod
-    def from_keys(cls, raw: Mapping[str, Any], *, source: str) -> Qwen3Config:
+    def from_keys(cls, raw: Mapping[str, Any], *, source: str) -> QwenConfig:
         """Parse the keys of a config.json in the old format (`rope_theta`) or the new one (`rope_parameters`). Raises
         ModelInvalid."""
         if "Qwen3ForCausalLM" not in raw.get("architectures", ["Qwen3ForCausalLM"]):
@@ -126,7 +126,7 @@ class Qwen3Config(BaseModel):
 
 
 def storage_place(name: str) -> tuple[float, int]:
-    """Return the sort key of a parameter in the order of `Qwen3Config.shapes`; unknown names come last."""
+    """Return the sort key of a parameter in the order of `QwenConfig.shapes`; unknown names come last."""
     if name == "model.embed_tokens.weight":
         return 0, 0
     known = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
@@ -147,7 +147,7 @@ def check_model_files(directory: Path) -> None:
             raise ModelInvalid(f"model.path: {directory} has no {name}; set it to a Hugging Face model directory")
         if not os.access(path, os.R_OK):
             raise ModelInvalid(f"model.path: {path} cannot be read; check its permissions")
-    config = Qwen3Config.read(directory / "config.json")
+    config = QwenConfig.read(directory / "config.json")
     ChatTokenizer(directory)
     check_shapes(directory / "model.safetensors", config.shapes())
 

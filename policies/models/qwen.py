@@ -1,9 +1,9 @@
 """Compact Qwen3 forward pass for one CPU thread: fp32, eager, with a key-value cache for continuous batching.
 
 Invariants:
-- `Qwen3Weights` is allocated once, and written only while no forward pass reads it: weights are swapped by exchanging
+- `QwenWeights` is allocated once, and written only while no forward pass reads it: weights are swapped by exchanging
   two sets, never partly.
-- All parameters are in one block of memory, in the order of `Qwen3Config.shapes`, where parameters of one matrix are
+- All parameters are in one block of memory, in the order of `QwenConfig.shapes`, where parameters of one matrix are
   adjacent: adjacent parameters can be received in place.
 - Rows `[0, B)` of the cache are the running batch, each from position 0 of its sequence, so attention needs no gather.
 - `decode`, `prefill` and `extend` write only the cache rows they are given.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen_config import QwenConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Qwen3Weights:
+class QwenWeights:
     """Set of weights in fp32. `slots` are its parameters by Hugging Face name, as views of `memory`; `dtypes` contains
     the original dtype of each parameter that has been loaded since `forget`."""
 
@@ -67,7 +67,7 @@ class Qwen3Weights:
     head: Tensor
 
     @classmethod
-    def allocate(cls, config: Qwen3Config) -> Qwen3Weights:
+    def allocate(cls, config: QwenConfig) -> QwenWeights:
         """Allocate uninitialised weights."""
         shapes = config.shapes()
         sizes = [math.prod(shape) for shape in shapes.values()]
@@ -115,7 +115,7 @@ class Qwen3Weights:
         """Return the names of parameters that have not been loaded since `forget`."""
         return [name for name in self.slots if name not in self.dtypes]
 
-    def complete(self, other: Qwen3Weights | None) -> None:
+    def complete(self, other: QwenWeights | None) -> None:
         """Make the set ready to run by copying from `other` the parameters that have not been loaded. Raises
         ModelInvalid if any are missing and `other` is None."""
         for name in self.missing():
@@ -131,7 +131,7 @@ class Qwen3Weights:
         self.dtypes.clear()
 
 
-def layer_weights(config: Qwen3Config, memory: Tensor, slots: Mapping[str, Tensor], layer: int) -> LayerWeights:
+def layer_weights(config: QwenConfig, memory: Tensor, slots: Mapping[str, Tensor], layer: int) -> LayerWeights:
     """Return views of one layer's parameters."""
 
     def joined(*names: str) -> Tensor:
@@ -154,7 +154,7 @@ def layer_weights(config: Qwen3Config, memory: Tensor, slots: Mapping[str, Tenso
     )
 
 
-def load_file(weights: Qwen3Weights, path: Path) -> list[str]:
+def load_file(weights: QwenWeights, path: Path) -> list[str]:
     """Load all parameters from a model.safetensors, and return the names in the file that are not in the model. Raises
     ModelInvalid naming the file."""
     from safetensors import SafetensorError, safe_open
@@ -171,9 +171,9 @@ def load_file(weights: Qwen3Weights, path: Path) -> list[str]:
     return sorted(found - weights.slots.keys())
 
 
-def read_weights(config: Qwen3Config, path: Path) -> Qwen3Weights:
+def read_weights(config: QwenConfig, path: Path) -> QwenWeights:
     """Read the weights from a model.safetensors. Raises ModelInvalid naming the file."""
-    weights = Qwen3Weights.allocate(config)
+    weights = QwenWeights.allocate(config)
     load_file(weights, path)
     weights.complete(None)
     return weights
@@ -182,7 +182,7 @@ def read_weights(config: Qwen3Config, path: Path) -> Qwen3Weights:
 class KeyValueCache:
     """Cached keys and values of `rows` sequences of up to `capacity` tokens, `(layers, rows, G, C, D)` each."""
 
-    def __init__(self, config: Qwen3Config, *, rows: int, capacity: int) -> None:
+    def __init__(self, config: QwenConfig, *, rows: int, capacity: int) -> None:
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, capacity, config.head_dim)
         self.keys = torch.zeros(shape)
         self.values = torch.zeros(shape)
@@ -194,10 +194,10 @@ class KeyValueCache:
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
 
-class Qwen3:
+class Qwen:
     """Forward passes of the model. `weights` may be replaced between calls, never during one."""
 
-    def __init__(self, config: Qwen3Config, weights: Qwen3Weights, *, capacity: int) -> None:
+    def __init__(self, config: QwenConfig, weights: QwenWeights, *, capacity: int) -> None:
         self.config = config
         self.weights = weights
         frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.models.qwen3 import KeyValueCache, Qwen3, Qwen3Weights, read_weights
-from headrace.policies.models.qwen3_config import Qwen3Config, storage_place
+from headrace.policies.models.qwen import KeyValueCache, Qwen, QwenWeights, read_weights
+from headrace.policies.models.qwen_config import QwenConfig, storage_place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 LENGTHS = (5, 17, 1, 40)
 
 
-def load(directory: Path) -> Qwen3:
-    config = Qwen3Config.read(directory / "config.json")
-    return Qwen3(config, read_weights(config, directory / "model.safetensors"), capacity=128)
+def load(directory: Path) -> Qwen:
+    config = QwenConfig.read(directory / "config.json")
+    return Qwen(config, read_weights(config, directory / "model.safetensors"), capacity=128)
 
 
 def random_prompts(vocabulary: int) -> list[list[int]]:
@@ -98,7 +98,7 @@ def test_truncated_weights_are_named_in_the_error(tmp_path: Path, write_model) -
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_sorted_in_storage_order(tmp_path: Path, write_model, tied: bool) -> None:
     config = load(write_model(tmp_path / "model", tied=tied)).config
-    weights = Qwen3Weights.allocate(config)
+    weights = QwenWeights.allocate(config)
     names = list(config.shapes())
     shuffled = ["z.weight", "model.layers.0.bias", *names[::-1]]
     assert sorted(shuffled, key=storage_place)[: len(names)] == names
@@ -114,7 +114,7 @@ def test_parameters_are_sorted_in_storage_order(tmp_path: Path, write_model, tie
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_values_are_refused(tiny_model_dir: Path, bad: float) -> None:
-    weights = Qwen3Weights.allocate(load(tiny_model_dir).config)
+    weights = QwenWeights.allocate(load(tiny_model_dir).config)
     norm = torch.ones(96)
     weights.load("model.norm.weight", torch.full((96,), 3e38))
     norm[95] = bad
@@ -126,7 +126,7 @@ def test_non_finite_values_are_refused(tiny_model_dir: Path, bad: float) -> None
 
 def test_parameters_not_loaded_are_copied_from_the_other_set(tiny_model_dir: Path) -> None:
     model = load(tiny_model_dir)
-    changed = Qwen3Weights.allocate(model.config)
+    changed = QwenWeights.allocate(model.config)
     name = "model.layers.1.self_attn.q_norm.weight"
     with pytest.raises(ModelInvalid, match="is missing"):
         changed.complete(None)
