@@ -1,9 +1,10 @@
-"""Builds megatron-core's GPTModel from a Hugging Face Qwen3 directory.
+"""Builds megatron-core's GPTModel from a Hugging Face directory of a dense Qwen model.
 
 Invariants:
-- The model is megatron-core's (local layer spec, no kernels that need a GPU), in fp32; its sizes are read from
-  config.json.
-- Rows are padded on the right and the mask is causal, so no position attends to padding.
+- The model is megatron-core's, without kernels that need a GPU; its sizes are read from config.json.
+- Its output is the log-probabilities and entropies of the trained tokens: logits exist only for a few of their
+  positions at once, and for no other position.
+- Rows are padded on the right and attention is causal, so no position attends to padding.
 - Importing this module imports torch and megatron, so only the learner's thread may import it.
 """
 
@@ -17,13 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.learners.logprob_head import trained_logprobs
+from headrace.policies.learners.megatron_layers import layer_spec
 from headrace.policies.models.hf_mapping import Weights, to_hugging_face, to_megatron
 
 with warnings.catch_warnings():
     # Megatron warns of each missing accelerator library, and of deprecated modules that it imports itself.
     warnings.simplefilter("ignore")
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
 if TYPE_CHECKING:
@@ -62,13 +64,32 @@ def transformer_config(shape: QwenConfig) -> TransformerConfig:
         )
 
 
-def build_model(shape: QwenConfig, config: TransformerConfig) -> GPTModel:
-    """Return an uninitialised model. Needs Megatron's model-parallel groups."""
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """GPTModel whose forward pass ends in the log-probabilities of trained tokens instead of logits."""
+
+    def forward(
+        self, tokens_BT: torch.Tensor, trained_BT: torch.Tensor, temperatures_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities and entropies of the N trained tokens; see `trained_logprobs`."""
+        positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
+        hidden_TBD = self.decoder(
+            hidden_states=self.embedding(input_ids=tokens_BT, position_ids=positions_BT),
+            attention_mask=None,
+            rotary_pos_emb=self.rotary_pos_emb(tokens_BT.shape[1]),
+        )
+        tied = self.share_embeddings_and_output_weights
+        weight_VD = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return trained_logprobs(hidden_TBD.transpose(0, 1), weight_VD, tokens_BT, trained_BT, temperatures_N)
+
+
+def build_model(shape: QwenConfig, config: TransformerConfig, *, recompute: bool = False) -> PolicyModel:
+    """Return an uninitialised model. `recompute` computes each layer's activations again in the backward pass. Needs
+    Megatron's model-parallel groups."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return GPTModel(
+        return PolicyModel(
             config,
-            get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+            layer_spec(qk_norm=True, recompute=recompute),
             vocab_size=shape.vocab_size,
             max_sequence_length=shape.max_position_embeddings,
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
@@ -100,13 +121,3 @@ def export_weights(model: GPTModel, shape: QwenConfig) -> Weights:
     """Return a copy of the weights with Hugging Face names, on the CPU."""
     named = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return to_hugging_face(named, shape)
-
-
-def forward(model: torch.nn.Module, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Return the logits, of shape (B, T, V). `model` is a GPTModel or Megatron's DDP around one."""
-    length = tokens_BT.shape[1]
-    positions_BT = torch.arange(length, device=tokens_BT.device).expand_as(tokens_BT)
-    # True masks a position. Without an explicit mask, Megatron builds one on CUDA.
-    hidden_11TT = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens_BT.device).triu(1)
-    logits: torch.Tensor = model(tokens_BT, positions_BT, hidden_11TT)
-    return logits

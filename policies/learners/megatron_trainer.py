@@ -34,7 +34,6 @@ from headrace.policies.learners.objectives import (
     LossSums,
     WeightedRow,
     collate,
-    trained_logprobs,
     trained_tokens,
     weighted_rows,
 )
@@ -191,7 +190,7 @@ class MegatronTrainer:
         total, sums = 0.0, LossSums()
         for indices in pack(lengths, token_budget=self._config.token_budget):
             micro = collate([rows[index] for index in indices], self._device)
-            logprobs_N, entropies_N = trained_logprobs(megatron_model.forward(self._ddp, micro.tokens_BT), micro)
+            logprobs_N, entropies_N = self._ddp(micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
             loss, part = self._objective(logprobs_N, micro, clip, entropies_N)
             loss.backward()  # type: ignore[no-untyped-call]
             total, sums = total + float(loss.detach()), sums + part

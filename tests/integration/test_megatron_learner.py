@@ -130,46 +130,75 @@ def mean_trained(values: np.ndarray) -> float:
     return float(values[PROMPT:].mean())
 
 
-@pytest.mark.parametrize(("tied", "heads", "groups"), [(True, 3, 1), (False, 4, 2)])
-def test_megatron_agrees_with_transformers_and_round_trips(tmp_path: Path, tied: bool, heads: int, groups: int) -> None:
-    from transformers import Qwen3Config as ReferenceConfig
-    from transformers import Qwen3ForCausalLM
+def reference_model(folder: Path, family: str, *, tied: bool, heads: int, groups: int) -> torch.nn.Module:
+    """A random model of transformers, saved in `folder`."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
+    from transformers import Qwen3Config as Qwen3Keys
 
+    keys = {
+        "vocab_size": 101,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
+    }
+    torch.manual_seed(0)
+    if family == "qwen2.5":
+        model = Qwen2ForCausalLM(Qwen2Config(**keys))
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Keys(**keys, head_dim=32))
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "heads", "groups"),
+    [("qwen3", True, 3, 1), ("qwen3", False, 4, 2)],
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_megatron_agrees_with_transformers_and_round_trips(
+    tmp_path: Path, family: str, tied: bool, heads: int, groups: int, recompute: bool
+) -> None:
+    """Log-probabilities, the gradient of every parameter, and the weights of the round trip."""
     from headrace.policies.learners import megatron_model, megatron_world
     from headrace.policies.models.qwen_config import QwenConfig
 
-    torch.manual_seed(0)
-    reference = Qwen3ForCausalLM(
-        ReferenceConfig(
-            vocab_size=101,
-            hidden_size=96,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=heads,
-            num_key_value_heads=groups,
-            head_dim=32,
-            tie_word_embeddings=tied,
-            initializer_range=0.3,
-            rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
-        )
-    ).eval()
-    reference.save_pretrained(tmp_path)
+    reference = reference_model(tmp_path, family, tied=tied, heads=heads, groups=groups)
     tokens = torch.randint(0, 101, (3, 40), generator=torch.Generator().manual_seed(1))
+    trained = torch.ones_like(tokens, dtype=torch.bool)
+    trained[:, 0] = False
+    weights_N = torch.linspace(-1, 1, int(trained.sum()))
+    expected = reference(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).flatten()
+    (expected * weights_N).sum().backward()
+
     shape, weights = QwenConfig.read(tmp_path / "config.json"), megatron_model.read_weights(tmp_path)
     megatron_world.start(seed=0)
     try:
-        model = megatron_model.build_model(shape, megatron_model.transformer_config(shape))
+        settings = megatron_model.transformer_config(shape)
+        model = megatron_model.build_model(shape, settings, recompute=recompute)
         megatron_model.load_weights(model, weights, shape)
-        with torch.inference_mode():
-            got = megatron_model.forward(model, tokens).log_softmax(-1)
-            expected = reference(tokens).logits.log_softmax(-1)
+        got, _ = model(tokens, trained, torch.ones_like(weights_N))
+        (got * weights_N).sum().backward()
         exported = megatron_model.export_weights(model, shape)
+        for parameter in model.parameters():
+            parameter.data = parameter.grad
+        gradients = megatron_model.export_weights(model, shape)
     finally:
         megatron_world.stop()
-    assert float((got - expected).abs().max()) <= 1e-3
-    assert float(expected.std()) > 0.5
+    assert float((got - expected).detach().abs().max()) <= 1e-3
+    assert float(expected.detach().std()) > 0.5
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
+    for name, parameter in reference.named_parameters():
+        error = (gradients[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert error <= 1e-4, name
 
 
 async def test_steps_raise_logprobs_of_good_tokens_and_lower_those_of_bad_ones(
