@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from headrace.policies.errors import GroupFailed, ModelInvalid, RequestInvalid
-from headrace.policies.models.qwen import QwenWeights, load_file
+from headrace.policies.models.qwen import QwenWeights, load_files
 from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.push.process_group import (
     WeightGroup,
@@ -435,6 +435,6 @@ def load_directory(spare: QwenWeights, config: QwenConfig, directory: Path) -> N
         raise ModelInvalid(
             f"{directory}: config.json has {key} {getattr(given, key)}, but this engine has {getattr(config, key)}"
         )
-    surplus = load_file(spare, directory / "model.safetensors")
+    surplus = load_files(spare, directory)
     if surplus:
-        raise ModelInvalid(f"{directory}: model.safetensors has {surplus[0]}, but this engine's model does not")
+        raise ModelInvalid(f"{directory} has the parameter {surplus[0]}, but this engine's model does not")

@@ -21,6 +21,7 @@ from headrace.policies.errors import ModelInvalid
 from headrace.policies.learners.logprob_head import trained_logprobs
 from headrace.policies.learners.megatron_layers import layer_spec
 from headrace.policies.models.hf_mapping import Weights, to_hugging_face, to_megatron
+from headrace.policies.models.model_files import weight_files
 
 with warnings.catch_warnings():
     # Megatron warns of each missing accelerator library, and of deprecated modules that it imports itself.
@@ -47,7 +48,8 @@ def transformer_config(shape: QwenConfig) -> TransformerConfig:
             kv_channels=shape.head_dim,
             normalization="RMSNorm",
             layernorm_epsilon=shape.rms_norm_eps,
-            qk_layernorm=True,
+            qk_layernorm=shape.qk_norm,
+            add_qkv_bias=shape.qkv_bias,
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
@@ -89,7 +91,7 @@ def build_model(shape: QwenConfig, config: TransformerConfig, *, recompute: bool
         warnings.simplefilter("ignore")
         return PolicyModel(
             config,
-            layer_spec(qk_norm=True, recompute=recompute),
+            layer_spec(qk_norm=shape.qk_norm, recompute=recompute),
             vocab_size=shape.vocab_size,
             max_sequence_length=shape.max_position_embeddings,
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
@@ -100,13 +102,14 @@ def build_model(shape: QwenConfig, config: TransformerConfig, *, recompute: bool
 
 
 def read_weights(model_dir: Path) -> Weights:
-    """Read `model_dir/model.safetensors`, with Hugging Face names, converted to fp32. Raises ModelInvalid."""
-    path = model_dir / "model.safetensors"
-    try:
-        weights = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ModelInvalid(f"cannot read {path}: {error}") from error
-    return {name: tensor.float() for name, tensor in weights.items()}
+    """Read the weights of a model directory, with Hugging Face names, converted to fp32. Raises ModelInvalid."""
+    weights: Weights = {}
+    for path in weight_files(model_dir):
+        try:
+            weights |= {name: tensor.float() for name, tensor in load_file(path).items()}
+        except (OSError, SafetensorError) as error:
+            raise ModelInvalid(f"cannot read {path}: {error}") from error
+    return weights
 
 
 def load_weights(model: GPTModel, weights: Weights, shape: QwenConfig) -> None:

@@ -1,4 +1,4 @@
-"""Compact Qwen3 forward pass for one CPU thread: fp32, eager, with a key-value cache for continuous batching.
+"""Compact forward pass of a Qwen model for one CPU thread: fp32, eager, with a key-value cache for continuous batching.
 
 Invariants:
 - `QwenWeights` is allocated once, and written only while no forward pass reads it: weights are swapped by exchanging
@@ -10,7 +10,9 @@ Invariants:
 
 Shapes: B rows, T tokens, V vocabulary, D head dimension, H query heads, G key-value heads, C cache capacity in tokens.
 The architecture is that of Qwen3ForCausalLM (Qwen3 Technical Report, arXiv 2505.09388): pre-norm, RMS norm of queries
-and keys per head, rotary positions over half-split dimensions, grouped-query attention, SwiGLU.
+and keys per head, rotary positions over half-split dimensions, grouped-query attention, SwiGLU; or that of
+Qwen2ForCausalLM (Qwen2.5 Technical Report, arXiv 2412.15115), with biases of queries, keys and values instead of the
+norms of heads.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.models.model_files import weight_files
+from headrace.policies.models.qwen_config import TIED_HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,7 +43,8 @@ class LayerWeights:
 
     attention_norm: Tensor
     qkv: Tensor
-    qk_norm: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
     """Norm weights of the H query heads and G key heads, `(H + G, D)`, repeated from the parameters for every head."""
     query_heads: int
     output: Tensor
@@ -48,7 +53,9 @@ class LayerWeights:
     down: Tensor
 
     def spread_norms(self, slots: Mapping[str, Tensor], layer: int) -> None:
-        """Fill `qk_norm` from the norm parameters of queries and keys."""
+        """Fill `qk_norm` from the norm parameters of queries and keys, if the model has them."""
+        if self.qk_norm is None:
+            return
         self.qk_norm[: self.query_heads] = slots[f"model.layers.{layer}.self_attn.q_norm.weight"]
         self.qk_norm[self.query_heads :] = slots[f"model.layers.{layer}.self_attn.k_norm.weight"]
 
@@ -82,7 +89,7 @@ class QwenWeights:
             embedding=embedding,
             layers=tuple(layer_weights(config, memory, slots, layer) for layer in range(config.num_hidden_layers)),
             norm=slots["model.norm.weight"],
-            head=embedding if config.tie_word_embeddings else slots["lm_head.weight"],
+            head=embedding if config.tie_word_embeddings else slots[TIED_HEAD],
         )
 
     def place(self, names: Sequence[str]) -> Tensor | None:
@@ -135,46 +142,50 @@ def layer_weights(config: QwenConfig, memory: Tensor, slots: Mapping[str, Tensor
     """Return views of one layer's parameters."""
 
     def joined(*names: str) -> Tensor:
-        parts = [slots[f"model.layers.{layer}.{name}.weight"] for name in names]
+        parts = [slots[f"model.layers.{layer}.{name}"] for name in names]
         first = parts[0].storage_offset()
-        return memory[first : first + sum(part.numel() for part in parts)].view(-1, config.hidden_size)
+        return memory[first : first + sum(part.numel() for part in parts)].view(-1, *parts[0].shape[1:])
 
-    def single(name: str) -> Tensor:
-        return slots[f"model.layers.{layer}.{name}.weight"]
-
+    heads = config.num_attention_heads + config.num_key_value_heads
+    biases = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
     return LayerWeights(
-        attention_norm=single("input_layernorm"),
-        qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        qk_norm=torch.empty(config.num_attention_heads + config.num_key_value_heads, config.head_dim),
+        attention_norm=joined("input_layernorm.weight"),
+        qkv=joined("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        qkv_bias=joined(*biases) if config.qkv_bias else None,
+        qk_norm=torch.empty(heads, config.head_dim) if config.qk_norm else None,
         query_heads=config.num_attention_heads,
-        output=single("self_attn.o_proj"),
-        mlp_norm=single("post_attention_layernorm"),
-        gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
-        down=single("mlp.down_proj"),
+        output=joined("self_attn.o_proj.weight"),
+        mlp_norm=joined("post_attention_layernorm.weight"),
+        gate_up=joined("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        down=joined("mlp.down_proj.weight"),
     )
 
 
-def load_file(weights: QwenWeights, path: Path) -> list[str]:
-    """Load all parameters from a model.safetensors, and return the names in the file that are not in the model. Raises
+def load_files(weights: QwenWeights, model_dir: Path) -> list[str]:
+    """Load all parameters from a model directory, and return the names in its files that are not in the model. Raises
     ModelInvalid naming the file."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = set(file.keys())
-            for name in weights.slots:
-                if name not in found:
-                    raise ModelInvalid(f"parameter {name} is missing")
-                weights.load(name, file.get_tensor(name))
-    except (OSError, SafetensorError, ModelInvalid) as error:
-        raise ModelInvalid(f"{path}: {error}") from error
-    return sorted(found - weights.slots.keys())
+    missing, surplus = set(weights.slots), set()
+    for path in weight_files(model_dir):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = set(file.keys())
+                for name in (name for name in weights.slots if name in found):
+                    weights.load(name, file.get_tensor(name))
+        except (OSError, SafetensorError, ModelInvalid) as error:
+            raise ModelInvalid(f"{path}: {error}") from error
+        missing -= found
+        surplus |= found - weights.slots.keys()
+    if missing:
+        raise ModelInvalid(f"{path}: parameter {min(missing)} is missing")
+    return sorted(surplus - {TIED_HEAD})
 
 
-def read_weights(config: QwenConfig, path: Path) -> QwenWeights:
-    """Read the weights from a model.safetensors. Raises ModelInvalid naming the file."""
+def read_weights(config: QwenConfig, model_dir: Path) -> QwenWeights:
+    """Read the weights from a model directory. Raises ModelInvalid naming the file."""
     weights = QwenWeights.allocate(config)
-    load_file(weights, path)
+    load_files(weights, model_dir)
     weights.complete(None)
     return weights
 
@@ -283,13 +294,14 @@ class Qwen:
         return hidden
 
     def _project(self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `(..., H, D)`, keys and values `(..., G, D)`, normalised and rotated."""
+        """Return queries `(..., H, D)`, keys and values `(..., G, D)`, rotated and, in Qwen3, normalised."""
         config = self.config
-        projected = F.linear(self._norm(hidden, layer.attention_norm), layer.qkv)
+        projected = F.linear(self._norm(hidden, layer.attention_norm), layer.qkv, layer.qkv_bias)
         heads = projected.view(*projected.shape[:-1], -1, config.head_dim)
         rotated_heads = config.num_attention_heads + config.num_key_value_heads
         rotated, values = torch.split(heads, [rotated_heads, config.num_key_value_heads], dim=-2)
-        rotated = F.rms_norm(rotated, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
+        if layer.qk_norm is not None:
+            rotated = F.rms_norm(rotated, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
         rotated = rotated * cos + rotated.roll(config.head_dim // 2, dims=-1) * sin
         queries, keys = torch.split(rotated, [config.num_attention_heads, config.num_key_value_heads], dim=-2)
         return queries, keys, values

@@ -1,39 +1,46 @@
-"""Config of a dense Qwen3 model, read from its config.json without torch.
+"""Config of a dense Qwen3 or Qwen2.5 model, read from its config.json without torch.
 
 Invariants:
-- Only the header of the weights is read; a directory that passes the check has every tensor that its config requires,
-  in the right shape.
+- Everything that computes the model here (the embedded engine and the Megatron learner) takes its sizes from this
+  class, and refuses any architecture that the class does not describe.
+- `shapes` are the model's parameters, all of them and in the order in which the embedded engine stores them.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.tokens.tokenizer import ChatTokenizer
+from headrace.policies.models.model_files import read_shapes
+from headrace.policies.tokens.model_keys import language_keys, read_language_keys
 
-LAYER_PARAMETERS = (
-    "input_layernorm",
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "self_attn.q_norm",
-    "self_attn.k_norm",
-    "post_attention_layernorm",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
+ARCHITECTURES: Final[Mapping[str, str]] = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+"""Architectures by `model_type`. Qwen2.5 has that of Qwen2: biases of queries, keys and values, no norms of heads."""
+TIED_HEAD = "lm_head.weight"
+LAYER_PARAMETERS: Final = (
+    "input_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.q_proj.bias",
+    "self_attn.k_proj.bias",
+    "self_attn.v_proj.bias",
+    "self_attn.o_proj.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "post_attention_layernorm.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
 )
-"""Parameters of a layer in the order of `QwenConfig.shapes`, in which those of one matrix are adjacent."""
+"""Parameters of a layer in the order of `QwenConfig.shapes`, in which those of one matrix are adjacent. A model has the
+biases or the norms of heads, not both."""
 
 
 class QwenConfig(BaseModel):
@@ -64,31 +71,47 @@ class QwenConfig(BaseModel):
     tie_word_embeddings: bool = False
     """Use the embedding as the output head."""
 
+    family: Literal["qwen3", "qwen2"] = "qwen3"
+    """Architecture, by its `model_type`."""
+
+    @property
+    def qk_norm(self) -> bool:
+        """True if queries and keys are normalised per head."""
+        return self.family == "qwen3"
+
+    @property
+    def qkv_bias(self) -> bool:
+        """True if queries, keys and values have a bias."""
+        return self.family == "qwen2"
+
     @classmethod
     def read(cls, path: Path) -> QwenConfig:
         """Parse a config.json. Raises ModelInvalid naming the file and the key."""
-        try:
-            raw = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ModelInvalid(f"{path}: unreadable or not valid JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise ModelInvalid(f"{path}: must contain one JSON object")
-        return cls.from_keys(raw, source=str(path))
+        return cls.from_keys(read_language_keys(path), source=str(path))
 
     @classmethod
     def from_keys(cls, raw: Mapping[str, Any], *, source: str) -> QwenConfig:
         """Parse the keys of a config.json in the old format (`rope_theta`) or the new one (`rope_parameters`). Raises
         ModelInvalid."""
-        if "Qwen3ForCausalLM" not in raw.get("architectures", ["Qwen3ForCausalLM"]):
-            raise ModelInvalid(
-                f"{source}: architectures is {raw['architectures']}, but this engine runs only Qwen3ForCausalLM"
-            )
+        raw = language_keys(raw)
+        family = _family(raw, source)
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        if rope.get("rope_type", "default") != "default" or raw.get("attention_bias") or raw.get("use_sliding_window"):
+        if (
+            rope.get("rope_type", "default") != "default"
+            or (family == "qwen3" and raw.get("attention_bias"))
+            or raw.get("use_sliding_window")
+        ):
             raise ModelInvalid(f"{source}: scaled positions, attention bias and sliding windows are not supported")
         if raw.get("hidden_act", "silu") != "silu":
             raise ModelInvalid(f"{source}: hidden_act is {raw['hidden_act']}, but only silu is supported")
-        keys = {**raw, "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10_000.0))}
+        keys = {
+            **{key: value for key, value in raw.items() if value is not None},
+            "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
+            "family": family,
+        }
+        if family == "qwen2" and "head_dim" not in keys:
+            width, heads = keys.get("hidden_size"), keys.get("num_attention_heads")
+            keys["head_dim"] = width // heads if isinstance(width, int) and isinstance(heads, int) and heads else 1
         try:
             config = cls.model_validate(keys)
         except ValidationError as error:
@@ -103,64 +126,60 @@ class QwenConfig(BaseModel):
         """Return the Hugging Face parameter names and their shapes, in the storage order of the embedded engine."""
         hidden, wide, head = self.hidden_size, self.intermediate_size, self.head_dim
         queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
+        of_layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (queries, hidden),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+            "self_attn.o_proj.weight": (hidden, queries),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (wide, hidden),
+            "mlp.up_proj.weight": (wide, hidden),
+            "mlp.down_proj.weight": (hidden, wide),
+        }
+        if self.qkv_bias:
+            of_layer |= {f"self_attn.{part}_proj.bias": (queries if part == "q" else keys,) for part in "qkv"}
+        if self.qk_norm:
+            of_layer |= {f"self_attn.{part}_norm.weight": (head,) for part in "qk"}
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            shapes |= {
-                prefix + "input_layernorm.weight": (hidden,),
-                prefix + "self_attn.q_proj.weight": (queries, hidden),
-                prefix + "self_attn.k_proj.weight": (keys, hidden),
-                prefix + "self_attn.v_proj.weight": (keys, hidden),
-                prefix + "self_attn.o_proj.weight": (hidden, queries),
-                prefix + "self_attn.q_norm.weight": (head,),
-                prefix + "self_attn.k_norm.weight": (head,),
-                prefix + "post_attention_layernorm.weight": (hidden,),
-                prefix + "mlp.gate_proj.weight": (wide, hidden),
-                prefix + "mlp.up_proj.weight": (wide, hidden),
-                prefix + "mlp.down_proj.weight": (hidden, wide),
-            }
+            ordered = (name for name in LAYER_PARAMETERS if name in of_layer)
+            shapes |= {f"model.layers.{layer}.{name}": of_layer[name] for name in ordered}
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+            shapes[TIED_HEAD] = (self.vocab_size, hidden)
         return shapes
+
+
+def _family(keys: Mapping[str, Any], source: str) -> str:
+    """Return the supported architecture that the keys name, by its `model_type`. Raises ModelInvalid."""
+    named = keys.get("architectures")
+    if not isinstance(named, list) or not named:
+        model_type = str(keys.get("model_type") or "qwen3")
+        named = [ARCHITECTURES.get(model_type, model_type)]
+    for family, architecture in ARCHITECTURES.items():
+        if architecture in named:
+            return family
+    raise ModelInvalid(
+        f"{source}: architectures is {named}, but the embedded engine and the Megatron learner compute "
+        f"{' and '.join(ARCHITECTURES.values())} only; serve other models with engines.backend sglang"
+    )
 
 
 def storage_place(name: str) -> tuple[float, int]:
     """Return the sort key of a parameter in the order of `QwenConfig.shapes`; unknown names come last."""
     if name == "model.embed_tokens.weight":
         return 0, 0
-    known = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    known = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if known is not None and known[2] in LAYER_PARAMETERS:
         return 1 + int(known[1]), LAYER_PARAMETERS.index(known[2])
-    return math.inf, {"model.norm.weight": 0, "lm_head.weight": 1}.get(name, 2)
+    return math.inf, {"model.norm.weight": 0, TIED_HEAD: 1}.get(name, 2)
 
 
-FILES = ("config.json", "model.safetensors", "tokenizer.json")
-
-
-def check_model_files(directory: Path) -> None:
-    """Raise ModelInvalid (TokenizerMismatch if the tokenizer does not match) if the directory cannot be loaded. The
-    message gives the file, the reason and the fix on one line."""
-    for name in FILES:
-        path = directory / name
-        if not path.is_file():
-            raise ModelInvalid(f"model.path: {directory} has no {name}; set it to a Hugging Face model directory")
-        if not os.access(path, os.R_OK):
-            raise ModelInvalid(f"model.path: {path} cannot be read; check its permissions")
-    config = QwenConfig.read(directory / "config.json")
-    ChatTokenizer(directory)
-    check_shapes(directory / "model.safetensors", config.shapes())
-
-
-def check_shapes(path: Path, expected: dict[str, tuple[int, ...]]) -> None:
-    """Compare a safetensors header with the expected names and shapes. Raises ModelInvalid."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ModelInvalid(f"{path}: not a readable safetensors file: {error}") from error
-    for name, shape in expected.items():
+def check_computable(model_dir: Path) -> None:
+    """Raise ModelInvalid if the embedded engine and the Megatron learner cannot compute the model, because of its
+    architecture, or because its parameters do not match config.json. Only headers are read."""
+    found = read_shapes(model_dir)
+    for name, shape in QwenConfig.read(model_dir / "config.json").shapes().items():
         if found.get(name) != shape:
-            raise ModelInvalid(f"{path}: {name} is {found.get(name, 'missing')}, but config.json requires {shape}")
+            raise ModelInvalid(f"{model_dir}: {name} is {found.get(name, 'missing')}, but config.json requires {shape}")

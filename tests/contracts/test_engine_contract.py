@@ -211,7 +211,7 @@ async def test_samples_follow_the_distribution(wire: Wire, tiny_model_dir: Path)
     from headrace.policies.models.qwen_config import QwenConfig
 
     config = QwenConfig.read(tiny_model_dir / "config.json")
-    model = Qwen(config, read_weights(config, tiny_model_dir / "model.safetensors"), capacity=16)
+    model = Qwen(config, read_weights(config, tiny_model_dir), capacity=16)
     expected = model.logits([PROMPT])[0, -1].softmax(-1)
     body = {"input_ids": [PROMPT] * 600, "sampling_params": {"max_new_tokens": 1}}
     _, replies = await wire.post("/generate", body)

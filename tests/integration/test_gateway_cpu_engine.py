@@ -53,7 +53,7 @@ def recomputed(model_dir: Path, tokens: list[int]) -> np.ndarray:
     from headrace.policies.models.qwen_config import QwenConfig
 
     config = QwenConfig.read(model_dir / "config.json")
-    model = Qwen(config, read_weights(config, model_dir / "model.safetensors"), capacity=1024)
+    model = Qwen(config, read_weights(config, model_dir), capacity=1024)
     log_probabilities_TV = torch.log_softmax(model.logits([tokens])[0] / TEMPERATURE, -1)
     taken = log_probabilities_TV[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     return np.concatenate([[0.0], taken.numpy()]).astype(np.float32)

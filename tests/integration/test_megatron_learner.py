@@ -160,7 +160,7 @@ def reference_model(folder: Path, family: str, *, tied: bool, heads: int, groups
 
 @pytest.mark.parametrize(
     ("family", "tied", "heads", "groups"),
-    [("qwen3", True, 3, 1), ("qwen3", False, 4, 2)],
+    [("qwen3", True, 3, 1), ("qwen3", False, 4, 2), ("qwen2.5", True, 4, 2), ("qwen2.5", False, 3, 1)],
 )
 @pytest.mark.parametrize("recompute", [False, True])
 def test_megatron_agrees_with_transformers_and_round_trips(

@@ -24,6 +24,7 @@ from headrace.serve.capture.session import SessionId
 from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
 from support.push_rig import snapshot
+from support.tiny_model import QWEN2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -59,7 +60,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 def reference_logprobs(directory: Path, tokens: list[int]) -> torch.Tensor:
     """Log-probability of each token after the first, under the weights of a directory."""
     config = QwenConfig.read(directory / "config.json")
-    model = Qwen(config, read_weights(config, directory / "model.safetensors"), capacity=1024)
+    model = Qwen(config, read_weights(config, directory), capacity=1024)
     logprobs = model.logits([tokens])[0, :-1].log_softmax(-1)
     return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
@@ -397,3 +398,16 @@ async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
     await engine.leave_group("plain")
     assert group.group.size() == 2, "trainer and engine"
     destroy_group(group)
+
+
+async def test_a_qwen2_5_model_in_several_files_is_served_and_pushed(tmp_path: Path, write_model, open_rig) -> None:
+    """Read from three files, and pushed as three shards."""
+    models = [write_model(tmp_path / str(seed), seed=seed, files=3, **QWEN2) for seed in range(2)]
+    async with open_rig(models[0], tmp_path / "rig", names=("one",)) as rig:
+        before = await rig.generate("one", "before", 40)
+        report = await rig.push(models[1], 1)
+        after = await rig.generate("one", "after", 40)
+    assert report.updated == ("one",)
+    for completion, directory in ((before, models[0]), (after, models[1])):
+        expected = reference_logprobs(directory, [*PROMPT, *completion.output_ids])[len(PROMPT) - 1 :]
+        assert (torch.tensor(completion.logprobs) - expected).abs().max() <= 1e-3

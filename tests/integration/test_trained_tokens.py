@@ -56,7 +56,7 @@ def scored(model_dir: Path, rows: list[Row], temperature: float) -> list[np.ndar
     from headrace.policies.models.qwen_config import QwenConfig
 
     config = QwenConfig.read(model_dir / "config.json")
-    model = Qwen(config, read_weights(config, model_dir / "model.safetensors"), capacity=1024)
+    model = Qwen(config, read_weights(config, model_dir), capacity=1024)
     logprobs_BTV = (model.logits([row.tokens_T.tolist() for row in rows]) / temperature).log_softmax(-1)
     scores = []
     for row, logprobs_TV in zip(rows, logprobs_BTV, strict=True):

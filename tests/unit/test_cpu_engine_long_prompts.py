@@ -27,7 +27,7 @@ PORTIONS = 3
 @pytest.fixture
 def runner(tiny_model_dir: Path) -> Runner:
     config = QwenConfig.read(tiny_model_dir / "config.json")
-    weights = read_weights(config, tiny_model_dir / "model.safetensors")
+    weights = read_weights(config, tiny_model_dir)
     return Runner(config, weights, version="1.0", max_running=4, context_tokens=CONTEXT_TOKENS, seed=0)
 
 
