@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from headrace.policies.models.qwen_config import QwenConfig
 
 
-def transformer_config(shape: QwenConfig) -> TransformerConfig:
+def transformer_config(shape: QwenConfig, dtype: torch.dtype = torch.float32) -> TransformerConfig:
     """Return Megatron's configuration for `shape`, without the fusions that need CUDA."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -55,6 +55,8 @@ def transformer_config(shape: QwenConfig) -> TransformerConfig:
             add_bias_linear=False,
             hidden_dropout=0.0,
             attention_dropout=0.0,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
             use_cpu_initialization=True,
             perform_initialization=False,
             bias_activation_fusion=False,
@@ -85,11 +87,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 
 def build_model(shape: QwenConfig, config: TransformerConfig, *, recompute: bool = False) -> PolicyModel:
-    """Return an uninitialised model. `recompute` computes each layer's activations again in the backward pass. Needs
-    Megatron's model-parallel groups."""
+    """Return an uninitialised model in the dtype of `config`. `recompute` computes each layer's activations again in
+    the backward pass. Needs Megatron's model-parallel groups."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return PolicyModel(
+        model = PolicyModel(
             config,
             layer_spec(qk_norm=shape.qk_norm, recompute=recompute),
             vocab_size=shape.vocab_size,
@@ -99,28 +101,24 @@ def build_model(shape: QwenConfig, config: TransformerConfig, *, recompute: bool
             rotary_base=shape.rope_theta,
             parallel_output=False,
         )
+    # Megatron creates norms in fp32.
+    converted: PolicyModel = model.to(config.params_dtype)
+    return converted
 
 
-def read_weights(model_dir: Path) -> Weights:
-    """Read the weights of a model directory, with Hugging Face names, converted to fp32. Raises ModelInvalid."""
+def read_weights(model_dir: Path, shape: QwenConfig) -> Weights:
+    """Read the weights of a model directory in fp32, with Megatron's names. Raises ModelInvalid when they are
+    unreadable or do not fit."""
     weights: Weights = {}
     for path in weight_files(model_dir):
         try:
             weights |= {name: tensor.float() for name, tensor in load_file(path).items()}
         except (OSError, SafetensorError) as error:
             raise ModelInvalid(f"cannot read {path}: {error}") from error
-    return weights
-
-
-def load_weights(model: GPTModel, weights: Weights, shape: QwenConfig) -> None:
-    """Copy weights with Hugging Face names into `model`. Raises ModelInvalid when they do not match it."""
-    mapped = to_megatron(weights, shape)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(mapped[name])
+    return to_megatron(weights, shape)
 
 
 def export_weights(model: GPTModel, shape: QwenConfig) -> Weights:
-    """Return a copy of the weights with Hugging Face names, on the CPU."""
+    """Return a copy of the weights with Hugging Face names, in the model's dtype, on the CPU."""
     named = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return to_hugging_face(named, shape)
