@@ -44,6 +44,7 @@ from headrace.policies.errors import (
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron import MegatronLearner
+from support.tiny_model import QWEN2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -114,9 +115,9 @@ def make_batch(number: int, *, model_dir: Path, advantages: tuple[float, ...] = 
 
 def reference_logprobs(model_dir: Path, rows: list[np.ndarray]) -> list[np.ndarray]:
     """Per row, log-probabilities of each token given those before it (0 for the first), by transformers."""
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     result = []
     with torch.inference_mode():
         for tokens in rows:
@@ -361,6 +362,7 @@ def run_program(program: str, message: object) -> subprocess.CompletedProcess[by
 CONTINUE = """
 import asyncio, pickle, sys
 from headrace.policies.learners.megatron import MegatronLearner
+from support.tiny_model import QWEN2
 
 async def main():
     config, resume, epoch, batches = pickle.load(sys.stdin.buffer)
@@ -412,6 +414,7 @@ async def test_a_resumed_learner_continues_when_its_checkpoint_is_deleted(tmp_pa
 SAVE_AND_DIE = """
 import asyncio, os, pickle, signal, sys
 from headrace.policies.learners.megatron import MegatronLearner
+from support.tiny_model import QWEN2
 
 def die_at(event, arguments):
     if armed and event == DEADLY and FRAGMENT in str(arguments[0]):
@@ -546,3 +549,88 @@ async def test_an_unusable_row_changes_nothing(tmp_path: Path, tiny_model_dir: P
         report = await learner.step(batch)
         assert report.version == PolicyVersion(1, 1)
         assert report.metrics["mean_abs_log_ratio"] < 1e-4
+
+
+async def test_bf16_keeps_fp32_main_weights_across_a_resume(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Engines and Hugging Face get the rounded weights, the next process the exact ones."""
+    config = learner_config(tmp_path, tiny_model_dir, dtype="bfloat16", learning_rate=1e-5)
+    batches = [make_batch(number, model_dir=tiny_model_dir) for number in range(30, 34)]
+    async with opened(config) as learner:
+        for batch in batches[:2]:
+            report = await learner.step(batch)
+        assert report.metrics["mean_abs_log_ratio"] < 0.1
+        checkpoint = await learner.save()
+        for batch in batches[2:]:
+            await learner.step(batch)
+        straight = load_file((await learner.snapshot()).shards[0].path)
+    saved = weights_of(checkpoint)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert json.loads((Path(checkpoint.path) / "config.json").read_text())["dtype"] == "bfloat16"
+    async with opened(config, checkpoint, epoch=2) as learner:
+        for batch in batches[2:]:
+            await learner.step(batch)
+        assert equal(load_file((await learner.snapshot()).shards[0].path), straight)
+    wide = learner_config(tmp_path / "wide", tiny_model_dir)
+    async with opened(wide, checkpoint, epoch=2) as learner:
+        main = load_file((await learner.snapshot()).shards[0].path)
+    assert all(torch.equal(main[name].bfloat16(), saved[name]) for name in saved)
+    # Updates of this size are lost where the weights themselves are bf16.
+    start = load_file(tiny_model_dir / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(main[name], main[name].bfloat16().float())
+    assert 0 < float((main[name] - start[name]).abs().max()) < 1e-4
+
+
+async def test_recompute_and_threads_change_a_step_only_by_rounding(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(35, model_dir=tiny_model_dir)
+    norms, threads, set_threads = [], [], torch.set_num_threads
+    # The number of threads is that of the calling thread.
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: (threads.append(count), set_threads(count)))
+    for number, changes in enumerate(({}, {"recompute": True}, {"threads": 2})):
+        async with opened(learner_config(tmp_path / str(number), tiny_model_dir, **changes)) as learner:
+            norms.append((await learner.step(batch)).metrics["grad_norm"])
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-5)
+    assert threads == [1, 1, 2]
+
+
+@pytest.mark.parametrize("family", [{}, QWEN2])
+async def test_norms_and_biases_do_not_decay(
+    tmp_path: Path, write_model: Callable[..., Path], family: dict[str, object]
+) -> None:
+    """Without a gradient, decay is all that changes."""
+    model_dir = write_model(tmp_path / "model", **family)
+    still = make_batch(36, model_dir=model_dir, advantages=(0.0, 0.0))
+    async with opened(learner_config(tmp_path, model_dir, weight_decay=0.5)) as learner:
+        await learner.step(still)
+        after = load_file((await learner.snapshot()).shards[0].path)
+    for name, start in load_file(model_dir / "model.safetensors").items():
+        factor = 1 - 5e-4 * 0.5 if start.ndim > 1 else 1.0
+        torch.testing.assert_close(after[name], start * factor, rtol=1e-7, atol=0)
+
+
+async def test_a_row_with_a_prompt_of_37_000_tokens_ends_a_step(
+    tmp_path: Path, write_model: Callable[..., Path]
+) -> None:
+    """The length of Codex's first prompt. A T x T matrix of it has 5.5 GB in fp32, for each layer and head."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    model_dir = write_model(
+        tmp_path / "model", **sizes, hidden_size=16, intermediate_size=32, max_position_embeddings=65_536
+    )
+    prompt, sampled = 37_000, 200
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, size=prompt + sampled).astype(np.int32)
+    trained = np.arange(len(tokens)) >= prompt
+    row = Row(
+        tokens_T=tokens,
+        loss_mask_T=trained,
+        logprobs_T=np.where(trained, -5.0, 0.0).astype(np.float32),
+        versions=(VersionSpan(start=prompt, end=len(tokens), version=PolicyVersion(1, 0)),),
+    )
+    short = make_batch(37, model_dir=model_dir)
+    item = replace(short.items[0], trajectory=Trajectory(rows=(row,), temperature=1.0))
+    config = learner_config(tmp_path, model_dir, token_budget=40_000, recompute=True)
+    async with opened(config) as learner:
+        report = await learner.step(replace(short, items=(item, *short.items[1:])))
+    assert (report.skipped, report.version) == (False, PolicyVersion(1, 1))
+    assert report.metrics["tokens"] > sampled
