@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benches.learner.memory import head_memory_ratio, peak_bytes
 
 from headrace.policies.learners.logprob_head import trained_logprobs
 
@@ -60,19 +61,31 @@ def test_bf16_weights_are_reduced_in_fp32() -> None:
     assert (chosen.double() - expected).abs().max() < 0.05
 
 
-def test_nothing_of_the_size_of_all_logits_is_allocated() -> None:
-    """Every tensor that a step of the head allocates is far smaller than its logits."""
+def test_memory_does_not_grow_with_the_positions_that_are_not_trained() -> None:
+    assert head_memory_ratio(positions=1024, hidden=16, vocabulary=4096, trained_share=0.05) <= 0.1
+
+
+def test_memory_of_many_trained_positions_is_that_of_a_chunk() -> None:
     generator = torch.Generator().manual_seed(1)
     positions, vocabulary = 512, 4096
     hidden = torch.randn(1, positions + 1, 4, generator=generator).requires_grad_()
     weight = torch.randn(vocabulary, 4, generator=generator).requires_grad_()
     tokens = torch.randint(vocabulary, (1, positions + 1), generator=generator)
     trained = torch.ones(1, positions + 1, dtype=torch.bool)
-    with torch.profiler.profile(profile_memory=True) as profile:
-        chosen, entropies = trained_logprobs(
-            hidden, weight, tokens, trained, torch.ones(positions), chunk_logits=vocabulary
-        )
+
+    def step() -> None:
+        given = (hidden, weight, tokens, trained, torch.ones(positions))
+        chosen, entropies = trained_logprobs(*given, chunk_logits=10 * vocabulary)
         (chosen.sum() + entropies.sum()).backward()
-    sizes = [event.cpu_memory_usage for event in profile.events() if event.name == "[memory]"]
-    assert sizes
-    assert max(sizes) < positions * vocabulary * 4 / 20
+
+    assert peak_bytes(step) < positions * vocabulary * 4 / 8
+
+
+def test_the_peak_is_the_largest_sum_of_live_tensors() -> None:
+    def work() -> torch.Tensor:
+        first = torch.ones(1 << 20)
+        second = first + 1
+        del first
+        return second.double()
+
+    assert peak_bytes(work) == 3 * (4 << 20)
