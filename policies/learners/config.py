@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.buffer.row_limits import RowLimits
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
-from headrace.policies.models.qwen_config import QwenConfig
+from headrace.policies.tokens.model_keys import read_vocabulary_size
 
 
 class LearnerConfig(BaseModel):
@@ -70,5 +70,4 @@ def row_limits(config: LearnerConfig) -> RowLimits | None:
     ModelInvalid."""
     if config.kind == "simulated":
         return None
-    shape = QwenConfig.read(config.model_dir / "config.json")
-    return RowLimits(vocabulary=shape.vocab_size, tokens=config.token_budget)
+    return RowLimits(vocabulary=read_vocabulary_size(config.model_dir), tokens=config.token_budget)

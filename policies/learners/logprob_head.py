@@ -3,7 +3,7 @@
 Invariants:
 - Nothing of the size positions x vocabulary outlives a chunk: the backward pass computes the logits of a chunk again.
 - Logits are divided by the temperature and reduced in fp32 (fp64 for fp64 weights), whatever the weights' dtype.
-- The chunk size changes results only by rounding, in the gradient of the head's weights.
+- The chunk size changes results only by rounding.
 
 Shapes: B rows, T tokens, N trained tokens, D hidden size, V vocabulary, C trained tokens of a chunk.
 """

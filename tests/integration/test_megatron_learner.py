@@ -44,6 +44,7 @@ from headrace.policies.errors import (
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron import MegatronLearner
+from headrace.policies.models.model_files import weight_files
 from support.tiny_model import QWEN2
 
 if TYPE_CHECKING:
@@ -634,3 +635,26 @@ async def test_a_row_with_a_prompt_of_37_000_tokens_ends_a_step(
         report = await learner.step(replace(short, items=(item, *short.items[1:])))
     assert (report.skipped, report.version) == (False, PolicyVersion(1, 1))
     assert report.metrics["tokens"] > sampled
+
+
+async def test_a_model_in_several_files_is_trained_and_saved_in_one(
+    tmp_path: Path, write_model: Callable[..., Path]
+) -> None:
+    model_dir = write_model(tmp_path / "model", files=3, **QWEN2)
+    batch = make_batch(38, model_dir=model_dir)
+    config = learner_config(tmp_path, model_dir)
+    async with opened(config) as learner:
+        report = await learner.step(batch)
+        checkpoint = await learner.save()
+        trained = load_file((await learner.snapshot()).shards[0].path)
+    assert report.metrics["mean_abs_log_ratio"] < 1e-4
+    assert [path.name for path in weight_files(Path(checkpoint.path))] == ["model.safetensors"]
+    assert equal(weights_of(checkpoint), trained)
+    # transformers reads it, and disagrees with the weights before the step.
+    rows = [item.trajectory.rows[0].tokens_T for item in batch.items]
+    for before, after in zip(
+        reference_logprobs(model_dir, rows), reference_logprobs(Path(checkpoint.path), rows), strict=True
+    ):
+        assert 1e-4 < float(np.abs(before - after).max()) < 5
+    async with opened(config, checkpoint, epoch=2) as learner:
+        assert equal(load_file((await learner.snapshot()).shards[0].path), trained)

@@ -401,13 +401,18 @@ async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
 
 
 async def test_a_qwen2_5_model_in_several_files_is_served_and_pushed(tmp_path: Path, write_model, open_rig) -> None:
-    """Read from three files, and pushed as three shards."""
+    """Read from three files, pushed as three shards, and read again from a directory."""
     models = [write_model(tmp_path / str(seed), seed=seed, files=3, **QWEN2) for seed in range(2)]
     async with open_rig(models[0], tmp_path / "rig", names=("one",)) as rig:
         before = await rig.generate("one", "before", 40)
         report = await rig.push(models[1], 1)
         after = await rig.generate("one", "after", 40)
+        body = {"model_path": str(models[0]), "weight_version": "1.2"}
+        async with rig.session.post(f"{rig.processes['one'].url}/update_weights_from_disk", json=body) as reply:
+            assert reply.status == 200, await reply.text()
+        again = await rig.generate("one", "again", 40)
     assert report.updated == ("one",)
-    for completion, directory in ((before, models[0]), (after, models[1])):
+    assert [completion.spans[-1].version.step for completion in (after, again)] == [1, 2]
+    for completion, directory in ((before, models[0]), (after, models[1]), (again, models[0])):
         expected = reference_logprobs(directory, [*PROMPT, *completion.output_ids])[len(PROMPT) - 1 :]
         assert (torch.tensor(completion.logprobs) - expected).abs().max() <= 1e-3

@@ -102,7 +102,9 @@ def test_truncated_weights_are_named_in_the_error(tmp_path: Path, write_model) -
 
 @pytest.mark.parametrize("keys", [{}, QWEN2])
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_sorted_in_storage_order(tmp_path: Path, write_model, tied: bool, keys: dict[str, object]) -> None:
+def test_parameters_are_sorted_in_storage_order(
+    tmp_path: Path, write_model, tied: bool, keys: dict[str, object]
+) -> None:
     config = load(write_model(tmp_path / "model", tied=tied, **keys)).config
     weights = QwenWeights.allocate(config)
     names = list(config.shapes())
