@@ -26,7 +26,7 @@ class Backend(StrEnum):
     """Program that serves the model."""
 
     CPU = "cpu"
-    """The embedded engine, which serves small Qwen3 models and needs no installation of its own."""
+    """The embedded engine, which serves small Qwen3 and Qwen2.5 models and needs no installation of its own."""
     SGLANG = "sglang"
     """SGLang, in the environment created by scripts/install_sglang or in another one."""
 

@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from headrace.actors.runtime.runtime import RayRuntime, Resources, node_address
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineStartFailed
 from headrace.policies.sglang.client import EngineLoad, SGLangConfig, SGLangEngine
+from headrace.policies.tokens.model_keys import read_vocabulary_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +73,7 @@ class Fleet:
         self._registry = registry
         self._context = context
         self._http = http
-        self._vocab_size = json.loads((context.model_dir / "config.json").read_bytes())["vocab_size"]
+        self._vocab_size = read_vocabulary_size(context.model_dir)
         self.members: dict[EngineId, Member] = {}
         self.started = 0
         self.retired: set[str] = set()

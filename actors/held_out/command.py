@@ -39,6 +39,7 @@ from headrace.buffer.tasks import Task, load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.learners.checkpoints import list_checkpoints
+from headrace.policies.models.model_files import weight_files
 from headrace.serve.observing.progress import starting
 
 START_VERSION = PolicyVersion(1, 0)
@@ -284,8 +285,8 @@ async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
 
 
 def _weights(evaluation: Evaluation) -> WeightsSnapshot:
-    path = evaluation.config.model.path / "model.safetensors"
-    return WeightsSnapshot(version=evaluation.version, shards=(WeightsShard.of(path),))
+    shards = tuple(WeightsShard.of(path) for path in weight_files(evaluation.config.model.path))
+    return WeightsSnapshot(version=evaluation.version, shards=shards)
 
 
 @contextmanager

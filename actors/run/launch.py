@@ -56,7 +56,8 @@ from headrace.buffer.primitives.registry import PartRefused
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.learners.objective_registry import OBJECTIVES
-from headrace.policies.models.qwen3_config import check_model_files
+from headrace.policies.models.model_files import check_model_files
+from headrace.policies.models.qwen_config import check_computable
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay, starting
@@ -123,6 +124,9 @@ def check_parts(config: RunConfig) -> None:
     check_ray_folder()
     if not config.engines.is_simulated:
         check_model_files(config.model.path)
+        # SGLang and other learners check the architecture themselves.
+        if config.learner.kind == "megatron" or (config.engines.backend == "cpu" and config.engines.count):
+            check_computable(config.model.path)
     refuse_absent_sglang(config.engines)
     make_agent(config.agent)
     check_provider(config.sandbox)

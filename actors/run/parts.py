@@ -239,7 +239,7 @@ class ServiceParts(ResourceOwner):
     async def _start_learner(self) -> None:
         learner: LearnerConfig | SimulatedLearnerConfig = self._config.learner
         if self._config.learner.kind != "megatron":
-            weights = None if self._config.engines.is_simulated else self._config.model.path / "model.safetensors"
+            weights = None if self._config.engines.is_simulated else self._config.model.path
             # A run without a directory has no checkpoints.
             changes = {
                 "checkpoint_dir": None if self._directory is None else self._config.learner.checkpoint_dir,

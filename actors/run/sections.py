@@ -15,7 +15,8 @@ class ModelSection(Section):
     """Section [model] of a recipe."""
 
     path: Path = Path()
-    """Hugging Face directory of the policy (config.json, model.safetensors, tokenizer.json); relative to the recipe.
+    """Hugging Face directory of the policy: config.json, tokenizer files, and weights in one file or in several with an
+    index; relative to the recipe. The embedded engine and the Megatron learner compute dense Qwen3 and Qwen2.5 models.
     Simulated engines need none."""
 
 

@@ -1,1 +1,1 @@
-"""Embedded CPU engine, which serves a small Qwen3 model with SGLang's HTTP routes."""
+"""Embedded CPU engine, which serves a small Qwen model with SGLang's HTTP routes."""

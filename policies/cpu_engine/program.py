@@ -1,4 +1,4 @@
-"""Embedded CPU engine: a process that serves a small Qwen3 model with SGLang's HTTP routes.
+"""Embedded CPU engine: a process that serves a small Qwen model with SGLang's HTTP routes.
 
 Invariants:
 - HTTP runs in the main thread, torch in one other thread, and weight transfers in their own threads.
@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.processes.parent_death import die_with_parent
 from headrace.policies.processes.server_process import announce
+from headrace.policies.tokens.model_keys import language_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +43,7 @@ class CpuEngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Path
-    """Directory with config.json, model.safetensors and tokenizer.json."""
+    """Hugging Face directory of a dense Qwen3 or Qwen2.5 model, with weights in one or several files."""
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = Field(default=0, ge=0, lt=65536)
@@ -85,7 +86,7 @@ def read_eos_ids(directory: Path) -> frozenset[int]:
     """Return the end-of-sequence ids of generation_config.json if it has them, else those of config.json."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        given = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        given = language_keys(json.loads(path.read_text())).get("eos_token_id") if path.exists() else None
         if isinstance(given, int):
             return frozenset({given})
         if isinstance(given, list) and all(isinstance(item, int) for item in given):
@@ -101,15 +102,15 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
     from headrace.policies.cpu_engine.server import EngineServer, ServerSettings
     from headrace.policies.cpu_engine.thread import EngineThread
     from headrace.policies.cpu_engine.update import WeightUpdater
-    from headrace.policies.models.qwen3 import read_weights
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen import read_weights
+    from headrace.policies.models.qwen_config import QwenConfig
 
-    model = Qwen3Config.read(config.model / "config.json")
+    model = QwenConfig.read(config.model / "config.json")
     context_tokens = config.max_context or min(model.max_position_embeddings, DEFAULT_CONTEXT_TOKENS)
     tokenizer = read_tokenizer(config.model / "tokenizer.json", model.vocab_size)
     runner = Runner(
         model,
-        read_weights(model, config.model / "model.safetensors"),
+        read_weights(model, config.model),
         version=config.weight_version,
         max_running=config.max_running,
         context_tokens=context_tokens,
@@ -124,6 +125,7 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
     engine = EngineThread(runner, scheduler)
     settings = ServerSettings(
         model_path=str(config.model),
+        family=model.family,
         limits=Limits(vocab_size=model.vocab_size, context_tokens=context_tokens),
         max_running=config.max_running,
     )

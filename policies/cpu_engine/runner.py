@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from headrace.policies.models.qwen3 import KeyValueCache, Qwen3, Qwen3Weights
+from headrace.policies.models.qwen import KeyValueCache, Qwen, QwenWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from headrace.policies.cpu_engine.requests import Sampling
     from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen_config import QwenConfig
 
 PREFILL_PORTION: Final = 512
 """Tokens of a long prompt that are prefilled in one step."""
@@ -44,8 +44,8 @@ class Runner:
 
     def __init__(
         self,
-        config: Qwen3Config,
-        weights: Qwen3Weights,
+        config: QwenConfig,
+        weights: QwenWeights,
         *,
         version: str,
         max_running: int,
@@ -53,14 +53,14 @@ class Runner:
         seed: int,
     ) -> None:
         self.version = version
-        self.model = Qwen3(config, weights, capacity=context_tokens)
+        self.model = Qwen(config, weights, capacity=context_tokens)
         self.cache = KeyValueCache(config, rows=max_running, capacity=context_tokens)
         self._random = torch.Generator().manual_seed(seed)
         # By generation and not by row, so that a request's random stream survives a retraction.
         self._own_random: dict[int, torch.Generator] = {}
         self._long: LongPrefill | None = None
 
-    def swap(self, weights: Qwen3Weights, version: str | None) -> Qwen3Weights:
+    def swap(self, weights: QwenWeights, version: str | None) -> QwenWeights:
         """Use `weights` from now on, and return the previous ones. If `version` is None, the label is kept."""
         old, self.model.weights = self.model.weights, weights
         self.version = self.version if version is None else version

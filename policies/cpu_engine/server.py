@@ -30,6 +30,7 @@ from headrace.policies.cpu_engine.requests import (
 )
 from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineUnavailable, GroupFailed, RequestInvalid
+from headrace.policies.models.qwen_config import ARCHITECTURES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -57,6 +58,7 @@ class ServerSettings:
     """Properties of the server that its info routes report."""
 
     model_path: str
+    family: str
     limits: Limits
     max_running: int
 
@@ -274,8 +276,8 @@ class EngineServer:
                 "is_generation": True,
                 "preferred_sampling_params": None,
                 "weight_version": self._engine.runner.version,
-                "model_type": "qwen3",
-                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": self._settings.family,
+                "architectures": [ARCHITECTURES[self._settings.family]],
             }
         )
 

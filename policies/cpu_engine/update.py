@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from headrace.policies.errors import GroupFailed, ModelInvalid, RequestInvalid
-from headrace.policies.models.qwen3 import Qwen3Weights, load_file
-from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen import QwenWeights, load_files
+from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.push.process_group import (
     WeightGroup,
     destroy_group,
@@ -64,9 +64,9 @@ class Staging:
     """One engine's staging memory. It has one writer at a time, but the torch thread may call `recycle`
     concurrently."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: QwenConfig) -> None:
         self._config = config
-        self._spare: Qwen3Weights | None = None
+        self._spare: QwenWeights | None = None
         self._exchanging = threading.Lock()
         self._buffers: list[Tensor] = []
         self._largest_bytes = 0
@@ -94,23 +94,23 @@ class Staging:
     def put_buffer(self, buffer: Tensor) -> None:
         self._buffers.append(buffer)
 
-    def take_spare(self) -> Qwen3Weights:
+    def take_spare(self) -> QwenWeights:
         with self._exchanging:
             spare, self._spare = self._spare, None
-        return Qwen3Weights.allocate(self._config) if spare is None else spare
+        return QwenWeights.allocate(self._config) if spare is None else spare
 
-    def put_spare(self, spare: Qwen3Weights) -> None:
+    def put_spare(self, spare: QwenWeights) -> None:
         with self._exchanging:
             self._spare = spare
 
-    def recycle(self, old: Qwen3Weights) -> None:
+    def recycle(self, old: QwenWeights) -> None:
         """Make the previously live set the spare one, unless a writer has allocated another in the meantime."""
         old.forget()
         with self._exchanging:
             if self._spare is None:
                 self._spare = old
 
-    def complete(self, spare: Qwen3Weights, live: Qwen3Weights) -> None:
+    def complete(self, spare: QwenWeights, live: QwenWeights) -> None:
         """Copy the parameters that a push omitted. Raises ModelInvalid if a transfer was lost."""
         missing = spare.missing()
         if missing and self._torn:
@@ -120,7 +120,7 @@ class Staging:
         spare.complete(live)
 
 
-def place_of(spare: Qwen3Weights, bucket: Bucket) -> Tensor | None:
+def place_of(spare: QwenWeights, bucket: Bucket) -> Tensor | None:
     """Return the memory in which this bucket can be received in place; None if it cannot."""
     if set(bucket.dtypes) != {"float32"}:
         return None
@@ -128,7 +128,7 @@ def place_of(spare: Qwen3Weights, bucket: Bucket) -> Tensor | None:
     return None if place is None else place.view(torch.uint8)
 
 
-def load_bucket(spare: Qwen3Weights, bucket: Bucket, buffer: Tensor | None) -> None:
+def load_bucket(spare: QwenWeights, bucket: Bucket, buffer: Tensor | None) -> None:
     """Load a received bucket into the spare set; without a buffer it was received in place. Raises ModelInvalid."""
     if buffer is None:
         for name in bucket.names:
@@ -166,7 +166,7 @@ class Loading:
     may be received in the meantime."""
 
     future: Future[None]
-    spare: Qwen3Weights
+    spare: QwenWeights
     buffer: Tensor | None
 
 
@@ -374,7 +374,7 @@ class WeightUpdater:
                 self._staging.put_buffer(loading.buffer)
 
     @asynccontextmanager
-    async def _writing(self, spare: Qwen3Weights) -> AsyncIterator[Qwen3Weights]:
+    async def _writing(self, spare: QwenWeights) -> AsyncIterator[QwenWeights]:
         """Return the spare set to staging once it has been written. After a cancellation it is abandoned, because its
         writer thread may still be running."""
         try:
@@ -426,15 +426,15 @@ def receive(group: WeightGroup, pieces: list[Tensor]) -> None:
         raise
 
 
-def load_directory(spare: Qwen3Weights, config: Qwen3Config, directory: Path) -> None:
+def load_directory(spare: QwenWeights, config: QwenConfig, directory: Path) -> None:
     """Load a model directory of the same config. Raises ModelInvalid."""
-    given = Qwen3Config.read(directory / "config.json")
+    given = QwenConfig.read(directory / "config.json")
     different = [key for key, value in config if getattr(given, key) != value]
     if different:
         key = different[0]
         raise ModelInvalid(
             f"{directory}: config.json has {key} {getattr(given, key)}, but this engine has {getattr(config, key)}"
         )
-    surplus = load_file(spare, directory / "model.safetensors")
+    surplus = load_files(spare, directory)
     if surplus:
-        raise ModelInvalid(f"{directory}: model.safetensors has {surplus[0]}, but this engine's model does not")
+        raise ModelInvalid(f"{directory} has the parameter {surplus[0]}, but this engine's model does not")

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.buffer.row_limits import RowLimits
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
-from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.tokens.model_keys import read_vocabulary_size
 
 
 class LearnerConfig(BaseModel):
@@ -18,7 +18,8 @@ class LearnerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_dir: Path
-    """Hugging Face directory of the starting policy: config.json (Qwen3), model.safetensors, tokenizer files."""
+    """Hugging Face directory of the starting policy, a dense Qwen3 or Qwen2.5 model: config.json, weights in one or
+    several files, tokenizer files."""
     checkpoint_dir: Path
     """Directory for checkpoints, `<epoch>.<step>/`; used by this learner only."""
     snapshot_dir: Path
@@ -30,7 +31,7 @@ class LearnerConfig(BaseModel):
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay of matrices; norms and biases do not decay."""
     clip_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum norm of the gradient; a larger one is scaled down."""
     objective: str = "grpo"
@@ -44,6 +45,14 @@ class LearnerConfig(BaseModel):
     """Maximum importance weight of a token."""
     token_budget: int = Field(default=16384, gt=0)
     """Maximum number of padded tokens (rows x longest row) in a micro-batch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the model's parameters and activations. With `bfloat16`, the optimizer keeps fp32 main weights, and
+    engines and checkpoints get the rounded ones."""
+    recompute: bool = False
+    """Keep only the input of each layer, and compute its activations again in the backward pass: a third more time for
+    far less memory at long rows."""
+    threads: int = Field(default=1, ge=1)
+    """Number of CPU threads of the learner's torch. Results depend on it by rounding."""
     max_skipped_in_a_row: int = Field(default=3, gt=0)
     """Number of consecutive steps with a non-finite gradient after which the run ends."""
     keep_checkpoints: int = Field(default=3, gt=0)
@@ -61,5 +70,4 @@ def row_limits(config: LearnerConfig) -> RowLimits | None:
     ModelInvalid."""
     if config.kind == "simulated":
         return None
-    shape = Qwen3Config.read(config.model_dir / "config.json")
-    return RowLimits(vocabulary=shape.vocab_size, tokens=config.token_budget)
+    return RowLimits(vocabulary=read_vocabulary_size(config.model_dir), tokens=config.token_budget)

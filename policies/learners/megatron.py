@@ -62,7 +62,7 @@ class MegatronLearner:
         return await self._in_thread(lambda: self._opened().step(batch))
 
     async def snapshot(self) -> WeightsSnapshot:
-        """Return the current weights in fp32. Raises LearnerNotOpen."""
+        """Return the current weights in `dtype`. Raises LearnerNotOpen."""
         return await self._in_thread(lambda: self._opened().snapshot())
 
     async def save(self) -> CheckpointRef:

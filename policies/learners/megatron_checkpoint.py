@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatron.core.models.gpt import GPTModel
+
+    from headrace.policies.learners.megatron_optimizer import MainOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,41 +53,45 @@ class InProcessSave(torch_strategies.TorchDistSaveShardedStrategy):  # type: ign
         )
 
 
-def save_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -> None:
-    """Write parameters, AdamW's moments and step count, and all random states into the empty `directory`."""
-    updates = max((int(state["step"]) for state in optimizer.state.values()), default=0)
+def save_state(directory: Path, model: GPTModel, optimizer: MainOptimizer) -> None:
+    """Write the main weights, AdamW's moments and step count, and all random states into the empty `directory`."""
+    updates = max((int(state["step"]) for state in optimizer.adamw.state.values()), default=0)
     state = _sharded(model, optimizer, updates) | {"updates": updates, "random": random_states()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist_checkpointing.save(state, str(directory), sharded_strategy=InProcessSave())
 
 
-def load_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -> None:
+def load_state(directory: Path, model: GPTModel, optimizer: MainOptimizer) -> None:
     """Load the files written by `save_state` into a model of the same shape and a new optimizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         updates = int(dist_checkpointing.load_common_state_dict(str(directory))["updates"])
         if updates:
-            for parameter in model.parameters():
-                moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
-                optimizer.state[parameter] = {"step": torch.tensor(float(updates)), **moments}
+            for weight in optimizer.weights.values():
+                moments = {key: torch.zeros_like(weight) for key in MOMENTS}
+                optimizer.adamw.state[weight] = {"step": torch.tensor(float(updates)), **moments}
         loaded = dist_checkpointing.load(_sharded(model, optimizer, updates), str(directory))
-    model.load_state_dict(loaded["model"])
+    optimizer.assign(loaded["model"])
     if updates:
-        for name, parameter in model.named_parameters():
+        for name, weight in optimizer.weights.items():
             for key in MOMENTS:
-                optimizer.state[parameter][key].copy_(loaded["moments"][key][name])
+                optimizer.adamw.state[weight][key].copy_(loaded["moments"][key][name])
     restore_random_states(loaded["random"])
 
 
-def _sharded(model: GPTModel, optimizer: torch.optim.AdamW, updates: int) -> dict[str, Any]:
+def _sharded(model: GPTModel, optimizer: MainOptimizer, updates: int) -> dict[str, Any]:
     tensors = model.sharded_state_dict()
+    for name, weight in optimizer.weights.items():
+        # In fp32 whatever the model's dtype, so that a run can be resumed in another one.
+        main = make_sharded_optimizer_tensor(tensors[name], weight.data, "main")
+        tensors[name] = replace(main, key=tensors[name].key)
     if not updates:
         return {"model": tensors}
     moments = {
         key: {
-            name: make_sharded_optimizer_tensor(tensors[name], optimizer.state[parameter][key], f"optimizer.{key}")
-            for name, parameter in model.named_parameters()
+            name: make_sharded_optimizer_tensor(tensors[name], optimizer.adamw.state[weight][key], f"optimizer.{key}")
+            for name, weight in optimizer.weights.items()
         }
         for key in MOMENTS
     }

@@ -1,9 +1,10 @@
-"""Builds megatron-core's GPTModel from a Hugging Face Qwen3 directory.
+"""Builds megatron-core's GPTModel from a Hugging Face directory of a dense Qwen model.
 
 Invariants:
-- The model is megatron-core's (local layer spec, no kernels that need a GPU), in fp32; its sizes are read from
-  config.json.
-- Rows are padded on the right and the mask is causal, so no position attends to padding.
+- The model is megatron-core's, without kernels that need a GPU; its sizes are read from config.json.
+- Its output is the log-probabilities and entropies of the trained tokens: logits exist only for a few of their
+  positions at once, and for no other position.
+- Rows are padded on the right and attention is causal, so no position attends to padding.
 - Importing this module imports torch and megatron, so only the learner's thread may import it.
 """
 
@@ -17,22 +18,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.learners.logprob_head import trained_logprobs
+from headrace.policies.learners.megatron_layers import layer_spec
 from headrace.policies.models.hf_mapping import Weights, to_hugging_face, to_megatron
+from headrace.policies.models.model_files import weight_files
 
 with warnings.catch_warnings():
     # Megatron warns of each missing accelerator library, and of deprecated modules that it imports itself.
     warnings.simplefilter("ignore")
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen_config import QwenConfig
 
 
-def transformer_config(shape: Qwen3Config) -> TransformerConfig:
+def transformer_config(shape: QwenConfig, dtype: torch.dtype = torch.float32) -> TransformerConfig:
     """Return Megatron's configuration for `shape`, without the fusions that need CUDA."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -45,12 +48,15 @@ def transformer_config(shape: Qwen3Config) -> TransformerConfig:
             kv_channels=shape.head_dim,
             normalization="RMSNorm",
             layernorm_epsilon=shape.rms_norm_eps,
-            qk_layernorm=True,
+            qk_layernorm=shape.qk_norm,
+            add_qkv_bias=shape.qkv_bias,
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
             hidden_dropout=0.0,
             attention_dropout=0.0,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
             use_cpu_initialization=True,
             perform_initialization=False,
             bias_activation_fusion=False,
@@ -62,13 +68,32 @@ def transformer_config(shape: Qwen3Config) -> TransformerConfig:
         )
 
 
-def build_model(shape: Qwen3Config, config: TransformerConfig) -> GPTModel:
-    """Return an uninitialised model. Needs Megatron's model-parallel groups."""
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """GPTModel whose forward pass ends in the log-probabilities of trained tokens instead of logits."""
+
+    def forward(
+        self, tokens_BT: torch.Tensor, trained_BT: torch.Tensor, temperatures_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities and entropies of the N trained tokens; see `trained_logprobs`."""
+        positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
+        hidden_TBD = self.decoder(
+            hidden_states=self.embedding(input_ids=tokens_BT, position_ids=positions_BT),
+            attention_mask=None,
+            rotary_pos_emb=self.rotary_pos_emb(tokens_BT.shape[1]),
+        )
+        tied = self.share_embeddings_and_output_weights
+        weight_VD = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return trained_logprobs(hidden_TBD.transpose(0, 1), weight_VD, tokens_BT, trained_BT, temperatures_N)
+
+
+def build_model(shape: QwenConfig, config: TransformerConfig, *, recompute: bool = False) -> PolicyModel:
+    """Return an uninitialised model in the dtype of `config`. `recompute` computes each layer's activations again in
+    the backward pass. Needs Megatron's model-parallel groups."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return GPTModel(
+        model = PolicyModel(
             config,
-            get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+            layer_spec(qk_norm=shape.qk_norm, recompute=recompute),
             vocab_size=shape.vocab_size,
             max_sequence_length=shape.max_position_embeddings,
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
@@ -76,37 +101,24 @@ def build_model(shape: Qwen3Config, config: TransformerConfig) -> GPTModel:
             rotary_base=shape.rope_theta,
             parallel_output=False,
         )
+    # Megatron creates norms in fp32.
+    converted: PolicyModel = model.to(config.params_dtype)
+    return converted
 
 
-def read_weights(model_dir: Path) -> Weights:
-    """Read `model_dir/model.safetensors`, with Hugging Face names, converted to fp32. Raises ModelInvalid."""
-    path = model_dir / "model.safetensors"
-    try:
-        weights = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ModelInvalid(f"cannot read {path}: {error}") from error
-    return {name: tensor.float() for name, tensor in weights.items()}
+def read_weights(model_dir: Path, shape: QwenConfig) -> Weights:
+    """Read the weights of a model directory in fp32, with Megatron's names. Raises ModelInvalid when they are
+    unreadable or do not fit."""
+    weights: Weights = {}
+    for path in weight_files(model_dir):
+        try:
+            weights |= {name: tensor.float() for name, tensor in load_file(path).items()}
+        except (OSError, SafetensorError) as error:
+            raise ModelInvalid(f"cannot read {path}: {error}") from error
+    return to_megatron(weights, shape)
 
 
-def load_weights(model: GPTModel, weights: Weights, shape: Qwen3Config) -> None:
-    """Copy weights with Hugging Face names into `model`. Raises ModelInvalid when they do not match it."""
-    mapped = to_megatron(weights, shape)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(mapped[name])
-
-
-def export_weights(model: GPTModel, shape: Qwen3Config) -> Weights:
-    """Return a copy of the weights with Hugging Face names, on the CPU."""
+def export_weights(model: GPTModel, shape: QwenConfig) -> Weights:
+    """Return a copy of the weights with Hugging Face names, in the model's dtype, on the CPU."""
     named = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return to_hugging_face(named, shape)
-
-
-def forward(model: torch.nn.Module, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Return the logits, of shape (B, T, V). `model` is a GPTModel or Megatron's DDP around one."""
-    length = tokens_BT.shape[1]
-    positions_BT = torch.arange(length, device=tokens_BT.device).expand_as(tokens_BT)
-    # True masks a position. Without an explicit mask, Megatron builds one on CUDA.
-    hidden_11TT = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens_BT.device).triu(1)
-    logits: torch.Tensor = model(tokens_BT, positions_BT, hidden_11TT)
-    return logits

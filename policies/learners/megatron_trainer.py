@@ -28,17 +28,17 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun, RowUnusable
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
+from headrace.policies.learners.megatron_optimizer import MainOptimizer
 from headrace.policies.learners.objective_registry import OBJECTIVES
 from headrace.policies.learners.objectives import (
     ClipConfig,
     LossSums,
     WeightedRow,
     collate,
-    trained_logprobs,
     trained_tokens,
     weighted_rows,
 )
-from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen_config import QwenConfig
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -60,17 +60,16 @@ class MegatronTrainer:
         self._config = config
         self._objective = OBJECTIVES.find(config.objective)()
         self._source = Path(resume.path) if resume else config.model_dir
-        self._device = megatron_world.start(config.seed)
-        self._shape = Qwen3Config.read(self._source / "config.json")
+        self._device = megatron_world.start(config.seed, threads=config.threads)
+        self._shape = QwenConfig.read(self._source / "config.json")
         self._limits = RowLimits(vocabulary=self._shape.vocab_size, tokens=config.token_budget)
-        settings = megatron_model.transformer_config(self._shape)
-        self._model = megatron_model.build_model(self._shape, settings).to(self._device)
+        settings = megatron_model.transformer_config(self._shape, getattr(torch, config.dtype))
+        model = megatron_model.build_model(self._shape, settings, recompute=config.recompute)
+        self._model = model.to(self._device)
         self._ddp = DistributedDataParallel(
             settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), self._model
         )
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
-        )
+        self._optimizer = MainOptimizer(self._model, config)
         self._parent = resume.version if resume else None
         self._version = PolicyVersion(epoch, resume.version.step if resume else 0)
         self._chain = self._saved_chain = resume.chain if resume else ""
@@ -81,7 +80,7 @@ class MegatronTrainer:
         if resume:
             megatron_checkpoint.load_state(self._source / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
         else:
-            megatron_model.load_weights(self._model, megatron_model.read_weights(self._source), self._shape)
+            self._optimizer.assign(megatron_model.read_weights(self._source, self._shape))
 
     def state(self) -> LearnerState:
         return LearnerState(parent=self._parent, step=self._version.step, chain=self._chain)
@@ -101,18 +100,12 @@ class MegatronTrainer:
         warm = (self._version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
         learning_rate = self._config.learning_rate * min(1.0, warm)
         loss, sums = self._accumulate(weighted_rows(batch))
-        for parameter in self._model.parameters():
-            parameter.grad = parameter.main_grad
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_grad_norm))
+        grad_norm = self._optimizer.take_gradients(max_norm=self._config.clip_grad_norm)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            self._optimizer.step()
+            self._optimizer.step(learning_rate)
             self._version = PolicyVersion(self._version.epoch, self._version.step + 1)
-        # Megatron's hooks add a parameter's `grad` to its buffer, so it must be empty before the next backward.
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        self._optimizer.drop_gradients()
         members = tuple((item.rollout_id, item.attempt) for item in batch.items)
         stepped = checkpoints.SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=skipped)
         self._since_save.append(stepped)
@@ -162,8 +155,8 @@ class MegatronTrainer:
         for file in sorted(self._source.iterdir()):
             if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
                 shutil.copyfile(file, staged / file.name)
-        # transformers loads in the dtype of config.json, and the exported weights are fp32.
-        keys = json.loads((staged / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"}
+        # transformers loads in the dtype of config.json, and the exported weights have the learner's.
+        keys = json.loads((staged / "config.json").read_text(encoding="utf-8")) | {"dtype": self._config.dtype}
         (staged / "config.json").write_text(json.dumps(keys, indent=2), encoding="utf-8")
         self._export(staged / "model.safetensors")
         (staged / checkpoints.MEGATRON_STATE).mkdir()
@@ -191,7 +184,7 @@ class MegatronTrainer:
         total, sums = 0.0, LossSums()
         for indices in pack(lengths, token_budget=self._config.token_budget):
             micro = collate([rows[index] for index in indices], self._device)
-            logprobs_N, entropies_N = trained_logprobs(megatron_model.forward(self._ddp, micro.tokens_BT), micro)
+            logprobs_N, entropies_N = self._ddp(micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
             loss, part = self._objective(logprobs_N, micro, clip, entropies_N)
             loss.backward()  # type: ignore[no-untyped-call]
             total, sums = total + float(loss.detach()), sums + part

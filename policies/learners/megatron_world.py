@@ -23,12 +23,12 @@ with warnings.catch_warnings():
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 
-def start(seed: int) -> torch.device:
+def start(seed: int, *, threads: int = 1) -> torch.device:
     """Start a world of one rank, with nccl on a GPU or gloo without one, and return the device to train on."""
     cpu_shims.install()
     cuda = torch.cuda.is_available()
-    # One thread, because engines and rollouts share the cores; it also makes steps reproducible to the bit.
-    torch.set_num_threads(1)
+    # The default is one thread, because engines and rollouts share the cores.
+    torch.set_num_threads(threads)
     torch.manual_seed(seed)
     choose_interface("127.0.0.1")
     store = host_store("127.0.0.1", 1, GROUP_TIMEOUT.total_seconds())

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 Objective: TypeAlias = Callable[
     ["torch.Tensor", "MicroBatch", "ClipConfig", "torch.Tensor"], "tuple[torch.Tensor, LossSums]"
 ]
-"""A loss over the N trained tokens of a micro-batch: (log-probabilities_N with gradient, micro-batch, clip
-configuration, entropies_N) -> (the weighted sum over the tokens, a scalar; its sums for the metrics). It must return
-sums and not means, since the weights of the micro-batch fix the reduction."""
+"""A loss over the N trained tokens of a micro-batch: (log-probabilities_N, micro-batch, clip configuration,
+entropies_N) -> (the weighted sum over the tokens, a scalar; its sums for the metrics). Log-probabilities and entropies
+have a gradient. It must return sums and not means, since the weights of the micro-batch fix the reduction."""
 
 
 def _grpo() -> Objective:

@@ -125,20 +125,6 @@ def collate(rows: Sequence[WeightedRow], device: torch.device) -> MicroBatch:
     )
 
 
-def trained_logprobs(logits_BTV: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities and entropies (nats, detached) of the trained tokens, each of shape N, for
-    softmax(logits / temperature).
-
-    The logits at position t predict the token at t + 1."""
-    predicts_BT = micro.trained_BT[:, 1:]
-    logits_NV = logits_BTV[:, :-1][predicts_BT].float() / micro.temperatures_N[:, None]
-    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    targets_N1 = micro.tokens_BT[:, 1:][predicts_BT][:, None]
-    detached_NV = logprobs_NV.detach()
-    entropies_N = -(detached_NV.exp() * detached_NV).sum(dim=-1)
-    return logprobs_NV.gather(-1, targets_N1)[:, 0], entropies_N
-
-
 def policy_loss(
     logprobs_N: torch.Tensor, micro: MicroBatch, clip: ClipConfig, entropies_N: torch.Tensor
 ) -> tuple[torch.Tensor, LossSums]:
@@ -163,7 +149,7 @@ def policy_loss(
     loss = -(scale_N * (logprobs_N - logprobs_N.detach()).exp()).sum()
     sums = LossSums(
         tokens=int(logprobs_N.numel()),
-        entropy=float(entropies_N.sum()),
+        entropy=float(entropies_N.detach().sum()),
         clipped=float(passed_N.sum()),
         ratio=float(ratio_N.sum()),
         abs_log_ratio=float(log_ratio_N.abs().sum()),

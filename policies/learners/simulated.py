@@ -26,6 +26,7 @@ from headrace.policies.engine import Completion, FinishReason
 from headrace.policies.errors import EngineDown, LearnerNotOpen
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, fold_chain, publish, stage, write_manifest
+from headrace.policies.models.model_files import weight_files
 
 LOGPROB: Final = -1.0
 """Log-probability of every simulated token."""
@@ -192,8 +193,8 @@ class SimulatedLearnerConfig(BaseModel):
     hangs_again: bool = False
     """Make that step hang for every new learner."""
     weights: Path | None = None
-    """Weights (safetensors) that are pushed to real engines for every version; set by the run. None if the engines are
-    simulated too."""
+    """Model directory whose weights are pushed to real engines for every version; set by the run. None if the engines
+    are simulated too."""
     checkpoint_dir: Path | None = None
     """Directory for checkpoints (without weights); set by the run. None keeps them in memory."""
 
@@ -238,7 +239,8 @@ class SimulatedLearner:
         """Return the same weights for every version, or, without real engines, only a name. Raises LearnerNotOpen."""
         version = self._opened()
         if self._config.weights is not None:
-            return WeightsSnapshot(version=version, shards=(WeightsShard.of(self._config.weights),))
+            shards = tuple(WeightsShard.of(path) for path in weight_files(self._config.weights))
+            return WeightsSnapshot(version=version, shards=shards)
         digest = hashlib.sha256(f"simulated {version}".encode()).hexdigest()
         return WeightsSnapshot(version=version, shards=(WeightsShard(path=NOWHERE, sha256=digest),))
 

@@ -10,12 +10,14 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.models.model_files import weight_files
+from headrace.policies.models.qwen_config import TIED_HEAD
 from headrace.policies.push.tensors import TensorSpec, read_specs
+from headrace.policies.tokens.model_keys import read_language_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
     from headrace.policies.engine import EngineId
 
-TIED_HEAD = "lm_head.weight"
 NAMED = 3
 """Number of parameters listed in a message."""
 
@@ -38,7 +39,7 @@ def check_fits(snapshot: Mapping[str, TensorSpec], model_dir: Path) -> None:
         # An attached engine, whose directory is not ours.
         return
     served = read_model_specs(model_dir)
-    if _read_object(model_dir / "config.json").get("tie_word_embeddings"):
+    if read_language_keys(model_dir / "config.json").get("tie_word_embeddings"):
         # A tied head repeats the embedding; only some files contain it.
         snapshot = without_head(snapshot)
         served = without_head(served)
@@ -70,20 +71,7 @@ def without_head(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 def read_model_specs(model_dir: Path) -> dict[str, TensorSpec]:
     """Return every parameter in the safetensors files of a directory. Raises ModelInvalid naming the file."""
-    files, index = {"model.safetensors"}, model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        files = set(_read_object(index).get("weight_map", {}).values())
-    return {name: spec for file in sorted(files) for name, spec in read_specs(model_dir / file).items()}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelInvalid(f"{path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelInvalid(f"{path}: not one JSON object")
-    return content
+    return {name: spec for path in weight_files(model_dir) for name, spec in read_specs(path).items()}
 
 
 Sums = tuple[tuple[str, str], ...]

@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.models.qwen3_config import storage_place
+from headrace.policies.models.qwen_config import storage_place
 from headrace.policies.push.tensors import FILE_DTYPES, Bucket, TensorSpec, read_specs
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from headrace.policies.errors import TokenizerInvalid, TokenizerMismatch
 from headrace.policies.tokens.added_tokens import ControlTokens
 from headrace.policies.tokens.chat_template import ChatTemplate, SharedTool, TemplateMessage, token_text
 from headrace.policies.tokens.continuation import Continuation
+from headrace.policies.tokens.model_keys import language_keys
 from headrace.policies.tokens.pieces import CACHE_BYTES, PieceEncoder
 from headrace.policies.tokens.template_shape import USER, shape_of
 
@@ -153,7 +154,7 @@ class ChatTokenizer:
     def _check_model(self, folder: Path) -> None:
         """Compare with the model's own values and take further stop ids from generation_config.json."""
         if (folder / "config.json").exists():
-            model = _read_json(folder / "config.json")
+            model = language_keys(_read_json(folder / "config.json"))
             check_fits(self, model, source=str(folder / "config.json"))
             self.model_vocab_size = model["vocab_size"]
         path = folder / "generation_config.json"

@@ -93,6 +93,21 @@ def push(
 
 
 @app.command()
+def learner(
+    json: Json = True, repeats: Annotated[int, typer.Option(min=1, help="Number of compared steps.")] = 8
+) -> None:
+    """Measure a step of the Megatron learner beside a plain PyTorch loop of the same model and batch: throughput, peak
+    memory of rows and of the head, padding, and the time that a save takes. Exit code 3: a figure is out of bounds."""
+    from benches.learner.figures import measure, misses
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        figures = measure(Path(folder), repeats=repeats)
+    _print({**figures, "misses": misses(figures)})
+    if misses(figures):
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
 def replay(
     json: Json = True,
     slots: Annotated[int, typer.Option(min=1, help="Maximum number of rollouts in flight.")] = 64,

@@ -207,11 +207,11 @@ async def test_logprobs_match_the_temperature_scaled_softmax(
 async def test_samples_follow_the_distribution(wire: Wire, tiny_model_dir: Path) -> None:
     import torch
 
-    from headrace.policies.models.qwen3 import Qwen3, read_weights
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen import Qwen, read_weights
+    from headrace.policies.models.qwen_config import QwenConfig
 
-    config = Qwen3Config.read(tiny_model_dir / "config.json")
-    model = Qwen3(config, read_weights(config, tiny_model_dir / "model.safetensors"), capacity=16)
+    config = QwenConfig.read(tiny_model_dir / "config.json")
+    model = Qwen(config, read_weights(config, tiny_model_dir), capacity=16)
     expected = model.logits([PROMPT])[0, -1].softmax(-1)
     body = {"input_ids": [PROMPT] * 600, "sampling_params": {"max_new_tokens": 1}}
     _, replies = await wire.post("/generate", body)

@@ -56,6 +56,15 @@ def test_orchestration_costs_are_within_bounds() -> None:
     assert result["memory"]["pss_mb"] <= 2000
 
 
+def test_a_learner_step_is_nearly_as_fast_as_a_plain_loop_and_its_memory_is_linear() -> None:
+    figures = bench("learner")
+    assert figures["throughput_ratio"] >= 0.8
+    assert figures["peak_ratio_of_twice_the_length"] <= 2.2
+    assert figures["head_memory_ratio"] <= 0.2
+    assert 0 < figures["padding_share"] < 0.5
+    assert figures["save_stall_s"] > 0
+
+
 def test_a_push_is_nearly_as_fast_as_a_plain_broadcast() -> None:
     figures = bench("push", "--parts", "bandwidth")
     assert figures["bandwidth_ratio"] >= 0.8

@@ -301,8 +301,8 @@ async def test_an_in_place_pause_keeps_requests_and_splits_their_spans(trainer: 
 
 async def test_an_in_place_pause_keeps_the_cache_of_the_old_weights(trainer: Trainer, models: list[Path]) -> None:
     """After a swap to the same weights nothing differs; so what a pause in place keeps is the cache itself."""
-    from headrace.policies.models.qwen3 import Qwen3, read_weights
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen import Qwen, read_weights
+    from headrace.policies.models.qwen_config import QwenConfig
 
     running = trainer.long("running")
     await trainer.until(running=1)
@@ -312,8 +312,8 @@ async def test_an_in_place_pause_keeps_the_cache_of_the_old_weights(trainer: Tra
     await trainer.post("/continue_generation", {})
     reply = (await running)[1]
     assert len(reply["meta_info"]["weight_versions"]) == 2
-    config = Qwen3Config.read(models[0] / "config.json")
-    model = Qwen3(config, read_weights(config, models[0] / "model.safetensors"), capacity=1024)
+    config = QwenConfig.read(models[0] / "config.json")
+    model = Qwen(config, read_weights(config, models[0]), capacity=1024)
     tokens = [5, 6, 7, *reply["output_ids"]]
     expected = model.logits([tokens])[0, 2:-1].log_softmax(-1).gather(1, torch.tensor(tokens[3:])[:, None])[:, 0]
     got = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
@@ -383,7 +383,7 @@ async def test_a_mismatched_directory_is_refused_and_changes_nothing(
         "/nowhere": "/nowhere/config.json",
         str(other): "config.json has tie_word_embeddings False, but this engine has True",
         str(missing): f"parameter {NORM} is missing",
-        str(surplus): "model.safetensors has more.weight, but this engine's model does not",
+        str(surplus): "has the parameter more.weight, but this engine's model does not",
         str(shaped): f"parameter {NORM} has shape (97,), but the config requires (96,)",
         str(broken): f"parameter {NORM} contains NaN or infinity",
     }

@@ -32,13 +32,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen_config import QwenConfig
 
     folder: Path = tmp_path_factory.mktemp("policy") / "model"
     write_description(folder)
     generator = torch.Generator().manual_seed(5)
     tensors = {}
-    for name, shape in Qwen3Config.from_keys(model_config(), source="tiny").shapes().items():
+    for name, shape in QwenConfig.from_keys(model_config(), source="tiny").shapes().items():
         noise = torch.randn(shape, generator=generator)
         tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * (0.3 if "embed" in name else shape[1] ** -0.5)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -49,11 +49,11 @@ def recomputed(model_dir: Path, tokens: list[int]) -> np.ndarray:
     """Log-probability of each token but the first under the temperature-scaled model, (T,) with 0 in front."""
     import torch
 
-    from headrace.policies.models.qwen3 import Qwen3, read_weights
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen import Qwen, read_weights
+    from headrace.policies.models.qwen_config import QwenConfig
 
-    config = Qwen3Config.read(model_dir / "config.json")
-    model = Qwen3(config, read_weights(config, model_dir / "model.safetensors"), capacity=1024)
+    config = QwenConfig.read(model_dir / "config.json")
+    model = Qwen(config, read_weights(config, model_dir), capacity=1024)
     log_probabilities_TV = torch.log_softmax(model.logits([tokens])[0] / TEMPERATURE, -1)
     taken = log_probabilities_TV[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     return np.concatenate([[0.0], taken.numpy()]).astype(np.float32)

@@ -44,6 +44,8 @@ from headrace.policies.errors import (
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron import MegatronLearner
+from headrace.policies.models.model_files import weight_files
+from support.tiny_model import QWEN2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -114,9 +116,9 @@ def make_batch(number: int, *, model_dir: Path, advantages: tuple[float, ...] = 
 
 def reference_logprobs(model_dir: Path, rows: list[np.ndarray]) -> list[np.ndarray]:
     """Per row, log-probabilities of each token given those before it (0 for the first), by transformers."""
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     result = []
     with torch.inference_mode():
         for tokens in rows:
@@ -130,46 +132,75 @@ def mean_trained(values: np.ndarray) -> float:
     return float(values[PROMPT:].mean())
 
 
-@pytest.mark.parametrize(("tied", "heads", "groups"), [(True, 3, 1), (False, 4, 2)])
-def test_megatron_agrees_with_transformers_and_round_trips(tmp_path: Path, tied: bool, heads: int, groups: int) -> None:
-    from transformers import Qwen3Config as ReferenceConfig
-    from transformers import Qwen3ForCausalLM
+def reference_model(folder: Path, family: str, *, tied: bool, heads: int, groups: int) -> torch.nn.Module:
+    """A random model of transformers, saved in `folder`."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
+    from transformers import Qwen3Config as Qwen3Keys
 
-    from headrace.policies.learners import megatron_model, megatron_world
-    from headrace.policies.models.qwen3_config import Qwen3Config
-
+    keys = {
+        "vocab_size": 101,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
+    }
     torch.manual_seed(0)
-    reference = Qwen3ForCausalLM(
-        ReferenceConfig(
-            vocab_size=101,
-            hidden_size=96,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=heads,
-            num_key_value_heads=groups,
-            head_dim=32,
-            tie_word_embeddings=tied,
-            initializer_range=0.3,
-            rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
-        )
-    ).eval()
-    reference.save_pretrained(tmp_path)
+    if family == "qwen2.5":
+        model = Qwen2ForCausalLM(Qwen2Config(**keys))
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Keys(**keys, head_dim=32))
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "heads", "groups"),
+    [("qwen3", True, 3, 1), ("qwen3", False, 4, 2), ("qwen2.5", True, 4, 2), ("qwen2.5", False, 3, 1)],
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_megatron_agrees_with_transformers_and_round_trips(
+    tmp_path: Path, family: str, tied: bool, heads: int, groups: int, recompute: bool
+) -> None:
+    """Log-probabilities, the gradient of every parameter, and the weights of the round trip."""
+    from headrace.policies.learners import megatron_model, megatron_world
+    from headrace.policies.models.qwen_config import QwenConfig
+
+    reference = reference_model(tmp_path, family, tied=tied, heads=heads, groups=groups)
     tokens = torch.randint(0, 101, (3, 40), generator=torch.Generator().manual_seed(1))
-    shape, weights = Qwen3Config.read(tmp_path / "config.json"), megatron_model.read_weights(tmp_path)
+    trained = torch.ones_like(tokens, dtype=torch.bool)
+    trained[:, 0] = False
+    weights_N = torch.linspace(-1, 1, int(trained.sum()))
+    expected = reference(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).flatten()
+    (expected * weights_N).sum().backward()
+
+    shape, weights = QwenConfig.read(tmp_path / "config.json"), load_file(tmp_path / "model.safetensors")
     megatron_world.start(seed=0)
     try:
-        model = megatron_model.build_model(shape, megatron_model.transformer_config(shape))
-        megatron_model.load_weights(model, weights, shape)
-        with torch.inference_mode():
-            got = megatron_model.forward(model, tokens).log_softmax(-1)
-            expected = reference(tokens).logits.log_softmax(-1)
+        settings = megatron_model.transformer_config(shape)
+        model = megatron_model.build_model(shape, settings, recompute=recompute)
+        model.load_state_dict(megatron_model.read_weights(tmp_path, shape), strict=False)
+        got, _ = model(tokens, trained, torch.ones_like(weights_N))
+        (got * weights_N).sum().backward()
         exported = megatron_model.export_weights(model, shape)
+        for parameter in model.parameters():
+            parameter.data = parameter.grad
+        gradients = megatron_model.export_weights(model, shape)
     finally:
         megatron_world.stop()
-    assert float((got - expected).abs().max()) <= 1e-3
-    assert float(expected.std()) > 0.5
+    assert float((got - expected).detach().abs().max()) <= 1e-3
+    assert float(expected.detach().std()) > 0.5
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
+    for name, parameter in reference.named_parameters():
+        error = (gradients[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert error <= 1e-4, name
 
 
 async def test_steps_raise_logprobs_of_good_tokens_and_lower_those_of_bad_ones(
@@ -332,6 +363,7 @@ def run_program(program: str, message: object) -> subprocess.CompletedProcess[by
 CONTINUE = """
 import asyncio, pickle, sys
 from headrace.policies.learners.megatron import MegatronLearner
+from support.tiny_model import QWEN2
 
 async def main():
     config, resume, epoch, batches = pickle.load(sys.stdin.buffer)
@@ -383,6 +415,7 @@ async def test_a_resumed_learner_continues_when_its_checkpoint_is_deleted(tmp_pa
 SAVE_AND_DIE = """
 import asyncio, os, pickle, signal, sys
 from headrace.policies.learners.megatron import MegatronLearner
+from support.tiny_model import QWEN2
 
 def die_at(event, arguments):
     if armed and event == DEADLY and FRAGMENT in str(arguments[0]):
@@ -517,3 +550,111 @@ async def test_an_unusable_row_changes_nothing(tmp_path: Path, tiny_model_dir: P
         report = await learner.step(batch)
         assert report.version == PolicyVersion(1, 1)
         assert report.metrics["mean_abs_log_ratio"] < 1e-4
+
+
+async def test_bf16_keeps_fp32_main_weights_across_a_resume(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Engines and Hugging Face get the rounded weights, the next process the exact ones."""
+    config = learner_config(tmp_path, tiny_model_dir, dtype="bfloat16", learning_rate=1e-5)
+    batches = [make_batch(number, model_dir=tiny_model_dir) for number in range(30, 34)]
+    async with opened(config) as learner:
+        for batch in batches[:2]:
+            report = await learner.step(batch)
+        assert report.metrics["mean_abs_log_ratio"] < 0.1
+        checkpoint = await learner.save()
+        for batch in batches[2:]:
+            await learner.step(batch)
+        straight = load_file((await learner.snapshot()).shards[0].path)
+    saved = weights_of(checkpoint)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert json.loads((Path(checkpoint.path) / "config.json").read_text())["dtype"] == "bfloat16"
+    async with opened(config, checkpoint, epoch=2) as learner:
+        for batch in batches[2:]:
+            await learner.step(batch)
+        assert equal(load_file((await learner.snapshot()).shards[0].path), straight)
+    wide = learner_config(tmp_path / "wide", tiny_model_dir)
+    async with opened(wide, checkpoint, epoch=2) as learner:
+        main = load_file((await learner.snapshot()).shards[0].path)
+    assert all(torch.equal(main[name].bfloat16(), saved[name]) for name in saved)
+    # Updates of this size are lost where the weights themselves are bf16.
+    start = load_file(tiny_model_dir / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(main[name], main[name].bfloat16().float())
+    assert 0 < float((main[name] - start[name]).abs().max()) < 1e-4
+
+
+async def test_recompute_and_threads_change_a_step_only_by_rounding(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(35, model_dir=tiny_model_dir)
+    norms, threads, set_threads = [], [], torch.set_num_threads
+    # The number of threads is that of the calling thread.
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: (threads.append(count), set_threads(count)))
+    for number, changes in enumerate(({}, {"recompute": True}, {"threads": 2})):
+        async with opened(learner_config(tmp_path / str(number), tiny_model_dir, **changes)) as learner:
+            norms.append((await learner.step(batch)).metrics["grad_norm"])
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-5)
+    assert threads == [1, 1, 2]
+
+
+@pytest.mark.parametrize("family", [{}, QWEN2])
+async def test_norms_and_biases_do_not_decay(
+    tmp_path: Path, write_model: Callable[..., Path], family: dict[str, object]
+) -> None:
+    """Without a gradient, decay is all that changes."""
+    model_dir = write_model(tmp_path / "model", **family)
+    still = make_batch(36, model_dir=model_dir, advantages=(0.0, 0.0))
+    async with opened(learner_config(tmp_path, model_dir, weight_decay=0.5)) as learner:
+        await learner.step(still)
+        after = load_file((await learner.snapshot()).shards[0].path)
+    for name, start in load_file(model_dir / "model.safetensors").items():
+        factor = 1 - 5e-4 * 0.5 if start.ndim > 1 else 1.0
+        torch.testing.assert_close(after[name], start * factor, rtol=1e-7, atol=0)
+
+
+async def test_a_row_with_a_prompt_of_37_000_tokens_ends_a_step(
+    tmp_path: Path, write_model: Callable[..., Path]
+) -> None:
+    """The length of Codex's first prompt. A T x T matrix of it has 5.5 GB in fp32, for each layer and head."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    model_dir = write_model(
+        tmp_path / "model", **sizes, hidden_size=16, intermediate_size=32, max_position_embeddings=65_536
+    )
+    prompt, sampled = 37_000, 200
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, size=prompt + sampled).astype(np.int32)
+    trained = np.arange(len(tokens)) >= prompt
+    row = Row(
+        tokens_T=tokens,
+        loss_mask_T=trained,
+        logprobs_T=np.where(trained, -5.0, 0.0).astype(np.float32),
+        versions=(VersionSpan(start=prompt, end=len(tokens), version=PolicyVersion(1, 0)),),
+    )
+    short = make_batch(37, model_dir=model_dir)
+    item = replace(short.items[0], trajectory=Trajectory(rows=(row,), temperature=1.0))
+    config = learner_config(tmp_path, model_dir, token_budget=40_000, recompute=True)
+    async with opened(config) as learner:
+        report = await learner.step(replace(short, items=(item, *short.items[1:])))
+    assert (report.skipped, report.version) == (False, PolicyVersion(1, 1))
+    assert report.metrics["tokens"] > sampled
+
+
+async def test_a_model_in_several_files_is_trained_and_saved_in_one(
+    tmp_path: Path, write_model: Callable[..., Path]
+) -> None:
+    model_dir = write_model(tmp_path / "model", files=3, **QWEN2)
+    batch = make_batch(38, model_dir=model_dir)
+    config = learner_config(tmp_path, model_dir)
+    async with opened(config) as learner:
+        report = await learner.step(batch)
+        checkpoint = await learner.save()
+        trained = load_file((await learner.snapshot()).shards[0].path)
+    assert report.metrics["mean_abs_log_ratio"] < 1e-4
+    assert [path.name for path in weight_files(Path(checkpoint.path))] == ["model.safetensors"]
+    assert equal(weights_of(checkpoint), trained)
+    # transformers reads it, and disagrees with the weights before the step.
+    rows = [item.trajectory.rows[0].tokens_T for item in batch.items]
+    for before, after in zip(
+        reference_logprobs(model_dir, rows), reference_logprobs(Path(checkpoint.path), rows), strict=True
+    ):
+        assert 1e-4 < float(np.abs(before - after).max()) < 5
+    async with opened(config, checkpoint, epoch=2) as learner:
+        assert equal(load_file((await learner.snapshot()).shards[0].path), trained)

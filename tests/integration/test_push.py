@@ -16,14 +16,15 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import ModelInvalid, PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.models.qwen3 import Qwen3, read_weights
-from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen import Qwen, read_weights
+from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.push.machine import ORDER, Phase
 from headrace.policies.push.weights import read_snapshot
 from headrace.serve.capture.session import SessionId
 from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
 from support.push_rig import snapshot
+from support.tiny_model import QWEN2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -58,8 +59,8 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 def reference_logprobs(directory: Path, tokens: list[int]) -> torch.Tensor:
     """Log-probability of each token after the first, under the weights of a directory."""
-    config = Qwen3Config.read(directory / "config.json")
-    model = Qwen3(config, read_weights(config, directory / "model.safetensors"), capacity=1024)
+    config = QwenConfig.read(directory / "config.json")
+    model = Qwen(config, read_weights(config, directory), capacity=1024)
     logprobs = model.logits([tokens])[0, :-1].log_softmax(-1)
     return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
@@ -397,3 +398,21 @@ async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
     await engine.leave_group("plain")
     assert group.group.size() == 2, "trainer and engine"
     destroy_group(group)
+
+
+async def test_a_qwen2_5_model_in_several_files_is_served_and_pushed(tmp_path: Path, write_model, open_rig) -> None:
+    """Read from three files, pushed as three shards, and read again from a directory."""
+    models = [write_model(tmp_path / str(seed), seed=seed, files=3, **QWEN2) for seed in range(2)]
+    async with open_rig(models[0], tmp_path / "rig", names=("one",)) as rig:
+        before = await rig.generate("one", "before", 40)
+        report = await rig.push(models[1], 1)
+        after = await rig.generate("one", "after", 40)
+        body = {"model_path": str(models[0]), "weight_version": "1.2"}
+        async with rig.session.post(f"{rig.processes['one'].url}/update_weights_from_disk", json=body) as reply:
+            assert reply.status == 200, await reply.text()
+        again = await rig.generate("one", "again", 40)
+    assert report.updated == ("one",)
+    assert [completion.spans[-1].version.step for completion in (after, again)] == [1, 2]
+    for completion, directory in ((before, models[0]), (after, models[1]), (again, models[0])):
+        expected = reference_logprobs(directory, [*PROMPT, *completion.output_ids])[len(PROMPT) - 1 :]
+        assert (torch.tensor(completion.logprobs) - expected).abs().max() <= 1e-3

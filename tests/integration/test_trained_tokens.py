@@ -52,11 +52,11 @@ def scored(model_dir: Path, rows: list[Row], temperature: float) -> list[np.ndar
     """
     import torch
 
-    from headrace.policies.models.qwen3 import Qwen3, read_weights
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen import Qwen, read_weights
+    from headrace.policies.models.qwen_config import QwenConfig
 
-    config = Qwen3Config.read(model_dir / "config.json")
-    model = Qwen3(config, read_weights(config, model_dir / "model.safetensors"), capacity=1024)
+    config = QwenConfig.read(model_dir / "config.json")
+    model = Qwen(config, read_weights(config, model_dir), capacity=1024)
     logprobs_BTV = (model.logits([row.tokens_T.tolist() for row in rows]) / temperature).log_softmax(-1)
     scores = []
     for row, logprobs_TV in zip(rows, logprobs_BTV, strict=True):

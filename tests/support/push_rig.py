@@ -12,6 +12,7 @@ import aiohttp
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, GenerateRequest, RequestId
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.models.model_files import weight_files
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.execution import push
@@ -125,7 +126,8 @@ class Rig:
 
 def snapshot(directory: Path, step: int) -> WeightsSnapshot:
     """The weights of a model directory as version `1.<step>`."""
-    return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard.of(directory / "model.safetensors"),))
+    shards = tuple(WeightsShard.of(path) for path in weight_files(directory))
+    return WeightsSnapshot(version=PolicyVersion(1, step), shards=shards)
 
 
 @asynccontextmanager

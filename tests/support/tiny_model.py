@@ -1,4 +1,4 @@
-"""A random tiny Qwen3 model directory in Hugging Face format, with a byte-level tokenizer of its own.
+"""A random tiny Qwen model directory in Hugging Face format, with a byte-level tokenizer of its own.
 
 The weights are scaled so that the distribution is far from uniform: a parity test against near-uniform logits could
 not fail.
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EOS_TOKEN = "<|end|>"
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+"""Changes of `KEYS` for a model of Qwen2.5's architecture."""
 KEYS = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -50,25 +52,40 @@ def random_tensors(keys: dict[str, object], seed: int) -> dict[str, Tensor]:
     """Parameters by Hugging Face name."""
     import torch
 
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen_config import QwenConfig
 
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in Qwen3Config.from_keys(keys, source="tiny").shapes().items():
+    for name, shape in QwenConfig.from_keys(keys, source="tiny").shapes().items():
         noise = torch.randn(shape, generator=generator)
-        tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * (0.3 if "embed" in name else shape[1] ** -0.5)
+        if len(shape) == 1:
+            tensors[name] = noise if name.endswith("bias") else 1 + 0.1 * noise
+        else:
+            tensors[name] = noise * (0.3 if "embed" in name else shape[1] ** -0.5)
     return tensors
 
 
-def write_tiny_model(directory: Path, *, seed: int = 0, tied: bool = True, **changes: object) -> Path:
-    """Write config.json (with `changes` of its keys), generation_config.json, tokenizer.json and model.safetensors;
-    returns the directory."""
-    from safetensors.torch import save_file
-
+def write_tiny_model(directory: Path, *, seed: int = 0, tied: bool = True, files: int = 1, **changes: object) -> Path:
+    """Write config.json (with `changes` of its keys), generation_config.json, tokenizer.json and the weights, in one
+    file or in several with an index; returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = write_tokenizer(directory / "tokenizer.json")
     keys = {**KEYS, "vocab_size": vocabulary, "eos_token_id": vocabulary - 1, "tie_word_embeddings": tied, **changes}
     (directory / "config.json").write_text(json.dumps(keys))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": vocabulary - 1}))
-    save_file(random_tensors(keys, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    write_weights(directory, random_tensors(keys, seed), files)
     return directory
+
+
+def write_weights(directory: Path, tensors: dict[str, Tensor], files: int = 1) -> None:
+    """Write `model.safetensors`, or several files with the names that Hugging Face gives them, and their index."""
+    from safetensors.torch import save_file
+
+    if files == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {name: f"model-{1 + at % files:05}-of-{files:05}.safetensors" for at, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        part = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
+        save_file(part, directory / file, metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

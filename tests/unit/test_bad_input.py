@@ -16,7 +16,7 @@ from headrace.actors.cli import app as cli
 from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
-from headrace.actors.run.launch import RunRequest, prepare, sole_driver
+from headrace.actors.run.launch import RunRequest, check_parts, prepare, sole_driver
 from headrace.buffer.tasks import TaskId, load_tasks, write_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,6 +205,19 @@ def test_a_default_that_contradicts_the_weights_is_refused_at_startup(
 ) -> None:
     model = model_with(tmp_path, head_dim=None)
     assert "self_attn.q_proj" in refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
+
+
+def test_an_architecture_is_refused_only_by_what_computes_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    """Servers and learners elsewhere may compute what the embedded engine and the Megatron learner cannot."""
+    model = model_with(tmp_path, architectures=["GlmMoeDsaForCausalLM"])
+    error = refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
+    assert "GlmMoeDsaForCausalLM" in error
+    assert "engines.backend sglang" in error
+    elsewhere = ["engines.count=0", 'engines.attach=["http://127.0.0.1:9"]', "sandbox.provider=subprocess"]
+    overrides = [f"model.path={model}", "learner.kind=simulated", *elsewhere]
+    check_parts(load_recipe(recipe, overrides, tmp_path / "run"))
 
 
 def test_a_bad_line_in_a_task_file_is_reported_by_number(

@@ -13,8 +13,8 @@ from headrace.policies.cpu_engine.runner import PREFILL_PORTION, Runner
 from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
 from headrace.policies.cpu_engine.thread import EngineThread
 from headrace.policies.engine import PauseMode
-from headrace.policies.models.qwen3 import read_weights
-from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen import read_weights
+from headrace.policies.models.qwen_config import QwenConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,8 +26,8 @@ PORTIONS = 3
 
 @pytest.fixture
 def runner(tiny_model_dir: Path) -> Runner:
-    config = Qwen3Config.read(tiny_model_dir / "config.json")
-    weights = read_weights(config, tiny_model_dir / "model.safetensors")
+    config = QwenConfig.read(tiny_model_dir / "config.json")
+    weights = read_weights(config, tiny_model_dir)
     return Runner(config, weights, version="1.0", max_running=4, context_tokens=CONTEXT_TOKENS, seed=0)
 
 

@@ -8,8 +8,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from headrace.policies.cpu_engine.update import Staging
-from headrace.policies.models.qwen3 import Qwen3Weights
-from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen import QwenWeights
+from headrace.policies.models.qwen_config import QwenConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def test_a_set_returned_while_an_old_one_is_recycled_is_not_lost(tiny_model_dir: Path) -> None:
-    config = Qwen3Config.read(tiny_model_dir / "config.json")
+    config = QwenConfig.read(tiny_model_dir / "config.json")
     staging = Staging(config)
-    written, old = staging.take_spare(), Qwen3Weights.allocate(config)
+    written, old = staging.take_spare(), QwenWeights.allocate(config)
     putting = threading.Thread(target=staging.put_spare, args=(written,))
     lines, first = inspect.getsourcelines(Staging.recycle)
     [keeping] = [first + at for at, line in enumerate(lines) if "self._spare = old" in line]

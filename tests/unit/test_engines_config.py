@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -108,6 +109,15 @@ def test_push_deadlines_reach_the_engines(tiny_model_dir: Path, tmp_path: Path) 
     assert isinstance(process, EngineProcess)
     assert process._config.group_timeout_s > given.transfer_timeout_s
     assert str(process._config.group_timeout_s) in process._arguments()
+
+
+def test_the_vocabulary_may_be_described_in_a_nested_text_config(tmp_path: Path, write_model) -> None:
+    model = write_model(tmp_path / "model")
+    keys = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({"text_config": keys}))
+    context = EngineContext(model_dir=model, directory=tmp_path, seed=1, push=PushConfig(), runtime=None)
+    fleet = Fleet(EnginesConfig(), EngineRegistry(), context, http=cast("aiohttp.ClientSession", None))
+    assert fleet._client(EngineId("e"), "http://127.0.0.1:9")._config.vocab_size == keys["vocab_size"]
 
 
 @pytest.fixture

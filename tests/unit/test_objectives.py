@@ -23,6 +23,7 @@ from headrace.buffer.types import (
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
+from headrace.policies.learners.logprob_head import trained_logprobs
 from headrace.policies.learners.objectives import (
     ClipConfig,
     LossSums,
@@ -30,7 +31,6 @@ from headrace.policies.learners.objectives import (
     WeightedRow,
     collate,
     policy_loss,
-    trained_logprobs,
     weighted_rows,
 )
 
@@ -112,10 +112,16 @@ def test_a_non_finite_advantage_reaches_the_gradient() -> None:
 def test_logprobs_match_the_temperature_scaled_softmax() -> None:
     row = weighted(tokens=[3, 1, 4], mask=[False, False, True], temperature=0.5)
     logits = torch.randn(1, 3, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    logprobs, entropies = trained_logprobs(logits, collate([row], torch.device("cpu")))
+    logprobs, entropies = logprobs_of(logits, collate([row], torch.device("cpu")))
     probabilities = torch.softmax(logits[0, 1] / 0.5, dim=-1)
     assert logprobs.tolist() == pytest.approx([float(probabilities[4].log())], rel=1e-5)
     assert entropies.tolist() == pytest.approx([float(torch.special.entr(probabilities).sum())], rel=1e-5)
+
+
+def logprobs_of(logits_BTV: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of the trained tokens, for a head that changes nothing."""
+    identity_VV = torch.eye(VOCABULARY)
+    return trained_logprobs(logits_BTV, identity_VV, micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
 
 
 def weighted(*, tokens: list[int], mask: list[bool], temperature: float = 1.0) -> WeightedRow:
@@ -165,7 +171,7 @@ def loss_and_gradient(batch: Batch, token_budget: int) -> tuple[float, torch.Ten
     total = 0.0
     for indices in pack([len(row.row.tokens_T) for row in rows], token_budget=token_budget):
         micro = collate([rows[index] for index in indices], torch.device("cpu"))
-        logprobs, entropies = trained_logprobs(table[micro.tokens_BT], micro)
+        logprobs, entropies = logprobs_of(table[micro.tokens_BT], micro)
         loss, _ = policy_loss(logprobs, micro, BRAKES, entropies)
         loss.backward()
         total += float(loss.detach())

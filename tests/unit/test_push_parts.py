@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from headrace.policies.push.compatibility import check_fits, read_model_specs
 from headrace.policies.push.layout import lay_out
 from headrace.policies.push.process_group import choose_interface, destroy_group, form_group, host_store
 from headrace.policies.push.tensors import TensorSpec
+from support.tiny_model import write_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,11 +73,7 @@ def test_a_model_in_several_files_is_read_through_its_index(tmp_path: Path, writ
     model = write_model(tmp_path / "model", seed=1)
     specs, tensors = specs_of(model), load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
-    names = sorted(tensors)
-    for number in range(2):
-        save_file({name: tensors[name] for name in names[number::2]}, model / f"part{number}.safetensors")
-    weight_map = {name: f"part{index % 2}.safetensors" for index, name in enumerate(names)}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    write_weights(model, tensors, files=2)
     check_fits(specs, model)
     assert read_model_specs(model) == specs
 

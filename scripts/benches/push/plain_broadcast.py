@@ -100,7 +100,7 @@ def run(snapshot: Path, meeting: Path, rank: int, bucket_bytes: int) -> None:
     import torch
     from torch import distributed
 
-    from headrace.policies.models.qwen3_config import storage_place
+    from headrace.policies.models.qwen_config import storage_place
     from headrace.policies.push.tensors import read_specs
     from headrace.policies.push.weights import plan_buckets, read_snapshot
 

@@ -26,7 +26,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, GenerateRequest, RequestId
 from headrace.policies.errors import PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.models.tiny import model_config, write_description
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.execution import push
@@ -67,11 +67,11 @@ def write_random_model(directory: Path, total_bytes: int) -> Path:
     return directory / "model.safetensors"
 
 
-def config_of(total_bytes: int) -> Qwen3Config:
+def config_of(total_bytes: int) -> QwenConfig:
     """Return the config with as many layers as fit, and the width that fills the remaining size."""
     layers = max(1, round(total_bytes / LAYER_BYTES))
 
-    def config(wide: int) -> Qwen3Config:
+    def config(wide: int) -> QwenConfig:
         keys = model_config() | {
             "hidden_size": HIDDEN,
             "num_hidden_layers": layers,
@@ -80,7 +80,7 @@ def config_of(total_bytes: int) -> Qwen3Config:
             "head_dim": HEAD_DIM,
             "intermediate_size": wide,
         }
-        return Qwen3Config.from_keys(keys, source="random model")
+        return QwenConfig.from_keys(keys, source="random model")
 
     def size(wide: int) -> int:
         return sum(math.prod(shape) for shape in config(wide).shapes().values()) * FLOAT_BYTES
@@ -163,7 +163,7 @@ async def open_testbed(
     model: Path, folder: Path, *, engines: int, max_running: int, max_context: int
 ) -> AsyncIterator[PushTestbed]:
     """Start engines for a model directory, and a sender of its weights."""
-    vocab_size = Qwen3Config.read(model / "config.json").vocab_size
+    vocab_size = QwenConfig.read(model / "config.json").vocab_size
     async with AsyncExitStack() as stack:
         config = EngineProcessConfig(model=model, directory=folder, max_running=max_running, max_context=max_context)
         processes = [

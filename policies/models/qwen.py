@@ -1,16 +1,18 @@
-"""Compact Qwen3 forward pass for one CPU thread: fp32, eager, with a key-value cache for continuous batching.
+"""Compact forward pass of a Qwen model for one CPU thread: fp32, eager, with a key-value cache for continuous batching.
 
 Invariants:
-- `Qwen3Weights` is allocated once, and written only while no forward pass reads it: weights are swapped by exchanging
+- `QwenWeights` is allocated once, and written only while no forward pass reads it: weights are swapped by exchanging
   two sets, never partly.
-- All parameters are in one block of memory, in the order of `Qwen3Config.shapes`, where parameters of one matrix are
+- All parameters are in one block of memory, in the order of `QwenConfig.shapes`, where parameters of one matrix are
   adjacent: adjacent parameters can be received in place.
 - Rows `[0, B)` of the cache are the running batch, each from position 0 of its sequence, so attention needs no gather.
 - `decode`, `prefill` and `extend` write only the cache rows they are given.
 
 Shapes: B rows, T tokens, V vocabulary, D head dimension, H query heads, G key-value heads, C cache capacity in tokens.
 The architecture is that of Qwen3ForCausalLM (Qwen3 Technical Report, arXiv 2505.09388): pre-norm, RMS norm of queries
-and keys per head, rotary positions over half-split dimensions, grouped-query attention, SwiGLU.
+and keys per head, rotary positions over half-split dimensions, grouped-query attention, SwiGLU; or that of
+Qwen2ForCausalLM (Qwen2.5 Technical Report, arXiv 2412.15115), with biases of queries, keys and values instead of the
+norms of heads.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.models.model_files import weight_files
+from headrace.policies.models.qwen_config import TIED_HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.policies.models.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen_config import QwenConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +43,8 @@ class LayerWeights:
 
     attention_norm: Tensor
     qkv: Tensor
-    qk_norm: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
     """Norm weights of the H query heads and G key heads, `(H + G, D)`, repeated from the parameters for every head."""
     query_heads: int
     output: Tensor
@@ -48,13 +53,15 @@ class LayerWeights:
     down: Tensor
 
     def spread_norms(self, slots: Mapping[str, Tensor], layer: int) -> None:
-        """Fill `qk_norm` from the norm parameters of queries and keys."""
+        """Fill `qk_norm` from the norm parameters of queries and keys, if the model has them."""
+        if self.qk_norm is None:
+            return
         self.qk_norm[: self.query_heads] = slots[f"model.layers.{layer}.self_attn.q_norm.weight"]
         self.qk_norm[self.query_heads :] = slots[f"model.layers.{layer}.self_attn.k_norm.weight"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Qwen3Weights:
+class QwenWeights:
     """Set of weights in fp32. `slots` are its parameters by Hugging Face name, as views of `memory`; `dtypes` contains
     the original dtype of each parameter that has been loaded since `forget`."""
 
@@ -67,7 +74,7 @@ class Qwen3Weights:
     head: Tensor
 
     @classmethod
-    def allocate(cls, config: Qwen3Config) -> Qwen3Weights:
+    def allocate(cls, config: QwenConfig) -> QwenWeights:
         """Allocate uninitialised weights."""
         shapes = config.shapes()
         sizes = [math.prod(shape) for shape in shapes.values()]
@@ -82,7 +89,7 @@ class Qwen3Weights:
             embedding=embedding,
             layers=tuple(layer_weights(config, memory, slots, layer) for layer in range(config.num_hidden_layers)),
             norm=slots["model.norm.weight"],
-            head=embedding if config.tie_word_embeddings else slots["lm_head.weight"],
+            head=embedding if config.tie_word_embeddings else slots[TIED_HEAD],
         )
 
     def place(self, names: Sequence[str]) -> Tensor | None:
@@ -115,7 +122,7 @@ class Qwen3Weights:
         """Return the names of parameters that have not been loaded since `forget`."""
         return [name for name in self.slots if name not in self.dtypes]
 
-    def complete(self, other: Qwen3Weights | None) -> None:
+    def complete(self, other: QwenWeights | None) -> None:
         """Make the set ready to run by copying from `other` the parameters that have not been loaded. Raises
         ModelInvalid if any are missing and `other` is None."""
         for name in self.missing():
@@ -131,50 +138,54 @@ class Qwen3Weights:
         self.dtypes.clear()
 
 
-def layer_weights(config: Qwen3Config, memory: Tensor, slots: Mapping[str, Tensor], layer: int) -> LayerWeights:
+def layer_weights(config: QwenConfig, memory: Tensor, slots: Mapping[str, Tensor], layer: int) -> LayerWeights:
     """Return views of one layer's parameters."""
 
     def joined(*names: str) -> Tensor:
-        parts = [slots[f"model.layers.{layer}.{name}.weight"] for name in names]
+        parts = [slots[f"model.layers.{layer}.{name}"] for name in names]
         first = parts[0].storage_offset()
-        return memory[first : first + sum(part.numel() for part in parts)].view(-1, config.hidden_size)
+        return memory[first : first + sum(part.numel() for part in parts)].view(-1, *parts[0].shape[1:])
 
-    def single(name: str) -> Tensor:
-        return slots[f"model.layers.{layer}.{name}.weight"]
-
+    heads = config.num_attention_heads + config.num_key_value_heads
+    biases = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
     return LayerWeights(
-        attention_norm=single("input_layernorm"),
-        qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        qk_norm=torch.empty(config.num_attention_heads + config.num_key_value_heads, config.head_dim),
+        attention_norm=joined("input_layernorm.weight"),
+        qkv=joined("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        qkv_bias=joined(*biases) if config.qkv_bias else None,
+        qk_norm=torch.empty(heads, config.head_dim) if config.qk_norm else None,
         query_heads=config.num_attention_heads,
-        output=single("self_attn.o_proj"),
-        mlp_norm=single("post_attention_layernorm"),
-        gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
-        down=single("mlp.down_proj"),
+        output=joined("self_attn.o_proj.weight"),
+        mlp_norm=joined("post_attention_layernorm.weight"),
+        gate_up=joined("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        down=joined("mlp.down_proj.weight"),
     )
 
 
-def load_file(weights: Qwen3Weights, path: Path) -> list[str]:
-    """Load all parameters from a model.safetensors, and return the names in the file that are not in the model. Raises
+def load_files(weights: QwenWeights, model_dir: Path) -> list[str]:
+    """Load all parameters from a model directory, and return the names in its files that are not in the model. Raises
     ModelInvalid naming the file."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = set(file.keys())
-            for name in weights.slots:
-                if name not in found:
-                    raise ModelInvalid(f"parameter {name} is missing")
-                weights.load(name, file.get_tensor(name))
-    except (OSError, SafetensorError, ModelInvalid) as error:
-        raise ModelInvalid(f"{path}: {error}") from error
-    return sorted(found - weights.slots.keys())
+    missing, surplus = set(weights.slots), set()
+    for path in weight_files(model_dir):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = set(file.keys())
+                for name in (name for name in weights.slots if name in found):
+                    weights.load(name, file.get_tensor(name))
+        except (OSError, SafetensorError, ModelInvalid) as error:
+            raise ModelInvalid(f"{path}: {error}") from error
+        missing -= found
+        surplus |= found - weights.slots.keys()
+    if missing:
+        raise ModelInvalid(f"{path}: parameter {min(missing)} is missing")
+    return sorted(surplus - {TIED_HEAD})
 
 
-def read_weights(config: Qwen3Config, path: Path) -> Qwen3Weights:
-    """Read the weights from a model.safetensors. Raises ModelInvalid naming the file."""
-    weights = Qwen3Weights.allocate(config)
-    load_file(weights, path)
+def read_weights(config: QwenConfig, model_dir: Path) -> QwenWeights:
+    """Read the weights from a model directory. Raises ModelInvalid naming the file."""
+    weights = QwenWeights.allocate(config)
+    load_files(weights, model_dir)
     weights.complete(None)
     return weights
 
@@ -182,7 +193,7 @@ def read_weights(config: Qwen3Config, path: Path) -> Qwen3Weights:
 class KeyValueCache:
     """Cached keys and values of `rows` sequences of up to `capacity` tokens, `(layers, rows, G, C, D)` each."""
 
-    def __init__(self, config: Qwen3Config, *, rows: int, capacity: int) -> None:
+    def __init__(self, config: QwenConfig, *, rows: int, capacity: int) -> None:
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, capacity, config.head_dim)
         self.keys = torch.zeros(shape)
         self.values = torch.zeros(shape)
@@ -194,10 +205,10 @@ class KeyValueCache:
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
 
-class Qwen3:
+class Qwen:
     """Forward passes of the model. `weights` may be replaced between calls, never during one."""
 
-    def __init__(self, config: Qwen3Config, weights: Qwen3Weights, *, capacity: int) -> None:
+    def __init__(self, config: QwenConfig, weights: QwenWeights, *, capacity: int) -> None:
         self.config = config
         self.weights = weights
         frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim)
@@ -283,13 +294,14 @@ class Qwen3:
         return hidden
 
     def _project(self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `(..., H, D)`, keys and values `(..., G, D)`, normalised and rotated."""
+        """Return queries `(..., H, D)`, keys and values `(..., G, D)`, rotated and, in Qwen3, normalised."""
         config = self.config
-        projected = F.linear(self._norm(hidden, layer.attention_norm), layer.qkv)
+        projected = F.linear(self._norm(hidden, layer.attention_norm), layer.qkv, layer.qkv_bias)
         heads = projected.view(*projected.shape[:-1], -1, config.head_dim)
         rotated_heads = config.num_attention_heads + config.num_key_value_heads
         rotated, values = torch.split(heads, [rotated_heads, config.num_key_value_heads], dim=-2)
-        rotated = F.rms_norm(rotated, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
+        if layer.qk_norm is not None:
+            rotated = F.rms_norm(rotated, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
         rotated = rotated * cos + rotated.roll(config.head_dim // 2, dims=-1) * sin
         queries, keys = torch.split(rotated, [config.num_attention_heads, config.num_key_value_heads], dim=-2)
         return queries, keys, values

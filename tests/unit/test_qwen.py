@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.models.qwen3 import KeyValueCache, Qwen3, Qwen3Weights, read_weights
-from headrace.policies.models.qwen3_config import Qwen3Config, storage_place
+from headrace.policies.models.qwen import KeyValueCache, Qwen, QwenWeights, read_weights
+from headrace.policies.models.qwen_config import QwenConfig, storage_place
+from support.tiny_model import QWEN2
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 LENGTHS = (5, 17, 1, 40)
 
 
-def load(directory: Path) -> Qwen3:
-    config = Qwen3Config.read(directory / "config.json")
-    return Qwen3(config, read_weights(config, directory / "model.safetensors"), capacity=128)
+def load(directory: Path) -> Qwen:
+    config = QwenConfig.read(directory / "config.json")
+    return Qwen(config, read_weights(config, directory), capacity=128)
 
 
 def random_prompts(vocabulary: int) -> list[list[int]]:
@@ -28,13 +29,16 @@ def random_prompts(vocabulary: int) -> list[list[int]]:
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
+@pytest.mark.parametrize(("keys", "files"), [({}, 1), (QWEN2, 3)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_model_agrees_with_transformers(tmp_path: Path, write_model, tied: bool) -> None:
-    from transformers import Qwen3ForCausalLM
+def test_the_model_agrees_with_transformers(
+    tmp_path: Path, write_model, tied: bool, keys: dict[str, object], files: int
+) -> None:
+    from transformers import AutoModelForCausalLM
 
-    directory = write_model(tmp_path / "model", seed=1, tied=tied)
+    directory = write_model(tmp_path / "model", seed=1, tied=tied, files=files, **keys)
     model = load(directory)
-    reference = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     for prompt in random_prompts(model.config.vocab_size):
         with torch.inference_mode():
             expected = reference(torch.tensor([prompt])).logits.log_softmax(-1)
@@ -43,8 +47,9 @@ def test_the_model_agrees_with_transformers(tmp_path: Path, write_model, tied: b
         assert (got - expected).abs().max() <= 1e-3
 
 
-def test_ragged_decode_equals_full_forward(tiny_model_dir: Path) -> None:
-    model = load(tiny_model_dir)
+@pytest.mark.parametrize("keys", [{}, QWEN2])
+def test_ragged_decode_equals_full_forward(tmp_path: Path, write_model, keys: dict[str, object]) -> None:
+    model = load(write_model(tmp_path / "model", **keys))
     prompts = random_prompts(model.config.vocab_size)
     cache = KeyValueCache(model.config, rows=8, capacity=128)
     logits = torch.cat([model.prefill(prompts[:1], 0, cache), model.prefill(prompts[1:], 1, cache)])
@@ -95,10 +100,13 @@ def test_truncated_weights_are_named_in_the_error(tmp_path: Path, write_model) -
         load(directory)
 
 
+@pytest.mark.parametrize("keys", [{}, QWEN2])
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_sorted_in_storage_order(tmp_path: Path, write_model, tied: bool) -> None:
-    config = load(write_model(tmp_path / "model", tied=tied)).config
-    weights = Qwen3Weights.allocate(config)
+def test_parameters_are_sorted_in_storage_order(
+    tmp_path: Path, write_model, tied: bool, keys: dict[str, object]
+) -> None:
+    config = load(write_model(tmp_path / "model", tied=tied, **keys)).config
+    weights = QwenWeights.allocate(config)
     names = list(config.shapes())
     shuffled = ["z.weight", "model.layers.0.bias", *names[::-1]]
     assert sorted(shuffled, key=storage_place)[: len(names)] == names
@@ -114,7 +122,7 @@ def test_parameters_are_sorted_in_storage_order(tmp_path: Path, write_model, tie
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_values_are_refused(tiny_model_dir: Path, bad: float) -> None:
-    weights = Qwen3Weights.allocate(load(tiny_model_dir).config)
+    weights = QwenWeights.allocate(load(tiny_model_dir).config)
     norm = torch.ones(96)
     weights.load("model.norm.weight", torch.full((96,), 3e38))
     norm[95] = bad
@@ -126,7 +134,7 @@ def test_non_finite_values_are_refused(tiny_model_dir: Path, bad: float) -> None
 
 def test_parameters_not_loaded_are_copied_from_the_other_set(tiny_model_dir: Path) -> None:
     model = load(tiny_model_dir)
-    changed = Qwen3Weights.allocate(model.config)
+    changed = QwenWeights.allocate(model.config)
     name = "model.layers.1.self_attn.q_norm.weight"
     with pytest.raises(ModelInvalid, match="is missing"):
         changed.complete(None)

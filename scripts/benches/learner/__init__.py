@@ -1,0 +1,1 @@
+"""Parts of the learner bench, `scripts/bench learner`."""
