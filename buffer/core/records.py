@@ -382,8 +382,8 @@ class TaskRecord:
     `solved` those among them that solved the task; `duration_s` is the sum of their durations. `complete_members`,
     `reward_sum`, `reward_square_sum` and `deviation_square_sum` (within groups) cover complete groups; of those sealed
     with `grpo`, `grpo_square_sum` is the same within groups, and `grpo_deviation_sum` is the sum of (n - 1) times the
-    sample deviation of a group of n. `poison_streak` counts the members that have become poison since one last finished;
-    `failed_on` lists where the task has failed since then."""
+    sample deviation of a group of n. `poison_streak` counts the members that have become poison since one last
+    finished; `failed_on` lists where the task has failed since then."""
 
     task_id: TaskId
     last_pass: int = -1
