@@ -80,15 +80,13 @@ class ExpectedAdvantages:
     @property
     def scale(self) -> float:
         """Number that divides the distance of a reward from its baseline."""
-        return self._deviation / self._share
+        return self._deviation / (1 - 1 / self.members if self._with_itself else 1.0)
 
-    def advantage(self, reward: float, first_reward: float | None, baseline: float) -> float:
-        """Return the advantage of a reward. In a complete group, the first result of a member is compared with the mean
-        of all, as published."""
-        if self.kind == "grpo" and self.rewards is not None and reward == first_reward and _squares(self.rewards):
-            mean = math.fsum(self.rewards) / len(self.rewards)
-            return (reward - mean) / (math.sqrt(_squares(self.rewards) / (len(self.rewards) - 1)) + _EPSILON)
-        value = self._share * (reward - baseline) / self._deviation
+    def advantage(self, reward: float, baseline: float) -> float:
+        """Return the advantage of a reward, in the published form if the mean includes the member: the others count by
+        their mean, the baseline."""
+        mean = (reward + (self.members - 1) * baseline) / self.members if self._with_itself else baseline
+        value = (reward - mean) / self._deviation
         if self.kind != "grpo":
             return value
         # No member of n can be further from their mean, in sample deviations.
@@ -96,24 +94,24 @@ class ExpectedAdvantages:
         return math.copysign(min(abs(value), limit), value)
 
     @property
-    def _share(self) -> float:
-        """The distance from the mean of all members is this share of that from the mean of the others."""
-        return 1 - 1 / self.members if self.kind in ("grpo", "grpo_no_std") else 1.0
+    def _with_itself(self) -> bool:
+        return self.kind in ("grpo", "grpo_no_std")
 
     @property
     def _deviation(self) -> float:
-        if self.kind not in ("grpo", "grpo_first_round"):
-            return 1.0
-        first_round = self.kind == "grpo_first_round"
-        if self.rewards is not None and (first_round or _squares(self.rewards)):
-            squares, divisor = _squares(self.rewards), len(self.rewards) - (0 if first_round else 1)
-            return math.sqrt(squares / divisor) + _EPSILON if squares else 1.0
-        for history in (self.own, self.pooled):
-            if first_round and history.members:
-                return max(_FLOOR_OF_FIRST_ROUND, math.sqrt(history.squares / history.members))
-            if not first_round and history.grpo_deviations:
-                return history.grpo_squares / history.grpo_deviations + _EPSILON
-        return 1.0 if first_round else 1.0 + _EPSILON
+        if self.kind == "grpo":
+            if self.rewards is not None and (squares := _squares(self.rewards)):
+                return math.sqrt(squares / (len(self.rewards) - 1)) + _EPSILON
+            history = self.own if self.own.grpo_deviations else self.pooled
+            typical = history.grpo_squares / history.grpo_deviations if history.grpo_deviations else 1.0
+            return typical + _EPSILON
+        if self.kind == "grpo_first_round":
+            if self.rewards is not None:
+                squares = _squares(self.rewards)
+                return math.sqrt(squares / len(self.rewards)) + _EPSILON if squares else 1.0
+            history = self.own if self.own.members else self.pooled
+            return max(_FLOOR_OF_FIRST_ROUND, math.sqrt(history.squares / history.members)) if history.members else 1.0
+        return 1.0
 
 
 def _squares(rewards: Collection[float]) -> float:

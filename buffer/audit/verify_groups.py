@@ -207,7 +207,7 @@ def _sealed_group(sealed: _Sealed) -> Iterator[str]:
         elif member.advantage is None or member.reward is None:
             if member.state in _WITH_ADVANTAGE:
                 yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"
-        elif not _close(member.advantage, expected.advantage(member.reward, member.first_reward, baseline)):
+        elif not _close(member.advantage, expected.advantage(member.reward, baseline)):
             yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"
 
 

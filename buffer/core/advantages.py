@@ -13,7 +13,8 @@ all n rewards, and the population deviation P (divisor n):
 Invariants:
 - A member's baseline never depends on its own speed or reward: it is the mean over the other members that would
   have finished in time if this member had finished at the group's start. (Applying the mean over early finishers to
-  late ones would bias the gradient just as cancelling the late ones does.)
+  late ones would bias the gradient just as cancelling the late ones does.) In a complete group these are all others,
+  unless the member itself held the group open for them.
 - The mean that includes the member is computed from this baseline, because R - M = (n - 1) / n * (R - B). So members of
   groups sealed early get the same factor, and their expected gradient is that of complete groups.
 - A scale comes from the deviation of the whole group or of earlier complete groups, never from that of the early

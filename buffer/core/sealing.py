@@ -164,12 +164,11 @@ class Sealing:
             for member in members
             if member.finished
         }
-        counted = [member for member in members if member.finished or member.running]
         task = self._state.task(group.task_id)
         scale = group_scale(
             self._config.advantage,
             [finish.reward for finish in finishes.values()] if _complete(members) else None,
-            members=len(counted),
+            members=sum(member.finished or member.running for member in members),
             own=RewardSpread(
                 square_sum=task.deviation_square_sum,
                 members=task.complete_members,

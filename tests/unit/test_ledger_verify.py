@@ -277,6 +277,26 @@ async def test_a_ledger_is_checked_with_the_formula_that_it_was_made_by(tmp_path
         assert not verify(run_dir).clean, other
 
 
+async def test_a_complete_group_that_a_member_held_open_is_checked_with_speed_independent_baselines(tmp_path):
+    """The second to finish bridged the gap to the last: without it, the group would have been sealed before."""
+    config = EARLY.model_copy(update={"group_size": 3, "rule": "count(2) & grace(3)"})
+    now = [100.0]
+    store = await ReplayStore.open(tmp_path, config, cases.tasks(), run_id="run", seed=3, clock=lambda: now[0])
+    async with store:
+        version = await store.open_epoch(None)
+        for order, at_s, reward in zip(
+            await store.issue(3, version), (101.0, 103.5, 106.0), (1.0, 1.0, 0.0), strict=True
+        ):
+            now[0] = at_s
+            await store.offer_many([cases.result(order, version, reward=reward)])
+    assert verify(tmp_path).problems == ()
+    [group] = [group for group in read_evidence(tmp_path).groups if group.seal_order]
+    assert group.complete_before is not None
+    members = [one for one in read_evidence(tmp_path).rollouts if one.group_id == group.group_id]
+    assert [member.baseline for member in members] == [0.5, 1.0, 1.0]
+    assert members[1].advantage == 0.0
+
+
 def too_large(*values, **named):
     """Code of a wrong function: it finds the right one in the globals of its module."""
     return 1.25 * globals()["right"](*values, **named)
