@@ -68,9 +68,11 @@ class StepMetric(Metric):
     """Mean reward over the batch's rollouts."""
     metrics: Mapping[str, float] = field(metadata=INLINE)
     """Keys reported by the learner. The Megatron learner writes `tokens` (trained tokens), `computed_tokens` (those in
-    rows with a nonzero advantage), `mean_staleness`, `max_staleness`, `mean_reward`, `entropy`, `clip_fraction`,
-    `mean_ratio`, `mean_abs_log_ratio`, `loss`, `grad_norm`, `learning_rate` and `seconds` (forward, backward and
-    update). A value that is not finite is left out; if all advantages are zero, the four policy means are left out."""
+    rows with a nonzero advantage, or in all rows if a term of the loss uses them), `mean_staleness`, `max_staleness`,
+    `mean_reward`, `loss`, `grad_norm`, `learning_rate` and `seconds` (forward, backward and update), and the means of
+    the objective over computed tokens: `entropy`, `mean_ratio`, `mean_abs_log_ratio`, `clip_fraction`, with
+    `learner.kl_coef` also `kl`, with masks `masked_fraction`. A value that is not finite is left out; if no token is
+    computed, the means of the objective are left out."""
     staleness: Mapping[str, int]
     """Number of trained trajectories by staleness in optimizer steps."""
     stale_kv_tokens: int

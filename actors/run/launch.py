@@ -55,7 +55,7 @@ from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.primitives.registry import PartRefused
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineStartFailed
-from headrace.policies.learners.objective_registry import OBJECTIVES
+from headrace.policies.learners.objectives import registry
 from headrace.policies.models.model_files import check_model_files
 from headrace.policies.models.qwen_config import check_computable
 from headrace.policies.sglang.server import find_python
@@ -136,9 +136,9 @@ def check_parts(config: RunConfig) -> None:
 
 
 def check_objective(learner: LearnerConfig) -> None:
-    """Raise ConfigError if the learner's objective does not exist."""
+    """Raise ConfigError if the learner's objective does not exist or does not go with its correction."""
     try:
-        OBJECTIVES.find(learner.objective)
+        registry.check_objective(learner)
     except PartRefused as error:
         raise ConfigError(f"learner.objective: {error}") from error
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.buffer.row_limits import RowLimits
+from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
 from headrace.policies.tokens.model_keys import read_vocabulary_size
 
 
-class LearnerConfig(BaseModel):
+class LearnerConfig(ObjectiveConfig):
     """Settings of `MegatronLearner`. The defaults are those of the quickstart's 333k-parameter policy."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_dir: Path
     """Hugging Face directory of the starting policy, a dense Qwen3 or Qwen2.5 model: config.json, weights in one or
@@ -34,15 +33,6 @@ class LearnerConfig(BaseModel):
     """AdamW's decoupled weight decay of matrices; norms and biases do not decay."""
     clip_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum norm of the gradient; a larger one is scaled down."""
-    objective: str = "grpo"
-    """Policy loss: `grpo` (with truncated importance weights and a directional clip), or an objective from another
-    package (docs/extending.md)."""
-    eps_low: float = Field(default=0.2, gt=0, le=1)
-    """A token with negative advantage has no gradient when current / behaviour is below 1 - eps_low."""
-    eps_high: float = Field(default=0.28, gt=0)
-    """A token with positive advantage has no gradient when current / behaviour is above 1 + eps_high."""
-    weight_cap: float = Field(default=2.0, gt=0)
-    """Maximum importance weight of a token."""
     token_budget: int = Field(default=16384, gt=0)
     """Maximum number of padded tokens (rows x longest row) in a micro-batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"

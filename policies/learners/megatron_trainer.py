@@ -29,15 +29,10 @@ from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun, RowUnus
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
 from headrace.policies.learners.megatron_optimizer import MainOptimizer
-from headrace.policies.learners.objective_registry import OBJECTIVES
-from headrace.policies.learners.objectives import (
-    ClipConfig,
-    LossSums,
-    WeightedRow,
-    collate,
-    trained_tokens,
-    weighted_rows,
-)
+from headrace.policies.learners.micro_batches import WeightedRow, collate, trained_tokens, weighted_rows
+from headrace.policies.learners.objectives.loss import TokenSums, weighted_loss
+from headrace.policies.learners.objectives.registry import OBJECTIVES
+from headrace.policies.learners.reference_model import ReferenceModel
 from headrace.policies.models.qwen_config import QwenConfig
 
 with warnings.catch_warnings():
@@ -81,6 +76,9 @@ class MegatronTrainer:
             megatron_checkpoint.load_state(self._source / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
         else:
             self._optimizer.assign(megatron_model.read_weights(self._source, self._shape))
+        self._reference = (
+            ReferenceModel(config.model_dir, self._shape, settings, device=self._device) if config.kl_coef > 0 else None
+        )
 
     def state(self) -> LearnerState:
         return LearnerState(parent=self._parent, step=self._version.step, chain=self._chain)
@@ -99,7 +97,7 @@ class MegatronTrainer:
         # Constant after a linear warm-up over the first `warmup_steps` updates of the run.
         warm = (self._version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
         learning_rate = self._config.learning_rate * min(1.0, warm)
-        loss, sums = self._accumulate(weighted_rows(batch))
+        loss, sums = self._accumulate(weighted_rows(batch, self._objective, self._config))
         grad_norm = self._optimizer.take_gradients(max_norm=self._config.clip_grad_norm)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
@@ -173,19 +171,18 @@ class MegatronTrainer:
         """Destroy the process group; the trainer is unusable afterwards."""
         megatron_world.stop()
 
-    def _accumulate(self, rows: list[WeightedRow]) -> tuple[float, LossSums]:
+    def _accumulate(self, rows: list[WeightedRow]) -> tuple[float, TokenSums]:
         """Accumulate the gradient of all rows in Megatron's buffers. Return the loss and its sums over trained
         tokens."""
         self._ddp.zero_grad_buffer()
         lengths = [len(row.row.tokens_T) for row in rows]
-        clip = ClipConfig(
-            eps_low=self._config.eps_low, eps_high=self._config.eps_high, weight_cap=self._config.weight_cap
-        )
-        total, sums = 0.0, LossSums()
+        total, sums = 0.0, TokenSums()
         for indices in pack(lengths, token_budget=self._config.token_budget):
             micro = collate([rows[index] for index in indices], self._device)
+            reference_N = self._reference.logprobs_N(micro) if self._reference is not None else None
             logprobs_N, entropies_N = self._ddp(micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
-            loss, part = self._objective(logprobs_N, micro, clip, entropies_N)
+            tokens = micro.trained_tokens(logprobs_N, entropies_N, reference_N)
+            loss, part = weighted_loss(tokens, micro.weights_N, self._objective, self._config)
             loss.backward()  # type: ignore[no-untyped-call]
             total, sums = total + float(loss.detach()), sums + part
         self._ddp.finish_grad_sync()
@@ -221,22 +218,15 @@ def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int
         raise
 
 
-def _metrics(batch: Batch, sums: LossSums) -> dict[str, float]:
-    """Return the metrics of a step. Means are over the trained tokens of computed rows (none if every advantage is 0);
-    `tokens` counts all trained tokens."""
+def _metrics(batch: Batch, sums: TokenSums) -> dict[str, float]:
+    """Return the metrics of a step. Those of the objective are means over the trained tokens of computed rows (none if
+    no row is computed); `tokens` counts all trained tokens."""
     staleness = [item.staleness for item in batch.items]
-    metrics = {
+    return {
+        **sums.means(),
         "tokens": float(sum(trained_tokens(item) for item in batch.items)),
         "computed_tokens": float(sums.tokens),
         "mean_staleness": sum(staleness) / len(staleness),
         "max_staleness": float(max(staleness)),
         "mean_reward": sum(item.reward for item in batch.items) / len(batch.items),
     }
-    if sums.tokens:
-        metrics |= {
-            "entropy": sums.entropy / sums.tokens,
-            "clip_fraction": sums.clipped / sums.tokens,
-            "mean_ratio": sums.ratio / sums.tokens,
-            "mean_abs_log_ratio": sums.abs_log_ratio / sums.tokens,
-        }
-    return metrics

@@ -1,0 +1,147 @@
+"""Configuration of the objective. Needs no torch.
+
+Invariants:
+- A ratio is current / behaviour: the probability of a token under the weights in training, divided by that under the
+  weights that sampled it. With one update per batch there is no other ratio, because current / proximal is always 1.
+- A ratio is corrected once: a combination that would bound or multiply by it twice is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+OWN: Final = ("grpo", "gspo", "cispo")
+"""headrace's own objectives. Each uses the ratio, and clips it."""
+
+Correction = Literal["cap", "icepop", "weights", "none"]
+
+
+class ObjectiveConfig(BaseModel):
+    """Objective, off-policy correction, regularisation and normalisation of the loss (docs/objectives.md)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    objective: str = "grpo"
+    """Policy loss: `grpo` (PPO's clip for each token), `gspo` (the same for the geometric mean of the ratios of a row),
+    `cispo` (clipped weights), or an objective from another package (docs/extending.md)."""
+    eps_low: float = Field(default=0.2, gt=0, le=1)
+    """Lower clip of the ratio current / behaviour, 1 - eps_low: with a negative advantage, a smaller ratio has no
+    gradient. cispo raises smaller ratios to it; 1 turns it off."""
+    eps_high: float = Field(default=0.28, gt=0)
+    """Upper clip of the ratio current / behaviour, 1 + eps_high: with a positive advantage, a larger ratio has no
+    gradient. cispo lowers larger ratios to it."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Ratio above which a token (gspo: a row) with a negative advantage has no gradient. None: no such clip."""
+    correction: Correction = "cap"
+    """Off-policy correction beside the clip. `cap`: the ratio inside the objective is at most weight_cap. `icepop`:
+    tokens whose ratio is outside weight_floor to weight_cap are masked. `weights`: the loss of a token is multiplied by
+    its ratio, at most weight_cap; only for objectives of other packages that do not use the ratio. `none`: nothing."""
+    weight_cap: float = Field(default=2.0, gt=0)
+    """Maximum ratio, for `correction`."""
+    weight_floor: float = Field(default=0.5, ge=0)
+    """Minimum ratio, for the correction `icepop`."""
+    sequence_mask: float | None = Field(default=None, gt=0)
+    """A row with a negative advantage is masked if the mean of log(behaviour / current) over its trained tokens exceeds
+    this. None: no such mask."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the KL divergence to the start model. Above 0, the learner keeps a second, frozen copy of that
+    model, and computes its log-probabilities for every batch."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence for each token (docs/objectives.md). The gradient of `k2` is that of the divergence;
+    `k3` is GRPO's, clamped to 10; the gradient of `k1` is 0 on average, so it only measures."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the entropy, which is added to what is maximised."""
+    loss_weight: Literal["trajectory", "token", "constant"] = "trajectory"
+    """Weight of a token in a batch: `trajectory` is the mean over trajectories of the means over their tokens, `token`
+    the mean over all tokens, `constant` the sum over tokens, divided by loss_constant and the number of
+    trajectories."""
+    loss_constant: float | None = Field(default=None, gt=0)
+    """Number of tokens by which `loss_weight = "constant"` divides, for example the longest possible answer."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        for check in _CHECKS:
+            if (problem := check(self)) is not None:
+                raise ValueError(problem)
+        return self
+
+    @property
+    def uses_zero_advantage(self) -> bool:
+        """True if a token without advantage has a gradient from a term other than the policy loss."""
+        return self.kl_coef > 0 or self.entropy_coef > 0
+
+
+def corrected_twice(objective: str) -> str:
+    """Return why `correction = "weights"` cannot be used with an objective that has the ratio already."""
+    return (
+        f"correction weights multiplies the loss by current / behaviour, and objective {objective} already uses that "
+        "ratio: each token would be corrected twice; set learner.correction to cap, which bounds the ratio inside the "
+        "objective, or to none"
+    )
+
+
+def _is_not_decoupled(config: ObjectiveConfig) -> str | None:
+    if config.objective != "decoupled_ppo":
+        return None
+    return (
+        "objective decoupled_ppo clips current / proximal, which is always 1 with one update per batch: its clip would "
+        "never act, and only its weights would be left; set learner.objective to grpo, which clips current / behaviour"
+    )
+
+
+def _ratio_is_corrected_once(config: ObjectiveConfig) -> str | None:
+    if config.correction != "weights" or config.objective not in OWN:
+        return None
+    return corrected_twice(config.objective)
+
+
+def _cap_is_above_the_clip(config: ObjectiveConfig) -> str | None:
+    clip = 1 + config.eps_high
+    if config.objective != "cispo" or config.correction != "cap" or config.weight_cap >= clip:
+        return None
+    return (
+        f"weight_cap {config.weight_cap:g} is below objective cispo's own bound of the same ratio, 1 + eps_high = "
+        f"{clip:g}; lower learner.eps_high, or set learner.correction to none"
+    )
+
+
+def _cispo_has_no_dual_clip(config: ObjectiveConfig) -> str | None:
+    if config.objective != "cispo" or config.dual_clip is None:
+        return None
+    return (
+        "dual_clip has no effect with objective cispo, whose weights are at most 1 + eps_high; remove learner.dual_clip"
+    )
+
+
+def _mask_leaves_something(config: ObjectiveConfig) -> str | None:
+    if config.correction != "icepop" or config.weight_floor < 1 < config.weight_cap:
+        return None
+    return (
+        f"correction icepop keeps ratios from weight_floor {config.weight_floor:g} to weight_cap "
+        f"{config.weight_cap:g}, which must contain 1 in between: lower learner.weight_floor or raise "
+        "learner.weight_cap"
+    )
+
+
+def _constant_goes_with_its_weight(config: ObjectiveConfig) -> str | None:
+    if (config.loss_weight == "constant") == (config.loss_constant is not None):
+        return None
+    if config.loss_constant is None:
+        return "loss_weight constant needs learner.loss_constant, the number of tokens to divide by; set it"
+    return (
+        f"loss_constant has no effect with loss_weight {config.loss_weight}; remove it or set learner.loss_weight to "
+        "constant"
+    )
+
+
+_CHECKS = (
+    _is_not_decoupled,
+    _ratio_is_corrected_once,
+    _cap_is_above_the_clip,
+    _cispo_has_no_dual_clip,
+    _mask_leaves_something,
+    _constant_goes_with_its_weight,
+)
+"""Each returns the problem with the keys to change, or None."""

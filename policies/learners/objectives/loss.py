@@ -1,0 +1,97 @@
+"""Loss of a micro-batch: the policy loss, corrected, and the regularisers, each normalised over the whole batch.
+
+Invariants:
+- Every term is a sum over tokens of weight x loss. The weights are fixed for the whole batch before it is divided, from
+  the tokens on which a term is defined, so dividing it into micro-batches or ranks changes nothing.
+- All terms of this package are defined on all trained tokens of a batch, those without advantage too. A mask sets a
+  token's loss to 0 and leaves the denominator as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from headrace.policies.learners.objectives.correction import correction_weights
+from headrace.policies.learners.objectives.regularizers import kl_estimate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from headrace.policies.learners.objectives.config import ObjectiveConfig
+    from headrace.policies.learners.objectives.tokens import TokenLoss, TrainedTokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Policy loss, and what the learner has to know of it."""
+
+    loss: Callable[[TrainedTokens, ObjectiveConfig], TokenLoss]
+    """Pure function; it neither weights nor sums the losses of the tokens."""
+    uses_ratio: bool = True
+    """The loss contains current / behaviour, so that `correction = "weights"` is refused."""
+    uses_zero_advantage: bool = True
+    """A token without advantage may have a gradient. If no term says so, such rows are not computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSums:
+    """Number of tokens and sums over them, by metric, to be added over micro-batches."""
+
+    tokens: int = 0
+    sums: Mapping[str, float] = field(default_factory=dict)
+
+    def __add__(self, other: TokenSums) -> TokenSums:
+        names = self.sums.keys() | other.sums.keys()
+        sums = {name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in names}
+        return TokenSums(tokens=self.tokens + other.tokens, sums=sums)
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each metric over the tokens; none if there are no tokens."""
+        return {name: total / self.tokens for name, total in sorted(self.sums.items())} if self.tokens else {}
+
+
+def trajectory_weights(tokens: Sequence[int], config: ObjectiveConfig) -> list[float]:
+    """Return the weight of every token of each trajectory of a batch, given the numbers of their trained tokens.
+
+    `trajectory` divides by the trajectory's tokens and the number of trajectories (GRPO's), `token` by the tokens of
+    the batch (DAPO, arXiv 2503.14476), `constant` by loss_constant and the number of trajectories (Dr. GRPO, arXiv
+    2503.20783). A trajectory without trained tokens counts among the trajectories, and has weight 0."""
+    if config.loss_weight == "token":
+        return [1.0 / sum(tokens) if count else 0.0 for count in tokens]
+    if config.loss_constant is not None:
+        return [1.0 / (len(tokens) * config.loss_constant) if count else 0.0 for count in tokens]
+    return [1.0 / (len(tokens) * count) if count else 0.0 for count in tokens]
+
+
+def weighted_loss(
+    tokens: TrainedTokens, weights_N: Tensor, objective: Objective, config: ObjectiveConfig
+) -> tuple[Tensor, TokenSums]:
+    """Return the loss of a micro-batch, a scalar to be added over the micro-batches of a batch, and its metrics.
+
+    loss = sum of weights x (correction x policy loss + kl_coef x KL - entropy_coef x entropy)."""
+    policy = objective.loss(tokens, config)
+    log_ratio_N = tokens.log_ratios_N()
+    metrics = {
+        "entropy": tokens.entropies_N.detach(),
+        "mean_ratio": log_ratio_N.exp(),
+        "mean_abs_log_ratio": log_ratio_N.abs(),
+        **policy.metrics,
+    }
+    loss_N, correction_N = policy.loss_N, correction_weights(tokens, config)
+    if correction_N is not None:
+        loss_N = loss_N * correction_N
+        metrics["masked_fraction"] = correction_N == 0
+    loss = (loss_N * weights_N).sum()
+    if config.kl_coef > 0:
+        if tokens.reference_logprobs_N is None:
+            raise ValueError("kl_coef is above 0, but the tokens have no reference log-probabilities")
+        kl_N = kl_estimate(tokens.logprobs_N, tokens.reference_logprobs_N, config.kl_kind)
+        loss = loss + config.kl_coef * (kl_N * weights_N).sum()
+        metrics["kl"] = kl_N.detach()
+    if config.entropy_coef > 0:
+        loss = loss - config.entropy_coef * (tokens.entropies_N * weights_N).sum()
+    sums = {name: float(values_N.detach().sum()) for name, values_N in metrics.items()}
+    return loss, TokenSums(tokens=len(tokens.logprobs_N), sums=sums)

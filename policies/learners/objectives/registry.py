@@ -1,0 +1,50 @@
+"""Registry of objectives, by their names in recipes: headrace's own and those from other packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from headrace.buffer.primitives.registry import PartRefused, Registry
+from headrace.policies.learners.objectives.config import OWN, ObjectiveConfig, corrected_twice
+
+if TYPE_CHECKING:
+    from headrace.policies.learners.objectives.loss import Objective
+
+
+def _own(name: str) -> Callable[[], Objective]:
+    def load() -> Objective:
+        # Only a learner needs torch: a recipe is checked without it.
+        from headrace.policies.learners.objectives import policy
+        from headrace.policies.learners.objectives.loss import Objective
+
+        return Objective(loss=getattr(policy, name), uses_zero_advantage=False)
+
+    return load
+
+
+def _outside(found: object) -> Callable[[], Objective]:
+    from headrace.policies.learners.objectives.loss import Objective
+
+    if isinstance(found, Objective):
+        objective = found
+    elif callable(found):
+        objective = Objective(loss=found)
+    else:
+        raise TypeError("it is neither an Objective nor a function of the trained tokens")
+    return lambda: objective
+
+
+OBJECTIVES: Final[Registry[Callable[[], Objective]]] = Registry(
+    kind="objective",
+    group="headrace.objectives",
+    own={name: _own(name) for name in OWN},
+    accept=_outside,
+)
+
+
+def check_objective(config: ObjectiveConfig) -> None:
+    """Find the objective. Raises PartRefused if it does not exist or does not go with the correction."""
+    found = OBJECTIVES.find(config.objective)
+    if config.correction == "weights" and found().uses_ratio:
+        raise PartRefused(corrected_twice(config.objective))

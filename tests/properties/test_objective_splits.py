@@ -1,0 +1,133 @@
+"""For every objective, correction, term and weight: dividing a batch changes nothing.
+
+The model is a bigram table: the logits at a position are the table's row of the token there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.buffer.packing import pack
+from headrace.policies.learners.micro_batches import WeightedRow, collate, trained_logprobs, weighted_rows
+from headrace.policies.learners.objectives.config import ObjectiveConfig
+from headrace.policies.learners.objectives.loss import TokenSums, weighted_loss
+from support.objective_cases import SETTINGS, make_batch, make_row, objective_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.buffer.types import Batch, Row
+
+VOCABULARY = 11
+WHOLE = 10_000
+"""Token budget of a micro-batch with all rows."""
+OF_TOKENS = [name for name, keys in SETTINGS.items() if keys.get("objective") != "gspo" and "sequence_mask" not in keys]
+
+rows_strategy = st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.booleans()), min_size=2, max_size=9).map(
+    lambda pairs: make_row([token for token, _ in pairs], [False, *[trained for _, trained in pairs[1:]]])
+)
+items_strategy = st.lists(
+    st.tuples(st.sampled_from([-1.5, -0.3, 0.0, 0.7, 2.0]), st.lists(rows_strategy, min_size=1, max_size=4)),
+    min_size=1,
+    max_size=6,
+)
+
+
+def table_of(seed: int) -> torch.Tensor:
+    return 0.3 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+Step: TypeAlias = tuple[float, torch.Tensor, TokenSums]
+
+
+def step(rows: Sequence[WeightedRow], config: ObjectiveConfig, *, token_budget: int) -> Step:
+    """Loss, gradient and metrics of rows in micro-batches."""
+    table, reference = table_of(2).requires_grad_(), table_of(3)
+    total, sums = 0.0, TokenSums()
+    for indices in pack([len(row.row.tokens_T) for row in rows], token_budget=token_budget):
+        micro = collate([rows[index] for index in indices], torch.device("cpu"))
+        logprobs, entropies = trained_logprobs(table[micro.tokens_BT], micro)
+        reference_logprobs, _ = trained_logprobs(reference[micro.tokens_BT], micro)
+        tokens = micro.trained_tokens(logprobs, entropies, reference_logprobs)
+        loss, part = weighted_loss(tokens, micro.weights_N, objective_of(config), config)
+        loss.backward()
+        total, sums = total + float(loss.detach()), sums + part
+    return total, torch.zeros_like(table) if table.grad is None else table.grad, sums
+
+
+def rows_of(batch: Batch, config: ObjectiveConfig) -> list[WeightedRow]:
+    return weighted_rows(batch, objective_of(config), config)
+
+
+def assert_same(parts: Sequence[Step], whole: Step) -> None:
+    losses, gradients, sums = zip(*parts, strict=True)
+    assert sum(losses) == pytest.approx(whole[0], abs=1e-5)
+    torch.testing.assert_close(sum(gradients), whole[1], atol=1e-5, rtol=1e-4)
+    assert sum(sums, TokenSums()).means() == pytest.approx(whole[2].means(), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@settings(deadline=None, max_examples=15)
+@given(items=items_strategy, budget=st.integers(9, 60), data=st.data())
+def test_splitting_into_micro_batches_or_ranks_does_not_change_the_result(
+    name: str, items: list[tuple[float, list[Row]]], budget: int, data: st.DataObject
+) -> None:
+    config = ObjectiveConfig(**SETTINGS[name])
+    rows = rows_of(make_batch(items), config)
+    whole = step(rows, config, token_budget=WHOLE)
+    assert_same([step(rows, config, token_budget=budget)], whole)
+    ranks = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
+    shares = [[row for row, rank in zip(rows, ranks, strict=True) if rank == number] for number in range(3)]
+    assert_same([step(share, config, token_budget=budget) for share in shares], whole)
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+@settings(deadline=None, max_examples=15)
+@given(items=items_strategy)
+def test_splitting_a_trajectory_into_rows_changes_nothing(name: str, items: list[tuple[float, list[Row]]]) -> None:
+    """A row and, instead, one row per trained token (the same context, the other tokens masked)."""
+    config = ObjectiveConfig(**SETTINGS[name])
+    split = [(advantage, [part for row in rows for part in one_row_per_token(row)]) for advantage, rows in items]
+    whole = step(rows_of(make_batch(items), config), config, token_budget=WHOLE)
+    assert_same([step(rows_of(make_batch(split), config), config, token_budget=WHOLE)], whole)
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in OF_TOKENS])
+@settings(deadline=None, max_examples=15)
+@given(items=items_strategy, drift=st.floats(-0.5, 0.5))
+def test_splitting_rows_of_one_ratio_changes_nothing(
+    name: str, items: list[tuple[float, list[Row]]], drift: float
+) -> None:
+    """Where a row is a sequence, its parts must have the same mean ratio: here all tokens of the batch have one."""
+    config = ObjectiveConfig(**SETTINGS[name])
+    items = [(advantage, [with_ratio(row, drift) for row in rows]) for advantage, rows in items]
+    split = [(advantage, [part for row in rows for part in one_row_per_token(row)]) for advantage, rows in items]
+    whole = step(rows_of(make_batch(items), config), config, token_budget=WHOLE)
+    assert_same([step(rows_of(make_batch(split), config), config, token_budget=WHOLE)], whole)
+
+
+def with_ratio(row: Row, log_ratio: float) -> Row:
+    """The same row, with behaviour log-probabilities that are lower than the model's by `log_ratio`."""
+    logprobs = table_of(2).log_softmax(-1).numpy()
+    behaviour = logprobs[row.tokens_T[:-1], row.tokens_T[1:]] - log_ratio
+    return make_row(row.tokens_T.tolist(), row.loss_mask_T.tolist(), [0.0, *behaviour])
+
+
+def one_row_per_token(row: Row) -> list[Row]:
+    return [
+        make_row(row.tokens_T[: at + 1].tolist(), [index == at for index in range(at + 1)], row.logprobs_T[: at + 1])
+        for at in np.flatnonzero(row.loss_mask_T).tolist()
+    ]
+
+
+@given(items=items_strategy)
+def test_each_trajectory_has_the_same_weight(items: list[tuple[float, list[Row]]]) -> None:
+    rows = rows_of(make_batch(items), ObjectiveConfig())
+    contributing = sum(adv != 0.0 and any(row.loss_mask_T.any() for row in parts) for adv, parts in items)
+    total = sum(row.weight * int(row.row.loss_mask_T.sum()) for row in rows)
+    assert total == pytest.approx(contributing / len(items))
