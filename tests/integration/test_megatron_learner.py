@@ -658,3 +658,29 @@ async def test_a_model_in_several_files_is_trained_and_saved_in_one(
         assert 1e-4 < float(np.abs(before - after).max()) < 5
     async with opened(config, checkpoint, epoch=2) as learner:
         assert equal(load_file((await learner.snapshot()).shards[0].path), trained)
+
+
+async def test_the_kl_is_to_the_start_model_after_a_resume_too(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = learner_config(tmp_path, tiny_model_dir, kl_coef=1.0, kl_kind="k2")
+    batch = make_batch(1, model_dir=tiny_model_dir)
+    async with opened(config) as learner:
+        measured = [(await learner.step(renamed(batch, number))).metrics["kl"] for number in range(4)]
+        checkpoint = await learner.save()
+    assert measured[0] < 1e-9
+    assert measured[3] > 1e-3
+    flat = replace(batch, items=tuple(replace(item, advantage=0.0) for item in batch.items))
+    async with opened(config, checkpoint, epoch=2) as learner:
+        reports = [await learner.step(renamed(flat, number)) for number in range(4, 9)]
+    pulled = [report.metrics["kl"] for report in reports]
+    assert pulled[0] > 1e-3, "relative to the checkpoint it would be 0"
+    assert pulled[-1] < 0.5 * pulled[0], "rows without advantage are trained on the KL"
+    assert all(report.metrics["computed_tokens"] == report.metrics["tokens"] for report in reports)
+
+
+async def test_the_entropy_term_raises_the_entropy(tmp_path: Path, tiny_model_dir: Path) -> None:
+    batch = make_batch(1, model_dir=tiny_model_dir, advantages=(0.0, 0.0))
+    async with opened(learner_config(tmp_path, tiny_model_dir, entropy_coef=1.0)) as learner:
+        reports = [await learner.step(renamed(batch, number)) for number in range(4)]
+    entropies = [report.metrics["entropy"] for report in reports]
+    assert entropies == sorted(entropies)
+    assert entropies[-1] > 1.05 * entropies[0]
