@@ -22,8 +22,10 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.launch import check_objective
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.policies.learners.config import LearnerConfig
-from headrace.policies.learners.objective_registry import OBJECTIVES
-from headrace.policies.learners.objectives import ClipConfig, MicroBatch
+from headrace.policies.learners.objectives import registry
+from headrace.policies.learners.objectives.config import ObjectiveConfig
+from headrace.policies.learners.objectives.loss import weighted_loss
+from headrace.policies.learners.objectives.tokens import TrainedTokens
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.e2b.provider import E2bConfig
 from headrace.sandboxes.errors import SpecRefused
@@ -162,33 +164,42 @@ async def test_the_documented_provider_boots_and_attaches(tmp_path: Path, monkey
     assert [line.split()[1] for line in log.read_text().splitlines()] == ["host", "host"]
 
 
-def test_the_documented_objective_has_the_reinforce_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings", "metric"),
+    [("importance_sampled", {}, "weight"), ("plain", {"correction": "weights"}, "mean_ratio")],
+)
+def test_the_documented_objective_has_the_reinforce_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any], metric: str
+) -> None:
     example(tmp_path, "objectives")
     monkeypatch.delitem(sys.modules, "objectives", raising=False)
-    objective = OBJECTIVES.find("objectives:importance_sampled")()
+    config = ObjectiveConfig(objective=f"objectives:{name}", **settings)
+    registry.check_objective(config)
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    micro = MicroBatch(
-        tokens_BT=torch.zeros(1, 4, dtype=torch.int64),
-        trained_BT=torch.ones(1, 4, dtype=torch.bool),
+    tokens = TrainedTokens(
+        logprobs_N=logprobs,
+        entropies_N=torch.zeros(3),
         behaviour_logprobs_N=torch.tensor([-1.0, -2.0, -9.0]),
+        reference_logprobs_N=None,
         advantages_N=torch.tensor([1.0, -1.0, 0.5]),
-        temperatures_N=torch.ones(3),
-        weights_N=torch.tensor([0.5, 0.5, 1.0]),
+        rows_N=torch.tensor([0, 0, 1]),
+        trajectories_N=torch.tensor([0, 0, 1]),
     )
-    clip = ClipConfig(eps_low=0.2, eps_high=0.28, weight_cap=2.0)
-    loss, sums = objective(logprobs, micro, clip, torch.zeros(3))
+    weights = torch.tensor([0.5, 0.5, 1.0])
+    loss, sums = weighted_loss(tokens, weights, registry.OBJECTIVES.find(config.objective)(), config)
     loss.backward()
-    assert sums.tokens == 3
     # On policy the weight is 1; the last token's ratio is e^6, capped at 2.
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-0.5, 0.5, -1.0])
+    assert sums.tokens == 3
+    assert metric in sums.means()
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("ppo", "there is no objective 'ppo'; available: grpo"),
-        ("math:pi", "cannot be called"),
+        ("ppo", "there is no objective 'ppo'; available: grpo, gspo, cispo"),
+        ("math:pi", "neither an Objective nor a function"),
         ("no_such_package:loss", "No module named 'no_such_package'"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,15 @@ def test_contradictions_are_refused_with_both_keys_and_the_fix(keys: dict[str, A
         ObjectiveConfig(**keys)
     for part in parts:
         assert part in str(refusal.value)
+
+
+def test_objectives_import_neither_megatron_nor_ray() -> None:
+    modules = ("config", "correction", "loss", "policy", "registry", "regularizers", "tokens")
+    imports = "; ".join(f"import headrace.policies.learners.objectives.{name}" for name in modules)
+    program = f"import sys; {imports}; print(*sorted(name.partition('.')[0] for name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert "torch" in done.stdout.split()
+    assert {"megatron", "ray"}.isdisjoint(done.stdout.split())
 
 
 def test_own_objectives_are_found_without_zero_advantage_rows() -> None:
