@@ -67,6 +67,10 @@ class Logged:
 
 class Half:
     features = frozenset()
+
+
+def before(logprobs, micro, clip, entropies):
+    "An objective in the form of headrace 0.1."
 """
 
 
@@ -126,7 +130,7 @@ async def test_a_recipe_can_use_a_provider_from_another_package(tmp_path: Path) 
         ({"provider": "docker"}, "there is no sandbox provider 'docker'; available: local, oci, remote, e2b"),
         ({"provider": "their_providers:Absent"}, "has no attribute 'Absent'"),
         ({"provider": "no_such_package:Provider"}, "No module named 'no_such_package'"),
-        ({"provider": "their_providers:Half"}, "has no 'create'"),
+        ({"provider": "their_providers:Half"}, "'create' is missing"),
         ({"provider": "their_providers:Logged", "settings": {"colour": "red"}}, "does not accept them"),
         ({"provider": "local", "settings": {"log": "x"}}, "sandbox.settings"),
     ],
@@ -200,6 +204,7 @@ def test_the_documented_objective_has_the_reinforce_gradient(
     [
         ("ppo", "there is no objective 'ppo'; available: grpo, gspo, cispo"),
         ("math:pi", "neither an Objective nor a function"),
+        ("their_providers:before", r"cannot be called with \(tokens, config\): missing a required argument"),
         ("no_such_package:loss", "No module named 'no_such_package'"),
     ],
 )

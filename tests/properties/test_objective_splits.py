@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.buffer.packing import pack
-from headrace.policies.learners.micro_batches import WeightedRow, collate, trained_logprobs, weighted_rows
+from headrace.policies.learners.micro_batches import WeightedRow, collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import TokenSums, weighted_loss
-from support.objective_cases import SETTINGS, make_batch, make_row, objective_of
+from support.objective_cases import SETTINGS, logprobs_of, make_batch, make_row, objective_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,8 +51,8 @@ def step(rows: Sequence[WeightedRow], config: ObjectiveConfig, *, token_budget: 
     total, sums = 0.0, TokenSums()
     for indices in pack([len(row.row.tokens_T) for row in rows], token_budget=token_budget):
         micro = collate([rows[index] for index in indices], torch.device("cpu"))
-        logprobs, entropies = trained_logprobs(table[micro.tokens_BT], micro)
-        reference_logprobs = trained_logprobs(reference[micro.tokens_BT], micro)[0] if config.kl_coef else None
+        logprobs, entropies = logprobs_of(table[micro.tokens_BT], micro)
+        reference_logprobs = logprobs_of(reference[micro.tokens_BT], micro)[0] if config.kl_coef else None
         tokens = micro.trained_tokens(logprobs, entropies, reference_logprobs)
         loss, part = weighted_loss(tokens, micro.weights_N, objective_of(config), config)
         loss.backward()

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.policies.learners.micro_batches import collate, trained_logprobs, weighted_rows
+from headrace.policies.learners.micro_batches import collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import weighted_loss
-from support.objective_cases import make_batch, make_row, objective_of
+from support.objective_cases import logprobs_of, make_batch, make_row, objective_of
 
 if TYPE_CHECKING:
     from headrace.buffer.types import Batch
@@ -152,8 +152,8 @@ def test_gradients_equal_those_of_slimes_loss_function(
     logits = [tensor.requires_grad_() for tensor in the_logits()]
     for indices in MICRO_BATCHES:
         micro = collate([rows[index] for index in indices], torch.device("cpu"))
-        logprobs, entropies = trained_logprobs(padded(logits, indices), micro)
-        reference, _ = trained_logprobs(padded(reference_logits(), indices), micro)
+        logprobs, entropies = logprobs_of(padded(logits, indices), micro)
+        reference, _ = logprobs_of(padded(reference_logits(), indices), micro)
         tokens = micro.trained_tokens(logprobs, entropies, reference)
         loss, _ = weighted_loss(tokens, micro.weights_N, objective, config)
         loss.backward()

@@ -19,6 +19,7 @@ from headrace.buffer.types import (
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
+from headrace.policies.learners.micro_batches import trained_logprobs
 from headrace.policies.learners.objectives.loss import Objective
 from headrace.policies.learners.objectives.registry import OBJECTIVES
 from headrace.policies.learners.objectives.tokens import TokenLoss, TrainedTokens
@@ -26,6 +27,7 @@ from headrace.policies.learners.objectives.tokens import TokenLoss, TrainedToken
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.policies.learners.micro_batches import MicroBatch
     from headrace.policies.learners.objectives.config import ObjectiveConfig
 
 VERSION = PolicyVersion(1, 0)
@@ -65,6 +67,11 @@ def objective_of(config: ObjectiveConfig) -> Objective:
     if config.objective == "reinforce":
         return Objective(loss=reinforce, uses_ratio=False)
     return OBJECTIVES.find(config.objective)()
+
+
+def logprobs_of(logits_BTV: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of the trained tokens, as the learner computes them."""
+    return trained_logprobs(logits_BTV, micro)
 
 
 def make_row(tokens: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float] | None = None) -> Row:

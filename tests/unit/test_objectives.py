@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.policies.learners.micro_batches import collate, trained_logprobs, weighted_rows
+from headrace.policies.learners.micro_batches import collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import Objective, trajectory_weights, weighted_loss
 from headrace.policies.learners.objectives.regularizers import kl_estimate
 from headrace.policies.learners.objectives.tokens import TrainedTokens
-from support.objective_cases import SETTINGS, make_batch, make_row, objective_of, random_tokens, reinforce
+from support.objective_cases import SETTINGS, logprobs_of, make_batch, make_row, objective_of, random_tokens, reinforce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -311,7 +311,7 @@ def test_logprobs_match_the_temperature_scaled_softmax() -> None:
     batch = make_batch([(1.0, [make_row([3, 1, 4], [False, False, True])])], temperature=0.5)
     rows = weighted_rows(batch, objective_of(ObjectiveConfig()), ObjectiveConfig())
     logits = torch.randn(1, 3, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    logprobs, entropies = trained_logprobs(logits, collate(rows, torch.device("cpu")))
+    logprobs, entropies = logprobs_of(logits, collate(rows, torch.device("cpu")))
     probabilities = torch.softmax(logits[0, 1] / 0.5, dim=-1)
     assert logprobs.tolist() == pytest.approx([float(probabilities[4].log())], rel=1e-5)
     assert entropies.tolist() == pytest.approx([float(torch.special.entr(probabilities).sum())], rel=1e-5)

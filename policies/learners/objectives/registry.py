@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -26,12 +27,15 @@ def _own(name: str) -> Callable[[], Objective]:
 def _outside(found: object) -> Callable[[], Objective]:
     from headrace.policies.learners.objectives.loss import Objective
 
-    if isinstance(found, Objective):
-        objective = found
-    elif callable(found):
-        objective = Objective(loss=found)
-    else:
-        raise TypeError("it is neither an Objective nor a function of the trained tokens")
+    if not isinstance(found, Objective):
+        if not callable(found):
+            raise TypeError("it is neither an Objective nor a function of the trained tokens")
+        try:
+            inspect.signature(found).bind("tokens", "config")
+        except TypeError as error:
+            raise TypeError(f"it cannot be called with (tokens, config): {error}; see docs/extending.md") from error
+        found = Objective(loss=found)
+    objective = found
     return lambda: objective
 
 
