@@ -39,7 +39,7 @@ def test_the_quickstart_learns(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("rewards", ["true", "shuffled"])
 def test_gspo_with_a_leave_one_out_baseline_learns_from_true_rewards_only(tmp_path: Path, rewards: str) -> None:
-    keys = ("learner.objective=gspo", "buffer.advantage=centered", f"training.rewards={rewards}")
+    keys = ("learner.objective=gspo", "buffer.advantage=leave_one_out", f"training.rewards={rewards}")
     result = quickstart(tmp_path, *(word for key in keys for word in ("--set", key)))
     assert result["steps"] == 40
     learned = result["final_success"] >= 2 * result["base_success"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from argparse import Namespace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ FLAGS: dict[str, Any] = {
 def loss_and_gradient(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of all micro-batches and its gradient with respect to `case["logits"]`, of shape (T, V): the
     logits of the rows, one after another."""
-    from slime.backends.megatron_utils.loss import loss_function
-
+    # A checkout outside the repository, which type checkers do not see.
+    loss_function = import_module("slime.backends.megatron_utils.loss").loss_function
     logits_TV = case["logits"].clone().requires_grad_()
     lengths = [len(row["tokens"]) for row in case["rows"]]
     parts, total = logits_TV.split(lengths), torch.zeros(())
