@@ -1,7 +1,7 @@
 """Frozen copy of the start model, for the KL divergence to it.
 
 Invariants:
-- Its weights, in the dtype of the model in training, are those of the run's model directory, after a resume too; nothing changes them.
+- Its weights are those of the run's model directory, after a resume too, in the dtype of the model in training.
 - It takes the memory of the model's parameters, without gradients or optimizer state.
 
 Importing this module imports torch and megatron, so only the learner's thread may import it.

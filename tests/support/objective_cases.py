@@ -19,7 +19,7 @@ from headrace.buffer.types import (
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learners.micro_batches import trained_logprobs
+from headrace.policies.learners.logprob_head import trained_logprobs
 from headrace.policies.learners.objectives.loss import Objective
 from headrace.policies.learners.objectives.registry import OBJECTIVES
 from headrace.policies.learners.objectives.tokens import TokenLoss, TrainedTokens
@@ -70,8 +70,9 @@ def objective_of(config: ObjectiveConfig) -> Objective:
 
 
 def logprobs_of(logits_BTV: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of the trained tokens, as the learner computes them."""
-    return trained_logprobs(logits_BTV, micro)
+    """Log-probabilities and entropies of the trained tokens, by the learner's head with weights that change nothing."""
+    identity_VV = torch.eye(logits_BTV.shape[-1])
+    return trained_logprobs(logits_BTV, identity_VV, micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
 
 
 def make_row(tokens: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float] | None = None) -> Row:
