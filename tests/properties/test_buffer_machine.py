@@ -47,7 +47,8 @@ CONFIGS = (
     {"rule": "count(2)", "unfinished": "abort", "passes": 1, "park_after": 1},
     {"rule": "fraction(0.6) & grace(3) | deadline(9)", "max_evictions": 1, "curriculum": "frontier", "passes": 2},
     {"rule": "fraction(0.6) & grace(3) | deadline(9)", "unfinished": "abort"},
-    {"rule": "all | expiring(1)", "max_evictions": 3},
+    {"rule": "fraction(0.6) & grace(3) | deadline(9)", "advantage": "grpo_first_round"},
+    {"rule": "all | expiring(1)", "max_evictions": 3, "advantage": "grpo_no_std"},
     {"rule": "at_least(2) & deadline(5)", "curriculum": "frontier", "zero_variance": "filter"},
 )
 IDENTITY = {"run_id": "run"}
