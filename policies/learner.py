@@ -74,6 +74,18 @@ class WeightsSnapshot:
         if self.shards and self.directory is not None:
             raise ValueError(f"snapshot {self.version} has shards and a directory; pass one of them")
 
+    @property
+    def files(self) -> tuple[WeightsShard, ...]:
+        """Safetensors files of the snapshot, each with a part of the parameters."""
+        if self.directory is None:
+            return self.shards
+        digests = self.directory.digests
+        return tuple(
+            WeightsShard(path=self.directory.path / name, sha256=digests[name])
+            for name in digests
+            if name.endswith(".safetensors")
+        )
+
 
 class Learner(Protocol):
     """Trains a policy. `open` is called once per process, before all other methods."""

@@ -267,6 +267,7 @@ class Fleet:
             foreign_version=NO_VERSION,
             control_timeout_s=push.client_phase_timeout_s,
             update_timeout_s=push.client_transfer_timeout_s,
+            read_timeout_s=push.client_read_timeout_s,
         )
         return SGLangEngine(engine_id, url, self._http, config)
 

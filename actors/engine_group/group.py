@@ -36,8 +36,11 @@ from headrace.actors.engine_group.registry import LIVING, EngineRegistry, Engine
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError
+from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
+from headrace.policies.push.machine import Phase
 from headrace.policies.push.sender import SenderConfig, Senders
 
 if TYPE_CHECKING:
@@ -47,7 +50,6 @@ if TYPE_CHECKING:
     from headrace.actors.places.gateway import GatewayActor
     from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.runtime.runtime import RayRuntime
-    from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.push.contract import PushConfig
 
@@ -93,12 +95,19 @@ class EngineGroup:
             self._http = await self._stack.enter_async_context(aiohttp.ClientSession())
             self._senders = Senders(SenderConfig(log_path=self._directory / "sender.log"))
             self._fleet = Fleet(self._config, self._registry, self._context, self._http)
+            members = self._fleet.members
+            readers = DirectoryReaders(is_member=lambda engine_id: engine_id in members)
+            directories = SnapshotDirectories(self._directory / "weights", self._context.model_dir, readers)
+            if (broken := self._journal.broken()) is not None:
+                for engine_id in broken.in_phase(Phase.BROADCAST):
+                    readers.mark(engine_id, directories.path_of(PolicyVersion.parse(broken.version)))
             self._publisher = Publisher(self._directory / "members.json", self._fleet, self._registry, self._gate)
             self._pusher = Pusher(
                 self._push_config,
                 self._fleet,
                 self._registry,
                 senders=self._senders,
+                directories=directories,
                 gate=self._gate,
                 journal=self._journal,
                 metrics=self._observing.metrics(),

@@ -23,7 +23,7 @@ import orjson
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
-from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import ORDER, Phase, Step
 from headrace.serve.observing.retention import RetentionConfig, RotatingFile
@@ -48,6 +48,10 @@ class BrokenPush:
     reached: dict[EngineId, Phase] = field(default_factory=dict)
     groups: dict[EngineId, tuple[str, ...]] = field(default_factory=dict)
 
+    def in_phase(self, phase: Phase) -> list[EngineId]:
+        """Return the engines whose last phase was this one."""
+        return [engine_id for engine_id, reached in self.reached.items() if reached is phase]
+
     def is_whole(self, engine_id: EngineId, info: EngineInfo) -> bool:
         """Return True if the engine certainly holds one version: no bucket reached it, or the push resumed it after all
         buckets had been verified."""
@@ -65,16 +69,16 @@ class PushJournal:
         self._directory = directory
         self._pushes = directory / "pushes.jsonl"
         self._retention = retention
-        self._version, self._shards = "", 1
+        self._version, self._groups = "", 1
         self.sent_to: set[EngineId] = set()
         """Engines to which the current push has sent tensors."""
 
-    def begin(self, snapshot: WeightsSnapshot) -> None:
-        """Begin journalling a push of this snapshot."""
+    def begin(self, snapshot: WeightsSnapshot, *, groups: int) -> None:
+        """Begin journalling a push of this snapshot, which forms `groups` process groups in each wave."""
         # Rotated only between pushes: a successor reads all lines of the last push from one file.
         if self._retention is not None and self._pushes.exists():
             RotatingFile(self._pushes, self._retention, keep_bytes=self._retention.log_bytes).rotate()
-        self._version, self._shards = str(snapshot.version), len(snapshot.shards)
+        self._version, self._groups = str(snapshot.version), groups
         self.sent_to.clear()
 
     async def step(self, push_id: str, step: Step) -> None:
@@ -82,7 +86,7 @@ class PushJournal:
         if step.phase is Phase.BROADCAST:
             self.sent_to.update(step.engines)
         taken = {"wave": step.wave, "phase": step.phase, "attempt": step.attempt, "engines": step.engines}
-        self._append({"push_id": push_id, **taken, "version": self._version, "shards": self._shards})
+        self._append({"push_id": push_id, **taken, "version": self._version, "shards": self._groups})
 
     def ended(self, report: PushReport) -> None:
         outcomes = {item.engine_id: item.outcome for item in report.engines}
@@ -106,10 +110,12 @@ class PushJournal:
         return last
 
     def write_newest(self, snapshot: WeightsSnapshot) -> None:
-        shards = [{"path": str(shard.path), "sha256": shard.sha256} for shard in snapshot.shards]
-        write_private(
-            self._directory / "newest.json", orjson.dumps({"version": str(snapshot.version), "shards": shards})
-        )
+        record: dict[str, object] = {"version": str(snapshot.version)}
+        if (directory := snapshot.directory) is not None:
+            record["directory"] = {"path": str(directory.path), "digests": dict(directory.digests)}
+        else:
+            record["shards"] = [{"path": str(shard.path), "sha256": shard.sha256} for shard in snapshot.shards]
+        write_private(self._directory / "newest.json", orjson.dumps(record))
 
     def newest(self) -> WeightsSnapshot | None:
         """Return the snapshot that all engines should hold. Return None if there is none, its files are gone or the
@@ -118,19 +124,11 @@ class PushJournal:
         if not path.exists():
             return None
         try:
-            record = orjson.loads(path.read_bytes())
-            # Records of the first versions describe a single file.
-            shards = [
-                WeightsShard(path=Path(shard["path"]), sha256=shard["sha256"])
-                for shard in record.get("shards", [record])
-            ]
-            version = PolicyVersion.parse(record["version"])
+            snapshot = _snapshot_of(orjson.loads(path.read_bytes()))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             logger.warning("%s is damaged (%r): engines wait for the next push", path, error)
             return None
-        if not all(shard.path.exists() for shard in shards):
-            return None
-        return WeightsSnapshot(version=version, shards=tuple(shards))
+        return snapshot if all(file.path.exists() for file in snapshot.files) else None
 
     def _append(self, line: dict[str, object]) -> None:
         with self._pushes.open("ab", buffering=0) as file:
@@ -150,6 +148,19 @@ class PushJournal:
             if length >= size or len(set(ids)) > 1:
                 return [line for line in lines if line["push_id"] == ids[-1]] if ids else []
             length *= 4
+
+
+def _snapshot_of(record: dict[str, Any]) -> WeightsSnapshot:
+    version = PolicyVersion.parse(record["version"])
+    if (directory := record.get("directory")) is not None:
+        digests = {str(name): str(digest) for name, digest in directory["digests"].items()}
+        held = WeightsDirectory(path=Path(directory["path"]), digests=digests)
+        return WeightsSnapshot(version=version, directory=held)
+    # Records of the first versions describe a single file.
+    shards = [
+        WeightsShard(path=Path(shard["path"]), sha256=shard["sha256"]) for shard in record.get("shards", [record])
+    ]
+    return WeightsSnapshot(version=version, shards=tuple(shards))
 
 
 def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

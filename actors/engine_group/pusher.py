@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineId
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.push.contract import EnginePush, PushConfig, PushReport
+    from headrace.policies.push.directories import SnapshotDirectories
     from headrace.policies.push.sender import Senders
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Pusher:
         registry: EngineRegistry,
         *,
         senders: Senders,
+        directories: SnapshotDirectories,
         gate: GatewayGate,
         journal: PushJournal,
         metrics: MetricsLog,
@@ -113,6 +115,7 @@ class Pusher:
         self._fleet = fleet
         self._registry = registry
         self._senders = senders
+        self._directories = directories
         self._gate = gate
         self._journal = journal
         self._metrics = metrics
@@ -159,7 +162,8 @@ class Pusher:
         report = await self._through_sender([engine_id], snapshot, in_doubt=(engine_id,))
         self._record(report, None)
         [part] = report.engines
-        if part.outcome is PushOutcome.UPDATED and (problem := await self._disagreement(engine_id, snapshot)):
+        unproven = part.outcome is PushOutcome.UPDATED and not part.verified
+        if unproven and (problem := await self._disagreement(engine_id, snapshot)):
             self._registry.quarantine(engine_id, problem, time.monotonic())
         else:
             self._note(part, snapshot)
@@ -210,9 +214,11 @@ class Pusher:
     async def _push(
         self, engines: Sequence[EngineId], snapshot: WeightsSnapshot, in_doubt: Sequence[EngineId]
     ) -> PushReport:
-        self._journal.begin(snapshot)
+        groups = 0 if self._config.transport == "disk" else len(snapshot.files)
+        self._journal.begin(snapshot, groups=groups)
         clients = [self._fleet[engine_id].client for engine_id in engines]
-        senders = self._senders.take(len(snapshot.shards))
+        # By disk, one sender verifies the directory.
+        senders = self._senders.take(groups or 1)
 
         def failed(engine_id: EngineId, why: str) -> None:
             self._registry.quarantine(engine_id, f"push of {snapshot.version}: {why}", time.monotonic())
@@ -229,6 +235,7 @@ class Pusher:
                 self._config,
                 in_doubt=in_doubt,
                 failed=failed,
+                directories=self._directories,
             )
         except BaseException:
             # The state of engines that were sent something is unknown.

@@ -40,7 +40,7 @@ LEAST_STAGE_S: Final = 1800.0
 are far shorter."""
 PUSH_PHASES: Final = 12
 """Phases in one wave of a push, each bounded by `push.phase_timeout_s`. Forming a group and sending each bucket are
-bounded by `push.transfer_timeout_s` instead."""
+bounded by `push.transfer_timeout_s` instead, and reading a directory by `push.read_timeout_s`."""
 
 
 class Clocked(Protocol):
@@ -120,6 +120,9 @@ def longest_phase(config: Clocked) -> tuple[str, float]:
 def push_s(config: Clocked, model_bytes: int) -> float:
     """Return the longest time that one wave of a push may take, with every phase and bucket at its limit."""
     push = config.push
+    if push.transport == "disk":
+        # The sender verifies the directory, then the engines of the wave read it concurrently, perhaps twice.
+        return push.load_timeout_s + 2 * push.read_timeout_s + PUSH_PHASES * push.phase_timeout_s
     buckets = max(1, -(-model_bytes // push.bucket_bytes))
     transfers_s = (1 + buckets) * push.transfer_timeout_s
     return push.load_timeout_s + PUSH_PHASES * push.phase_timeout_s + transfers_s
@@ -196,6 +199,12 @@ ORDERS: Final = (
         upper="rollout.agent_timeout_s",
         because="one bucket of a push could use up the time of every agent that waits for it",
         matters=_has_engines,
+    ),
+    _Order(
+        lower="push.read_timeout_s",
+        upper="rollout.agent_timeout_s",
+        because="reading one snapshot could use up the time of every agent that waits for that engine",
+        matters=lambda config: _has_engines(config) and config.push.transport == "disk",
     ),
     _Order(
         lower="service.hang_s",

@@ -12,6 +12,7 @@ from headrace.policies.push.machine import PushOutcome, Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.errors import GroupFailed, SenderFailed
@@ -28,6 +29,9 @@ class PushConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    transport: Literal["group", "disk"] = "group"
+    """Way of the weights to the engines: `group` broadcasts them in a process group with the sender; with `disk` each
+    engine reads the snapshot's directory itself, so the engines must see the run directory under the same path."""
     wave_size: int = Field(default=1, gt=0)
     """Number of engines updated concurrently; the others continue to serve."""
     pause_mode: PauseMode = PauseMode.RETRACT
@@ -46,14 +50,18 @@ class PushConfig(BaseModel):
     """The sender's time limit for forming a group, and for transferring one bucket. The engines' limits are one second
     longer, and those of the push's calls two seconds longer."""
     load_timeout_s: float = Field(default=300.0, gt=0)
-    """Time limit for a sender to read its shard, before the push changes any engine; about 1 GB is read per second."""
+    """Time limit for a sender to read its shard or, with `transport = "disk"`, the directory, before the push changes
+    any engine; about 1 GB is read per second."""
+    read_timeout_s: float = Field(default=30.0, gt=0)
+    """Time limit for one engine to read the directory, with `transport = "disk"`: the size of the weights divided by
+    the disk's speed, times the engines of a wave, and a margin."""
     gate_lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `actors/run/clocks.py`
     """Time after which a gate opens if the push that closed it has died; a live push renews this lease."""
     verify: Literal["snapshot", "engines", "off"] = "snapshot"
-    """Reference for each engine's checksums: `snapshot` compares them with the snapshot's (SGLang computes checksums
-    differently, so those of its engines are compared with one another), `engines` only with those of the other engines,
-    and `off` not at all. Among engines the majority is taken as correct; if there are only two and they differ, the
-    first one is."""
+    """Check of the weights that an engine holds after a push: `snapshot` compares their checksums with the snapshot's.
+    SGLang computes checksums differently, so those of its engines are compared with one another: the majority is taken
+    as correct, and an engine that differs when there is none reads the snapshot's directory again, which counts as a
+    further vote. `engines` is an older name of `snapshot`; `off` compares nothing."""
 
     @property
     def engine_group_timeout_s(self) -> float:
@@ -76,6 +84,12 @@ class PushConfig(BaseModel):
     def client_transfer_timeout_s(self) -> float:
         """An engine client's time limit for forming a group and for transferring a bucket."""
         return self.collective_timeout_s + DEADLINE_MARGIN_S
+
+    @property
+    def client_read_timeout_s(self) -> float:
+        """An engine client's time limit for reading a directory; the push's own limit, `read_timeout_s`, expires
+        first."""
+        return self.read_timeout_s + DEADLINE_MARGIN_S
 
 
 class Load(Protocol):
@@ -120,6 +134,8 @@ class EngineControl(Protocol):
 
     async def update(self, bucket: Bucket, *, group: str, version: PolicyVersion | None) -> None: ...
 
+    async def update_from_disk(self, model: Path, *, version: PolicyVersion) -> None: ...
+
     async def flush(self) -> None: ...
 
     async def checksums(self) -> dict[str, str]: ...
@@ -147,7 +163,8 @@ class EnginePush:
     """Outcome and costs of a push for one engine.
 
     `gate_s` is the time from closing to opening its gate (or to the end of the push, if it stays closed), `pause_s` the
-    duration of the pausing call, `paused_s` the time from then until the resume, `transfer_s` that of the broadcast.
+    duration of the pausing call, `paused_s` the time from then until the resume, `transfer_s` that of the broadcast or
+    of reading the directory. `verified` is True if its checksums equal the snapshot's.
     `retracted` requests were running when the gate was closed, and `recomputed_tokens` were cached for them (an upper
     bound, because cached prefixes count too); both are 0 if the pause keeps the cache. `flushed` is True if no prefix
     of older weights is cached. New requests carry `cache_namespace`."""
@@ -165,6 +182,7 @@ class EnginePush:
     retracted: int = 0
     recomputed_tokens: int = 0
     flushed: bool = False
+    verified: bool = False
     cache_namespace: str | None = None
 
     @property
@@ -175,7 +193,8 @@ class EnginePush:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
     """Report of one push. `seconds` is the total of each phase over the waves; `sent_bytes` counts a bucket once for
-    each group it was sent to. `sender_failure` is set if a sender died and the push ended early."""
+    each group it was sent to, and a directory once for each engine that read it. `sender_failure` is set if a sender
+    died, or the directory was changed, and the push ended early."""
 
     push_id: str
     version: PolicyVersion

@@ -1,12 +1,14 @@
 """Push of one snapshot to engines, wave by wave, while rollouts continue.
 
 Invariants:
-- machine.py decides the next phase, transfer.py moves the bytes, and this module calls the engines: every await has a
-  deadline, and the journal is written before each phase.
+- machine.py decides the next phase, transfer.py or disk.py moves the bytes, and this module calls the engines: every
+  await has a deadline, and the journal is written before each phase.
 - An engine's failure is data in the report. Only a corrupt snapshot, a failing journal or a cancellation makes `push`
   raise. Even then every engine that got no bucket is first resumed and its gate opened, however often the push is
   cancelled in the meantime.
 - An engine that serves a different model from the snapshot's is refused before it is changed.
+- An engine is resumed only if its checksums are the snapshot's, or those of the majority where they cannot be compared
+  with the snapshot's. Without a majority it reads the snapshot again, and if that does not help, no side is trusted.
 - With `in_place` a gate always opens with the engine's version as cache namespace, flushed or not: from it clients
   determine which tokens were sampled on keys and values of other weights.
 """
@@ -22,18 +24,27 @@ from typing import TYPE_CHECKING
 
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import EngineId, EngineInfo, PauseMode
-from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, RequestInvalid, SenderFailed
-from headrace.policies.push.compatibility import Agreement, check_fits
+from headrace.policies.errors import (
+    EngineRefused,
+    GroupFailed,
+    ModelInvalid,
+    PushError,
+    RequestInvalid,
+    SenderFailed,
+)
+from headrace.policies.push.compatibility import Agreement, check_fits, differing
 from headrace.policies.push.contract import EngineControl, EnginePush, Gate, Journal, PushConfig, PushReport
+from headrace.policies.push.disk import DiskTransfer
 from headrace.policies.push.gates import HeldGates
 from headrace.policies.push.layout import group_name, lay_out
-from headrace.policies.push.machine import Phase, PushMachine, PushOutcome, Step
+from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, Step
 from headrace.policies.push.transfer import Failures, Transfer, first_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence
 
     from headrace.policies.learner import WeightsSnapshot
+    from headrace.policies.push.directories import SnapshotDirectories
     from headrace.policies.push.sender import SenderProcess
 
 logger = logging.getLogger(__name__)
@@ -49,15 +60,28 @@ async def push(
     *,
     in_doubt: Container[EngineId] = (),
     failed: Callable[[EngineId, str], None] = lambda *_: None,
+    directories: SnapshotDirectories | None = None,
 ) -> PushReport:
-    """Push one snapshot, each of its shards through its own sender. Engines `in_doubt` may hold mixed weights: they are
+    """Push one snapshot: each of its files through its own sender, or, by disk, from its directory in `directories`
+    after the first sender has verified it. Engines `in_doubt` may hold mixed weights: they are
     resumed only once they have all the new weights. `failed` is called with each quarantined engine and the reason, as
-    soon as it is known.
+    soon as it is known. Without `directories`, which the transport by disk requires, a dispute between engines whose
+    checksums cannot be compared with the snapshot's is decided against all of them.
 
     Raises ModelInvalid when the snapshot is unreadable, SenderFailed when a sender cannot load it, PushError when it is
     not a valid snapshot. In these cases no engine has been changed."""
     held = HeldGates(gates, config.gate_lease_s)
-    execution = PushExecution(snapshot, engines, senders, held, journal, config, in_doubt, failed)
+    transfer: Transfer | DiskTransfer
+    if config.transport == "group":
+        transfer = Transfer(snapshot, senders, config)
+    elif directories is None:
+        raise PushError('push.transport "disk" needs a folder for the directories that engines read')
+    else:
+        directory = await directories.of(snapshot)
+        transfer = DiskTransfer(snapshot.version, directory, senders[0], directories.readers, config)
+    execution = PushExecution(
+        snapshot, engines, transfer, held, journal, config, in_doubt=in_doubt, failed=failed, directories=directories
+    )
     async with first_error(), asyncio.TaskGroup() as tasks:
         renewing = tasks.create_task(held.renew())
         try:
@@ -73,17 +97,21 @@ class PushExecution:
         self,
         snapshot: WeightsSnapshot,
         engines: Sequence[EngineControl],
-        senders: Sequence[SenderProcess],
+        transfer: Transfer | DiskTransfer,
         gates: HeldGates,
         journal: Journal,
         config: PushConfig,
+        *,
         in_doubt: Container[EngineId],
         failed: Callable[[EngineId, str], None],
+        directories: SnapshotDirectories | None,
     ) -> None:
         self.push_id = uuid.uuid4().hex[:12]
         self._snapshot = snapshot
         self._engines = {engine.engine_id: engine for engine in engines}
-        self._transfer = Transfer(snapshot, senders, config)
+        self._transfer = transfer
+        self._groups = transfer if isinstance(transfer, Transfer) else None
+        self._directories = directories
         self._gates = gates
         self._journal = journal
         self._config = config
@@ -91,7 +119,9 @@ class PushExecution:
         self._reported: set[EngineId] = set()
         names = list(self._engines)
         self._machine = PushMachine(
-            [names[at : at + config.wave_size] for at in range(0, len(names), config.wave_size)], in_doubt
+            [names[at : at + config.wave_size] for at in range(0, len(names), config.wave_size)],
+            in_doubt,
+            skipped=GROUP_PHASES if self._groups is None else (),
         )
         self._parts = {name: EnginePush(engine_id=name) for name in names}
         self._seconds = dict.fromkeys((phase.value for phase in Phase), 0.0)
@@ -138,12 +168,13 @@ class PushExecution:
             while step := self._machine.next():
                 await self._take(step)
         finally:
-            await self._transfer.disband()
+            if self._groups is not None:
+                await self._groups.disband()
 
     async def _take(self, step: Step) -> None:
         handlers: dict[Phase, Callable[[Step, Failures], Coroutine[None, None, None]]] = {
             Phase.FORM: self._form,
-            Phase.BROADCAST: self._broadcast,
+            Phase.BROADCAST: self._send,
             Phase.DISBAND: self._disband,
             Phase.VERIFY: self._verify,
         }
@@ -266,30 +297,52 @@ class PushExecution:
         await self._call_all(step, failures, ask)
         wrong_of: dict[EngineId, list[str]] = {}
         for engine_id, got in checksums.items():
-            if self._config.verify == "snapshot" and self._infos[engine_id].snapshot_checksums:
-                expected = self._transfer.checksums()
-                if wrong := sorted(name for name in expected if got.get(name) != expected[name]):
-                    wrong_of[engine_id] = wrong
-            else:
+            if not self._infos[engine_id].snapshot_checksums:
                 self._agreement.add(engine_id, got)
+            elif wrong := differing(self._transfer.checksums(), got):
+                wrong_of[engine_id] = wrong
+            else:
+                self._parts[engine_id].verified = True
+        for engine_id in checksums:
+            if self._agreement.is_disputed(engine_id):
+                await self._read_again(engine_id, failures)
         for engine_id, wrong in (wrong_of | self._agreement.wrong()).items():
             message = f"{engine_id}: checksums disagree for {wrong[:3]} ({len(wrong)} in all)"
             if engine_id in step.engines:
                 failures.add(engine_id, EngineRefused(200, message))
             else:
-                # An engine of an earlier wave, which serves already: the majority changed.
+                # An engine of an earlier wave, which serves already: the majority changed, or there is none.
                 self._machine.condemn(engine_id, message)
                 self._report_failed([engine_id])
 
+    async def _read_again(self, engine_id: EngineId, failures: Failures) -> None:
+        """Have an engine, which is still paused, read the snapshot's directory, and count its checksums as a further
+        vote."""
+        if self._directories is None:
+            return
+        try:
+            path = (await self._directories.of(self._snapshot)).path
+        except (PushError, ModelInvalid) as error:
+            logger.warning("push %s: a dispute between engines stays undecided: %s", self.push_id, error)
+            return
+        engine = self._engines[engine_id]
+        async with failures.of(engine_id, self._config.read_timeout_s):
+            async with self._directories.readers.reading(engine_id, path):
+                await engine.update_from_disk(path, version=self._snapshot.version)
+            self._agreement.add(engine_id, await engine.checksums())
+        if engine_id in failures.found:
+            self._agreement.withdraw(engine_id)
+
     async def _form(self, step: Step, failures: Failures) -> None:
-        shards = range(len(self._snapshot.shards))
+        assert self._groups is not None
+        shards = range(len(self._snapshot.files))
         names = [group_name(self.push_id, step.wave, step.attempt, shard) for shard in shards]
         layout = lay_out((engine_id, self._infos[engine_id].ranks) for engine_id in step.engines)
-        await self._transfer.form(names, self._members(step), layout, failures)
+        await self._groups.form(names, self._members(step), layout, failures)
 
-    async def _broadcast(self, step: Step, failures: Failures) -> None:
+    async def _send(self, step: Step, failures: Failures) -> None:
         started_s = time.perf_counter()
-        taken = await self._transfer.broadcast(self._members(step), failures, self._machine.touched)
+        taken = await self._transfer.send(self._members(step), failures, self._machine.touched)
         for engine_id, size in taken.items():
             part = self._parts[engine_id]
             part.received_bytes += size
@@ -297,7 +350,8 @@ class PushExecution:
 
     async def _disband(self, _step: Step, _failures: Failures) -> None:
         # No failures: an engine that has all weights can no longer fail.
-        await self._transfer.disband()
+        assert self._groups is not None
+        await self._groups.disband()
 
     def _members(self, step: Step) -> list[EngineControl]:
         return [self._engines[engine_id] for engine_id in step.engines]

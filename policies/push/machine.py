@@ -3,6 +3,8 @@
 Invariants:
 - Phases of a wave: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume, open, disband. Nothing is
   broadcast before every engine of the group has answered `begin`; after a loss a new group is formed first.
+- Without process groups (`GROUP_PHASES` are skipped) each engine takes the weights by itself in `broadcast`, and its
+  failure does not affect the others of its wave.
 - An engine that got a bucket and then failed is tainted: it may hold mixed weights, and is neither resumed nor opened.
 - For every other engine the session is always closed, the pause ended and the gate opened.
 - Waves follow one another. A failed engine never stops the others; a dead sender stops the push.
@@ -34,7 +36,7 @@ class Phase(StrEnum):
     BEGIN = "begin"
     """Open the update session."""
     BROADCAST = "broadcast"
-    """Send all buckets, the last one with the version."""
+    """Send all buckets, the last one with the version; or have each engine read the snapshot's directory."""
     END = "end"
     """Close the update session."""
     FLUSH = "flush"
@@ -131,6 +133,9 @@ MEMBERS: Mapping[Phase, Callable[[Progress], bool]] = {
 MARKS: Mapping[Phase, str] = {Phase.PROBE: "probed", Phase.GATE: "gated", Phase.PAUSE: "paused", Phase.BEGIN: "session"}
 
 
+GROUP_PHASES = frozenset({Phase.FORM, Phase.BEGIN, Phase.END, Phase.DISBAND})
+"""Phases that only a transfer by process groups needs."""
+
 # After these phases succeeded, the engine has left the session, the pause or the closed gate.
 LEFT: Mapping[Phase, str] = {Phase.END: "session", Phase.RESUME: "paused", Phase.OPEN: "gated"}
 
@@ -138,8 +143,16 @@ LEFT: Mapping[Phase, str] = {Phase.END: "session", Phase.RESUME: "paused", Phase
 class PushMachine:
     """State machine of one push: `while (step := machine.next()): ...; machine.done(step, failures)`."""
 
-    def __init__(self, waves: Sequence[Sequence[EngineId]], in_doubt: Container[EngineId] = ()) -> None:
-        """Engines `in_doubt` may already hold mixed weights: they serve only if they get all the new weights."""
+    def __init__(
+        self,
+        waves: Sequence[Sequence[EngineId]],
+        in_doubt: Container[EngineId] = (),
+        *,
+        skipped: Container[Phase] = (),
+    ) -> None:
+        """Engines `in_doubt` may already hold mixed weights: they serve only if they get all the new weights. Phases in
+        `skipped` do not occur."""
+        self._order = tuple(phase for phase in ORDER if phase not in skipped)
         self.waves = tuple(tuple(wave) for wave in waves)
         self.progress = {
             engine_id: Progress(got_bucket=engine_id in in_doubt) for wave in self.waves for engine_id in wave
@@ -151,8 +164,8 @@ class PushMachine:
     def next(self) -> Step | None:
         """Return the next step, marked as attempted; None at the end."""
         while self._wave < len(self.waves):
-            while self._index < len(ORDER):
-                phase = ORDER[self._index]
+            while self._index < len(self._order):
+                phase = self._order[self._index]
                 members = tuple(item for item in self.waves[self._wave] if MEMBERS[phase](self.progress[item]))
                 if members:
                     if phase in MARKS:
@@ -180,11 +193,11 @@ class PushMachine:
             else:
                 progress.failure = progress.failure or failure
         self._index += 1
-        before_broadcast = step.phase in (Phase.GATE, Phase.PAUSE, Phase.BEGIN)
-        if failures and (step.phase in (Phase.FORM, Phase.BROADCAST) or before_broadcast):
+        grouped = (Phase.FORM, Phase.GATE, Phase.PAUSE, Phase.BEGIN, Phase.BROADCAST)
+        if failures and step.phase in grouped and Phase.FORM in self._order:
             # The group has lost a member: it is discarded, and the remaining engines form another.
             self._attempt += 1
-            self._index = ORDER.index(Phase.FORM)
+            self._index = self._order.index(Phase.FORM)
 
     def abandon(self, message: str) -> None:
         """End the push: engines that have not been updated fail, and only the steps for leaving gates, pauses and

@@ -8,7 +8,8 @@ Invariants:
 - The process ends when its stdin closes or its parent dies.
 
 Commands: ping; load {path, sha256, bucket_bytes, checksums} -> {buckets, checksums}; open_group {name, host,
-world_size, backend, timeout_s} -> {port}; join_group {name}; broadcast {name, bucket} -> {seconds}; close_group {name}.
+world_size, backend, timeout_s} -> {port}; join_group {name}; broadcast {name, bucket} -> {seconds}; close_group {name};
+inspect {path, digests, checksums} -> {specs, checksums, stamps}, which verifies a directory and holds nothing.
 """
 
 from __future__ import annotations
@@ -195,6 +196,7 @@ class Sender:
             "join_group": self._join_group,
             "broadcast": self._broadcast,
             "close_group": self._close_group,
+            "inspect": inspect,
         }
         return handlers[command["op"]](command)
 
@@ -261,6 +263,13 @@ class Sender:
         if group is not None:
             destroy_group(group)
         return {}
+
+
+def inspect(command: Json) -> Json:
+    """Verify a snapshot's directory. Raises ModelInvalid."""
+    from headrace.policies.push.inspection import inspect_directory
+
+    return asdict(inspect_directory(Path(command["path"]), command["digests"], checksums=command["checksums"]))
 
 
 def answer(sender: Sender, line: str) -> Json:

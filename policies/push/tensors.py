@@ -53,6 +53,16 @@ class Bucket:
         return sum(spec.size_bytes for spec in self.specs)
 
 
+def require_pushable(path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Raise ModelInvalid naming the file if it has a tensor that cannot be pushed."""
+    for name, spec in specs.items():
+        if not spec.pushable:
+            raise ModelInvalid(
+                f"{path}: {name} has dtype {spec.dtype}, which cannot be pushed; convert it to one of "
+                f"{sorted(FILE_DTYPES)}"
+            )
+
+
 def read_specs(path: Path) -> dict[str, TensorSpec]:
     """Return the tensors of a safetensors file, in the order of their bytes. Raises ModelInvalid naming the file."""
     from safetensors import SafetensorError, safe_open

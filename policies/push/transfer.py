@@ -124,12 +124,11 @@ class Transfer:
     """Transfer of one push. Methods raise SenderFailed or GroupFailed when these senders cannot continue."""
 
     def __init__(self, snapshot: WeightsSnapshot, senders: Sequence[SenderProcess], config: PushConfig) -> None:
-        if len(senders) != len(snapshot.shards):
-            raise PushError(f"{len(snapshot.shards)} shards need {len(snapshot.shards)} senders, not {len(senders)}")
+        files = snapshot.files
+        if len(senders) != len(files):
+            raise PushError(f"{len(files)} shards need {len(files)} senders, not {len(senders)}")
         self._version = snapshot.version
-        self._shards = [
-            ShardTransfer(file=file, sender=sender) for file, sender in zip(snapshot.shards, senders, strict=True)
-        ]
+        self._shards = [ShardTransfer(file=file, sender=sender) for file, sender in zip(files, senders, strict=True)]
         self._config = config
         self.sent_bytes = 0
 
@@ -189,7 +188,7 @@ class Transfer:
             if failures.found:
                 return
 
-    async def broadcast(
+    async def send(
         self, engines: Sequence[EngineControl], failures: Failures, touched: Callable[[EngineId], None]
     ) -> dict[EngineId, int]:
         """Send all buckets to the engines of the groups, until one fails. Returns the bytes that each engine received.
@@ -244,7 +243,7 @@ class Transfer:
             "path": str(shard.file.path),
             "sha256": shard.file.sha256,
             "bucket_bytes": self._config.bucket_bytes,
-            "checksums": self._config.verify == "snapshot",
+            "checksums": self._config.verify != "off",
         }
         reply = await shard.sender.call("load", arguments, timeout_s=self._config.load_timeout_s)
         if not reply["buckets"]:

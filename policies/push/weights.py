@@ -22,7 +22,7 @@ import xxhash
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.models.qwen_config import storage_place
-from headrace.policies.push.tensors import FILE_DTYPES, Bucket, TensorSpec, read_specs
+from headrace.policies.push.tensors import Bucket, TensorSpec, read_specs, require_pushable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -114,12 +114,7 @@ def read_snapshot(path: Path, sha256: str | None, memory: Tensor | None = None) 
     """Read a snapshot file, into `memory` if that has the right size. Raises ModelInvalid when the file is unreadable
     or has another SHA-256."""
     held = read_specs(path)
-    for name, spec in held.items():
-        if not spec.pushable:
-            raise ModelInvalid(
-                f"{path}: {name} has dtype {spec.dtype}, which cannot be pushed; convert it to one of "
-                f"{sorted(FILE_DTYPES)}"
-            )
+    require_pushable(path, held)
     total_bytes = sum(spec.size_bytes for spec in held.values())
     if memory is None or memory.numel() != total_bytes:
         memory = torch.empty(total_bytes, dtype=torch.uint8)

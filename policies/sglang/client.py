@@ -67,6 +67,8 @@ class SGLangConfig(BaseModel):
     """Time limit for calls without a separate one."""
     update_timeout_s: float = Field(default=30.0, gt=0)
     """Time limit for forming a group, and for receiving one bucket."""
+    read_timeout_s: float = Field(default=31.0, gt=0)
+    """Time limit for reading a model directory."""
     abort_timeout_s: float = Field(default=2.0, gt=0)
     """Time limit for aborting a generation whose caller was cancelled."""
     foreign_version: str | None = None
@@ -252,7 +254,8 @@ class SGLangEngine:
 
     async def update_from_disk(self, model: Path, *, version: PolicyVersion) -> None:
         """Load a model directory that the server can read, without a session. Raises WeightsMixed."""
-        await self._update("/update_weights_from_disk", {"model_path": str(model)} | update_options(version))
+        body = {"model_path": str(model)} | update_options(version)
+        await self._transport.post("/update_weights_from_disk", body, timeout_s=self._config.read_timeout_s)
 
     async def relabel(self, version: PolicyVersion) -> None:
         """Change the version of the current weights; requests continue."""
@@ -280,8 +283,8 @@ class SGLangEngine:
         self._released = False
 
     async def checksums(self) -> dict[str, str]:
-        """Return checksums, keyed by the server's own parameter names. SGLang fuses some parameters, so its checksums
-        can only be compared among engines."""
+        """Return checksums, keyed by the server's own parameter names. SGLang's can only be compared among engines of
+        one kind: it fuses parameters, and its hash depends on its version and device (see push/compatibility.py)."""
         reply = await self._transport.post("/weights_checker", {"action": "checksum"})
         ranks = read(reply, "ranks", list)
         sums: dict[str, str] = {}

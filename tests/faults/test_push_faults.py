@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import EngineId, FinishReason
+from headrace.policies.engine import EngineId, EngineInfo, FinishReason
 from headrace.policies.errors import SenderFailed, SenderTimeout, UnknownGroup
 from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, PushOutcome
@@ -199,10 +200,48 @@ async def test_a_wrong_first_engine_is_outvoted(tiny_model_dir: Path, tmp_path: 
         assert together.quarantined == ("one",)
         await rig.replace("one")
         rig.engines["one"] = WrongWeights(EngineId("one"), rig.processes["one"].url, rig.session, config)
-        # One after another: the second one cannot know better, the third one can.
+        # One after another: the snapshot decides, and not who came first.
         report = await rig.push(tiny_model_dir, 2, verify="engines")
-        assert report.quarantined == ("one", "two")
-        assert report.updated == ("three",)
+        assert report.quarantined == ("one",)
+        assert report.updated == ("two", "three")
+
+
+class OwnChecksums(SGLangEngine):
+    """Its checksums cannot be compared with the snapshot's, like SGLang's."""
+
+    async def info(self) -> EngineInfo:
+        return replace(await super().info(), snapshot_checksums=False)
+
+
+@pytest.mark.parametrize("transport", ["group", "disk"])
+@pytest.mark.parametrize("wrong", ["one", "two"])
+async def test_a_second_read_decides_between_two_engines_of_their_own_checksums(
+    rig, tiny_model_dir: Path, other_model: Path, wrong: str, transport: str
+) -> None:
+    """One of them loads another model before it is compared. The first one was believed, whichever was wrong."""
+    for name in rig.engines:
+        rig.engines[name] = OwnChecksums(
+            EngineId(name), rig.processes[name].url, rig.session, SGLangConfig(vocab_size=258)
+        )
+
+    async def overwrite() -> None:
+        await rig.engines[wrong].update_from_disk(tiny_model_dir, version=NEW)
+
+    wave = list(rig.engines).index(wrong)
+    report = await rig.push(other_model, 1, transport=transport, before=at(Phase.VERIFY, overwrite, wave))
+    if wrong == "one":
+        assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
+    else:
+        # The second read of the snapshot repaired it.
+        assert outcomes(report) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
+    for name in set(rig.engines) - set(report.quarantined):
+        assert await rig.engines[name].checksums() == checksums_of(other_model)
+        await works(rig, name, NEW)
+    for name in rig.engines:
+        rig.attach(name)
+    # A condemned engine serves already: whoever keeps the engines takes it out.
+    if wrong == "one":
+        await rig.replace("one")
 
 
 async def test_a_sender_killed_during_a_bucket_ends_the_push(tmp_path: Path, write_model, open_rig) -> None:

@@ -15,6 +15,7 @@ from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.model_files import weight_files
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
 from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
@@ -62,6 +63,7 @@ class Rig:
     engines: dict[str, SGLangEngine]
     senders: Senders
     session: aiohttp.ClientSession
+    directories: SnapshotDirectories | None = None
     gate: RecordingGate = field(default_factory=RecordingGate)
     journal: list[tuple[int, str]] = field(default_factory=list)
 
@@ -105,8 +107,9 @@ class Rig:
                 await before(step.wave, step.phase)
 
         given = PushConfig.model_validate({"bucket_bytes": 200_000, "phase_timeout_s": 5.0, **config})
-        senders = self.senders.take(len(weights.shards))
-        return await push(weights, list(self.engines.values()), senders, gate or self.gate, journal, given)
+        senders = self.senders.take(max(1, len(weights.files)))
+        engines = list(self.engines.values())
+        return await push(weights, engines, senders, gate or self.gate, journal, given, directories=self.directories)
 
     async def generate(self, name: str, request_id: str, tokens: int, namespace: str | None = None) -> Completion:
         request = GenerateRequest(
@@ -147,7 +150,8 @@ async def open_rig(model: Path, directory: Path, names: Sequence[str] = NAMES) -
             for process in processes.values():
                 tasks.create_task(process.start())
             tasks.create_task(stack.enter_async_context(senders))
-        rig = Rig(processes=processes, engines={}, senders=senders, session=session)
+        directories = SnapshotDirectories(directory / "weights", model, DirectoryReaders())
+        rig = Rig(processes=processes, engines={}, senders=senders, session=session, directories=directories)
         for name in names:
             rig.attach(name)
         yield rig

@@ -141,7 +141,7 @@ def info(version: PolicyVersion, *, paused: bool) -> EngineInfo:
 async def test_an_interrupted_push_shows_which_engines_may_have_mixed_weights(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
     assert journal.broken() is None
-    journal.begin(snapshot(tmp_path, V2))
+    journal.begin(snapshot(tmp_path, V2), groups=2)
     for phase in Phase:
         await journal.step("push", step(0, phase, ONE))
     attempt = 0
@@ -164,7 +164,7 @@ async def test_an_interrupted_push_shows_which_engines_may_have_mixed_weights(tm
 
 async def test_a_push_to_many_engines_is_read_from_its_first_journal_line(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
-    journal.begin(snapshot(tmp_path, V2))
+    journal.begin(snapshot(tmp_path, V2), groups=2)
     await journal.step("before", step(0, Phase.BROADCAST, THREE))
     names = [EngineId(f"engine-{number}") for number in range(200)]
     for wave, name in enumerate(names):
@@ -179,7 +179,7 @@ async def test_a_push_to_many_engines_is_read_from_its_first_journal_line(tmp_pa
 
 async def test_a_torn_journal_line_is_skipped(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
-    journal.begin(snapshot(tmp_path, V2))
+    journal.begin(snapshot(tmp_path, V2), groups=2)
     await journal.step("push", step(0, Phase.PROBE, ONE))
     with (tmp_path / "pushes.jsonl").open("ab") as file:
         file.write(b'{"push_id": "push", "wa')

@@ -196,11 +196,28 @@ def test_the_checksums_of_most_engines_of_a_kind_are_trusted() -> None:
     assert agreement.wrong() == {}
     agreement.add(B, {"w": "right", "b": "same"})
     agreement.add(EngineId("other"), {"shard": "another kind"})
-    assert agreement.wrong() == {B: ["w"]}, "one against one: the first is believed"
+    assert agreement.wrong() == {A: ["w"], B: ["w"]}, "one against one: neither is believed"
+    assert [agreement.is_disputed(engine) for engine in (A, B, EngineId("other"))] == [True, True, False]
     agreement.add(C, {"w": "right", "b": "same"})
     assert agreement.wrong() == {A: ["w"]}
     agreement.add(EngineId("d"), {"w": "wrong", "b": "same"})
     assert agreement.wrong() == {A: ["w"], EngineId("d"): ["w"]}, "as many against as many: who was believed before"
+
+
+def test_a_second_read_of_the_snapshot_decides_between_two_engines() -> None:
+    first_wrong, second_wrong, neither = Agreement(), Agreement(), Agreement()
+    for agreement in (first_wrong, second_wrong, neither):
+        agreement.add(A, {"w": "1"})
+        agreement.add(B, {"w": "2"})
+    first_wrong.add(B, {"w": "2"})
+    assert first_wrong.wrong() == {A: ["w"]}, "the second engine read the same again"
+    second_wrong.add(B, {"w": "1"})
+    assert second_wrong.wrong() == {}, "it holds now what the first one holds"
+    neither.add(B, {"w": "3"})
+    assert neither.is_disputed(A)
+    assert neither.wrong() == {A: ["w"], B: ["w"]}
+    neither.withdraw(B)
+    assert neither.wrong() == {}
 
 
 def test_an_engine_whose_checksum_is_found_wrong_after_its_wave_fails() -> None:
