@@ -22,7 +22,7 @@ from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.policies.push.contract import PushConfig
-from headrace.policies.push.machine import Phase, Step
+from headrace.policies.push.machine import GROUP_PHASES, Phase, Step
 from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.gateway.config import GatewayConfig
 from support import group_rig as kit
@@ -117,11 +117,17 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
         yield scene
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def disk_scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+    async with open_scene(tmp_path_factory.mktemp("run"), *NAMES, transport="disk") as scene:
+        yield scene
+
+
 @asynccontextmanager
-async def open_scene(folder: Path, *attached: str) -> AsyncIterator[Scene]:
+async def open_scene(folder: Path, *attached: str, transport: str = "group") -> AsyncIterator[Scene]:
     """With these engines of somebody else, or with two that the group starts."""
     models = [kit.write_weights(folder / f"model-{seed}", seed) for seed in range(2)]
-    runtime = RayRuntime(f"recovery-{os.getpid()}-{len(attached)}-")
+    runtime = RayRuntime(f"recovery-{os.getpid()}-{len(attached)}-{transport}-")
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(kit.servers(models[0], folder, *attached))
         urls = [process.url for process in servers.values()]
@@ -136,7 +142,7 @@ async def open_scene(folder: Path, *attached: str) -> AsyncIterator[Scene]:
         group = await runtime.spawn(
             MortalGroup,
             EnginesConfig(count=0 if urls else 2, attach=tuple(urls), max_context_tokens=1024),
-            PushConfig(bucket_bytes=100_000, phase_timeout_s=10.0),
+            PushConfig.model_validate({"transport": transport, "bucket_bytes": 100_000, "phase_timeout_s": 10.0}),
             gateway=gateway,
             model_dir=models[0],
             seed=1,
@@ -156,11 +162,26 @@ async def open_scene(folder: Path, *attached: str) -> AsyncIterator[Scene]:
 MOMENTS = (*(phase.value for phase in Phase), "first bucket")
 
 
+DISK_MOMENTS = tuple(phase.value for phase in Phase if phase not in GROUP_PHASES)
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_new_group_finishes_the_push_of_a_dead_group(scene: Scene, moment: str) -> None:
-    kit = scene.kit
     # Both engines are met: the one whose turn it is, and the one whose turn was before or comes after.
-    scene.kill_at((MOMENTS.index(moment) % 2, moment))
+    await finishes_after_death(scene, MOMENTS.index(moment) % 2, moment)
+
+
+@pytest.mark.parametrize("moment", DISK_MOMENTS)
+async def test_a_new_group_finishes_the_push_by_disk_of_a_dead_group(disk_scene: Scene, moment: str) -> None:
+    await finishes_after_death(disk_scene, DISK_MOMENTS.index(moment) % 2, moment)
+    kept = {path.name for path in (disk_scene.folder / "engines" / "weights").iterdir()}
+    assert kept == {f"1.{disk_scene.step - 1}", f"1.{disk_scene.step}"}
+
+
+async def finishes_after_death(scene: Scene, wave: int, moment: str) -> None:
+    """The group dies before a phase of this wave, and the next one finishes its push."""
+    kit = scene.kit
+    scene.kill_at((wave, moment))
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(kit.GUARD_S):
         turns = [tasks.create_task(kit.take_turn(scene.client, scene.http, 200)) for _ in range(4)]
         with pytest.raises(ActorLost):

@@ -122,6 +122,7 @@ class Rig:
     http: aiohttp.ClientSession
     journal: list[tuple[int, str]] = field(default_factory=list)
     actions: dict[tuple[int, Phase], Callable[[], Awaitable[None]]] = field(default_factory=dict)
+    step: int = 0
 
     async def engines(self) -> dict[str, EngineStatus]:
         """Those that are not gone, by name."""
