@@ -99,9 +99,10 @@ class PushMetric(Metric):
     """Wall time of the whole push in seconds."""
     seconds: Mapping[str, float]
     """Seconds by phase, summed over the waves: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume,
-    open, disband."""
+    open, disband. By disk, `broadcast` is the reading, and form, begin, end and disband are 0."""
     sent_bytes: int
-    """Number of bytes sent; each bucket counts once for every group of engines that it was sent to."""
+    """Number of bytes sent; each bucket counts once for every group of engines that it was sent to. By disk, the number
+    of bytes that the engines read in total."""
     rollouts_in_flight: int | None
     """Rollouts in flight when the push began; null when unknown (for an engine that rejoins)."""
     requests_in_flight: int

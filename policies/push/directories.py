@@ -87,16 +87,14 @@ class SnapshotDirectories:
     async def of(self, snapshot: WeightsSnapshot) -> WeightsDirectory:
         """Return a complete directory of the snapshot, and remove the directories that are no longer needed. Raises
         PushError when it cannot be written, ModelInvalid for an unreadable shard."""
-        if self._newest is not None and self._newest[0] == snapshot:
-            return self._newest[1]
         try:
-            directory = await asyncio.to_thread(self._make, snapshot)
-            self._newest = snapshot, directory
-            return directory
+            return await asyncio.to_thread(self._make, snapshot)
         except OSError as error:
             raise PushError(f"no directory of snapshot {snapshot.version} in {self._root}: {error}") from error
 
     def _make(self, snapshot: WeightsSnapshot) -> WeightsDirectory:
+        if self._newest is not None and self._newest[0] == snapshot and self._newest[1].path.is_dir():
+            return self._newest[1]
         final = self.path_of(snapshot.version)
         staged = final.with_name(final.name + STAGED_SUFFIX)
         shutil.rmtree(staged, ignore_errors=True)
@@ -120,7 +118,9 @@ class SnapshotDirectories:
         else:
             staged.rename(final)
         prune(self._root, self.readers.held() | {final})
-        return WeightsDirectory(path=final, digests=dict(sorted(digests.items())))
+        made = WeightsDirectory(path=final, digests=dict(sorted(digests.items())))
+        self._newest = snapshot, made
+        return made
 
     def _fill_from_shards(self, staged: Path, shards: tuple[WeightsShard, ...]) -> dict[str, str]:
         """Complete the learner's shards to a Hugging Face directory, and return the digests of its files."""

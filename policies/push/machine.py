@@ -153,6 +153,7 @@ class PushMachine:
         """Engines `in_doubt` may already hold mixed weights: they serve only if they get all the new weights. Phases in
         `skipped` do not occur."""
         self._order = tuple(phase for phase in ORDER if phase not in skipped)
+        self._grouped = Phase.FORM in self._order
         self.waves = tuple(tuple(wave) for wave in waves)
         self.progress = {
             engine_id: Progress(got_bucket=engine_id in in_doubt) for wave in self.waves for engine_id in wave
@@ -188,13 +189,13 @@ class PushMachine:
                 progress.complete = progress.complete or (step.phase is Phase.BROADCAST and progress.healthy)
                 if step.phase in LEFT:
                     setattr(progress, LEFT[step.phase], False)
-            elif failure.blame is Blame.VICTIM and progress.victim_of == 0:
+            elif failure.blame is Blame.VICTIM and progress.victim_of == 0 and self._grouped:
                 progress.victim_of = 1
             else:
                 progress.failure = progress.failure or failure
         self._index += 1
-        grouped = (Phase.FORM, Phase.GATE, Phase.PAUSE, Phase.BEGIN, Phase.BROADCAST)
-        if failures and step.phase in grouped and Phase.FORM in self._order:
+        before_broadcast = step.phase in (Phase.GATE, Phase.PAUSE, Phase.BEGIN)
+        if failures and self._grouped and (step.phase in (Phase.FORM, Phase.BROADCAST) or before_broadcast):
             # The group has lost a member: it is discarded, and the remaining engines form another.
             self._attempt += 1
             self._index = self._order.index(Phase.FORM)

@@ -80,9 +80,9 @@ def push(
 ) -> None:
     """Measure weight pushes into embedded engines. `bandwidth`: 1 GB and 100 MB against a plain gloo broadcast that is
     copied into parameters, with the seconds of every phase; `stall`: the time that gates are closed for a push of 1 GB
-    with 64 turns in flight; `overlap`: throughput of the quickstart's model with a push every 10 s, relative to that
-    without pushes, for pushes in two waves, in one wave, and after draining. Needs 5 GB of memory and 1 GB in the
-    temporary folder."""
+    by group and by disk with 64 turns in flight; `overlap`: throughput of the quickstart's model with a push every
+    10 s, relative to that without pushes, for pushes in two waves, in one wave, and after draining. Needs 5 GB of
+    memory and 1 GB in the temporary folder."""
     from benches.push.figures import PARTS, measure
 
     wanted = parts.split(",") if parts else list(PARTS)

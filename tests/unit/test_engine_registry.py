@@ -14,7 +14,7 @@ from headrace.actors.errors import EngineAddressTaken, EngineGroupError, EngineU
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
-from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, Step
 
@@ -175,6 +175,33 @@ async def test_a_push_to_many_engines_is_read_from_its_first_journal_line(tmp_pa
     assert broken is not None
     assert set(broken.reached) == set(names)
     assert not broken.is_whole(names[0], info(V2, paused=True)), "the push quarantined it"
+
+
+async def test_a_journal_of_a_push_by_disk_names_no_groups_and_the_engines_that_were_reading(tmp_path: Path) -> None:
+    journal = PushJournal(tmp_path)
+    journal.begin(snapshot(tmp_path, V2), groups=0)
+    for phase in (Phase.PROBE, Phase.GATE, Phase.PAUSE, Phase.BROADCAST):
+        await journal.step("push", step(0, phase, ONE))
+    for phase in (Phase.PROBE, Phase.GATE):
+        await journal.step("push", step(1, phase, TWO))
+    broken = PushJournal(tmp_path).broken()
+    assert broken is not None
+    assert broken.groups == {}
+    assert broken.in_phase(Phase.BROADCAST) == [ONE]
+    assert not broken.is_whole(ONE, info(V1, paused=True))
+    assert broken.is_whole(TWO, info(V1, paused=False))
+
+
+def test_the_newest_directory_is_found_again_while_its_files_exist(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "config.json").write_bytes(b"{}")
+    newest = WeightsSnapshot(version=V2, directory=WeightsDirectory.of(model))
+    PushJournal(tmp_path).write_newest(newest)
+    assert PushJournal(tmp_path).newest() == newest
+    (model / "model.safetensors").unlink()
+    assert PushJournal(tmp_path).newest() is None
 
 
 async def test_a_torn_journal_line_is_skipped(tmp_path: Path) -> None:

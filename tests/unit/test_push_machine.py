@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.policies.engine import EngineId
 from headrace.policies.push.compatibility import Agreement
-from headrace.policies.push.machine import Blame, Failure, Phase, PushMachine, PushOutcome, Step
+from headrace.policies.push.machine import GROUP_PHASES, Blame, Failure, Phase, PushMachine, PushOutcome, Step
 
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
 GONE = Failure(blame=Blame.ENGINE, message="gone")
@@ -94,6 +94,15 @@ def test_losing_an_engine_during_the_pause_forms_a_new_group_before_the_broadcas
     assert phases(steps, A)[-2:] == [Phase.RESUME, Phase.OPEN]
 
 
+def test_a_reader_that_fails_by_disk_affects_no_other_engine_of_its_wave() -> None:
+    machine = PushMachine([[A, B]], skipped=GROUP_PHASES)
+    steps = run(machine, {(Phase.BROADCAST, A): GONE})
+    assert phases(steps, A)[-1] is Phase.BROADCAST, "it may hold mixed weights"
+    assert phases(steps, B) == [phase for phase in Phase if phase not in GROUP_PHASES], "it reads once"
+    assert machine.outcome(A) is PushOutcome.QUARANTINED
+    assert machine.outcome(B) is PushOutcome.UPDATED
+
+
 def test_an_uncertain_engine_serves_with_all_new_weights_or_not_at_all() -> None:
     machine = PushMachine([[A], [B]], in_doubt=(A,))
     steps = run(machine, {(Phase.BEGIN, A): GONE})
@@ -138,19 +147,22 @@ ENDS = st.none() | st.builds(End, step=st.integers(0, 40), is_taken=st.booleans(
     st.sampled_from([[[A], [B], [C]], [[A, B], [C]], [[A, B, C]]]),
     st.frozensets(st.sampled_from([A, B, C])),
     ENDS,
+    st.sampled_from([frozenset(), GROUP_PHASES]),
 )
 def test_invariants_hold_for_any_failures(
     failing: dict[tuple[Phase, EngineId], Failure],
     waves: list[list[EngineId]],
     in_doubt: frozenset[EngineId],
     end: End | None,
+    skipped: frozenset[Phase],
 ) -> None:
-    machine = PushMachine(waves, in_doubt)
+    machine = PushMachine(waves, in_doubt, skipped=skipped)
     steps = run(machine, dict(failing), end)
     assert len(steps) < 200
+    assert not skipped & {step.phase for step in steps}
     for engine_id in (A, B, C):
         taken, progress = phases(steps, engine_id), machine.progress[engine_id]
-        if Phase.BROADCAST in taken:
+        if Phase.BROADCAST in taken and not skipped:
             assert Phase.BEGIN in taken[: taken.index(Phase.BROADCAST)]
         if not progress.tainted:
             assert not progress.gated or (Phase.OPEN, engine_id) in failing

@@ -29,6 +29,7 @@ from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.models.tiny import model_config, write_description
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
+from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
 from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
@@ -111,6 +112,7 @@ class PushTestbed:
     engines: tuple[SGLangEngine, ...]
     pool: EnginePool
     senders: Senders
+    directories: SnapshotDirectories
     shard: WeightsShard
     sampled_tokens: int = 0
     _versions: count[int] = field(default_factory=lambda: count(1))
@@ -119,7 +121,15 @@ class PushTestbed:
     async def push(self, config: PushConfig) -> PushReport:
         """Push the same weights as the next version. Raises PushError when an engine was not updated."""
         snapshot = WeightsSnapshot(version=PolicyVersion(1, next(self._versions)), shards=(self.shard,))
-        report = await push(snapshot, self.engines, self.senders.take(1), PoolGate(self.pool), _no_journal, config)
+        report = await push(
+            snapshot,
+            self.engines,
+            self.senders.take(1),
+            PoolGate(self.pool),
+            _no_journal,
+            config,
+            directories=self.directories,
+        )
         if len(report.updated) != len(self.engines):
             raise PushError(f"not every engine was updated: {report.engines}")
         return report
@@ -175,7 +185,9 @@ async def open_testbed(
             for process in processes:
                 tasks.create_task(process.start())
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        client = SGLangConfig(vocab_size=vocab_size, generate_timeout_s=TURN_DEADLINE_S, control_timeout_s=60.0)
+        client = SGLangConfig(
+            vocab_size=vocab_size, generate_timeout_s=TURN_DEADLINE_S, control_timeout_s=60.0, read_timeout_s=120.0
+        )
         clients = tuple(
             SGLangEngine(EngineId(f"engine-{at}"), process.url, session, client) for at, process in enumerate(processes)
         )
@@ -183,6 +195,7 @@ async def open_testbed(
             engines=clients,
             pool=await stack.enter_async_context(pool_over(clients)),
             senders=await stack.enter_async_context(Senders(SenderConfig())),
+            directories=SnapshotDirectories(folder / "directories", model, DirectoryReaders()),
             shard=await asyncio.to_thread(WeightsShard.of, model / "model.safetensors"),
         )
 
