@@ -21,6 +21,7 @@ from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, Pa
 from headrace.policies.errors import FlushRefused, NoSession, SessionAlreadyOpen, UnknownGroup
 from headrace.policies.processes.server_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
 from headrace.policies.push.sender import SenderConfig, SenderProcess
@@ -57,6 +58,7 @@ class Rig:
     dialect: Dialect
     support: Any
     gate: Any
+    directories: SnapshotDirectories
     served: dict[PolicyVersion, int] = field(default_factory=lambda: {PolicyVersion(1, 0): 0})
     asked: int = 0
 
@@ -73,13 +75,21 @@ class Rig:
         self.served[version] = model
         return version, self.models[model]
 
-    async def push(self, mode: PauseMode, **before: Callable[[], Awaitable[None]]) -> PolicyVersion:
+    async def push(
+        self, mode: PauseMode, transport: str = "group", **before: Callable[[], Awaitable[None]]
+    ) -> PolicyVersion:
         """`before`, by phase: what to do when the journal has been told of it."""
         version, model = self.next_version()
         # Before 0.5.22 SGLang tells no checksums without CUDA.
         verify = "engines" if self.tells_checksums else "off"
         config = PushConfig.model_validate(
-            {"pause_mode": mode, "bucket_bytes": 200_000, "verify": verify, "phase_timeout_s": 30.0}
+            {
+                "pause_mode": mode,
+                "transport": transport,
+                "bucket_bytes": 200_000,
+                "verify": verify,
+                "phase_timeout_s": 30.0,
+            }
         )
         snapshot = self.support.snapshot(model, version.step)
 
@@ -87,7 +97,9 @@ class Rig:
             if (action := before.pop(step.phase.value, None)) is not None:
                 await action()
 
-        report = await push(snapshot, [self.engine], [self.sender], self.gate, journal, config)
+        report = await push(
+            snapshot, [self.engine], [self.sender], self.gate, journal, config, directories=self.directories
+        )
         assert [part.outcome for part in report.engines] == [PushOutcome.UPDATED], report
         assert snapshot.version == version
         return version
@@ -146,7 +158,8 @@ async def rig(
         config = SGLangConfig(vocab_size=VOCABULARY, in_place=True)
         engine = SGLangEngine(EngineId("e"), process.url, session, config)
         dialect = kind_dialect(request.param)
-        yield Rig(process, engine, sender, weights, dialect, push_rig, push_rig.RecordingGate())
+        directories = SnapshotDirectories(folder / "weights", weights[0], DirectoryReaders())
+        yield Rig(process, engine, sender, weights, dialect, push_rig, push_rig.RecordingGate(), directories)
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
@@ -223,6 +236,31 @@ async def test_each_token_is_sampled_by_the_version_of_its_span(
             assert (done.finish, len(done.spans)) == (FinishReason.ABORT, 1)
             assert done.spans[0].version < version
     # The client was told that pushes may come in place, and flags each change of version: these were clean.
+    errors.clean, errors.stale = errors.clean + errors.stale, []
+    errors.check(record_property)
+    assert (await rig.engine.info()).version == version
+
+
+async def test_a_push_by_disk_changes_running_requests_to_the_new_weights(
+    rig: Rig, record_property: Callable[[str, object], None]
+) -> None:
+    if not rig.dialect.version_spans:
+        pytest.skip(f"SGLang {rig.dialect.version} labels a reply as a whole: pause it by abort")
+    prompt = (40, 50, 60)
+    async with asyncio.TaskGroup() as tasks:
+        running: list[asyncio.Task[Completion]] = []
+
+        async def ask() -> None:
+            running.append(tasks.create_task(rig.generate(*prompt)))
+            await rig.until_sampling(100)
+
+        version = await rig.push(PauseMode.RETRACT, "disk", pause=ask)
+    done = running[0].result()
+    assert (done.retractions, len(done.spans), done.spans[-1].version) == (1, 2, version)
+    after = await rig.generate(*prompt, tokens=60)
+    errors = Errors(rig)
+    errors.add(prompt, done)
+    errors.add(prompt, after)
     errors.clean, errors.stale = errors.clean + errors.stale, []
     errors.check(record_property)
     assert (await rig.engine.info()).version == version

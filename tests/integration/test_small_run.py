@@ -193,3 +193,21 @@ def test_a_killed_evaluation_of_a_checkpoint_resumes_and_changes_no_ledger(
     assert sandboxes_left(out / "service") == 0
     assert read_evidence(finished_run.path) == before
     assert not finished_run.is_driven()
+
+
+@pytest.mark.slow
+def test_a_run_pushes_by_disk(tmp_path: Path) -> None:
+    """The embedded learner writes one file for each version; its engines read directories."""
+    settings = ("training.steps=4", "training.save_every=2", "push.transport=disk")
+    options = [argument for setting in settings for argument in ("--set", setting)]
+    outputs = ("--runs-dir", str(tmp_path), "--name", "run", "--quiet")
+    driver = rig.start_driver("run", str(rig.RECIPE), *outputs, *rig.small_arguments(), *options)
+    _, errors = driver.communicate(timeout=800)
+    assert driver.returncode == 0, errors.decode()
+    pushes = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "push"]
+    assert [record["version"] for record in pushes] == [f"1.{step}" for step in range(5)]
+    assert all(len(record["updated"]) == 2 for record in pushes)
+    assert all(record["seconds"]["form"] == 0 < record["seconds"]["broadcast"] for record in pushes)
+    weights = tmp_path / "run" / "engines" / "weights"
+    assert {path.name for path in weights.iterdir()} == {"1.3", "1.4"}
+    assert verify(tmp_path / "run").steps == 4
