@@ -52,7 +52,7 @@ class PushConfig(BaseModel):
     load_timeout_s: float = Field(default=300.0, gt=0)
     """Time limit for a sender to read its shard or, with `transport = "disk"`, the directory, before the push changes
     any engine; about 1 GB is read per second."""
-    read_timeout_s: float = Field(default=30.0, gt=0)
+    read_timeout_s: float = Field(default=20.0, gt=0)
     """Time limit for one engine to read the directory, with `transport = "disk"`: the size of the weights divided by
     the disk's speed, times the engines of a wave, and a margin."""
     gate_lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `actors/run/clocks.py`

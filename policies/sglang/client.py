@@ -67,7 +67,7 @@ class SGLangConfig(BaseModel):
     """Time limit for calls without a separate one."""
     update_timeout_s: float = Field(default=30.0, gt=0)
     """Time limit for forming a group, and for receiving one bucket."""
-    read_timeout_s: float = Field(default=31.0, gt=0)
+    read_timeout_s: float = Field(default=21.0, gt=0)
     """Time limit for reading a model directory."""
     abort_timeout_s: float = Field(default=2.0, gt=0)
     """Time limit for aborting a generation whose caller was cancelled."""
