@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import EngineDown, EngineRefused, PushError
 from headrace.policies.learner import WeightsDirectory, WeightsShard
+from headrace.policies.models.model_files import INDEX, WEIGHTS
 from headrace.policies.push.tensors import read_specs
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ KEPT_DIRECTORIES = 2
 """Number of newest directories to keep: the one being pushed and the one before it."""
 DESCRIPTION_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 """Suffixes of the files that describe a model: config, tokenizer and chat template."""
-INDEX = "model.safetensors.index.json"
 STAGED_SUFFIX = ".staged"
 
 
@@ -127,7 +127,7 @@ class SnapshotDirectories:
         count = len(shards)
         names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
         if count == 1:
-            names = ["model.safetensors"]
+            names = [WEIGHTS]
         for shard, name in zip(shards, names, strict=True):
             _link_or_copy(shard.path, staged / name)
         described = [

@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.models.model_files import INDEX, weight_files
 from headrace.policies.push.tensors import read_specs, require_pushable
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 READ_BYTES = 4 * 1024 * 1024
 WEIGHTS_SUFFIX = ".safetensors"
-INDEX = "model.safetensors.index.json"
 
 Stamp = tuple[int, int, int]
 
@@ -81,20 +80,10 @@ def inspect_directory(directory: Path, digests: Mapping[str, str], *, checksums:
             stamps |= file.stamps
     if not specs:
         raise ModelInvalid(f"{directory} contains no tensors")
-    check_index(directory, digests)
+    for path in weight_files(directory):
+        if path.name not in digests:
+            raise ModelInvalid(f"{directory / INDEX} names {path.name}, which is not part of the snapshot")
     return Inspection(specs=specs, checksums=sums, stamps=stamps)
-
-
-def check_index(directory: Path, digests: Mapping[str, str]) -> None:
-    """Raise ModelInvalid if the index names a file that the snapshot does not have."""
-    if INDEX not in digests:
-        return
-    try:
-        named = set(json.loads((directory / INDEX).read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelInvalid(f"{directory / INDEX} is not an index of weights: {error!r}") from error
-    if absent := sorted(named - digests.keys()):
-        raise ModelInvalid(f"{directory / INDEX} names {absent[0]}, which is not part of the snapshot")
 
 
 def inspect_file(path: Path, sha256: str, *, checksums: bool) -> Inspection:

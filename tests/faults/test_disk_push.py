@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file, save_file
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import FinishReason
 from headrace.policies.errors import ModelInvalid, SenderFailed
-from headrace.policies.learner import WeightsDirectory, WeightsSnapshot
+from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.push.machine import GROUP_PHASES, Phase, PushOutcome
 from headrace.policies.push.weights import read_snapshot
 from support import push_rig
@@ -182,6 +183,20 @@ async def test_a_learners_own_directory_is_pushed_by_disk_and_by_group(rig: push
         assert outcomes(report) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
         for name in rig.engines:
             await works(rig, name, PolicyVersion(1, step), other_model)
+
+
+async def test_engines_read_several_files_through_their_index(
+    rig: push_rig.Rig, tmp_path: Path, other_model: Path
+) -> None:
+    tensors = load_file(other_model / "model.safetensors")
+    paths = [tmp_path / f"rank{number}.safetensors" for number in range(2)]
+    for number, path in enumerate(paths):
+        save_file({name: tensors[name] for name in sorted(tensors)[number::2]}, path)
+    shards = tuple(WeightsShard.of(path) for path in paths)
+    report = await rig.push_snapshot(WeightsSnapshot(version=NEW, shards=shards), transport="disk")
+    assert outcomes(report) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
+    for name in rig.engines:
+        await works(rig, name, NEW, other_model)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "removed"])

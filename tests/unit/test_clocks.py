@@ -64,6 +64,10 @@ def test_a_configured_timeout_is_not_derived() -> None:
         (["gateway.turn_timeout_s=1800"], ("gateway.turn_timeout_s", "rollout.agent_timeout_s")),
         (["gateway.gate_wait_s=2000"], ("gateway.gate_wait_s", "rollout.agent_timeout_s")),
         (["push.transfer_timeout_s=1900"], ("push.transfer_timeout_s", "rollout.agent_timeout_s")),
+        (
+            ["push.transport=disk", "push.read_timeout_s=1900"],
+            ("push.read_timeout_s", "rollout.agent_timeout_s"),
+        ),
         (["rollout.lease_s=30"], ("service.hang_s", "rollout.lease_s")),
         (["push.gate_lease_s=30"], ("service.hang_s", "push.gate_lease_s")),
         (["service.hang_s=4000", "service.stall_s=3600"], ("service.hang_s", "service.stall_s")),
@@ -99,6 +103,9 @@ def test_a_push_timeout_covers_all_its_buckets() -> None:
     config = config_of("claude_code", "push.transfer_timeout_s=20", "push.bucket_bytes=1000000")
     one, ten = clocks.push_s(config, 1), clocks.push_s(config, 10_000_000)
     assert ten - one == 9 * 20
+    disk = config_of("claude_code", "push.transport=disk", "push.read_timeout_s=50", "push.load_timeout_s=70")
+    phases_s = clocks.PUSH_PHASES * disk.push.phase_timeout_s
+    assert clocks.push_s(disk, 10_000_000) == phases_s + 70 + 2 * 50, "an engine may read twice"
 
 
 def test_a_long_engine_health_timeout_is_not_a_stall() -> None:
