@@ -171,7 +171,16 @@ async def test_a_new_group_finishes_the_push_of_a_dead_group(scene: Scene, momen
     await finishes_after_death(scene, MOMENTS.index(moment) % 2, moment)
 
 
-@pytest.mark.parametrize("moment", DISK_MOMENTS)
+DEFAULT_DISK_MOMENTS = {"broadcast", "verify", "open"}
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=[] if moment in DEFAULT_DISK_MOMENTS else [pytest.mark.slow])
+        for moment in DISK_MOMENTS
+    ],
+)
 async def test_a_new_group_finishes_the_push_by_disk_of_a_dead_group(disk_scene: Scene, moment: str) -> None:
     await finishes_after_death(disk_scene, DISK_MOMENTS.index(moment) % 2, moment)
     kept = {path.name for path in (disk_scene.folder / "engines" / "weights").iterdir()}
