@@ -25,7 +25,8 @@ async def test_a_push_longer_than_its_window_extends_the_window(
     monkeypatch.setattr(push_overlap, "WINDOW_S", 0.01)
     (tmp_path / "weights").touch()
     idle: Any = None
-    testbed = PushTestbed(engines=(), pool=idle, senders=idle, shard=WeightsShard.of(tmp_path / "weights"))
+    shard = WeightsShard.of(tmp_path / "weights")
+    testbed = PushTestbed(engines=(), pool=idle, senders=idle, directories=idle, shard=shard)
     lasted_s = 0.0
 
     async def slow(testbed: PushTestbed) -> PushReport:
