@@ -15,6 +15,7 @@ from rich.console import Group
 from rich.table import Table
 
 from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.record.logprob_drift import drift_totals
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.push_costs import push_costs
 from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from headrace.actors.engine_group.members_file import EngineStatus
+    from headrace.actors.record.logprob_drift import DriftTotals
     from headrace.actors.record.push_costs import PushCosts
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.record.utilisation import StationLoad
@@ -70,6 +72,8 @@ class RunReport:
     """Reason for that limit."""
     pushes: PushCosts | None
     """Costs of the weight pushes; None if there were none."""
+    drift: DriftTotals | None
+    """Log-probability mismatch and lag of the trained tokens; None if the learner did not measure them."""
     engines: tuple[EngineStatus, ...]
     """Last status of every engine, including those that have left the group."""
 
@@ -100,6 +104,7 @@ class RunReport:
             lines.append(f"{line}, load {engine.load}" + (f" ({engine.reason})" if engine.reason else ""))
         lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
         lines += [self.pushes.line()] if self.pushes else []
+        lines += self.drift.lines() if self.drift else []
         if not self.deciles:
             return Group(*lines)
         # The outcome of each decile shows whether long rollouts vanish from training.
@@ -123,7 +128,7 @@ def report_of(directory: RunDirectory) -> RunReport:
             for _ in range(steps[batch.batch_id]):
                 staleness.update(member.staleness for member in batch.members)
     groups = accepted.left_out
-    metrics = read_metrics(directory.metrics, ("stations", "push", "step"))
+    metrics = read_metrics(directory.metrics, ("stations", "push", "step", "mismatch_alarm"))
     records = [record for record in metrics if record["kind"] == "stations"]
     loads = mean_loads(records)
     full = bottleneck(loads, mean_in_flight(records))
@@ -151,6 +156,7 @@ def report_of(directory: RunDirectory) -> RunReport:
         slowed_to=slowest["rollout_limit"] if slowest else None,
         slowed_by=slowest["slowed_by"] if slowest else "",
         pushes=push_costs(metrics),
+        drift=drift_totals(metrics),
         engines=read_roster(directory.engines).engines,
     )
 

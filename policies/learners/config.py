@@ -45,6 +45,10 @@ class LearnerConfig(ObjectiveConfig):
     """Number of CPU threads of the learner's torch. Results depend on it by rounding."""
     max_skipped_in_a_row: int = Field(default=3, gt=0)
     """Number of consecutive steps with a non-finite gradient after which the run ends."""
+    mismatch_alarm: float = Field(default=0.05, gt=0)
+    """Mean absolute difference, in nats, between the log-probabilities of learner and engines over tokens that the
+    trained version sampled itself, above which a step raises an alarm. The same weights give about 1e-6 in fp32, and
+    several 1e-3 in bf16; a larger difference means that engine and learner do not compute the same policy."""
     keep_checkpoints: int = Field(default=3, gt=0)
     """Number of newest checkpoints to keep."""
     seed: int = 0

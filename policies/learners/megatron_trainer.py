@@ -28,6 +28,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun, RowUnusable
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
+from headrace.policies.learners.logprob_drift import DriftMeter
 from headrace.policies.learners.megatron_optimizer import MainOptimizer
 from headrace.policies.learners.micro_batches import WeightedRow, collate, trained_tokens, weighted_rows
 from headrace.policies.learners.objectives.loss import TokenSums, weighted_loss
@@ -97,7 +98,8 @@ class MegatronTrainer:
         # Constant after a linear warm-up over the first `warmup_steps` updates of the run.
         warm = (self._version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
         learning_rate = self._config.learning_rate * min(1.0, warm)
-        loss, sums = self._accumulate(weighted_rows(batch, self._objective, self._config))
+        meter = DriftMeter(batch, cap=self._config.weight_cap)
+        loss, sums = self._accumulate(weighted_rows(batch, self._objective, self._config), meter)
         grad_norm = self._optimizer.take_gradients(max_norm=self._config.clip_grad_norm)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
@@ -109,7 +111,8 @@ class MegatronTrainer:
         self._since_save.append(stepped)
         self._chain = checkpoints.fold_chain(self._chain, [stepped])
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        metrics = _metrics(batch, sums) | {
+        metrics = _metrics(batch, sums) | meter.shares()
+        metrics |= {
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
@@ -117,7 +120,11 @@ class MegatronTrainer:
         }
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._last_report = StepReport(
-            batch_id=batch.lease.batch_id, version=self._version, skipped=skipped, metrics=finite
+            batch_id=batch.lease.batch_id,
+            version=self._version,
+            skipped=skipped,
+            metrics=finite,
+            drift=meter.drift(),
         )
         self._stop_when_diverged()
         return self._last_report
@@ -171,9 +178,9 @@ class MegatronTrainer:
         """Destroy the process group; the trainer is unusable afterwards."""
         megatron_world.stop()
 
-    def _accumulate(self, rows: list[WeightedRow]) -> tuple[float, TokenSums]:
-        """Accumulate the gradient of all rows in Megatron's buffers. Return the loss and its sums over trained
-        tokens."""
+    def _accumulate(self, rows: list[WeightedRow], meter: DriftMeter) -> tuple[float, TokenSums]:
+        """Accumulate the gradient of all rows in Megatron's buffers, and their log-probabilities in `meter`. Return the
+        loss and its sums over trained tokens."""
         self._ddp.zero_grad_buffer()
         lengths = [len(row.row.tokens_T) for row in rows]
         total, sums = 0.0, TokenSums()
@@ -184,6 +191,8 @@ class MegatronTrainer:
             tokens = micro.trained_tokens(logprobs_N, entropies_N, reference_N)
             loss, part = weighted_loss(tokens, micro.weights_N, self._objective, self._config)
             loss.backward()  # type: ignore[no-untyped-call]
+            computed = [rows[index].row for index in indices]
+            meter.add(computed, logprobs_N.detach().float().cpu().numpy(), positions=micro.tokens_BT.numel())
             total, sums = total + float(loss.detach()), sums + part
         self._ddp.finish_grad_sync()
         return total, sums
