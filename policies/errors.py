@@ -167,5 +167,9 @@ class CheckpointDamaged(CheckpointUnreadable):
     """Files in a checkpoint directory are missing, truncated or altered, or contradict each other."""
 
 
+class CheckpointMismatch(CheckpointUnreadable):
+    """A checkpoint was trained with another architecture, vocabulary or objective; the message names both."""
+
+
 class NonFiniteRun(LearnerError):
     """`max_skipped_in_a_row` steps in a row were skipped: the run has diverged."""

@@ -37,13 +37,17 @@ from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks import Task, load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
+from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.learners.checkpoints import list_checkpoints
+from headrace.policies.learners.checkpoint_retention import best_checkpoint, version_of
+from headrace.policies.learners.checkpoints import check_checkpoint, list_checkpoints
 from headrace.policies.models.model_files import weight_files
 from headrace.serve.observing.progress import starting
 
 START_VERSION = PolicyVersion(1, 0)
 """Version given to a recipe's model, as in a run."""
+BEST = "best"
+"""Value of `--checkpoint` that selects the best checkpoint by held-out success."""
 MAX_NAMED = 10
 UNFINISHED = "evaluation.json.partial"
 """File that a process leaves behind if it is killed while creating the folder."""
@@ -144,6 +148,10 @@ def _of_run(request: EvalRequest) -> Evaluation:
     if request.overrides:
         config = _with_sampling(config, request)
     checkpoint = _checkpoint(run, request.checkpoint)
+    try:
+        check_checkpoint(checkpoint)
+    except CheckpointUnreadable as error:
+        raise ConfigError(f"--checkpoint {checkpoint.name}: {error}; choose another checkpoint") from error
     train, held_out = load_tasks(run.train_tasks), load_tasks(run.heldout_tasks)
     tasks = _chosen(request, config, train, held_out)
     samples = request.samples or config.evaluation.samples
@@ -153,7 +161,7 @@ def _of_run(request: EvalRequest) -> Evaluation:
     return Evaluation(
         config=config.model_copy(update={"model": ModelSection(path=checkpoint)}),
         run=run,
-        version=PolicyVersion.parse(checkpoint.name),
+        version=version_of(checkpoint),
         tasks=tasks,
         samples=samples,
         recipe_sha256=recipe_digest(config),
@@ -180,8 +188,14 @@ def _with_sampling(config: RunConfig, request: EvalRequest) -> RunConfig:
 
 
 def _checkpoint(run: RunDirectory, wanted: str | None) -> Path:
-    """Return the checkpoint of a version, by default the newest. Raises ConfigError, whose message lists the existing
-    checkpoints."""
+    """Return the checkpoint of a version or the best one, by default the newest. Raises ConfigError, whose message
+    lists the existing checkpoints."""
+    if wanted == BEST:
+        if (best := best_checkpoint(run.checkpoints)) is None:
+            raise ConfigError(
+                f"--checkpoint {BEST}: no evaluation of {run.path} has rated a checkpoint; name a version"
+            )
+        return best[1]
     found = list_checkpoints(run.checkpoints)
     if not found:
         raise ConfigError(

@@ -101,10 +101,11 @@ def _pooled(entries: Iterable[Mapping[str, Any] | None]) -> TokenRatios | None:
     finite = [entry for entry in entries if entry is not None and None not in entry.values()]
     if not finite:
         return None
-    tokens = sum(entry["tokens"] for entry in finite)
+    tokens: int = sum(entry["tokens"] for entry in finite)
 
     def mean(key: str) -> float:
-        return sum(float(entry[key]) * entry["tokens"] for entry in finite) / float(tokens)
+        total: float = sum(entry[key] * entry["tokens"] for entry in finite)
+        return total / tokens
 
     return TokenRatios(
         tokens=tokens,

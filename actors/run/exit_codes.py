@@ -35,6 +35,7 @@ from headrace.buffer.errors import (
     TaskNotParked,
 )
 from headrace.policies.errors import (
+    CheckpointMismatch,
     EngineError,
     EngineSettingsInvalid,
     ModelInvalid,
@@ -85,10 +86,18 @@ _BAD_INPUT: Final = (
     ExportRefused,
     LeaseError,
     TaskNotParked,
+    CheckpointMismatch,
     PermanentSandboxError,
     ServeError,
 )
-_ENDS_A_RUN_AGAIN: Final = (BatchUntrainable, LedgerRefused, LedgerMismatch, NonFiniteRun, RowUnusable)
+_ENDS_A_RUN_AGAIN: Final = (
+    BatchUntrainable,
+    LedgerRefused,
+    LedgerMismatch,
+    NonFiniteRun,
+    RowUnusable,
+    CheckpointMismatch,
+)
 
 
 def exit_code(error: Exception) -> int:

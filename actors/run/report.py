@@ -21,6 +21,7 @@ from headrace.actors.record.push_costs import push_costs
 from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.report import acceptance
+from headrace.policies.learners.checkpoint_retention import best_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.record.utilisation import StationLoad
     from headrace.buffer.audit.report import DecileReport, LeftOut
+    from headrace.policies.learners.checkpoint_retention import BestCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,8 @@ class RunReport:
     """Costs of the weight pushes; None if there were none."""
     drift: DriftTotals | None
     """Log-probability mismatch and lag of the trained tokens; None if the learner did not measure them."""
+    best: BestCheckpoint | None
+    """Checkpoint with the highest success on held-out tasks; None if no evaluation has rated one that still exists."""
     engines: tuple[EngineStatus, ...]
     """Last status of every engine, including those that have left the group."""
 
@@ -105,6 +109,9 @@ class RunReport:
         lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
         lines += [self.pushes.line()] if self.pushes else []
         lines += self.drift.lines() if self.drift else []
+        if self.best is not None:
+            best = self.best
+            lines.append(f"best checkpoint {best.version}: held-out success {best.success:.1%} (evaluation {best.tag})")
         if not self.deciles:
             return Group(*lines)
         # The outcome of each decile shows whether long rollouts vanish from training.
@@ -133,6 +140,7 @@ def report_of(directory: RunDirectory) -> RunReport:
     loads = mean_loads(records)
     full = bottleneck(loads, mean_in_flight(records))
     slowed = [record for record in records if record.get("slowed_by")]
+    best = best_checkpoint(directory.checkpoints)
     slowest = min(slowed, key=lambda record: record["rollout_limit"], default=None)
     return RunReport(
         steps=sum(not commit.skipped for commit in evidence.surviving),
@@ -157,6 +165,7 @@ def report_of(directory: RunDirectory) -> RunReport:
         slowed_by=slowest["slowed_by"] if slowest else "",
         pushes=push_costs(metrics),
         drift=drift_totals(metrics),
+        best=None if best is None else best[0],
         engines=read_roster(directory.engines).engines,
     )
 

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.buffer.row_limits import RowLimits
+from headrace.policies.learners.checkpoints import OBJECTIVE, trained_model
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
 from headrace.policies.tokens.model_keys import read_vocabulary_size
@@ -50,7 +51,7 @@ class LearnerConfig(ObjectiveConfig):
     trained version sampled itself, above which a step raises an alarm. The same weights give about 1e-6 in fp32, and
     several 1e-3 in bf16; a larger difference means that engine and learner do not compute the same policy."""
     keep_checkpoints: int = Field(default=3, gt=0)
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep, beside the best one by held-out success."""
     seed: int = 0
     """Random seed of torch and Megatron. The model has no dropout, so steps do not depend on it."""
     kind: Literal["megatron", "simulated"] = "megatron"
@@ -65,3 +66,11 @@ def row_limits(config: LearnerConfig) -> RowLimits | None:
     if config.kind == "simulated":
         return None
     return RowLimits(vocabulary=read_vocabulary_size(config.model_dir), tokens=config.token_budget)
+
+
+def trained_as(config: LearnerConfig) -> dict[str, str | int]:
+    """Return what this learner trains, as its checkpoints record it; empty for a simulated learner. Entries of the
+    model are missing if its directory no longer exists."""
+    if config.kind == "simulated":
+        return {}
+    return trained_model(config.model_dir) | {OBJECTIVE: config.objective}

@@ -28,6 +28,8 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun, RowUnusable
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
+from headrace.policies.learners.checkpoint_retention import remove_old
+from headrace.policies.learners.config import trained_as
 from headrace.policies.learners.logprob_drift import DriftMeter
 from headrace.policies.learners.megatron_optimizer import MainOptimizer
 from headrace.policies.learners.micro_batches import WeightedRow, collate, trained_tokens, weighted_rows
@@ -155,7 +157,11 @@ class MegatronTrainer:
             return checkpoints.read_checkpoint(root / str(self._version))
         staged = checkpoints.stage(root, self._version)
         manifest = checkpoints.Manifest(
-            version=self._version, previous_chain=self._saved_chain, chain=self._chain, batches=tuple(self._since_save)
+            version=self._version,
+            previous_chain=self._saved_chain,
+            chain=self._chain,
+            batches=tuple(self._since_save),
+            trained=checkpoints.trained_model(self._source) | {checkpoints.OBJECTIVE: self._config.objective},
         )
         for file in sorted(self._source.iterdir()):
             if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
@@ -171,7 +177,7 @@ class MegatronTrainer:
         # The checkpoint from which the run resumed may be removed.
         self._source = final
         self._saved_chain, self._since_save = self._chain, []
-        checkpoints.keep_newest(root, self._config.keep_checkpoints)
+        remove_old(root, newest=self._config.keep_checkpoints)
         return checkpoints.read_checkpoint(final)
 
     def close(self) -> None:
@@ -220,6 +226,7 @@ def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int
             )
         if epoch <= resume.version.epoch:
             raise CheckpointUnreadable(f"{resume.path} has epoch {resume.version.epoch}: resume it in a later epoch")
+        checkpoints.refuse_mismatch(Path(resume.path), trained_as(config))
     try:
         return MegatronTrainer(config, resume, epoch)
     except BaseException:
