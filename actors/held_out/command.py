@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.record.run_directory import RunDirectory, free_folder
@@ -32,7 +33,7 @@ from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.parts import evaluation_terms, recipe_digest
 from headrace.actors.run.sections import ModelSection
 from headrace.actors.runtime.operations import ABSENCE
-from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.runtime.runtime import RayRuntime, offered_gpus, start_local_ray, stop_local_ray
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks import Task, load_tasks, tasks_digest
@@ -262,6 +263,8 @@ def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> Evaluati
         object_store_bytes = evaluation.config.service.object_store_bytes
         with interrupts_of_ray(interrupts), starting("Ray", quiet=quiet):
             start_local_ray(evaluation.directory.path, object_store_bytes=object_store_bytes)
+        parts = needed_gpus(evaluation.config.engines, evaluation.config.push, learner=0)
+        refuse_missing_gpus(parts, offered_gpus())
         try:
             return asyncio.run(_interruptible(_drive(evaluation, quiet=quiet), interrupts))
         except BaseExceptionGroup as group:

@@ -36,6 +36,7 @@ from headrace.buffer.errors import (
 )
 from headrace.policies.errors import (
     CheckpointMismatch,
+    DeviceMissing,
     EngineError,
     EngineSettingsInvalid,
     ModelInvalid,
@@ -87,6 +88,7 @@ _BAD_INPUT: Final = (
     LeaseError,
     TaskNotParked,
     CheckpointMismatch,
+    DeviceMissing,
     PermanentSandboxError,
     ServeError,
 )
@@ -97,6 +99,7 @@ _ENDS_A_RUN_AGAIN: Final = (
     NonFiniteRun,
     RowUnusable,
     CheckpointMismatch,
+    DeviceMissing,
 )
 
 

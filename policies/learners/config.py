@@ -52,12 +52,19 @@ class LearnerConfig(ObjectiveConfig):
     several 1e-3 in bf16; a larger difference means that engine and learner do not compute the same policy."""
     keep_checkpoints: int = Field(default=3, gt=0)
     """Number of newest checkpoints to keep, beside the best one by held-out success."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device of the learner. `cuda` reserves one GPU with Ray, which no engine of the run then uses."""
     seed: int = 0
     """Random seed of torch and Megatron. The model has no dropout, so steps do not depend on it."""
     kind: Literal["megatron", "simulated"] = "megatron"
     """Kind of learner. `simulated` lets time pass instead of computing, and ignores the keys above."""
     simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()
     """Settings of the simulated learner."""
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the learner's process reserves."""
+        return int(self.kind == "megatron" and self.device == "cuda")
 
 
 def row_limits(config: LearnerConfig) -> RowLimits | None:

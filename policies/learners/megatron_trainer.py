@@ -58,7 +58,7 @@ class MegatronTrainer:
         self._config = config
         self._objective = OBJECTIVES.find(config.objective)()
         self._source = Path(resume.path) if resume else config.model_dir
-        self._device = megatron_world.start(config.seed, threads=config.threads)
+        self._device = megatron_world.start(config.seed, config.device, threads=config.threads)
         self._shape = QwenConfig.read(self._source / "config.json")
         self._limits = RowLimits(vocabulary=self._shape.vocab_size, tokens=config.token_budget)
         settings = megatron_model.transformer_config(self._shape, getattr(torch, config.dtype))

@@ -32,6 +32,7 @@ from headrace.actors.run.exit_codes import (
 from headrace.buffer.errors import LedgerBroken, LedgerMismatch, LedgerRefused, TaskFileError
 from headrace.policies.errors import (
     CheckpointMismatch,
+    DeviceMissing,
     EngineUnavailable,
     ModelInvalid,
     NonFiniteRun,
@@ -67,6 +68,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
         (NonFiniteRun("x"), EXIT_FAILED, EXIT_FAILED),
         (LedgerMismatch("x"), EXIT_FAILED, EXIT_FAILED),
         (CheckpointMismatch("x"), EXIT_BAD_INPUT, EXIT_BAD_INPUT),
+        (DeviceMissing("x"), EXIT_BAD_INPUT, EXIT_BAD_INPUT),
         (ValueError("nobody expected it"), EXIT_FAILED, EXIT_TRANSIENT),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
