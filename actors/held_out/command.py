@@ -123,6 +123,13 @@ def prepare_evaluation(request: EvalRequest) -> Evaluation:
         raise ConfigError("engines.backend simulated has no policy to evaluate; set engines.backend to cpu")
     check_parts(evaluation.config)
     refuse_taken(evaluation)
+    if evaluation.run is not None:
+        # The last check, because it reads all files of the checkpoint.
+        checkpoint = evaluation.config.model.path
+        try:
+            check_checkpoint(checkpoint)
+        except CheckpointUnreadable as error:
+            raise ConfigError(f"--checkpoint {checkpoint.name}: {error}; choose another checkpoint") from error
     return evaluation
 
 
@@ -149,10 +156,6 @@ def _of_run(request: EvalRequest) -> Evaluation:
     if request.overrides:
         config = _with_sampling(config, request)
     checkpoint = _checkpoint(run, request.checkpoint)
-    try:
-        check_checkpoint(checkpoint)
-    except CheckpointUnreadable as error:
-        raise ConfigError(f"--checkpoint {checkpoint.name}: {error}; choose another checkpoint") from error
     train, held_out = load_tasks(run.train_tasks), load_tasks(run.heldout_tasks)
     tasks = _chosen(request, config, train, held_out)
     samples = request.samples or config.evaluation.samples
