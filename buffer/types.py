@@ -18,6 +18,8 @@ import numpy as np
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
 
     from headrace.buffer.tasks import TaskId
@@ -251,6 +253,14 @@ class Batch:
     lease: BatchLease
     version: PolicyVersion
     items: tuple[BatchItem, ...]
+    staleness: Mapping[PolicyVersion, int] = field(default_factory=dict)
+    """Staleness, in optimizer updates, of the tokens that each version sampled."""
+
+    def staleness_of(self, sampled: PolicyVersion) -> int:
+        """Return the staleness of tokens sampled by this version. A version without an entry is taken to be on the
+        path to `version`."""
+        known = self.staleness.get(sampled)
+        return abs(self.version.step - sampled.step) if known is None else known
 
     def digest(self) -> bytes:
         """Return the SHA-256 over the batch id and the ordered (rollout, attempt) pairs: one link of the hash chain."""
@@ -270,18 +280,50 @@ def extend_chain(chain: str, digest: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRatios:
+    """Probabilities of trained tokens under the trained version (before its update), relative to those recorded when
+    the tokens were sampled."""
+
+    tokens: int
+    """Number of tokens."""
+    mean_ratio: float
+    """Mean of the ratio, current / behaviour."""
+    mean_abs_log_ratio: float
+    """Mean absolute difference of the log-probabilities, in nats."""
+    max_abs_log_ratio: float
+    """Maximum absolute difference of the log-probabilities, in nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobDrift:
+    """Differences between the learner's log-probabilities in a step and those of the engines, over the tokens of
+    computed rows. `by_staleness` is keyed by staleness in optimizer updates, without the tokens in `stale_kv`, which
+    were sampled with cached keys and values of older weights."""
+
+    by_staleness: Mapping[int, TokenRatios]
+    stale_kv: TokenRatios | None = None
+
+    @property
+    def mismatch(self) -> TokenRatios | None:
+        """Ratios of the tokens that the trained version sampled itself. They differ from 1 only because engine and
+        learner compute the same weights differently. None if there are no such tokens."""
+        return self.by_staleness.get(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Report of an optimizer step. `version` is the version after the step; it stays the same if the step was skipped,
     since the weights did not change.
 
     `metrics` are floats in the units that their names say (loss, grad_norm, entropy, clip_fraction, tokens,
-    seconds...).
+    seconds...). `drift` is None if the learner does not measure it.
     """
 
     batch_id: BatchId
     version: PolicyVersion
     skipped: bool
     metrics: dict[str, float] = field(default_factory=dict)
+    drift: LogprobDrift | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

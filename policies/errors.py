@@ -147,6 +147,10 @@ class LearnerNotOpen(LearnerError):
     """The learner has no model: `open` was not called or failed, or `close` was called."""
 
 
+class DeviceMissing(LearnerError):
+    """The learner should train on a CUDA device, and torch finds none."""
+
+
 class RowUnusable(LearnerError):
     """A row does not match the model, or cannot be trained with its mask. `refused` has the reason by rollout id, if
     the learner knows which rollouts to leave out; it can train the others."""
@@ -165,6 +169,10 @@ class CheckpointUnreadable(LearnerError):
 
 class CheckpointDamaged(CheckpointUnreadable):
     """Files in a checkpoint directory are missing, truncated or altered, or contradict each other."""
+
+
+class CheckpointMismatch(CheckpointUnreadable):
+    """A checkpoint was trained with another architecture, vocabulary or objective; the message names both."""
 
 
 class NonFiniteRun(LearnerError):

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from headrace.actors.record.metrics import METRICS, Metric, StationMeans
+from headrace.buffer.types import TokenRatios
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
@@ -63,10 +64,16 @@ def section(record: type[Metric]) -> list[str]:
 
 def render() -> str:
     """Return the page."""
-    nested = ["### One entry of `stations`", "", "| key | meaning |", "|---|---|", *rows(StationMeans), ""]
+    nested: dict[str, tuple[str, type]] = {
+        "step": ("`mismatch`, `stale_kv` and one entry of `ratio_by_staleness`", TokenRatios),
+        "stations": ("One entry of `stations`", StationMeans),
+    }
     lines = []
     for record in METRICS:
-        lines += section(record) + (nested if record.kind == "stations" else [])
+        lines += section(record)
+        if record.kind in nested:
+            title, entry = nested[record.kind]
+            lines += [f"### {title}", "", "| key | meaning |", "|---|---|", *rows(entry), ""]
     return HEAD + "\n" + "\n".join(lines)
 
 

@@ -145,7 +145,8 @@ def evaluate(
         ),
     ],
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="VERSION", help="Checkpoint of the run, e.g. 1.30; by default the newest.")
+        str | None,
+        typer.Option(metavar="VERSION", help='Checkpoint of the run, e.g. 1.30, or "best"; by default the newest.'),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Answers per task; by default evaluation.samples.")] = None,
     tasks: Annotated[Path | None, typer.Option(help="JSONL file of tasks; by default the held-out tasks.")] = None,

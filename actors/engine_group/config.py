@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from headrace.actors.engine_group.registry import address
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
+
+DEVICE_OPTIONS: Final = {
+    **dict.fromkeys(("--tp-size", "--tp", "--tensor-parallel-size"), "engines.tensor_parallel"),
+    **dict.fromkeys(
+        ("--dp-size", "--dp", "--data-parallel-size", "--pp-size", "--pipeline-parallel-size", "--nnodes"),
+        "engines.count",
+    ),
+    **dict.fromkeys(("--base-gpu-id", "--gpu-id-step", "--device"), "engines.device"),
+}
+"""Options of SGLang that select devices, and the key to set instead."""
 
 
 class Placement(StrEnum):
@@ -43,7 +53,8 @@ class EnginesConfig(BaseModel):
     """Kind of the `count` engines: `cpu` is the embedded engine, `sglang` starts SGLang servers, `simulated` only takes
     the time that engines would take, for use with the simulated agent and learner."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the engines. The embedded engine supports only the CPU."""
+    """Device of the engines. The embedded engine supports only the CPU. With `cuda`, each engine that the group starts
+    has `tensor_parallel` GPUs of its own, which are reserved with Ray."""
     simulated: SimulatedEnginesConfig = SimulatedEnginesConfig()
     """Settings of simulated engines."""
     sglang: SGLangSection = SGLangSection()
@@ -86,6 +97,11 @@ class EnginesConfig(BaseModel):
         return self.backend == "simulated"
 
     @property
+    def gpus(self) -> int:
+        """Number of GPUs of the engines that the group starts."""
+        return self.count * self.tensor_parallel if self.device == "cuda" and not self.is_simulated else 0
+
+    @property
     def at_least(self) -> int:
         """Number of engines known before the run starts, at least 1 because a router's workers are not known yet."""
         return max(1, self.count + len(self.attach))
@@ -123,6 +139,13 @@ class EnginesConfig(BaseModel):
                 raise ValueError(
                     "engines.dtype needs SGLang, because the embedded engine uses the model's own data type: leave "
                     "engines.dtype at auto"
+                )
+        if self.gpus:
+            given = [argument.split("=")[0] for argument in self.sglang.arguments]
+            if claimed := [name for name in given if name in DEVICE_OPTIONS]:
+                raise ValueError(
+                    f"engines.sglang.arguments has {claimed[0]}, which selects GPUs that are not reserved for the "
+                    f"engine: remove it, and set {DEVICE_OPTIONS[claimed[0]]}"
                 )
         seen: dict[tuple[str, int], str] = {}
         for url in self.attach:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.config import EnginesConfig, Placement
@@ -54,13 +55,15 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """Parameters shared by all engines of a group. `runtime` may be None unless Ray places the engines."""
+    """Parameters shared by all engines of a group. `runtime` may be None unless Ray places the engines. `devices` are
+    the CUDA devices of local engines by slot."""
 
     model_dir: Path
     directory: Path
     seed: int
     push: PushConfig
     runtime: RayRuntime | None
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Fleet:
@@ -194,7 +197,7 @@ class Fleet:
         self._registry.starting(engine_id, place=place, origin=origin, now=time.monotonic())
         begin = self._start_placed if origin is Origin.RAY else self._start_local
         try:
-            member = await begin(engine_id, self.started)
+            member = await begin(self._plan(engine_id, self.started, self._context.devices.get(place, ())))
             try:
                 if not self._registry.stands(engine_id, EngineState.STARTING):
                     raise EngineGroupError(f"{engine_id} was removed while it was starting")
@@ -213,19 +216,20 @@ class Fleet:
             raise
         return None
 
-    async def _start_local(self, engine_id: EngineId, number: int) -> Member:
-        process = server_process(self._config, self._plan(engine_id, number))
+    async def _start_local(self, plan: ServerPlan) -> Member:
+        engine_id = EngineId(plan.name)
+        process = server_process(self._config, plan)
         await process.start()
         client = self._client(engine_id, process.url)
         return Member(engine_id, client, LocalProcess(process), process_id=process.pid)
 
-    async def _start_placed(self, engine_id: EngineId, number: int) -> Member:
-        runtime, config = self._context.runtime, self._config
+    async def _start_placed(self, plan: ServerPlan) -> Member:
+        runtime, config, engine_id = self._context.runtime, self._config, EngineId(plan.name)
         assert runtime is not None
         host = await runtime.spawn(
             EngineHost,
             config,
-            self._plan(engine_id, number),
+            plan,
             name=engine_id,
             resources=Resources(
                 cpus=config.cpus,
@@ -240,7 +244,7 @@ class Fleet:
             await asyncio.shield(runtime.kill(host))
             raise
 
-    def _plan(self, engine_id: EngineId, number: int) -> ServerPlan:
+    def _plan(self, engine_id: EngineId, number: int, devices: tuple[str, ...]) -> ServerPlan:
         context = self._context
         return ServerPlan(
             name=engine_id,
@@ -248,6 +252,7 @@ class Fleet:
             directory=context.directory,
             seed=context.seed * 1000 + number,
             group_timeout_s=context.push.engine_group_timeout_s,
+            devices=devices,
         )
 
     async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:

@@ -21,11 +21,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
 
 from headrace.actors.engine_group.config import EnginesConfig, check_url
+from headrace.actors.engine_group.devices import plan_devices, visible_devices
 from headrace.actors.engine_group.fleet import EngineContext, Fleet, attached_id
 from headrace.actors.engine_group.gate import GatewayGate
 from headrace.actors.engine_group.health import HealthChecks, leave, recover, router_workers
@@ -93,8 +95,10 @@ class EngineGroup:
         self._directory.mkdir(parents=True, exist_ok=True)
         try:
             self._http = await self._stack.enter_async_context(aiohttp.ClientSession())
-            self._senders = Senders(SenderConfig(log_path=self._directory / "sender.log"))
-            self._fleet = Fleet(self._config, self._registry, self._context, self._http)
+            devices = plan_devices(self._config, self._push_config, visible_devices())
+            self._senders = Senders(SenderConfig(log_path=self._directory / "sender.log", devices=devices.sender))
+            context = replace(self._context, devices=devices.engines)
+            self._fleet = Fleet(self._config, self._registry, context, self._http)
             members = self._fleet.members
             readers = DirectoryReaders(is_member=lambda engine_id: engine_id in members)
             directories = SnapshotDirectories(self._directory / "weights", self._context.model_dir, readers)

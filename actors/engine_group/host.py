@@ -62,7 +62,8 @@ async def _end_with(process: ServerProcess) -> NoReturn:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
     """Parameters of an engine to start. It binds to `host`, and its files in `directory` have the stem `name`.
-    `group_timeout_s` bounds the formation of a weight group, and the transfer of a bucket, on the engine's side."""
+    `group_timeout_s` bounds the formation of a weight group, and the transfer of a bucket, on the engine's side.
+    `devices` are its CUDA devices; if empty, it sees those of its parent."""
 
     name: str
     model_dir: Path
@@ -70,6 +71,7 @@ class ServerPlan:
     seed: int
     group_timeout_s: float
     host: str = "127.0.0.1"
+    devices: tuple[str, ...] = ()
 
 
 def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
@@ -81,6 +83,7 @@ def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
                 directory=plan.directory,
                 python=config.sglang.python,
                 device=config.device,
+                devices=plan.devices,
                 name=plan.name,
                 host=plan.host,
                 seed=plan.seed,

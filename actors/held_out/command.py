@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.record.run_directory import RunDirectory, free_folder
@@ -32,18 +33,22 @@ from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.parts import evaluation_terms, recipe_digest
 from headrace.actors.run.sections import ModelSection
 from headrace.actors.runtime.operations import ABSENCE
-from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.runtime.runtime import RayRuntime, offered_gpus, start_local_ray, stop_local_ray
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks import Task, load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
+from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.learners.checkpoints import list_checkpoints
+from headrace.policies.learners.checkpoint_retention import best_checkpoint, version_of
+from headrace.policies.learners.checkpoints import check_checkpoint, list_checkpoints
 from headrace.policies.models.model_files import weight_files
 from headrace.serve.observing.progress import starting
 
 START_VERSION = PolicyVersion(1, 0)
 """Version given to a recipe's model, as in a run."""
+BEST = "best"
+"""Value of `--checkpoint` that selects the best checkpoint by held-out success."""
 MAX_NAMED = 10
 UNFINISHED = "evaluation.json.partial"
 """File that a process leaves behind if it is killed while creating the folder."""
@@ -118,6 +123,13 @@ def prepare_evaluation(request: EvalRequest) -> Evaluation:
         raise ConfigError("engines.backend simulated has no policy to evaluate; set engines.backend to cpu")
     check_parts(evaluation.config)
     refuse_taken(evaluation)
+    if evaluation.run is not None:
+        # The last check, because it reads all files of the checkpoint.
+        checkpoint = evaluation.config.model.path
+        try:
+            check_checkpoint(checkpoint)
+        except CheckpointUnreadable as error:
+            raise ConfigError(f"--checkpoint {checkpoint.name}: {error}; choose another checkpoint") from error
     return evaluation
 
 
@@ -153,7 +165,7 @@ def _of_run(request: EvalRequest) -> Evaluation:
     return Evaluation(
         config=config.model_copy(update={"model": ModelSection(path=checkpoint)}),
         run=run,
-        version=PolicyVersion.parse(checkpoint.name),
+        version=version_of(checkpoint),
         tasks=tasks,
         samples=samples,
         recipe_sha256=recipe_digest(config),
@@ -180,8 +192,14 @@ def _with_sampling(config: RunConfig, request: EvalRequest) -> RunConfig:
 
 
 def _checkpoint(run: RunDirectory, wanted: str | None) -> Path:
-    """Return the checkpoint of a version, by default the newest. Raises ConfigError, whose message lists the existing
-    checkpoints."""
+    """Return the checkpoint of a version or the best one, by default the newest. Raises ConfigError, whose message
+    lists the existing checkpoints."""
+    if wanted == BEST:
+        if (best := best_checkpoint(run.checkpoints)) is None:
+            raise ConfigError(
+                f"--checkpoint {BEST}: no evaluation of {run.path} has rated a checkpoint; name a version"
+            )
+        return best[1]
     found = list_checkpoints(run.checkpoints)
     if not found:
         raise ConfigError(
@@ -248,6 +266,8 @@ def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> Evaluati
         object_store_bytes = evaluation.config.service.object_store_bytes
         with interrupts_of_ray(interrupts), starting("Ray", quiet=quiet):
             start_local_ray(evaluation.directory.path, object_store_bytes=object_store_bytes)
+        parts = needed_gpus(evaluation.config.engines, evaluation.config.push, learner=0)
+        refuse_missing_gpus(parts, offered_gpus())
         try:
             return asyncio.run(_interruptible(_drive(evaluation, quiet=quiet), interrupts))
         except BaseExceptionGroup as group:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from headrace.buffer.types import TokenRatios
     from headrace.serve.observing.retention import RetentionConfig
 
 TAIL_BYTES = 1 << 16
@@ -69,20 +70,59 @@ class StepMetric(Metric):
     metrics: Mapping[str, float] = field(metadata=INLINE)
     """Keys reported by the learner. The Megatron learner writes `tokens` (trained tokens), `computed_tokens` (those in
     rows with a nonzero advantage, or in all rows if a term of the loss uses them), `mean_staleness`, `max_staleness`,
-    `mean_reward`, `loss`, `grad_norm`, `learning_rate` and `seconds` (forward, backward and update), and the means of
-    the objective over computed tokens: `entropy`, `mean_ratio`, `mean_abs_log_ratio`, `clip_fraction`, with
-    `learner.kl_coef` also `kl`, with masks `masked_fraction`. A value that is not finite is left out; if no token is
-    computed, the means of the objective are left out."""
+    `mean_reward`, `loss`, `grad_norm`, `learning_rate` and `seconds` (forward, backward and update), the shares
+    `padding_share` (padding in the computed positions) and `capped_share` (computed tokens whose ratio exceeds
+    `learner.weight_cap`), and the means of the objective over computed tokens: `entropy`, `mean_ratio`,
+    `mean_abs_log_ratio`, `clip_fraction`, with `learner.kl_coef` also `kl`, with masks `masked_fraction`. A value that
+    is not finite is left out; if no token is computed, the shares and the means of the objective are left out."""
     staleness: Mapping[str, int]
     """Number of trained trajectories by staleness in optimizer steps."""
     stale_kv_tokens: int
     """Number of trained tokens sampled with cached keys and values from older weights."""
+    mismatch: TokenRatios | None = None
+    """Difference between learner and engines over the tokens that the trained version sampled itself, which is not due
+    to lag (see the table below); null if the step computed no such token."""
+    ratio_by_staleness: Mapping[str, TokenRatios] = field(default_factory=dict)
+    """The same by staleness of the tokens in optimizer steps (`mismatch` is the entry `0`), without the tokens in
+    `stale_kv`."""
+    stale_kv: TokenRatios | None = None
+    """The same over computed tokens sampled with cached keys and values from older weights; null if there are none."""
     step_s: float
     """Seconds spent training and committing since the previous step."""
     idle_s: float
     """Seconds spent waiting for a batch since the previous step."""
     push_s: float
     """Seconds spent waiting for the previous weight push since the previous step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchMetric(Metric):
+    """Alarm: learner and engines gave different log-probabilities to tokens that the trained version sampled itself.
+    Written by the learner after the step's record."""
+
+    kind = "mismatch_alarm"
+
+    step: int
+    """Number of optimizer steps in the new policy version."""
+    version: str
+    """Policy version after the step, `epoch.step`."""
+    tokens: int
+    """Number of tokens compared."""
+    mean: float
+    """Mean absolute difference of the log-probabilities, in nats."""
+    max: float
+    """Maximum absolute difference of the log-probabilities, in nats."""
+    alarm: float
+    """Value of `learner.mismatch_alarm`, which `mean` exceeds."""
+
+    def line(self) -> str:
+        """Return the alarm as a line of the log."""
+        return (
+            f"step {self.step}: over {self.tokens} tokens that the trained version sampled itself, the log-probs of "
+            f"learner and engines differ by {self.mean:.3g} nats on average and {self.max:.3g} at most, more than "
+            f"learner.mismatch_alarm ({self.alarm:g}): they do not compute the same policy; check that both load the "
+            "same weights, data type and temperature, or raise learner.mismatch_alarm"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +277,7 @@ class StallMetric(Metric):
 
 METRICS: tuple[type[Metric], ...] = (
     StepMetric,
+    MismatchMetric,
     PushMetric,
     SimulatedPushMetric,
     EvaluationMetric,

@@ -35,6 +35,8 @@ from headrace.buffer.errors import (
     TaskNotParked,
 )
 from headrace.policies.errors import (
+    CheckpointMismatch,
+    DeviceMissing,
     EngineError,
     EngineSettingsInvalid,
     ModelInvalid,
@@ -85,10 +87,20 @@ _BAD_INPUT: Final = (
     ExportRefused,
     LeaseError,
     TaskNotParked,
+    CheckpointMismatch,
+    DeviceMissing,
     PermanentSandboxError,
     ServeError,
 )
-_ENDS_A_RUN_AGAIN: Final = (BatchUntrainable, LedgerRefused, LedgerMismatch, NonFiniteRun, RowUnusable)
+_ENDS_A_RUN_AGAIN: Final = (
+    BatchUntrainable,
+    LedgerRefused,
+    LedgerMismatch,
+    NonFiniteRun,
+    RowUnusable,
+    CheckpointMismatch,
+    DeviceMissing,
+)
 
 
 def exit_code(error: Exception) -> int:

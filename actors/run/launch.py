@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from headrace.actors.agents.config import AgentKind
 from headrace.actors.agents.registry import make_agent
+from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
 from headrace.actors.errors import (
     ActorLost,
     ConfigError,
@@ -47,7 +48,13 @@ from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.call_guard import guard, keep_running
 from headrace.actors.runtime.operations import ABSENCE
-from headrace.actors.runtime.runtime import RayRuntime, check_ray_folder, start_local_ray, stop_local_ray
+from headrace.actors.runtime.runtime import (
+    RayRuntime,
+    check_ray_folder,
+    offered_gpus,
+    start_local_ray,
+    stop_local_ray,
+)
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
@@ -128,11 +135,17 @@ def check_parts(config: RunConfig) -> None:
         if config.learner.kind == "megatron" or (config.engines.backend == "cpu" and config.engines.count):
             check_computable(config.model.path)
     refuse_absent_sglang(config.engines)
+    refuse_shared_gpus(config.engines, reserved_gpus(config))
     make_agent(config.agent)
     check_provider(config.sandbox)
     check_objective(config.learner)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()
+
+
+def reserved_gpus(config: RunConfig) -> dict[str, int]:
+    """Return the number of GPUs that each part of a run reserves."""
+    return needed_gpus(config.engines, config.push, learner=config.learner.gpus)
 
 
 def check_objective(learner: LearnerConfig) -> None:
@@ -246,6 +259,7 @@ def drive(
         try:
             with interrupts_of_ray(interrupts), starting("Ray", quiet=quiet):
                 start_local_ray(directory.path, object_store_bytes=config.service.object_store_bytes)
+            refuse_missing_gpus(reserved_gpus(config), offered_gpus())
             completed = asyncio.run(_drive(config, directory, interrupts, quiet=quiet, beside=beside))
         except BaseExceptionGroup as group:
             raise first_cause(group) from group

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import orjson
 
 from headrace.actors.agents.registry import make_agent
+from headrace.actors.engine_group.devices import local_gpus
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import DiskFull, first_cause
 from headrace.actors.evaluation.evaluator import Evaluator
@@ -34,6 +35,7 @@ from headrace.actors.run.supervision import SupervisedActors
 from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.runtime.runtime import PLAIN, Resources
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
@@ -208,6 +210,7 @@ class ServiceParts(ResourceOwner):
                 seed=config.service.seed,
                 observing=self._observing,
                 runtime=self._runtime,
+                resources=Resources(gpus=local_gpus(config.engines, config.push)),
             )
         lease_s = config.rollout.lease_s
         async with asyncio.TaskGroup() as starting:
@@ -255,6 +258,7 @@ class ServiceParts(ResourceOwner):
             replay=self.replay,
             engines=self.engines,
             observing=self._observing,
+            resources=Resources(gpus=self._config.learner.gpus),
         )
 
     async def _worker_parts(self, replay: RolloutStore) -> WorkerParts:
@@ -288,8 +292,8 @@ class ServiceParts(ResourceOwner):
                 f"({self._config.service.min_free_bytes >> 20} MiB): free some space, then resume the run"
             )
 
-    async def _spawn(self, name: str, cls: type[R], *args: object, **kwargs: object) -> R:
-        actor = await self._runtime.spawn(cls, *args, name=name, **kwargs)
+    async def _spawn(self, name: str, cls: type[R], *args: object, resources: Resources = PLAIN, **kwargs: object) -> R:
+        actor = await self._runtime.spawn(cls, *args, name=name, resources=resources, **kwargs)
         self._actors[name] = actor
         self._stack.push_async_callback(self._stop, actor)
         return actor

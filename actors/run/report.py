@@ -15,11 +15,13 @@ from rich.console import Group
 from rich.table import Table
 
 from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.record.logprob_drift import drift_totals
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.push_costs import push_costs
 from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.report import acceptance
+from headrace.policies.learners.checkpoint_retention import best_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,10 +29,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from headrace.actors.engine_group.members_file import EngineStatus
+    from headrace.actors.record.logprob_drift import DriftTotals
     from headrace.actors.record.push_costs import PushCosts
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.record.utilisation import StationLoad
     from headrace.buffer.audit.report import DecileReport, LeftOut
+    from headrace.policies.learners.checkpoint_retention import BestCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,10 @@ class RunReport:
     """Reason for that limit."""
     pushes: PushCosts | None
     """Costs of the weight pushes; None if there were none."""
+    drift: DriftTotals | None
+    """Log-probability mismatch and lag of the trained tokens; None if the learner did not measure them."""
+    best: BestCheckpoint | None
+    """Checkpoint with the highest success on held-out tasks; None if no evaluation has rated one that still exists."""
     engines: tuple[EngineStatus, ...]
     """Last status of every engine, including those that have left the group."""
 
@@ -100,6 +108,10 @@ class RunReport:
             lines.append(f"{line}, load {engine.load}" + (f" ({engine.reason})" if engine.reason else ""))
         lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
         lines += [self.pushes.line()] if self.pushes else []
+        lines += self.drift.lines() if self.drift else []
+        if self.best is not None:
+            best = self.best
+            lines.append(f"best checkpoint {best.version}: held-out success {best.success:.1%} (evaluation {best.tag})")
         if not self.deciles:
             return Group(*lines)
         # The outcome of each decile shows whether long rollouts vanish from training.
@@ -123,11 +135,12 @@ def report_of(directory: RunDirectory) -> RunReport:
             for _ in range(steps[batch.batch_id]):
                 staleness.update(member.staleness for member in batch.members)
     groups = accepted.left_out
-    metrics = read_metrics(directory.metrics, ("stations", "push", "step"))
+    metrics = read_metrics(directory.metrics, ("stations", "push", "step", "mismatch_alarm"))
     records = [record for record in metrics if record["kind"] == "stations"]
     loads = mean_loads(records)
     full = bottleneck(loads, mean_in_flight(records))
     slowed = [record for record in records if record.get("slowed_by")]
+    best = best_checkpoint(directory.checkpoints)
     slowest = min(slowed, key=lambda record: record["rollout_limit"], default=None)
     return RunReport(
         steps=sum(not commit.skipped for commit in evidence.surviving),
@@ -151,6 +164,8 @@ def report_of(directory: RunDirectory) -> RunReport:
         slowed_to=slowest["rollout_limit"] if slowest else None,
         slowed_by=slowest["slowed_by"] if slowest else "",
         pushes=push_costs(metrics),
+        drift=drift_totals(metrics),
+        best=None if best is None else best[0],
         engines=read_roster(directory.engines).engines,
     )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -27,7 +28,9 @@ from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks
 from headrace.policies.errors import CheckpointUnreadable
-from headrace.policies.learners.checkpoints import list_checkpoints, set_aside, usable_checkpoint
+from headrace.policies.learners.checkpoint_retention import forget, kept_checkpoints
+from headrace.policies.learners.checkpoints import list_checkpoints, refuse_mismatch, set_aside, usable_checkpoint
+from headrace.policies.learners.config import trained_as
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -111,12 +114,16 @@ class ResumePreparation:
         """Rename the checkpoints that the learner must not use: damaged ones, and all of them with `--from-start`."""
         root = self._directory.checkpoints
         try:
-            damaged = usable_checkpoint(root).set_aside
+            usable = usable_checkpoint(root)
+            if usable.checkpoint is not None and not self._from_start:
+                refuse_mismatch(Path(usable.checkpoint.path), trained_as(self._config.learner))
         except CheckpointUnreadable as error:
             raise LedgerRefused(str(error)) from error
         if not self._from_start:
-            return damaged
-        return (*damaged, *(set_aside(path, "the run restarts (--from-start)") for path in list_checkpoints(root)))
+            return usable.set_aside
+        forget(root)
+        undone = (*kept_checkpoints(root), *list_checkpoints(root))
+        return (*usable.set_aside, *(set_aside(path, "the run restarts (--from-start)") for path in undone))
 
     def _refuse_without_checkpoint(self, report: ResumeReport, aside: tuple[SetAside, ...]) -> None:
         root, path = self._directory.checkpoints, self._directory.path

@@ -34,6 +34,7 @@ from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import GroupId
+from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
@@ -267,6 +268,10 @@ class Service(ServiceParts):
             self._success = ended[tag]
             return
         step = 0 if tag == "base" else self._step
+        # The base evaluation rates the start policy, which has no checkpoint.
+        rated = None if self._directory is None or tag == "base" else self._directory.checkpoints
+        if rated is not None:
+            await asyncio.to_thread(begin_evaluation, rated, step)
         summary = await keep_running(
             lambda: self.dispatcher.evaluate(self._heldout, samples=samples, tag=tag), self.dispatcher.status
         )
@@ -274,6 +279,9 @@ class Service(ServiceParts):
             logger.error("evaluation %s: every answer failed with an infrastructure error; nothing is recorded", tag)
             return
         self._success = summary.success
+        if rated is not None:
+            rate = partial(end_evaluation, rated, tag=tag, success=summary.success, versions=summary.versions)
+            await asyncio.to_thread(rate)
         # In this order, a crash in between duplicates a metrics record, but never loses one.
         self._metrics.append(EvaluationMetric(step=step, **asdict(summary)))
         await until_back(lambda: self.replay.end_evaluation(GroupId(tag), step, asdict(summary)))

@@ -65,6 +65,8 @@ _NO_RAY_METRICS: Final = {
 }
 """Disables Ray's metrics, which it exports on every interface without authentication; ours are in metrics.jsonl and
 OpenTelemetry."""
+_HIDE_UNRESERVED_GPUS: Final = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+"""Variable that makes Ray hide all GPUs from an actor that has reserved none. By default such an actor sees all."""
 _SOCKET_PATH_BYTES: Final = 107
 """Longest path of a Unix socket, see unix(7)."""
 ENDING: ContextVar[Callable[[], None] | None] = ContextVar("headrace.ending", default=None)
@@ -114,7 +116,7 @@ class Runtime(Protocol):
     isolates_actors: ClassVar[bool]
     """True if an actor may hang or die separately from this process, so that it needs a guard."""
 
-    async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
+    async def spawn(self, cls: type[T], *args: Any, name: str, resources: Resources = PLAIN, **kwargs: Any) -> T:
         """Start an actor and return it once it is ready. Raises TypeError for a class with synchronous public methods,
         and StartFailed if the actor does not start."""
         ...
@@ -145,7 +147,8 @@ class InlineRuntime:
     def __init__(self) -> None:
         self._stacks: dict[int, AsyncExitStack] = {}
 
-    async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
+    async def spawn(self, cls: type[T], *args: Any, name: str, resources: Resources = PLAIN, **kwargs: Any) -> T:
+        """See `Runtime.spawn`. Nothing is reserved: all actors share the resources of this process."""
         require_async(cls)
         instance = cls(*args, **kwargs)
         stack = AsyncExitStack()
@@ -534,8 +537,8 @@ def check_ray_folder() -> Path:
     return folder
 
 
-def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -> None:
-    """Start a local Ray, which dies with this process.
+def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False, gpus: int | None = None) -> None:
+    """Start a local Ray, which dies with this process. It offers `gpus` GPUs, by default those that it finds.
 
     Raises StartFailed when Ray does not start, or was imported before it was configured to require a token. Raises
     FolderRefused and ConfigError when TMPDIR is not usable for Ray.
@@ -550,6 +553,7 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # By default, Ray's workers run at nice 15. Gateway, learner and engines would starve and miss their deadlines.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ[_HIDE_UNRESERVED_GPUS] = "1"
     for name, value in _NO_RAY_METRICS.items():
         os.environ.setdefault(name, value)
     import ray
@@ -558,6 +562,7 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
         try:
             ray.init(
                 address="local",
+                num_gpus=gpus,
                 namespace=f"headrace-{run.name}",
                 object_store_memory=object_store_bytes,
                 include_dashboard=False,
@@ -570,6 +575,13 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
                 raise StartFailed(f"Ray did not start: {error}; is this machine overloaded?") from error
         else:
             return
+
+
+def offered_gpus() -> int:
+    """Return the number of GPUs of the Ray that is running."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def stop_local_ray() -> None:
@@ -588,6 +600,7 @@ __all__ = [
     "Runtime",
     "check_ray_folder",
     "node_address",
+    "offered_gpus",
     "start_local_ray",
     "stop_local_ray",
 ]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime.runtime import ENDING, WATCH_S, require_async
+from headrace.actors.runtime.runtime import ENDING, PLAIN, WATCH_S, Resources, require_async
 from headrace.actors.simulation.ordered_tasks import NumberedTask
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 
@@ -247,7 +247,7 @@ class FaultyRuntime:
                 task.cancel()
         return task
 
-    async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
+    async def spawn(self, cls: type[T], *args: Any, name: str, resources: Resources = PLAIN, **kwargs: Any) -> T:
         require_async(cls)
         require_alive()
         if (known := self.cells.get(name)) is not None and not known.stopped:

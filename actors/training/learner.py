@@ -31,6 +31,7 @@ from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorError, first_cause
+from headrace.actors.record.logprob_drift import mismatch_alarm
 from headrace.actors.record.metrics import StepMetric
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import end_actor
@@ -171,6 +172,7 @@ class LearnerLoop:
         self._tokens = 0
         self._stage, self._stage_since_s = Stage.WAITING, 0.0
         self._stages = 0
+        self._alarms = 0
         self._catching_up = False
         self._stepping: BatchLease | None = None
         self._draining = asyncio.Event()
@@ -327,6 +329,14 @@ class LearnerLoop:
         self._tokens += int(report.metrics.get("tokens", 0))
         self._metrics.append(_record_of(batch, report, self._clock.since(self._recorded)))
         self._recorded = replace(self._clock)
+        if not isinstance(self._learner_config, SimulatedLearnerConfig):
+            alarm = mismatch_alarm(report, self._learner_config.mismatch_alarm)
+            if alarm is not None:
+                self._alarms += 1
+                self._metrics.append(alarm)
+                # Not for each of them: every step of a run may have one.
+                if self._alarms.bit_count() == 1:
+                    logger.error("%s", alarm.line())
         return report
 
     async def _tried(self, batch: Batch) -> StepReport | None:
@@ -416,6 +426,7 @@ def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:
 
 
 def _record_of(batch: Batch, report: StepReport, spent: _Clock) -> StepMetric:
+    drift = report.drift
     return StepMetric(
         batch_id=batch.lease.batch_id,
         step=report.version.step,
@@ -425,6 +436,9 @@ def _record_of(batch: Batch, report: StepReport, spent: _Clock) -> StepMetric:
         metrics=report.metrics,
         staleness=Counter(str(item.staleness) for item in batch.items),
         stale_kv_tokens=sum(stale_kv_tokens(item.trajectory) for item in batch.items),
+        mismatch=None if drift is None else drift.mismatch,
+        ratio_by_staleness={} if drift is None else {str(key): ratios for key, ratios in drift.by_staleness.items()},
+        stale_kv=None if drift is None else drift.stale_kv,
         step_s=spent.step_s,
         idle_s=spent.idle_s,
         push_s=spent.push_s,

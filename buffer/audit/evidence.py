@@ -448,8 +448,9 @@ def _checkpoints(root: Path) -> list[Path]:
 
 def _witness(path: Path) -> Witness:
     document = json.loads((path / "headrace.json").read_text(encoding="utf-8"))
-    if document["format"] != 1:
-        raise ValueError(f"has format {document['format']}, but this version of headrace reads format 1")
+    # Both formats have the same entries for the batches.
+    if document["format"] not in (1, 2):
+        raise ValueError(f"has format {document['format']}, but this version of headrace reads formats 1 and 2")
     batches = (
         (BatchId(batch["batch_id"]), tuple((RolloutId(rollout), int(attempt)) for rollout, attempt in batch["members"]))
         for batch in document["batches"]

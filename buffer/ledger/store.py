@@ -173,6 +173,9 @@ class ReplayStore:
             return None
         keys = [(member.rollout_id, member.attempt) for member in record.members]
         rollouts = [self._core.state.rollouts[rollout_id] for rollout_id, _ in keys]
+        tree, state = self._core.state.path.tree, self._core.state
+        sampled = {version for rollout_id, _ in keys for version in state.versions_of(rollout_id)}
+        staleness = {each: tree.staleness(record.version, each) for each in sampled}
         trajectories = await self._writer.read(lambda: self._writer.ledger.trajectories(keys))
         items = tuple(
             BatchItem(
@@ -187,7 +190,10 @@ class ReplayStore:
             for member, rollout, trajectory in zip(record.members, rollouts, trajectories, strict=True)
         )
         return Batch(
-            lease=BatchLease(batch_id=record.batch_id, epoch=record.epoch), version=record.version, items=items
+            lease=BatchLease(batch_id=record.batch_id, epoch=record.epoch),
+            version=record.version,
+            items=items,
+            staleness=staleness,
         )
 
     async def commit(self, lease: BatchLease, report: StepReport) -> None:

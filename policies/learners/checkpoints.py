@@ -7,8 +7,11 @@ Invariants:
   ones, and the hash chain over all batches of the run up to this checkpoint: extending `previous_chain` with the
   batches gives `chain`.
 - Checkpoints are ordered by version: those of a later epoch come later.
-- `headrace.json` is written last and lists every other file with its size and CRC-32, so that missing, truncated or
+- `headrace.json` is written last and lists every other file with its size and SHA-256, so that missing, truncated or
   altered files are found before anything is loaded. A damaged directory is renamed to `aside-<name>`, never removed.
+- It also records what was trained (architecture, vocabulary, objective): a learner refuses a checkpoint of another
+  kind instead of loading it.
+- Manifests of format 1 have CRC-32 checksums or none, and do not record what was trained. They remain readable.
 
 Layout: `headrace.json`, `megatron/` (model, optimizer and random state), and beside them a Hugging Face model
 directory.
@@ -16,12 +19,13 @@ directory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -29,13 +33,28 @@ from typing import Any
 from headrace.buffer.primitives.durable_files import publish_folder
 from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.errors import CheckpointDamaged, CheckpointUnreadable
+from headrace.policies.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, ModelInvalid
+from headrace.policies.tokens.model_keys import read_language_keys
 
-FORMAT = 1
+FORMAT = 2
+READ_FORMATS = (1, FORMAT)
 MANIFEST = "headrace.json"
 MEGATRON_STATE = "megatron"
 ASIDE = "aside-"
 """Prefix of damaged checkpoints, which are kept for inspection only."""
+KEPT = "kept-"
+"""Prefix of checkpoints that are kept although they are not among the newest, see `checkpoint_retention`."""
+OBJECTIVE = "objective"
+"""Entry of `Manifest.trained` with the name of the objective."""
+_SIZES = {
+    "vocabulary": "vocab_size",
+    "layers": "num_hidden_layers",
+    "hidden size": "hidden_size",
+    "feed-forward size": "intermediate_size",
+    "attention heads": "num_attention_heads",
+    "key-value heads": "num_key_value_heads",
+}
+"""Other entries of `Manifest.trained`, with their keys in config.json."""
 _UNFINISHED = "tmp-"
 _READ_BYTES = 1 << 20
 _COMPLETE = re.compile(r"\d+\.\d+")
@@ -53,12 +72,14 @@ class SteppedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Contents of `headrace.json`."""
+    """Contents of `headrace.json`. `trained` describes what was trained, by name (see
+    `trained_model`); empty if it is not known."""
 
     version: PolicyVersion
     previous_chain: str
     chain: str
     batches: tuple[SteppedBatch, ...]
+    trained: Mapping[str, str | int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +134,7 @@ def read_manifest(path: Path) -> Manifest:
             previous_chain=document["previous_chain"],
             chain=document["chain"],
             batches=batches,
+            trained=dict(document.get("trained", {})),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"{path / MANIFEST} lacks a field or has an invalid one: {error!r}") from error
@@ -126,18 +148,50 @@ def read_manifest(path: Path) -> Manifest:
 def check_checkpoint(path: Path) -> CheckpointRef:
     """Check all files of a checkpoint, and return its reference. Raises as `read_manifest` does."""
     checkpoint = read_checkpoint(path)
-    if str(checkpoint.version) != path.name:
+    if str(checkpoint.version) != path.name.removeprefix(KEPT):
         raise CheckpointDamaged(f"{path} contains version {checkpoint.version}: the directory was renamed")
-    # Checkpoints of older versions list no files.
-    for name, (size, checksum) in _read_document(path).get("files", {}).items():
+    # The first checkpoints of format 1 list no files.
+    for name, (size, digest) in _read_document(path).get("files", {}).items():
         file = path / name
         if not file.is_file():
             raise CheckpointDamaged(f"{file} is missing")
         if file.stat().st_size != size:
             raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes, but {size} were written")
-        if _crc32(file) != checksum:
-            raise CheckpointDamaged(f"{file} was altered after it was written: its checksum differs")
+        found = _crc32(file) if isinstance(digest, int) else _sha256(file)
+        if found != digest:
+            raise CheckpointDamaged(
+                f"{file} was altered after it was written: its digest is {found}, but {digest} was recorded"
+            )
     return checkpoint
+
+
+def trained_model(model_dir: Path) -> dict[str, str | int]:
+    """Return the entries of `Manifest.trained` that config.json of a model directory gives; empty if it has none."""
+    try:
+        keys = read_language_keys(model_dir / "config.json")
+    except ModelInvalid:
+        return {}
+    architectures = keys.get("architectures") or [keys.get("model_type", "")]
+    named = {"architecture": architectures[0]} | {name: keys.get(key) for name, key in _SIZES.items()}
+    return {name: value for name, value in named.items() if value}
+
+
+def refuse_mismatch(path: Path, wanted: Mapping[str, str | int]) -> None:
+    """Raise CheckpointMismatch, with both values and the fix, if the checkpoint was trained as something else than
+    `wanted`. What only one of them knows is not compared."""
+    # Manifests of format 1 do not record it, but each checkpoint contains its model's config.json.
+    trained = {**trained_model(path), **read_manifest(path).trained}
+    for name, value in wanted.items():
+        if name in trained and trained[name] != value:
+            fix = (
+                f"set learner.objective to {trained[name]}"
+                if name == OBJECTIVE
+                else "set model.path to the model with which the run began"
+            )
+            raise CheckpointMismatch(
+                f"{path} was trained with {name} {trained[name]}, but this learner has {name} {value}: {fix}, or start "
+                f"a new run from these weights with model.path = {path}"
+            )
 
 
 def usable_checkpoint(root: Path) -> Usable:
@@ -171,9 +225,10 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "version": str(manifest.version),
         "previous_chain": manifest.previous_chain,
         "chain": manifest.chain,
+        "trained": dict(manifest.trained),
         "batches": batches,
         "files": {
-            str(file.relative_to(path)): [file.stat().st_size, _crc32(file)]
+            str(file.relative_to(path)): [file.stat().st_size, _sha256(file)]
             for file in sorted(path.rglob("*"))
             if file.is_file() and file != path / MANIFEST
         },
@@ -207,11 +262,10 @@ def publish(staged: Path, version: PolicyVersion) -> Path:
     return final
 
 
-def keep_newest(root: Path, count: int) -> None:
-    """Remove all but the `count` newest complete checkpoints."""
-    for path in list_checkpoints(root)[:-count]:
-        # Renamed first, so that a partly removed directory never looks complete.
-        shutil.rmtree(path.rename(path.with_name(f"{_UNFINISHED}removed-{path.name}")))
+def remove(path: Path) -> None:
+    """Remove a checkpoint directory."""
+    # Renamed first, so that a partly removed directory never looks complete.
+    shutil.rmtree(path.rename(path.with_name(f"{_UNFINISHED}removed-{path.name}")))
 
 
 def _read_document(path: Path) -> dict[str, Any]:
@@ -221,12 +275,17 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise CheckpointDamaged(f"{path} is not a complete checkpoint: {error}") from error
     if not isinstance(document, dict) or "format" not in document:
         raise CheckpointDamaged(f"{path / MANIFEST} is not a checkpoint manifest: it has no format")
-    if document["format"] != FORMAT:
+    if document["format"] not in READ_FORMATS:
         raise CheckpointUnreadable(
-            f"{path / MANIFEST} has format {document['format']}, but this version of headrace reads {FORMAT}: "
+            f"{path / MANIFEST} has format {document['format']}, but this version of headrace reads up to {FORMAT}: "
             "upgrade headrace"
         )
     return document
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _crc32(path: Path) -> int:

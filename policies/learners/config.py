@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.buffer.row_limits import RowLimits
+from headrace.policies.learners.checkpoints import OBJECTIVE, trained_model
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
 from headrace.policies.tokens.model_keys import read_vocabulary_size
@@ -45,14 +46,25 @@ class LearnerConfig(ObjectiveConfig):
     """Number of CPU threads of the learner's torch. Results depend on it by rounding."""
     max_skipped_in_a_row: int = Field(default=3, gt=0)
     """Number of consecutive steps with a non-finite gradient after which the run ends."""
+    mismatch_alarm: float = Field(default=0.05, gt=0)
+    """Mean absolute difference, in nats, between the log-probabilities of learner and engines over tokens that the
+    trained version sampled itself, above which a step raises an alarm. The same weights give about 1e-6 in fp32, and
+    several 1e-3 in bf16; a larger difference means that engine and learner do not compute the same policy."""
     keep_checkpoints: int = Field(default=3, gt=0)
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep, beside the best one by held-out success."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device of the learner. `cuda` reserves one GPU with Ray, which no engine of the run then uses."""
     seed: int = 0
     """Random seed of torch and Megatron. The model has no dropout, so steps do not depend on it."""
     kind: Literal["megatron", "simulated"] = "megatron"
     """Kind of learner. `simulated` lets time pass instead of computing, and ignores the keys above."""
     simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()
     """Settings of the simulated learner."""
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the learner's process reserves."""
+        return int(self.kind == "megatron" and self.device == "cuda")
 
 
 def row_limits(config: LearnerConfig) -> RowLimits | None:
@@ -61,3 +73,11 @@ def row_limits(config: LearnerConfig) -> RowLimits | None:
     if config.kind == "simulated":
         return None
     return RowLimits(vocabulary=read_vocabulary_size(config.model_dir), tokens=config.token_budget)
+
+
+def trained_as(config: LearnerConfig) -> dict[str, str | int]:
+    """Return what this learner trains, as its checkpoints record it; empty for a simulated learner. Entries of the
+    model are missing if its directory no longer exists."""
+    if config.kind == "simulated":
+        return {}
+    return trained_model(config.model_dir) | {OBJECTIVE: config.objective}

@@ -28,6 +28,9 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun, RowUnusable
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
+from headrace.policies.learners.checkpoint_retention import remove_old
+from headrace.policies.learners.config import trained_as
+from headrace.policies.learners.logprob_drift import DriftMeter
 from headrace.policies.learners.megatron_optimizer import MainOptimizer
 from headrace.policies.learners.micro_batches import WeightedRow, collate, trained_tokens, weighted_rows
 from headrace.policies.learners.objectives.loss import TokenSums, weighted_loss
@@ -55,7 +58,7 @@ class MegatronTrainer:
         self._config = config
         self._objective = OBJECTIVES.find(config.objective)()
         self._source = Path(resume.path) if resume else config.model_dir
-        self._device = megatron_world.start(config.seed, threads=config.threads)
+        self._device = megatron_world.start(config.seed, config.device, threads=config.threads)
         self._shape = QwenConfig.read(self._source / "config.json")
         self._limits = RowLimits(vocabulary=self._shape.vocab_size, tokens=config.token_budget)
         settings = megatron_model.transformer_config(self._shape, getattr(torch, config.dtype))
@@ -97,7 +100,8 @@ class MegatronTrainer:
         # Constant after a linear warm-up over the first `warmup_steps` updates of the run.
         warm = (self._version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
         learning_rate = self._config.learning_rate * min(1.0, warm)
-        loss, sums = self._accumulate(weighted_rows(batch, self._objective, self._config))
+        meter = DriftMeter(batch, cap=self._config.weight_cap)
+        loss, sums = self._accumulate(weighted_rows(batch, self._objective, self._config), meter)
         grad_norm = self._optimizer.take_gradients(max_norm=self._config.clip_grad_norm)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
@@ -109,7 +113,8 @@ class MegatronTrainer:
         self._since_save.append(stepped)
         self._chain = checkpoints.fold_chain(self._chain, [stepped])
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        metrics = _metrics(batch, sums) | {
+        metrics = _metrics(batch, sums) | meter.shares()
+        metrics |= {
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
@@ -117,7 +122,11 @@ class MegatronTrainer:
         }
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._last_report = StepReport(
-            batch_id=batch.lease.batch_id, version=self._version, skipped=skipped, metrics=finite
+            batch_id=batch.lease.batch_id,
+            version=self._version,
+            skipped=skipped,
+            metrics=finite,
+            drift=meter.drift(),
         )
         self._stop_when_diverged()
         return self._last_report
@@ -148,7 +157,11 @@ class MegatronTrainer:
             return checkpoints.read_checkpoint(root / str(self._version))
         staged = checkpoints.stage(root, self._version)
         manifest = checkpoints.Manifest(
-            version=self._version, previous_chain=self._saved_chain, chain=self._chain, batches=tuple(self._since_save)
+            version=self._version,
+            previous_chain=self._saved_chain,
+            chain=self._chain,
+            batches=tuple(self._since_save),
+            trained=checkpoints.trained_model(self._source) | {checkpoints.OBJECTIVE: self._config.objective},
         )
         for file in sorted(self._source.iterdir()):
             if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
@@ -164,16 +177,16 @@ class MegatronTrainer:
         # The checkpoint from which the run resumed may be removed.
         self._source = final
         self._saved_chain, self._since_save = self._chain, []
-        checkpoints.keep_newest(root, self._config.keep_checkpoints)
+        remove_old(root, newest=self._config.keep_checkpoints)
         return checkpoints.read_checkpoint(final)
 
     def close(self) -> None:
         """Destroy the process group; the trainer is unusable afterwards."""
         megatron_world.stop()
 
-    def _accumulate(self, rows: list[WeightedRow]) -> tuple[float, TokenSums]:
-        """Accumulate the gradient of all rows in Megatron's buffers. Return the loss and its sums over trained
-        tokens."""
+    def _accumulate(self, rows: list[WeightedRow], meter: DriftMeter) -> tuple[float, TokenSums]:
+        """Accumulate the gradient of all rows in Megatron's buffers, and their log-probabilities in `meter`. Return the
+        loss and its sums over trained tokens."""
         self._ddp.zero_grad_buffer()
         lengths = [len(row.row.tokens_T) for row in rows]
         total, sums = 0.0, TokenSums()
@@ -184,6 +197,8 @@ class MegatronTrainer:
             tokens = micro.trained_tokens(logprobs_N, entropies_N, reference_N)
             loss, part = weighted_loss(tokens, micro.weights_N, self._objective, self._config)
             loss.backward()  # type: ignore[no-untyped-call]
+            computed = [rows[index].row for index in indices]
+            meter.add(computed, logprobs_N.detach().float().cpu().numpy(), positions=micro.tokens_BT.numel())
             total, sums = total + float(loss.detach()), sums + part
         self._ddp.finish_grad_sync()
         return total, sums
@@ -211,6 +226,7 @@ def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int
             )
         if epoch <= resume.version.epoch:
             raise CheckpointUnreadable(f"{resume.path} has epoch {resume.version.epoch}: resume it in a later epoch")
+        checkpoints.refuse_mismatch(Path(resume.path), trained_as(config))
     try:
         return MegatronTrainer(config, resume, epoch)
     except BaseException:

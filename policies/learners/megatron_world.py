@@ -7,12 +7,15 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import warnings
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed
 
+from headrace.policies.errors import DeviceMissing
 from headrace.policies.learners import cpu_shims
 from headrace.policies.push.process_group import choose_interface, host_store
 
@@ -23,10 +26,18 @@ with warnings.catch_warnings():
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 
-def start(seed: int, *, threads: int = 1) -> torch.device:
-    """Start a world of one rank, with nccl on a GPU or gloo without one, and return the device to train on."""
-    cpu_shims.install()
-    cuda = torch.cuda.is_available()
+def start(seed: int, device: Literal["cpu", "cuda"] = "cpu", *, threads: int = 1) -> torch.device:
+    """Start a world of one rank, with nccl on a GPU or gloo on the CPU, and return the device to train on. Raises
+    DeviceMissing."""
+    cuda = device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise DeviceMissing(
+            f"learner.device is cuda, but torch {torch.__version__} finds no CUDA device (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): install a CUDA build of torch on a host with a "
+            "GPU, or set learner.device to cpu"
+        )
+    if not cuda:
+        cpu_shims.install()
     # The default is one thread, because engines and rollouts share the cores.
     torch.set_num_threads(threads)
     torch.manual_seed(seed)

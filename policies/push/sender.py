@@ -54,6 +54,8 @@ class SenderConfig(BaseModel):
     """File that receives stderr; None uses the stderr of this process."""
     start_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit from start to the first reply; importing torch takes seconds."""
+    devices: tuple[str, ...] = ()
+    """CUDA devices of the senders, as CUDA_VISIBLE_DEVICES names them; if empty, they see those of this process."""
 
 
 class SenderProcess:
@@ -120,6 +122,8 @@ class SenderProcess:
             log = self.config.log_path.open("ab")
         pipe = asyncio.subprocess.PIPE
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if self.config.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.config.devices)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, stderr=log, env=environment, limit=LINE_LIMIT_BYTES

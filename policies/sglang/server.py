@@ -44,6 +44,8 @@ class SGLangServerConfig(ServerConfig):
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the server: `cpu` needs none of SGLang's kernels; `cuda` needs an environment with all of SGLang's
     requirements."""
+    devices: tuple[str, ...] = ()
+    """CUDA devices of the server, as CUDA_VISIBLE_DEVICES names them; if empty, it sees those of this process."""
     name: str = "sglang"
     """Stem of the log file's name."""
     max_running: int | None = Field(default=None, gt=0)
@@ -173,6 +175,8 @@ def server_environment(config: SGLangServerConfig) -> dict[str, str]:
         if config.tensor_parallel > 1:
             # Without this SGLang requires a NUMA node for each rank.
             settings |= {"SGLANG_CPU_OMP_THREADS_BIND": shares_of(os.sched_getaffinity(0), config.tensor_parallel)}
+    if config.devices:
+        settings |= {"CUDA_VISIBLE_DEVICES": ",".join(config.devices)}
     inherited = {
         key: value for key, value in os.environ.items() if key in INHERITED or key.startswith(INHERITED_PREFIXES)
     }

@@ -279,7 +279,7 @@ async def test_images_missing_on_all_hosts_are_refused_when_a_run_starts(local: 
         refuse_absent_images(section, [task_in("host"), task_in("task")])
 
     async with serving(local) as without, serving(local, images=ImageMap({"task": "host"})) as having:
-        with pytest.raises(ConfigError, match=r"task in task: image 'task': no host .* has it, they have base"):
+        with pytest.raises(ConfigError, match=r"task in task: image 'task': no host .* has it; they have base"):
             await asyncio.to_thread(refuse, without)
         await asyncio.to_thread(refuse, without, having)
     # Nobody answers: it may be there.

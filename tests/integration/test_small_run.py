@@ -15,6 +15,7 @@ from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.answers import read_answers
 from headrace.actors.run.launch import reopen
+from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.buffer.audit.evidence import read_evidence, read_only
 from headrace.buffer.audit.verify import verify
@@ -91,6 +92,33 @@ def test_the_summary_agrees_with_the_ledger(finished_run: RunDirectory) -> None:
     state = status_of(*reopen(finished_run.path))
     assert (state["steps"], state["total_steps"], state["state"], state["finished"]) == (6, 6, "finished", True)
     assert set(state["held_out"]) == {"base", "final"}
+
+
+def test_engines_and_learner_agree_about_the_tokens_of_the_trained_version(finished_run: RunDirectory) -> None:
+    steps = read_metrics(finished_run.metrics, ("step",))
+    # Nothing lags in the first step; in the others, only tokens that were sampled after the last push do not.
+    assert steps[0]["mismatch"]["tokens"] == steps[0]["computed_tokens"]
+    assert set(steps[0]["ratio_by_staleness"]) == {"0"}
+    assert any(set(step["ratio_by_staleness"]) > {"0"} or "0" not in step["ratio_by_staleness"] for step in steps[1:])
+    for step in steps:
+        assert sum(entry["tokens"] for entry in step["ratio_by_staleness"].values()) == step["computed_tokens"]
+        assert 0 <= step["padding_share"] < 1
+        assert 0 <= step["capped_share"] <= 1
+        assert step["stale_kv"] is None
+        assert step["mismatch"] is None or step["mismatch"]["max_abs_log_ratio"] < 1e-3
+    report = report_of(finished_run)
+    assert report.drift is not None
+    assert report.drift.mismatch is not None
+    assert report.drift.alarms == 0
+    assert report.drift.mismatch.mean_abs_log_ratio < 1e-4
+    assert report.drift.by_staleness["1"].mean_abs_log_ratio > report.drift.mismatch.mean_abs_log_ratio
+
+
+def test_the_final_evaluation_rates_the_last_checkpoint(finished_run: RunDirectory) -> None:
+    [final] = [record for record in read_metrics(finished_run.metrics, ("evaluation",)) if record["tag"] == "final"]
+    best = report_of(finished_run).best
+    assert best is not None
+    assert (best.version, best.tag, best.success) == ("1.6", "final", final["success"])
 
 
 def test_rewards_require_an_evaluation_and_infra_failures_are_not_evaluated(finished_run: RunDirectory) -> None:

@@ -19,10 +19,10 @@ from headrace.buffer.errors import LedgerBroken, LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import Batch, Cause, CheckpointRef, ReceiptStatus, RolloutOrder, RolloutResult, StepReport
 from headrace.buffer.versions import PolicyVersion
+from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,
-    keep_newest,
     publish,
     read_checkpoint,
     stage,
@@ -203,7 +203,7 @@ class Life:
         ref = read_checkpoint(publish(staged, self.version))
         say("saved", self.version)
         await self.store.checkpointed(ref)
-        keep_newest(root, 3)
+        remove_old(root, newest=3)
         self.chain, self.stepped = ref.chain, []
 
 

@@ -18,6 +18,9 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import RunRequest, check_parts, prepare, sole_driver
 from headrace.buffer.tasks import TaskId, load_tasks, write_tasks
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
+from headrace.policies.learners.checkpoints import Manifest, publish, stage, write_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "scripts" / "models" / "tiny"
@@ -378,6 +381,25 @@ def test_a_missing_checkpoint_is_reported_with_the_existing_ones(
     assert "has no checkpoint yet" in eval_refused(monkeypatch, capsys, str(run_dir))
     assert "--set" in eval_refused(monkeypatch, capsys, str(run_dir), "--set", "buffer.batch_size=8")
     assert not (run_dir / "evaluations").exists()
+
+
+def test_a_damaged_checkpoint_is_not_evaluated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_dir: Path
+) -> None:
+    root, version = run_dir / "checkpoints", PolicyVersion(1, 20)
+    staged = stage(root, version)
+    shutil.copytree(MODEL, staged, dirs_exist_ok=True)
+    write_manifest(staged, Manifest(version=version, previous_chain="", chain="", batches=()))
+    weights = publish(staged, version) / "model.safetensors"
+    *whole, last = weights.read_bytes()
+    weights.write_bytes(bytes([*whole, last ^ 1]))
+    error = eval_refused(monkeypatch, capsys, str(run_dir))
+    assert "--checkpoint 1.20" in error
+    assert "model.safetensors was altered after it was written: its digest is" in error
+    assert "has rated a checkpoint" in eval_refused(monkeypatch, capsys, str(run_dir), "--checkpoint", "best")
+    begin_evaluation(root, 20)
+    end_evaluation(root, tag="step-20", success=0.5, versions={"1.20": 1})
+    assert "--checkpoint 1.20" in eval_refused(monkeypatch, capsys, str(run_dir), "--checkpoint", "best")
 
 
 def test_a_live_run_is_not_evaluated(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import zlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from headrace.buffer.types import BatchId, RolloutId
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.errors import CheckpointUnreadable
+from headrace.policies.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from headrace.policies.learners import checkpoints
+from headrace.policies.learners.checkpoint_retention import remove_old
+from headrace.policies.learners.config import LearnerConfig, trained_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,11 +67,16 @@ def test_staging_removes_directories_left_by_interrupted_saves(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == [staged.name]
 
 
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
 def test_the_newest_checkpoints_are_retained(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
     for step in (2, 4, 10, 12):
-        publish(tmp_path, PolicyVersion(1, step))
-    checkpoints.keep_newest(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.10", "1.12"]
+        publish(root, PolicyVersion(1, step))
+    remove_old(root, newest=2)
+    assert names(root) == ["1.10", "1.12"]
 
 
 @pytest.mark.parametrize("damage", ["absent", "no json", "format", "field", "chain", "member"])
@@ -80,7 +89,7 @@ def test_damaged_checkpoints_are_refused_naming_the_file(tmp_path: Path, damage:
         case "no json":
             path.write_text(path.read_text()[:-9])
         case "format":
-            path.write_text(json.dumps(document | {"format": 2}))
+            path.write_text(json.dumps(document | {"format": 3}))
         case "field":
             del document["version"]
             path.write_text(json.dumps(document))
@@ -102,12 +111,19 @@ def with_files(root: Path, version: PolicyVersion) -> Path:
     return checkpoints.publish(staged, version)
 
 
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda path: (path / "megatron" / "shard").write_bytes(b"moments"), "has 7 bytes, but 350 were written"),
-        (lambda path: (path / "megatron" / "shard").write_bytes(b"mOments" * 50), "its checksum differs"),
+        (lambda path: (path / "megatron" / "shard").write_bytes(b"mOments" * 50), "its digest is"),
+        (lambda path: flip_a_bit(path / "model.safetensors"), "was recorded"),
         (lambda path: (path / "headrace.json").write_bytes(b""), "is not a complete checkpoint"),
         (lambda path: [file.unlink() for file in path.rglob("*") if file.is_file()], "is not a complete checkpoint"),
     ],
@@ -115,22 +131,23 @@ def with_files(root: Path, version: PolicyVersion) -> Path:
 def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_used(
     tmp_path: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
-    with_files(tmp_path, PolicyVersion(1, 10))
-    newest = with_files(tmp_path, PolicyVersion(2, 20))
+    root = tmp_path / "checkpoints"
+    with_files(root, PolicyVersion(1, 10))
+    newest = with_files(root, PolicyVersion(2, 20))
     (newest / "ledger.db").write_bytes(b"added after the manifest")
-    whole = checkpoints.usable_checkpoint(tmp_path)
+    whole = checkpoints.usable_checkpoint(root)
     assert whole.checkpoint is not None
     assert (whole.checkpoint.version, whole.set_aside) == (PolicyVersion(2, 20), ())
     damage(newest)
-    usable = checkpoints.usable_checkpoint(tmp_path)
+    usable = checkpoints.usable_checkpoint(root)
     assert usable.checkpoint is not None
     assert usable.checkpoint.version == PolicyVersion(1, 10)
     [aside] = usable.set_aside
-    assert (aside.name, aside.kept_as) == ("2.20", tmp_path / "aside-2.20")
+    assert (aside.name, aside.kept_as) == ("2.20", root / "aside-2.20")
     assert reason in aside.reason
     assert aside.kept_as.is_dir()
-    checkpoints.keep_newest(tmp_path, 1)
-    checkpoints.stage(tmp_path, PolicyVersion(3, 11))
+    remove_old(root, newest=1)
+    checkpoints.stage(root, PolicyVersion(3, 11))
     assert aside.kept_as.is_dir(), "it is kept until a person removes it"
 
 
@@ -144,9 +161,85 @@ def test_a_second_damaged_checkpoint_of_a_version_gets_another_name(tmp_path: Pa
 def test_a_checkpoint_from_a_newer_version_is_refused_and_not_renamed(tmp_path: Path) -> None:
     path = with_files(tmp_path, PolicyVersion(1, 10))
     document = json.loads((path / "headrace.json").read_text())
-    (path / "headrace.json").write_text(json.dumps(document | {"format": 2}))
+    (path / "headrace.json").write_text(json.dumps(document | {"format": 3}))
     with pytest.raises(
-        CheckpointUnreadable, match="has format 2, but this version of headrace reads 1: upgrade headrace"
+        CheckpointUnreadable, match="has format 3, but this version of headrace reads up to 2: upgrade headrace"
     ):
         checkpoints.usable_checkpoint(tmp_path)
     assert path.is_dir()
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["CRC-32", "no files"])
+def test_checkpoints_of_the_older_format_are_read_and_checked(tmp_path: Path, files: bool) -> None:
+    path = with_files(tmp_path, PolicyVersion(1, 10))
+    document = json.loads((path / "headrace.json").read_text())
+    del document["trained"]
+    listed = {name: [size, zlib.crc32((path / name).read_bytes())] for name, (size, _) in document.pop("files").items()}
+    document |= {"format": 1} | ({"files": listed} if files else {})
+    (path / "headrace.json").write_text(json.dumps(document))
+    assert checkpoints.check_checkpoint(path).version == PolicyVersion(1, 10)
+    assert checkpoints.read_manifest(path).trained == {}
+    flip_a_bit(path / "model.safetensors")
+    if files:
+        with pytest.raises(CheckpointDamaged, match=r"model\.safetensors was altered"):
+            checkpoints.check_checkpoint(path)
+
+
+KEYS = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 258,
+    "num_hidden_layers": 3,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+
+
+def learner_of(folder: Path, *, objective: str = "grpo", **changes: object) -> LearnerConfig:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(KEYS | changes))
+    return LearnerConfig(
+        model_dir=folder, checkpoint_dir=folder / "checkpoints", snapshot_dir=folder / "weights", objective=objective
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "architecture Qwen3ForCausalLM, but .* Qwen2ForCausalLM: set model"),
+        ({"vocab_size": 300}, "vocabulary 258, but this learner has vocabulary 300: set model.path"),
+        ({"num_hidden_layers": 4}, "layers 3, but this learner has layers 4"),
+        ({"objective": "gspo"}, "objective grpo, but .* objective gspo: set learner.objective to grpo"),
+    ],
+)
+def test_a_checkpoint_that_was_trained_as_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    version = PolicyVersion(1, 10)
+    staged = checkpoints.stage(tmp_path / "checkpoints", version)
+    trained = trained_as(learner_of(tmp_path / "before"))
+    checkpoints.write_manifest(staged, replace(manifest(version), trained=trained))
+    path = checkpoints.publish(staged, version)
+    checkpoints.refuse_mismatch(path, trained_as(learner_of(tmp_path / "same")))
+    with pytest.raises(CheckpointMismatch, match=message) as refused:
+        checkpoints.refuse_mismatch(path, trained_as(learner_of(tmp_path / "other", **changes)))
+    assert f"model.path = {path}" in str(refused.value)
+
+
+def test_an_older_checkpoint_is_compared_by_its_config(tmp_path: Path) -> None:
+    path = publish(tmp_path / "checkpoints", PolicyVersion(1, 10))
+    other = trained_as(learner_of(tmp_path / "other", vocab_size=300))
+    checkpoints.refuse_mismatch(path, other)
+    (path / "config.json").write_text(json.dumps(KEYS))
+    with pytest.raises(CheckpointMismatch, match="vocabulary 258"):
+        checkpoints.refuse_mismatch(path, other)
+
+
+def test_a_nested_config_is_read_like_a_flat_one(tmp_path: Path) -> None:
+    flat = checkpoints.trained_model(learner_of(tmp_path / "flat").model_dir)
+    sizes = {key: value for key, value in KEYS.items() if key != "architectures"}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": KEYS["architectures"], "text_config": sizes}))
+    assert checkpoints.trained_model(tmp_path) == flat
+    assert (flat["vocabulary"], flat["key-value heads"]) == (258, 1)
+    assert checkpoints.trained_model(tmp_path / "absent") == {}

@@ -62,9 +62,9 @@ def test_a_single_file_is_given_the_targets_name() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (b"no base64!", "no archive"),
-        (base64.b64encode(b"no tar" * 200), "no archive"),
-        (archive(entry("data", tarfile.DIRTYPE), entry("data/file", data=b"x" * 90))[:1400], "no archive"),
+        (b"no base64!", "not a valid archive"),
+        (base64.b64encode(b"no tar" * 200), "not a valid archive"),
+        (archive(entry("data", tarfile.DIRTYPE), entry("data/file", data=b"x" * 90))[:1400], "not a valid archive"),
         (archive(entry("data", data=b"x" * 101)), "more than 100 bytes"),
     ],
     ids=["no base64", "no tar", "cut", "large"],

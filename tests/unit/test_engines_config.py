@@ -105,7 +105,7 @@ def test_push_deadlines_reach_the_engines(tiny_model_dir: Path, tmp_path: Path) 
     client = fleet._client(EngineId("e"), "http://127.0.0.1:9")._config
     assert client.control_timeout_s > given.phase_timeout_s
     assert client.update_timeout_s > given.transfer_timeout_s
-    process = server_process(EnginesConfig(), fleet._plan(EngineId("e"), 1))
+    process = server_process(EnginesConfig(), fleet._plan(EngineId("e"), 1, ()))
     assert isinstance(process, EngineProcess)
     assert process._config.group_timeout_s > given.transfer_timeout_s
     assert str(process._config.group_timeout_s) in process._arguments()

@@ -30,7 +30,14 @@ from headrace.actors.run.exit_codes import (
     exit_code_of_run,
 )
 from headrace.buffer.errors import LedgerBroken, LedgerMismatch, LedgerRefused, TaskFileError
-from headrace.policies.errors import EngineUnavailable, ModelInvalid, NonFiniteRun, SenderFailed
+from headrace.policies.errors import (
+    CheckpointMismatch,
+    DeviceMissing,
+    EngineUnavailable,
+    ModelInvalid,
+    NonFiniteRun,
+    SenderFailed,
+)
 from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable
 
 DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -60,6 +67,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
         (TasksParked("x"), EXIT_FAILED, EXIT_FAILED),
         (NonFiniteRun("x"), EXIT_FAILED, EXIT_FAILED),
         (LedgerMismatch("x"), EXIT_FAILED, EXIT_FAILED),
+        (CheckpointMismatch("x"), EXIT_BAD_INPUT, EXIT_BAD_INPUT),
+        (DeviceMissing("x"), EXIT_BAD_INPUT, EXIT_BAD_INPUT),
         (ValueError("nobody expected it"), EXIT_FAILED, EXIT_TRANSIENT),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

@@ -22,6 +22,7 @@ from headrace.buffer.ledger.ledger import bring_up_to_date
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import StepReport
 from headrace.buffer.versions import PolicyVersion
+from headrace.policies.learners.checkpoint_retention import begin_evaluation, best_checkpoint, end_evaluation
 from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,
@@ -31,9 +32,13 @@ from headrace.policies.learners.checkpoints import (
     usable_checkpoint,
     write_manifest,
 )
+from headrace.policies.learners.config import LearnerConfig
 from support import replay_cases as cases
 
 TESTS = Path(__file__).parents[1]
+LEARNER = LearnerConfig(model_dir="model", checkpoint_dir="checkpoints", snapshot_dir="weights")
+"""Of a model whose directory is not there, so only the objective of a checkpoint can differ from it."""
+CONFIG = SimpleNamespace(buffer=cases.SMALL, learner=LEARNER)
 
 
 @pytest.fixture
@@ -150,8 +155,7 @@ def test_equal_durations_share_a_decile():
 
 def test_the_command_prints_the_report_and_stores_it_in_the_run_directory(run_dir):
     said = []
-    config = SimpleNamespace(buffer=cases.SMALL)
-    preparation = ResumePreparation(config, RunDirectory(path=run_dir), say=said.append)
+    preparation = ResumePreparation(CONFIG, RunDirectory(path=run_dir), say=said.append)
     preparation.prepare()
     report = resume_report(run_dir, max_staleness=2)
     assert said[0].startswith("migrated the ledger from schema 1 to 4 in ")
@@ -164,18 +168,18 @@ def test_a_run_with_lost_rollouts_is_not_resumed(run_dir):
     for path in (run_dir / "trajectories").iterdir():
         path.unlink()
     said = []
-    preparation = ResumePreparation(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=said.append)
+    preparation = ResumePreparation(CONFIG, RunDirectory(path=run_dir), say=said.append)
     with pytest.raises(LedgerRefused, match=r"rollouts are lost .*restore the missing files"):
         preparation.prepare()
     assert preparation.report["lost"] > 0
     assert any("lost" in line for line in said)
 
 
-def resuming(run_dir, said, **options):
+def resuming(run_dir, said, learner=LEARNER, **options):
     directory = RunDirectory(path=run_dir)
     if not directory.identity.exists():
         directory.write_beginning(cases.tasks(), "golden")
-    config = SimpleNamespace(buffer=cases.SMALL, service=SimpleNamespace(seed=3))
+    config = SimpleNamespace(buffer=cases.SMALL, learner=learner, service=SimpleNamespace(seed=3))
     return ResumePreparation(config, directory, say=said.append, **options)
 
 
@@ -282,7 +286,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(run_dir):
     ("change", "told"),
     [
         ({"chain": "", "previous_chain": "", "batches": [], "version": "1.2"}, None),
-        ({"format": 2}, "has format 2, but this version of headrace reads 1: upgrade headrace"),
+        ({"format": 3}, "has format 3, but this version of headrace reads up to 2: upgrade headrace"),
     ],
 )
 def test_a_checkpoint_of_another_run_or_a_newer_version_is_refused_in_one_line(run_dir, change, told):
@@ -305,6 +309,26 @@ def test_a_checkpoint_of_another_run_or_a_newer_version_is_refused_in_one_line(r
     assert (run_dir / "checkpoints" / "1.2").is_dir()
 
 
+def test_a_checkpoint_of_another_objective_is_refused_before_the_run_starts(run_dir):
+    manifest = run_dir / "checkpoints" / "1.2" / "headrace.json"
+    document = json.loads(manifest.read_text()) | {"trained": {"objective": "gspo"}}
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(LedgerRefused, match=r"trained with objective gspo, .* objective grpo: set learner\.obj"):
+        resuming(run_dir, []).prepare()
+    assert not (run_dir / "resumes").exists()
+    resuming(run_dir, [], learner=LEARNER.model_copy(update={"objective": "gspo"})).prepare()
+
+
+def test_a_restart_from_the_beginning_forgets_the_best_checkpoint(run_dir):
+    root = run_dir / "checkpoints"
+    begin_evaluation(root, 2)
+    end_evaluation(root, tag="step-2", success=0.9, versions={"1.2": 10})
+    assert best_checkpoint(root)[0].version == "1.2"
+    resuming(run_dir, [], from_start=True).prepare()
+    assert best_checkpoint(root) is None
+    assert (root / "aside-1.2").is_dir()
+
+
 @pytest.mark.parametrize("left", ["checkpoints", "trajectories"])
 @pytest.mark.parametrize("missing", [True, False])
 def test_a_run_with_a_lost_ledger_is_not_mistaken_for_a_new_run(run_dir, left, missing):
@@ -313,7 +337,7 @@ def test_a_run_with_a_lost_ledger_is_not_mistaken_for_a_new_run(run_dir, left, m
     if not missing:
         (run_dir / "ledger.db").touch()
     with pytest.raises(LedgerRefused, match=rf"missing or empty, but there is .*{left}.*restore the ledger"):
-        ResumePreparation(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=print).prepare()
+        ResumePreparation(CONFIG, RunDirectory(path=run_dir), say=print).prepare()
 
 
 def test_a_run_that_died_while_creating_the_ledger_starts(tmp_path):
@@ -321,7 +345,7 @@ def test_a_run_that_died_while_creating_the_ledger_starts(tmp_path):
     with pytest.raises(LedgerRefused, match="or an empty one"):
         resume_report(tmp_path, max_staleness=2)
     said = []
-    ResumePreparation(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=tmp_path), say=said.append).prepare()
+    ResumePreparation(CONFIG, RunDirectory(path=tmp_path), say=said.append).prepare()
     assert said == ["nothing was recorded yet: the run starts from the beginning"]
 
 

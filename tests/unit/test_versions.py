@@ -43,7 +43,7 @@ def test_an_epoch_can_be_opened_only_once_and_at_a_known_parent() -> None:
 def test_versions_under_different_roots_share_no_ancestor() -> None:
     versions = tree()
     versions.open_epoch(9, None)
-    with pytest.raises(ValueError, match="no ancestor"):
+    with pytest.raises(ValueError, match="no common ancestor"):
         versions.staleness(PolicyVersion(9, 1), PolicyVersion(1, 1))
 
 

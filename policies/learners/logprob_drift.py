@@ -1,0 +1,87 @@
+"""Comparison of the learner's log-probabilities with those recorded at sampling, by the staleness of each token.
+
+Shapes: N trained tokens of a micro-batch in row-major order, T tokens of a row.
+
+Invariants:
+- Tokens that the trained version sampled itself show the mismatch between engine and learner; all others show the lag
+  as well. Tokens sampled with stale keys and values belong to neither: no weights give their log-probabilities.
+- Means are over all tokens of the step at once, so the result does not depend on the split into micro-batches.
+- This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from headrace.buffer.types import LogprobDrift, TokenRatios
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from headrace.buffer.types import Batch, Row
+
+_STALE_KV: Final = -1
+"""Key of tokens sampled with stale keys and values, in place of a staleness."""
+
+
+class DriftMeter:
+    """Accumulates the comparison over the micro-batches of one step. `cap` is the objective's maximum importance
+    weight."""
+
+    def __init__(self, batch: Batch, *, cap: float) -> None:
+        self._batch, self._cap = batch, cap
+        self._differences: defaultdict[int, list[npt.NDArray[np.float64]]] = defaultdict(list)
+        self._positions = self._padding = self._tokens = self._capped = 0
+
+    def add(self, rows: Sequence[Row], logprobs_N: npt.NDArray[np.floating], *, positions: int) -> None:
+        """Add a micro-batch of `rows`, which was computed as `positions` positions including padding. `logprobs_N` are
+        the current log-probabilities of its trained tokens."""
+        behaviour_N = np.concatenate([row.logprobs_T[row.loss_mask_T] for row in rows])
+        staleness_N = np.concatenate([self._staleness_T(row)[row.loss_mask_T] for row in rows])
+        difference_N = logprobs_N.astype(np.float64) - behaviour_N
+        for staleness in np.unique(staleness_N):
+            self._differences[int(staleness)].append(difference_N[staleness_N == staleness])
+        self._positions += positions
+        self._padding += positions - sum(len(row.tokens_T) for row in rows)
+        self._tokens += difference_N.size
+        self._capped += int((difference_N > np.log(self._cap)).sum())
+
+    def shares(self) -> dict[str, float]:
+        """Return `padding_share` (of all computed positions) and `capped_share` (tokens whose ratio exceeds the cap, of
+        all trained tokens); empty if nothing was computed."""
+        if not self._tokens:
+            return {}
+        return {"padding_share": self._padding / self._positions, "capped_share": self._capped / self._tokens}
+
+    def drift(self) -> LogprobDrift | None:
+        """Return the comparison; None if nothing was computed."""
+        if not self._tokens:
+            return None
+        ratios = {staleness: _ratios(np.concatenate(parts)) for staleness, parts in sorted(self._differences.items())}
+        stale_kv = ratios.pop(_STALE_KV, None)
+        return LogprobDrift(by_staleness=ratios, stale_kv=stale_kv)
+
+    def _staleness_T(self, row: Row) -> npt.NDArray[np.int64]:
+        staleness_T = np.zeros(len(row.tokens_T), dtype=np.int64)
+        for span in row.versions:
+            key = _STALE_KV if span.stale_kv else self._batch.staleness_of(span.version)
+            staleness_T[span.start : span.end] = key
+        return staleness_T
+
+
+def _ratios(difference_n: npt.NDArray[np.float64]) -> TokenRatios:
+    magnitude_n = np.abs(difference_n)
+    # A value that is not finite is reported, not raised: the step's gradient is checked elsewhere.
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean_ratio = float(np.exp(difference_n).mean())
+    return TokenRatios(
+        tokens=difference_n.size,
+        mean_ratio=mean_ratio,
+        mean_abs_log_ratio=float(magnitude_n.mean()),
+        max_abs_log_ratio=float(magnitude_n.max()),
+    )
