@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from headrace.buffer.types import Batch, CheckpointRef, StepReport
@@ -44,14 +45,34 @@ class WeightsShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsDirectory:
+    """Complete Hugging Face model directory, and the SHA-256 of each of its files by name (hexadecimal, sorted by
+    name). It has no subdirectories."""
+
+    path: Path
+    digests: Mapping[str, str]
+
+    @classmethod
+    def of(cls, path: Path) -> WeightsDirectory:
+        """Return the directory of complete files, after reading all of them."""
+        files = sorted(file for file in path.iterdir() if file.is_file())
+        return cls(path=path, digests={file.name: WeightsShard.of(file).sha256 for file in files})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSnapshot:
-    """Weights of one version, on disk: one shard from each trainer rank that has its own parameters, with no parameter
-    in two shards.
+    """Weights of one version, on disk: either one shard from each trainer rank that has its own parameters, with no
+    parameter in two shards, or one Hugging Face directory. Raises ValueError for both.
 
     The files may be read until the learner writes its second snapshot after this one."""
 
     version: PolicyVersion
-    shards: tuple[WeightsShard, ...]
+    shards: tuple[WeightsShard, ...] = ()
+    directory: WeightsDirectory | None = None
+
+    def __post_init__(self) -> None:
+        if self.shards and self.directory is not None:
+            raise ValueError(f"snapshot {self.version} has shards and a directory; pass one of them")
 
 
 class Learner(Protocol):
