@@ -37,6 +37,7 @@ from headrace.buffer.errors import (
 from headrace.policies.errors import (
     EngineError,
     EngineSettingsInvalid,
+    LearnerSettingsInvalid,
     ModelInvalid,
     NonFiniteRun,
     PushError,
@@ -81,6 +82,7 @@ _BAD_INPUT: Final = (
     ModelInvalid,
     RequestInvalid,
     EngineSettingsInvalid,
+    LearnerSettingsInvalid,
     LedgerRefused,
     ExportRefused,
     LeaseError,
@@ -88,7 +90,14 @@ _BAD_INPUT: Final = (
     PermanentSandboxError,
     ServeError,
 )
-_ENDS_A_RUN_AGAIN: Final = (BatchUntrainable, LedgerRefused, LedgerMismatch, NonFiniteRun, RowUnusable)
+_ENDS_A_RUN_AGAIN: Final = (
+    BatchUntrainable,
+    LedgerRefused,
+    LedgerMismatch,
+    LearnerSettingsInvalid,
+    NonFiniteRun,
+    RowUnusable,
+)
 
 
 def exit_code(error: Exception) -> int:

@@ -10,6 +10,7 @@ from pydantic import Field
 from headrace.buffer.row_limits import RowLimits
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
+from headrace.policies.learners.slime.config import SlimeSection
 from headrace.policies.tokens.model_keys import read_vocabulary_size
 
 
@@ -49,8 +50,11 @@ class LearnerConfig(ObjectiveConfig):
     """Number of newest checkpoints to keep."""
     seed: int = 0
     """Random seed of torch and Megatron. The model has no dropout, so steps do not depend on it."""
-    kind: Literal["megatron", "simulated"] = "megatron"
-    """Kind of learner. `simulated` lets time pass instead of computing, and ignores the keys above."""
+    kind: Literal["megatron", "slime", "simulated"] = "megatron"
+    """Kind of learner. `slime` trains with slime's processes on the GPUs of `learner.slime`. `simulated` lets time
+    pass instead of computing, and ignores the keys above."""
+    slime: SlimeSection = SlimeSection()
+    """Settings of the slime learner."""
     simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()
     """Settings of the simulated learner."""
 
