@@ -27,18 +27,6 @@ pytestmark = [pytest.mark.slime, pytest.mark.timeout(1800), pytest.mark.usefixtu
 KILLS = 10
 
 
-def ranks() -> list[psutil.Process]:
-    """Training processes of this test run's Ray."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if " ".join(process.cmdline()).startswith("ray::SlimeRank"):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
 async def stepped(learner: LearnerLoop, *, epoch: int) -> PolicyVersion:
     """Wait for the first committed step of this or a later epoch, and return its version."""
     while True:
@@ -62,7 +50,7 @@ async def test_kills_of_a_rank_and_of_the_loop_leave_no_rank_and_the_next_epoch_
         version = await stepped(learner, epoch=1)
         for kill in range(KILLS):
             target = targets[kill]
-            before = ranks()
+            before = rig.ranks()
             assert len(before) == rig.RANKS
             # Steps take 0.2 s, saves and snapshots the rest: the instant falls into any of them.
             await asyncio.sleep(chance.uniform(0, 4))
@@ -76,6 +64,6 @@ async def test_kills_of_a_rank_and_of_the_loop_leave_no_rank_and_the_next_epoch_
         end = await running
         assert end.version.epoch == KILLS + 1
         await run.runtime.stop(learner)
-        assert ranks() == []
+        assert rig.ranks() == []
     report = verify(run.directory.path)
     assert report.clean, report.problems

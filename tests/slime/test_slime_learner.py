@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import torch
 
@@ -27,19 +26,13 @@ def steps_of(directory: RunDirectory) -> list[dict[str, Any]]:
     return [record for record in read_metrics(directory.metrics) if record["kind"] == "step"]
 
 
-def ranks() -> list[str]:
-    """Titles of the training processes of this test run's Ray, which Ray names after their class."""
-    titles = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
-    return [title for title in titles if title.startswith("ray::SlimeRank")]
-
-
 async def test_a_run_trains_pushes_saves_and_resumes(tmp_path: Path, bf16_model: Path) -> None:
     async with rig.open_run(tmp_path, bf16_model, steps=3, save_every=2) as run, run.producing():
         learner = await run.learner()
         end = await learner.run()
-        assert len(ranks()) == rig.RANKS
+        assert len(rig.ranks()) == rig.RANKS
         await run.runtime.stop(learner)
-        assert ranks() == []
+        assert rig.ranks() == []
     assert (str(end.version), end.used_up) == ("1.3", False)
 
     async with rig.open_run(tmp_path, bf16_model, steps=5, save_every=2) as run, run.producing():
@@ -129,7 +122,7 @@ async def test_a_learner_with_impossible_settings_does_not_open(
     async with rig.open_learner(terms) as learner:
         with pytest.raises(LearnerSettingsInvalid, match=problem):
             await learner.open(None, epoch=1)
-    assert ranks() == []
+    assert rig.ranks() == []
 
 
 async def test_a_rank_that_fails_is_seen_before_the_others_give_up(tmp_path: Path, bf16_model: Path) -> None:
@@ -141,4 +134,4 @@ async def test_a_rank_that_fails_is_seen_before_the_others_give_up(tmp_path: Pat
         async with asyncio.timeout(300):
             with pytest.raises(LearnerSettingsInvalid, match="rank 1 of 2 failed: RuntimeError: rank 1 has no layers"):
                 await learner.open(None, epoch=1)
-        assert ranks() == []
+        assert rig.ranks() == []

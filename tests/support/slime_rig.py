@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
@@ -86,6 +87,18 @@ CPU_ARGUMENTS = (
     # The default tracker of random states needs CUDA; the default tokenizer is not used by a learner.
     *("--inference-rng-tracker", "--tokenizer-type", "NullTokenizer"),
 )
+
+
+def ranks() -> list[psutil.Process]:
+    """Training processes of this test run's Ray."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if " ".join(process.cmdline()).startswith("ray::SlimeRank"):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
 
 
 def checkouts() -> tuple[Path, Path] | None:
