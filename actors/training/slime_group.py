@@ -105,6 +105,8 @@ class SlimeGroup:
         except RayError as error:
             raise RankFailed(f"a training process died while it started: {error}") from error
         self._ranks = group._actor_handlers  # noqa: SLF001 - see `checkout`
+        # Known before they load the model, so that `close` can wait for their end at any time.
+        self._processes = _local_processes(self.call("place"))
         initialised = [rank.init.remote(self._args, group.role) for rank in self._ranks]
         try:
             self._answers(initialised)
@@ -113,7 +115,6 @@ class SlimeGroup:
                 raise
             raise LearnerSettingsInvalid(f"slime could not load the model: {error}") from error
         self.states: Sequence[RankState] = self.call("state")
-        self._processes = _local_processes(self.states)
 
     def train(self, number: int, data: Sequence[dict[str, Any]]) -> list[RankStep]:
         """Perform step `number` on the data of each data-parallel rank. Raises RankFailed."""
@@ -194,9 +195,9 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
-def _local_processes(states: Sequence[RankState]) -> list[psutil.Process]:
+def _local_processes(places: Sequence[tuple[str, int]]) -> list[psutil.Process]:
     import ray
 
     here = ray.get_runtime_context().get_node_id()
-    local = [state.process_id for state in states if state.node == here]
+    local = [process_id for node, process_id in places if node == here]
     return [psutil.Process(process_id) for process_id in local if psutil.pid_exists(process_id)]

@@ -24,12 +24,11 @@ from headrace.policies.processes.parent_death import die_with_parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """State of a rank. `parallel` is slime's description of the layout, for its schedule. `scheduled` counts rollouts
-    that the learning rate's scheduler has seen, `optimizer_steps` the updates of Adam's moments."""
+    """State of a rank that has loaded its model. `parallel` is slime's description of the layout, for its schedule.
+    `scheduled` counts rollouts that the learning rate's scheduler has seen, `optimizer_steps` the updates of Adam's
+    moments."""
 
     rank: int
-    node: str
-    process_id: int
     parallel: dict[str, int]
     scheduled: int
     optimizer_steps: int
@@ -65,12 +64,14 @@ class SlimeRank(MegatronTrainRayActor):  # type: ignore[misc]
         gc.freeze()
         return start
 
+    def place(self) -> tuple[str, int]:
+        """Return the id of the rank's node, and its process id there."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     def state(self) -> RankState:
         steps = {int(group.get("step", 0)) for group in self.optimizer.param_groups}
         return RankState(
             rank=self._rank,
-            node=ray.get_runtime_context().get_node_id(),
-            process_id=os.getpid(),
             parallel=self.train_parallel_config,
             scheduled=int(self.opt_param_scheduler.num_steps),
             optimizer_steps=max(steps, default=0),
