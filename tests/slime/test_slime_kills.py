@@ -19,12 +19,21 @@ from support import slime_rig as rig
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.actors.training.learner import LearnerLoop
+    from headrace.actors.training.learner import LearnerLoop, TrainingEnd
     from headrace.buffer.versions import PolicyVersion
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(1800), pytest.mark.usefixtures("slime_ray")]
 
 KILLS = 10
+
+
+async def run_on(learner: LearnerLoop) -> TrainingEnd:
+    """Run the learner until it ends, as often as its process dies."""
+    while True:
+        try:
+            return await learner.run()
+        except ActorError:
+            await until_back(learner.status)
 
 
 async def stepped(learner: LearnerLoop, *, epoch: int) -> PolicyVersion:
@@ -46,7 +55,7 @@ async def test_kills_of_a_rank_and_of_the_loop_leave_no_rank_and_the_next_epoch_
     targets = ["loop", "rank 0", "rank 1"] * KILLS
     async with rig.open_run(tmp_path, bf16_model, steps=10_000, save_every=2) as run, run.producing():
         learner = await run.learner()
-        running = asyncio.ensure_future(until_back(learner.run))
+        running = asyncio.ensure_future(run_on(learner))
         version = await stepped(learner, epoch=1)
         for kill in range(KILLS):
             target = targets[kill]
