@@ -177,3 +177,11 @@ class CheckpointMismatch(CheckpointUnreadable):
 
 class NonFiniteRun(LearnerError):
     """`max_skipped_in_a_row` steps in a row were skipped: the run has diverged."""
+
+
+class LearnerSettingsInvalid(LearnerError):
+    """A learner cannot work with its settings, its devices or the installed trainer; the message names both sides."""
+
+
+class RankFailed(LearnerError):
+    """A training process died or raised; the other ranks were killed, and only a new learner can go on."""

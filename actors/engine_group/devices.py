@@ -72,11 +72,11 @@ def visible_devices() -> tuple[str, ...]:
     return tuple(device for device in os.environ.get(VISIBLE, "").split(",") if device)
 
 
-def needed_gpus(engines: EnginesConfig, push: PushConfig, *, learner: int) -> dict[str, int]:
+def needed_gpus(engines: EnginesConfig, push: PushConfig, *, learner: Mapping[str, int]) -> dict[str, int]:
     """Return the number of GPUs that each part of a run reserves, by its description; parts without one are left out.
-    `learner` is the learner's number, 0 in an evaluation."""
+    `learner` has those of the learner, and is empty in an evaluation."""
     parts = {
-        "learner.device = cuda": learner,
+        **learner,
         f"engines.count {engines.count} x engines.tensor_parallel {engines.tensor_parallel}": engines.gpus,
         "the sender of push.backend nccl": 0 if engines.is_simulated else sender_gpus(push),
     }

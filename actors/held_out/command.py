@@ -266,7 +266,7 @@ def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> Evaluati
         object_store_bytes = evaluation.config.service.object_store_bytes
         with interrupts_of_ray(interrupts), starting("Ray", quiet=quiet):
             start_local_ray(evaluation.directory.path, object_store_bytes=object_store_bytes)
-        parts = needed_gpus(evaluation.config.engines, evaluation.config.push, learner=0)
+        parts = needed_gpus(evaluation.config.engines, evaluation.config.push, learner={})
         refuse_missing_gpus(parts, offered_gpus())
         try:
             return asyncio.run(_interruptible(_drive(evaluation, quiet=quiet), interrupts))

@@ -36,6 +36,7 @@ from headrace.actors.section import Section
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.policies.learners.config import LearnerConfig
+from headrace.policies.learners.slime import arguments as slime
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.gateway.config import GatewaySection
 from headrace.serve.observing.retention import RetentionConfig
@@ -181,6 +182,10 @@ def enough_held_out_tasks(config: RunConfig) -> str | None:
     )
 
 
+def slime_trains_the_recipe(config: RunConfig) -> str | None:
+    return slime.problem(slime_terms(config)) if config.learner.kind == "slime" else None
+
+
 CHECKS = (
     a_model_is_named,
     simulated_parts_go_together,
@@ -193,8 +198,19 @@ CHECKS = (
     remote_hosts_are_named,
     programs_fit_the_sandboxes,
     enough_held_out_tasks,
+    slime_trains_the_recipe,
 )
 """Checks for combinations that cannot work. Each returns the problem with the key to change, or None."""
+
+
+def slime_terms(config: RunConfig) -> slime.SlimeTerms:
+    """Return what the recipe decides for a slime learner."""
+    return slime.SlimeTerms(
+        learner=config.learner,
+        batch_size=config.buffer.batch_size,
+        temperature=config.sampling.temperature,
+        steps=config.training.steps,
+    )
 
 
 def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunConfig:
@@ -225,6 +241,10 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
         section = document.get(table)
         if isinstance(section, dict) and isinstance(section.get(key), str):
             section[key] = str((base / section[key]).resolve())
+    slime_section = learner.get("slime") if isinstance(learner, dict) else None
+    for key in ("slime_dir", "megatron_dir"):
+        if isinstance(slime_section, dict) and isinstance(slime_section.get(key), str):
+            slime_section[key] = str((base / slime_section[key]).resolve())
     model_path = document["model"].get("path", "") if isinstance(document.get("model"), dict) else ""
     service = document.get("service")
     seed = service.get("seed", 0) if isinstance(service, dict) else 0

@@ -39,6 +39,7 @@ from headrace.policies.errors import (
     DeviceMissing,
     EngineError,
     EngineSettingsInvalid,
+    LearnerSettingsInvalid,
     ModelInvalid,
     NonFiniteRun,
     PushError,
@@ -83,6 +84,7 @@ _BAD_INPUT: Final = (
     ModelInvalid,
     RequestInvalid,
     EngineSettingsInvalid,
+    LearnerSettingsInvalid,
     LedgerRefused,
     ExportRefused,
     LeaseError,
@@ -100,6 +102,7 @@ _ENDS_A_RUN_AGAIN: Final = (
     RowUnusable,
     CheckpointMismatch,
     DeviceMissing,
+    LearnerSettingsInvalid,
 )
 
 

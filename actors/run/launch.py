@@ -61,8 +61,9 @@ from headrace.buffer.primitives.durable_files import publish_folder, replace_fil
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.primitives.registry import PartRefused
 from headrace.buffer.tasks import load_tasks, write_tasks
-from headrace.policies.errors import EngineStartFailed
+from headrace.policies.errors import EngineStartFailed, LearnerSettingsInvalid
 from headrace.policies.learners.objectives import registry
+from headrace.policies.learners.slime.checkout import find_checkouts
 from headrace.policies.models.model_files import check_model_files
 from headrace.policies.models.qwen_config import check_computable
 from headrace.policies.sglang.server import find_python
@@ -138,14 +139,17 @@ def check_parts(config: RunConfig) -> None:
     refuse_shared_gpus(config.engines, reserved_gpus(config))
     make_agent(config.agent)
     check_provider(config.sandbox)
-    check_objective(config.learner)
+    if config.learner.kind == "slime":
+        check_slime(config.learner)
+    else:
+        check_objective(config.learner)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()
 
 
 def reserved_gpus(config: RunConfig) -> dict[str, int]:
     """Return the number of GPUs that each part of a run reserves."""
-    return needed_gpus(config.engines, config.push, learner=config.learner.gpus)
+    return needed_gpus(config.engines, config.push, learner=config.learner.reserved_gpus)
 
 
 def check_objective(learner: LearnerConfig) -> None:
@@ -154,6 +158,14 @@ def check_objective(learner: LearnerConfig) -> None:
         registry.check_objective(learner)
     except PartRefused as error:
         raise ConfigError(f"learner.objective: {error}") from error
+
+
+def check_slime(learner: LearnerConfig) -> None:
+    """Raise ConfigError if slime or Megatron-LM is missing, or differs from what headrace uses of it."""
+    try:
+        find_checkouts(learner.slime)
+    except LearnerSettingsInvalid as error:
+        raise ConfigError(str(error)) from error
 
 
 def refuse_absent_sglang(engines: EnginesConfig) -> None:

@@ -31,6 +31,7 @@ from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.stations import SessionTerms, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
+from headrace.actors.run.config import slime_terms
 from headrace.actors.run.supervision import SupervisedActors
 from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.operations import until_back
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
     from headrace.policies.learners.config import LearnerConfig
     from headrace.policies.learners.simulated import SimulatedLearnerConfig
+    from headrace.policies.learners.slime.arguments import SlimeTerms
     from headrace.sandboxes.base import SandboxProvider
 
 R = TypeVar("R")
@@ -240,8 +242,10 @@ class ServiceParts(ResourceOwner):
         )
 
     async def _start_learner(self) -> None:
-        learner: LearnerConfig | SimulatedLearnerConfig = self._config.learner
-        if self._config.learner.kind != "megatron":
+        learner: LearnerConfig | SlimeTerms | SimulatedLearnerConfig = self._config.learner
+        if self._config.learner.kind == "slime":
+            learner = slime_terms(self._config)
+        elif self._config.learner.kind == "simulated":
             weights = None if self._config.engines.is_simulated else self._config.model.path
             # A run without a directory has no checkpoints.
             changes = {

@@ -1,7 +1,8 @@
 """Runtime that spawns plain classes as actors: `pool = await runtime.spawn(SandboxPool, config, name="pool")`.
 
 Invariants:
-- This is the only file that uses `ray.remote`. Everywhere else an actor is an object with async methods.
+- Only this file and slime's processes (`training.slime_group`) use `ray.remote`. Everywhere else an actor is an object
+  with async methods.
 - A class may be spawned only if all its public methods are async (else TypeError), so that no call can block an event
   loop.
 - An actor that has `__aenter__` is entered once before its first call, and exited by `stop`, both in a task of its own,
@@ -537,8 +538,11 @@ def check_ray_folder() -> Path:
     return folder
 
 
-def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False, gpus: int | None = None) -> None:
+def start_local_ray(
+    run: Path, *, object_store_bytes: int, logs: bool = False, gpus: int | None = None, **settings: Any
+) -> None:
     """Start a local Ray, which dies with this process. It offers `gpus` GPUs, by default those that it finds.
+    `settings` are further arguments of `ray.init`.
 
     Raises StartFailed when Ray does not start, or was imported before it was configured to require a token. Raises
     FolderRefused and ConfigError when TMPDIR is not usable for Ray.
@@ -568,6 +572,7 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False, g
                 include_dashboard=False,
                 log_to_driver=logs,
                 configure_logging=False,
+                **settings,
             )
         except Exception as error:  # Ray raises bare exceptions. It waits at most 30 s for a slow node.
             stop_local_ray()

@@ -35,13 +35,15 @@ from headrace.actors.record.logprob_drift import mismatch_alarm
 from headrace.actors.record.metrics import StepMetric
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import end_actor
+from headrace.actors.training.slime_learner import SlimeLearner
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.policies.errors import LearnerNotOpen, NonFiniteRun, RowUnusable
+from headrace.policies.errors import LearnerNotOpen, NonFiniteRun, RankFailed, RowUnusable
 from headrace.policies.learners.checkpoints import usable_checkpoint
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
+from headrace.policies.learners.slime.arguments import SlimeTerms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -154,7 +156,7 @@ class LearnerLoop:
     def __init__(
         self,
         config: LearnerLoopConfig,
-        learner: LearnerConfig | SimulatedLearnerConfig,
+        learner: LearnerConfig | SlimeTerms | SimulatedLearnerConfig,
         *,
         replay: Replay,
         engines: EngineGroup | SimulatedEngineGroup,
@@ -183,6 +185,8 @@ class LearnerLoop:
         self._metrics = self._observing.metrics()
         if isinstance(self._learner_config, SimulatedLearnerConfig):
             self._learner: Learner = SimulatedLearner(self._learner_config)
+        elif isinstance(self._learner_config, SlimeTerms):
+            self._learner = SlimeLearner(self._learner_config)
         else:
             # In a thread: importing megatron-core takes seconds, and an actor that does not answer counts as hung.
             self._learner = await asyncio.to_thread(_make_megatron_learner, self._learner_config)
@@ -204,8 +208,12 @@ class LearnerLoop:
         """
         try:
             return await self._running("run", self._train)
-        except (StaleEpoch, BaseExceptionGroup) as error:
-            if not isinstance(first_cause(error), StaleEpoch):
+        except (StaleEpoch, RankFailed, BaseExceptionGroup) as error:
+            cause = first_cause(error)
+            if isinstance(cause, RankFailed):
+                logger.exception("a training process failed: this process ends, and its successor opens a new epoch")
+                end_actor()
+            if not isinstance(cause, StaleEpoch):
                 raise
             logger.warning("a newer learner was opened: this process ends, and its successor opens a new epoch")
             end_actor()

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 PARTIAL = ".partial"
@@ -54,3 +55,12 @@ def publish_folder(staged: Path, final: Path) -> None:
         fsync(Path(directory))
     staged.rename(final)
     fsync(final.parent)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Link a file under a second name, or copy it if the file system cannot. Raises OSError."""
+    try:
+        # The file itself and not a symbolic link to it, which would break when the source is removed.
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,1 +1,1 @@
-"""Learners (Megatron and simulated), objectives and checkpoints."""
+"""Learners (Megatron, slime and simulated), objectives and checkpoints."""

@@ -214,8 +214,10 @@ def set_aside(path: Path, reason: str) -> SetAside:
     return SetAside(name=path.name, reason=reason, kept_as=kept_as)
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write `headrace.json` into the directory `path`, which contains all other files."""
+def write_manifest(path: Path, manifest: Manifest, *, digests: Mapping[str, str] | None = None) -> None:
+    """Write `headrace.json` into the directory `path`, which contains all other files. `digests` are the known SHA-256
+    of files, by path below `path`; the other files are read."""
+    known = digests or {}
     batches = [
         {"batch_id": batch.batch_id, "skipped": batch.skipped, "members": [list(member) for member in batch.members]}
         for batch in manifest.batches
@@ -228,7 +230,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "trained": dict(manifest.trained),
         "batches": batches,
         "files": {
-            str(file.relative_to(path)): [file.stat().st_size, _sha256(file)]
+            (name := str(file.relative_to(path))): [file.stat().st_size, known.get(name) or _sha256(file)]
             for file in sorted(path.rglob("*"))
             if file.is_file() and file != path / MANIFEST
         },

@@ -11,6 +11,7 @@ from headrace.buffer.row_limits import RowLimits
 from headrace.policies.learners.checkpoints import OBJECTIVE, trained_model
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
+from headrace.policies.learners.slime.config import SlimeSection
 from headrace.policies.tokens.model_keys import read_vocabulary_size
 
 
@@ -56,8 +57,11 @@ class LearnerConfig(ObjectiveConfig):
     """Device of the learner. `cuda` reserves one GPU with Ray, which no engine of the run then uses."""
     seed: int = 0
     """Random seed of torch and Megatron. The model has no dropout, so steps do not depend on it."""
-    kind: Literal["megatron", "simulated"] = "megatron"
-    """Kind of learner. `simulated` lets time pass instead of computing, and ignores the keys above."""
+    kind: Literal["megatron", "slime", "simulated"] = "megatron"
+    """Kind of learner. `slime` trains with slime's processes on the GPUs of `learner.slime`. `simulated` lets time
+    pass instead of computing, and ignores the keys above."""
+    slime: SlimeSection = SlimeSection()
+    """Settings of the slime learner."""
     simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()
     """Settings of the simulated learner."""
 
@@ -65,6 +69,14 @@ class LearnerConfig(ObjectiveConfig):
     def gpus(self) -> int:
         """Number of GPUs that the learner's process reserves."""
         return int(self.kind == "megatron" and self.device == "cuda")
+
+    @property
+    def reserved_gpus(self) -> dict[str, int]:
+        """Number of GPUs that the learner and its training processes reserve, by the keys that decide it."""
+        if self.kind == "slime":
+            nodes, each = self.slime.nodes, self.slime.gpus_per_node
+            return {f"learner.slime.nodes {nodes} x learner.slime.gpus_per_node {each}": nodes * each}
+        return {"learner.device = cuda": self.gpus}
 
 
 def row_limits(config: LearnerConfig) -> RowLimits | None:

@@ -53,7 +53,7 @@ class MegatronLearner:
             except BaseException:
                 self._process_slot.release()
                 raise
-            return self._trainer.state()
+            return self._trainer.progress.state
 
         return await self._in_thread(work)
 

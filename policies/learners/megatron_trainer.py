@@ -5,7 +5,6 @@ Invariants:
   change them.
 - A batch is trained once: repeating the step with the last batch (because a cancelled call lost its result) returns the
   same report.
-- Every batch, including a skipped one, is added in order to the hash chain and to the next checkpoint's manifest.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from headrace.buffer.packing import pack
 from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.types import Batch, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun, RowUnusable
-from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
+from headrace.policies.errors import RowUnusable
+from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
 from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.config import trained_as
@@ -35,6 +34,7 @@ from headrace.policies.learners.megatron_optimizer import MainOptimizer
 from headrace.policies.learners.micro_batches import WeightedRow, collate, trained_tokens, weighted_rows
 from headrace.policies.learners.objectives.loss import TokenSums, weighted_loss
 from headrace.policies.learners.objectives.registry import OBJECTIVES
+from headrace.policies.learners.progress import LearnerProgress
 from headrace.policies.learners.reference_model import ReferenceModel
 from headrace.policies.models.qwen_config import QwenConfig
 
@@ -54,8 +54,9 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 class MegatronTrainer:
     """Model, optimizer, version and hash chain of one learner incarnation. Create it with `open_trainer`."""
 
-    def __init__(self, config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> None:
+    def __init__(self, config: LearnerConfig, resume: CheckpointRef | None, progress: LearnerProgress) -> None:
         self._config = config
+        self.progress = progress
         self._objective = OBJECTIVES.find(config.objective)()
         self._source = Path(resume.path) if resume else config.model_dir
         self._device = megatron_world.start(config.seed, config.device, threads=config.threads)
@@ -68,11 +69,6 @@ class MegatronTrainer:
             settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), self._model
         )
         self._optimizer = MainOptimizer(self._model, config)
-        self._parent = resume.version if resume else None
-        self._version = PolicyVersion(epoch, resume.version.step if resume else 0)
-        self._chain = self._saved_chain = resume.chain if resume else ""
-        self._since_save: list[checkpoints.SteppedBatch] = []
-        self._skipped_in_a_row = 0
         self._last_report: StepReport | None = None
         self._last_snapshot: WeightsSnapshot | None = None
         if resume:
@@ -83,14 +79,11 @@ class MegatronTrainer:
             ReferenceModel(config.model_dir, self._shape, settings, device=self._device) if config.kl_coef > 0 else None
         )
 
-    def state(self) -> LearnerState:
-        return LearnerState(parent=self._parent, step=self._version.step, chain=self._chain)
-
     def step(self, batch: Batch) -> StepReport:
         """Perform one update. Raises RowUnusable before any change, NonFiniteRun after the last
         allowed skip."""
         if self._last_report is not None and self._last_report.batch_id == batch.lease.batch_id:
-            self._stop_when_diverged()
+            self.progress.stop_when_diverged()
             return self._last_report
         started = time.perf_counter()
         refused = {item.rollout_id: why for item in batch.items if (why := self._limits.violation(item.trajectory))}
@@ -98,7 +91,7 @@ class MegatronTrainer:
             rollout_id, why = next(iter(refused.items()))
             raise RowUnusable(f"{len(refused)} of {len(batch.items)} rollouts, first {rollout_id}: {why}", refused)
         # Constant after a linear warm-up over the first `warmup_steps` updates of the run.
-        warm = (self._version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
+        warm = (self.progress.version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
         learning_rate = self._config.learning_rate * min(1.0, warm)
         meter = DriftMeter(batch, cap=self._config.weight_cap)
         loss, sums = self._accumulate(weighted_rows(batch, self._objective, self._config), meter)
@@ -106,13 +99,8 @@ class MegatronTrainer:
         skipped = not math.isfinite(grad_norm)
         if not skipped:
             self._optimizer.step(learning_rate)
-            self._version = PolicyVersion(self._version.epoch, self._version.step + 1)
         self._optimizer.drop_gradients()
-        members = tuple((item.rollout_id, item.attempt) for item in batch.items)
-        stepped = checkpoints.SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=skipped)
-        self._since_save.append(stepped)
-        self._chain = checkpoints.fold_chain(self._chain, [stepped])
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        version = self.progress.stepped(batch, skipped=skipped)
         metrics = _metrics(batch, sums) | meter.shares()
         metrics |= {
             "loss": loss,
@@ -123,21 +111,22 @@ class MegatronTrainer:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._last_report = StepReport(
             batch_id=batch.lease.batch_id,
-            version=self._version,
+            version=version,
             skipped=skipped,
             metrics=finite,
             drift=meter.drift(),
         )
-        self._stop_when_diverged()
+        self.progress.stop_when_diverged()
         return self._last_report
 
     def snapshot(self) -> WeightsSnapshot:
         """Write the weights for the sender, and remove the file of the snapshot before last."""
-        if self._last_snapshot is not None and self._last_snapshot.version == self._version:
+        version = self.progress.version
+        if self._last_snapshot is not None and self._last_snapshot.version == version:
             return self._last_snapshot
         directory = self._config.snapshot_dir
         directory.mkdir(parents=True, exist_ok=True)
-        final = directory / f"{self._version}.safetensors"
+        final = directory / f"{version}.safetensors"
         staged = final.with_suffix(".tmp")
         self._export(staged)
         staged.rename(final)
@@ -146,23 +135,17 @@ class MegatronTrainer:
         oldest_first = sorted(directory.glob("*.safetensors"), key=lambda path: PolicyVersion.parse(path.stem))
         for path in oldest_first[:-KEPT_SNAPSHOTS]:
             path.unlink()
-        self._last_snapshot = WeightsSnapshot(version=self._version, shards=(WeightsShard.of(final),))
+        self._last_snapshot = WeightsSnapshot(version=version, shards=(WeightsShard.of(final),))
         return self._last_snapshot
 
     def save(self) -> CheckpointRef:
         """Write the checkpoint of the current version, unless it already exists because only skipped steps have
         followed it."""
-        root = self._config.checkpoint_dir
-        if (root / str(self._version)).exists():
-            return checkpoints.read_checkpoint(root / str(self._version))
-        staged = checkpoints.stage(root, self._version)
-        manifest = checkpoints.Manifest(
-            version=self._version,
-            previous_chain=self._saved_chain,
-            chain=self._chain,
-            batches=tuple(self._since_save),
-            trained=checkpoints.trained_model(self._source) | {checkpoints.OBJECTIVE: self._config.objective},
-        )
+        root, version = self._config.checkpoint_dir, self.progress.version
+        if (root / str(version)).exists():
+            return checkpoints.read_checkpoint(root / str(version))
+        staged = checkpoints.stage(root, version)
+        trained = checkpoints.trained_model(self._source) | {checkpoints.OBJECTIVE: self._config.objective}
         for file in sorted(self._source.iterdir()):
             if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
                 shutil.copyfile(file, staged / file.name)
@@ -172,11 +155,11 @@ class MegatronTrainer:
         self._export(staged / "model.safetensors")
         (staged / checkpoints.MEGATRON_STATE).mkdir()
         megatron_checkpoint.save_state(staged / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
-        checkpoints.write_manifest(staged, manifest)
-        final = checkpoints.publish(staged, self._version)
+        checkpoints.write_manifest(staged, self.progress.manifest(trained=trained))
+        final = checkpoints.publish(staged, version)
         # The checkpoint from which the run resumed may be removed.
         self._source = final
-        self._saved_chain, self._since_save = self._chain, []
+        self.progress.saved()
         remove_old(root, newest=self._config.keep_checkpoints)
         return checkpoints.read_checkpoint(final)
 
@@ -203,32 +186,18 @@ class MegatronTrainer:
         self._ddp.finish_grad_sync()
         return total, sums
 
-    def _stop_when_diverged(self) -> None:
-        limit = self._config.max_skipped_in_a_row
-        if self._skipped_in_a_row >= limit:
-            raise NonFiniteRun(
-                f"the gradients of the last {limit} steps were not finite at version {self._version}: resume from an "
-                "earlier checkpoint with a lower learner.learning_rate, or raise learner.max_skipped_in_a_row"
-            )
-
     def _export(self, path: Path) -> None:
         weights = megatron_model.export_weights(self._model, self._shape)
-        save_file(weights, path, metadata={"format": "pt", "version": str(self._version)})
+        save_file(weights, path, metadata={"format": "pt", "version": str(self.progress.version)})
 
 
 def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> MegatronTrainer:
     """Start the world and load the model or the checkpoint. If that fails, stop the world again."""
+    progress = LearnerProgress(resume, epoch=epoch, max_skipped_in_a_row=config.max_skipped_in_a_row)
     if resume is not None:
-        found = checkpoints.read_checkpoint(Path(resume.path))
-        if (found.version, found.chain) != (resume.version, resume.chain):
-            raise CheckpointUnreadable(
-                f"{resume.path} contains version {found.version}, but {resume.version} was requested"
-            )
-        if epoch <= resume.version.epoch:
-            raise CheckpointUnreadable(f"{resume.path} has epoch {resume.version.epoch}: resume it in a later epoch")
         checkpoints.refuse_mismatch(Path(resume.path), trained_as(config))
     try:
-        return MegatronTrainer(config, resume, epoch)
+        return MegatronTrainer(config, resume, progress)
     except BaseException:
         megatron_world.stop()
         raise

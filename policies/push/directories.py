@@ -20,6 +20,7 @@ import shutil
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from headrace.buffer.primitives.durable_files import link_or_copy
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import EngineDown, EngineRefused, PushError
 from headrace.policies.learner import WeightsDirectory, WeightsShard
@@ -129,12 +130,12 @@ class SnapshotDirectories:
         if count == 1:
             names = [WEIGHTS]
         for shard, name in zip(shards, names, strict=True):
-            _link_or_copy(shard.path, staged / name)
+            link_or_copy(shard.path, staged / name)
         described = [
             file for file in self._model_dir.iterdir() if file.suffix in DESCRIPTION_SUFFIXES and file.name != INDEX
         ]
         for file in described:
-            _link_or_copy(file, staged / file.name)
+            link_or_copy(file, staged / file.name)
         texts = [staged / file.name for file in described]
         if count > 1:
             weight_map = {name: file for file in names for name in read_specs(staged / file)}
@@ -169,11 +170,3 @@ def _same_files(first: Path, second: Path) -> bool:
 
 def _inodes(directory: Path) -> Mapping[str, int]:
     return {file.name: file.stat().st_ino for file in directory.iterdir()}
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        # The file itself and not a symbolic link to it, which would break when the source is removed.
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -59,7 +59,7 @@ def test_a_push_by_disk_needs_no_device_for_a_sender() -> None:
     disk = PushConfig(backend="nccl", transport="disk")
     assert local_gpus(sglang(count=2), disk) == 4
     assert plan_devices(sglang(count=2), disk, ("0", "1", "2", "3")).sender == ()
-    assert "the sender of push.backend nccl" not in needed_gpus(sglang(), disk, learner=0)
+    assert "the sender of push.backend nccl" not in needed_gpus(sglang(), disk, learner={})
 
 
 def test_without_cuda_nothing_is_reserved() -> None:
@@ -93,7 +93,7 @@ def test_a_run_names_every_part_that_reserves_gpus() -> None:
     config = run_config(*CUDA, "push.backend=nccl", "engines.count=3")
     parts = reserved_gpus(config)
     assert sum(parts.values()) == 1 + 3 * 2 + 1
-    assert sum(needed_gpus(config.engines, config.push, learner=0).values()) == 3 * 2 + 1
+    assert sum(needed_gpus(config.engines, config.push, learner={}).values()) == 3 * 2 + 1
     refuse_missing_gpus(parts, 8)
     with pytest.raises(ConfigError, match=r"needs 8 GPUs.*6 for engines.count 3 x .* but Ray offers 7"):
         refuse_missing_gpus(parts, 7)

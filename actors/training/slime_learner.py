@@ -1,0 +1,281 @@
+"""slime as a learner: the `Learner` protocol over slime's training processes.
+
+Invariants:
+- Nothing of slime's rollout side is used, and engines are unknown to it: weights leave as a Hugging Face directory.
+- All blocking work runs in one dedicated thread, in the order of the calls. A cancelled call loses its result, but the
+  thread finishes what has begun; a later `step` with the same batch, `snapshot` or `save` returns that result.
+- A checkpoint that was loaded without the optimizer's moments is refused, because slime does not report it.
+- `close` and the death of this process kill all ranks and free their GPUs.
+- Importing this module imports neither torch nor slime.
+
+Layout of a checkpoint: `headrace.json`, `slime/` with slime's torch_dist checkpoint, and the files of the version's
+snapshot, so that the directory is a Hugging Face model as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+
+from headrace.buffer.primitives.durable_files import link_or_copy
+from headrace.buffer.types import Batch, CheckpointRef, StepReport
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.errors import CheckpointUnreadable, LearnerAlreadyOpen, LearnerNotOpen, RankFailed
+from headrace.policies.learner import LearnerState, WeightsDirectory, WeightsSnapshot
+from headrace.policies.learners import checkpoints
+from headrace.policies.learners.checkpoint_retention import remove_old
+from headrace.policies.learners.checkpoints import refuse_mismatch
+from headrace.policies.learners.config import row_limits, trained_as
+from headrace.policies.learners.progress import LearnerProgress
+from headrace.policies.learners.slime import batches, checkout, visibility
+from headrace.policies.learners.slime.parsing import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from headrace.actors.training.slime_group import SlimeGroup
+    from headrace.actors.training.slime_rank import RankStep
+    from headrace.policies.learners.slime.arguments import SlimeTerms
+
+Answer = TypeVar("Answer")
+
+SLIME_STATE: Final = "slime"
+"""Folder of a checkpoint with slime's own files."""
+KEPT_SNAPSHOTS: Final = 2
+"""Number of snapshots to keep: the one being pushed and the one just written."""
+_STAGED: Final = "tmp-"
+_RENAMED: Final = {"pg_clipfrac": "clip_fraction", "entropy_loss": "entropy"}
+"""slime's names of numbers that headrace's metrics have under other names."""
+_NOT_REPORTED: Final = ("train/step", "train/global_batch_size", "train/lr-pg_")
+
+
+class SlimeLearner:
+    """Implementation of `headrace.policies.learner.Learner`."""
+
+    _process_slot: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, terms: SlimeTerms) -> None:
+        self._terms = terms
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+        self._trainer: SlimeTrainer | None = None
+
+    async def open(self, resume: CheckpointRef | None, *, epoch: int) -> LearnerState:
+        """See `Learner.open`. Raises LearnerAlreadyOpen, LearnerSettingsInvalid, CheckpointUnreadable, or RankFailed.
+        After an error it may be called again."""
+
+        def work() -> LearnerState:
+            if not self._process_slot.acquire(blocking=False):
+                raise LearnerAlreadyOpen("this process already has an open learner: close it or spawn a second process")
+            try:
+                self._trainer = SlimeTrainer(self._terms, resume, epoch)
+            except BaseException:
+                self._process_slot.release()
+                raise
+            return self._trainer.progress.state
+
+        return await self._in_thread(work)
+
+    async def step(self, batch: Batch) -> StepReport:
+        """See `Learner.step`. Raises LearnerNotOpen, NonFiniteRun, RowUnusable or RankFailed."""
+        return await self._in_thread(lambda: self._opened().step(batch))
+
+    async def snapshot(self) -> WeightsSnapshot:
+        """Return the current weights as a Hugging Face directory. Raises LearnerNotOpen or RankFailed."""
+        return await self._in_thread(lambda: self._opened().snapshot())
+
+    async def save(self) -> CheckpointRef:
+        """See `Learner.save`. Raises LearnerNotOpen, RankFailed or OSError."""
+        return await self._in_thread(lambda: self._opened().save())
+
+    async def close(self) -> None:
+        """Kill the training processes, and allow another learner in this process. Idempotent."""
+        if self._trainer is not None:
+            self._trainer.group.interrupt()
+        await self._in_thread(self._close)
+
+    async def _in_thread(self, work: Callable[[], Answer]) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _opened(self) -> SlimeTrainer:
+        if self._trainer is None:
+            raise LearnerNotOpen("the learner is not open: call open() first (close() ends its processes)")
+        return self._trainer
+
+    def _close(self) -> None:
+        if self._trainer is None:
+            return
+        self._trainer.group.close()
+        self._trainer = None
+        self._process_slot.release()
+
+
+class SlimeTrainer:
+    """Training processes, version and hash chain of one learner incarnation; blocking."""
+
+    def __init__(self, terms: SlimeTerms, resume: CheckpointRef | None, epoch: int) -> None:
+        """Start the processes, and load the model or the checkpoint. Raises LearnerSettingsInvalid,
+        CheckpointUnreadable or RankFailed."""
+        self._terms, self._config = terms, terms.learner
+        self.progress = LearnerProgress(resume, epoch=epoch, max_skipped_in_a_row=self._config.max_skipped_in_a_row)
+        if resume is not None:
+            refuse_mismatch(Path(resume.path), trained_as(self._config))
+        slime, megatron = checkout.find_checkouts(terms.section)
+        checkout.make_importable(slime, megatron)
+        limits = row_limits(self._config)
+        assert limits is not None
+        self._limits = limits
+        load = self._config.model_dir if resume is None else Path(resume.path) / SLIME_STATE
+        if not load.is_dir():
+            raise CheckpointUnreadable(f"{load} does not exist: the checkpoint was not written by the slime learner")
+        self._args = parse(terms, load=load, checkout=str(slime))
+        self._scheduled = 0
+        self._parallel: dict[str, int] = {}
+        self._last_report: StepReport | None = None
+        self._last_snapshot: WeightsSnapshot | None = None
+        from headrace.actors.training.slime_group import SlimeGroup
+
+        self.group: SlimeGroup = SlimeGroup(self._args)
+        try:
+            self._check_restored()
+            for folder in (self._config.snapshot_dir, self._config.checkpoint_dir):
+                self._check_visible(folder)
+        except BaseException:
+            self.group.close()
+            raise
+
+    def step(self, batch: Batch) -> StepReport:
+        """Perform one update. Raises RowUnusable before any change, NonFiniteRun after the last allowed skip."""
+        if self._last_report is not None and self._last_report.batch_id == batch.lease.batch_id:
+            self.progress.stop_when_diverged()
+            return self._last_report
+        started = time.perf_counter()
+        data = batches.scheduled_data(batch, self._limits, args=self._args, parallel=self._parallel)
+        results = self.group.train(self.progress.version.step, data)
+        [scheduled] = {result.scheduled for result in results}
+        # slime's scheduler counts rollouts, and moves only with the optimizer.
+        skipped = scheduled == self._scheduled
+        self._scheduled = scheduled
+        version = self.progress.stepped(batch, skipped=skipped)
+        metrics = _batch_metrics(batch) | _slime_metrics(results) | {"seconds": time.perf_counter() - started}
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._last_report = StepReport(batch_id=batch.lease.batch_id, version=version, skipped=skipped, metrics=finite)
+        self.progress.stop_when_diverged()
+        return self._last_report
+
+    def snapshot(self) -> WeightsSnapshot:
+        """Write the weights, and remove the snapshot before last."""
+        version = self.progress.version
+        if self._last_snapshot is not None and self._last_snapshot.version == version:
+            return self._last_snapshot
+        root = self._config.snapshot_dir
+        final, staged = root / str(version), root / f"{_STAGED}{version}"
+        for leftover in root.glob(f"{_STAGED}*"):
+            shutil.rmtree(leftover)
+        staged.mkdir(parents=True)
+        self.group.call("export", str(staged))
+        if final.exists():
+            # Only this epoch's learner writes it, before its first step.
+            shutil.rmtree(final)
+        staged.rename(final)
+        digests = self._digests(final, sorted(file.name for file in final.iterdir() if file.is_file()))
+        keep_newest_snapshots(root, KEPT_SNAPSHOTS)
+        directory = WeightsDirectory(path=final, digests=digests)
+        self._last_snapshot = WeightsSnapshot(version=version, directory=directory)
+        return self._last_snapshot
+
+    def save(self) -> CheckpointRef:
+        """Write the checkpoint of the current version, unless it already exists because only skipped steps have
+        followed it."""
+        root, version = self._config.checkpoint_dir, self.progress.version
+        if (root / str(version)).exists():
+            return checkpoints.read_checkpoint(root / str(version))
+        staged = checkpoints.stage(root, version)
+        folder = staged / SLIME_STATE
+        folder.mkdir()
+        # Megatron refuses to load an iteration 0.
+        self.group.call("save_into", str(folder), version.step + 1)
+        names = sorted(str(file.relative_to(staged)) for file in folder.rglob("*") if file.is_file())
+        digests = self._digests(staged, names) | self._link_weights(staged)
+        checkpoints.write_manifest(staged, self.progress.manifest(trained=trained_as(self._config)), digests=digests)
+        final = checkpoints.publish(staged, version)
+        self.progress.saved()
+        remove_old(root, newest=self._config.keep_checkpoints)
+        return checkpoints.read_checkpoint(final)
+
+    def _digests(self, directory: Path, names: Sequence[str]) -> dict[str, str]:
+        """Return the SHA-256 of the files, in this order; the ranks share the work."""
+        found: dict[str, str] = {}
+        for part in self.group.call("digests", str(directory), tuple(names)):
+            found |= part
+        return {name: found[name] for name in names}
+
+    def _link_weights(self, directory: Path) -> dict[str, str]:
+        """Link the files of this version's snapshot into a directory, and return their SHA-256."""
+        weights = self.snapshot().directory
+        assert weights is not None
+        for name in weights.digests:
+            link_or_copy(weights.path / name, directory / name)
+        return dict(weights.digests)
+
+    def _check_restored(self) -> None:
+        """Raise CheckpointUnreadable if the ranks disagree or have not loaded the optimizer's state."""
+        state = self.group.states[0]
+        self._parallel, self._scheduled = state.parallel, state.scheduled
+        steps = {rank.optimizer_steps for rank in self.group.states}
+        if steps != {self.progress.version.step}:
+            raise CheckpointUnreadable(
+                f"slime loaded an optimizer after {sorted(steps)} updates, the checkpoint has "
+                f"{self.progress.version.step}: its moments are missing; resume from another checkpoint"
+            )
+
+    def _check_visible(self, folder: Path) -> None:
+        token = secrets.token_hex(8)
+        names = [f"rank-{state.rank}" for state in self.group.states]
+        self.group.call("leave_token", str(folder), token)
+        try:
+            found: list[Sequence[str]] = [visibility.unseen(folder, names, token)]
+            found += self.group.call("unseen", str(folder), token)
+        finally:
+            visibility.remove_tokens(folder, names)
+        visibility.refuse_unseen(folder, dict(zip(("the learner's node", *names), found, strict=True)))
+
+
+def keep_newest_snapshots(root: Path, count: int) -> None:
+    """Remove all but the `count` newest snapshot directories, by version."""
+    complete = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(_STAGED)]
+    for path in sorted(complete, key=lambda path: PolicyVersion.parse(path.name))[:-count]:
+        # Renamed first, so that a partly removed directory never looks complete.
+        shutil.rmtree(path.rename(path.with_name(f"{_STAGED}removed-{path.name}")))
+
+
+def _batch_metrics(batch: Batch) -> dict[str, float]:
+    staleness = [item.staleness for item in batch.items]
+    trained = sum(int(row.loss_mask_T.sum()) for item in batch.items for row in item.trajectory.rows)
+    return {
+        "tokens": float(trained),
+        "mean_staleness": sum(staleness) / len(staleness),
+        "max_staleness": float(max(staleness)),
+        "mean_reward": sum(item.reward for item in batch.items) / len(batch.items),
+    }
+
+
+def _slime_metrics(results: Sequence[RankStep]) -> dict[str, float]:
+    """Return the numbers of the rank that logs training, without slime's own counters."""
+    logged = [result for result in results if "train/loss" in result.metrics]
+    if not logged:
+        raise RankFailed("no rank reported a loss: slime did not train the batch")
+    trained = {
+        name.removeprefix("train/"): value
+        for name, value in logged[0].metrics.items()
+        if name.startswith("train/") and not name.startswith(_NOT_REPORTED)
+    }
+    return {_RENAMED.get(name, name): value for name, value in trained.items()} | {
+        "learning_rate": logged[0].learning_rate
+    }

@@ -1,0 +1,332 @@
+"""Command line of slime, from a recipe.
+
+Invariants:
+- slime trains one update per batch: its global batch is `buffer.batch_size` rollouts. With behaviour log-probabilities
+  as the old ones (`--use-rollout-logprobs`) its clip acts on current / behaviour, as ours does.
+- slime generates nothing: engines, rewards and advantages are ours.
+- Every flag that headrace sets belongs to a key of the recipe. A user's flag that would change one of them, or the
+  meaning of a batch, is refused by name. After parsing, the values that slime ended up with are compared with ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.policies.errors import LearnerSettingsInvalid
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from headrace.policies.learners.config import LearnerConfig
+    from headrace.policies.learners.slime.config import SlimeSection
+
+OBJECTIVES: Final = ("grpo", "gspo", "cispo")
+"""Objectives of ours that slime's `--advantage-estimator` computes in the same way."""
+ADAM_HOOK: Final = "headrace.policies.learners.slime.adam.use"
+
+APPLICABLE: Final = {
+    "correction": ("none", "slime's loss has no correction beside its clip"),
+    "sequence_mask": (None, "slime's loss has no such mask here"),
+    "kl_coef": (0.0, "the slime learner keeps no reference model"),
+    "loss_weight": ("trajectory", "slime's loss is the mean over trajectories of the means over their tokens"),
+    "dtype": ("float32", "slime trains in bf16 with fp32 main weights, whatever this key says"),
+    "device": ("cpu", "slime trains on the GPUs of learner.slime, whatever this key says"),
+    "recompute": (False, "slime has --recompute-granularity, for learner.slime.arguments"),
+    "threads": (1, "slime has learner.slime.environment.OMP_NUM_THREADS"),
+}
+"""Keys of [learner] that slime cannot follow: the only value that it allows, and the reason."""
+
+_ENGINES = "headrace's own engines generate"
+_ONE_UPDATE = "headrace trains one update per batch"
+_LOSS = "the objective is learner.objective, on the advantages of the buffer"
+_SAVES = "headrace saves and resumes checkpoints itself"
+_OUTSIDE = "it would change arguments outside this list"
+
+REFUSED: Final = {
+    **dict.fromkeys(
+        ("--colocate", "--offload", "--offload-train", "--offload-rollout", "--release-train"),
+        "trainer and engines have GPUs of their own",
+    ),
+    **dict.fromkeys(
+        (
+            *("--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--rollout-external-engine-addrs"),
+            *("--rollout-function-path", "--custom-generate-function-path", "--data-source-path", "--prompt-data"),
+            *("--rollout-top-p", "--rollout-top-k", "--use-fault-tolerance", "--debug-rollout-only"),
+            *("--load-debug-rollout-data", "--load-forge-rollout-data", "--rollout-data-transport"),
+            *("--rollout-data-postprocess-path", "--partial-rollout", "--over-sampling-batch-size"),
+            *("--dynamic-sampling-filter-path", "--buffer-filter-path", "--eval-interval", "--eval-config"),
+            *("--use-rollout-routing-replay", "--use-routing-replay"),
+        ),
+        _ENGINES,
+    ),
+    **dict.fromkeys(("--num-steps-per-rollout", "--num-epoch", "--rampup-batch-size", "--train-iters"), _ONE_UPDATE),
+    **dict.fromkeys(
+        (
+            *("--use-tis", "--tis-clip", "--tis-clip-low", "--custom-tis-function-path", "--get-mismatch-metrics"),
+            *("--loss-type", "--custom-loss-function-path", "--custom-advantage-function-path"),
+            *("--custom-pg-loss-reducer-function-path", "--disable-compute-advantages-and-returns"),
+            *("--calculate-per-token-loss", "--normalize-advantages", "--eps-clip-c", "--use-opsm", "--use-opd"),
+            *("--kl-coef", "--use-kl-loss", "--kl-loss-coef", "--use-unbiased-kl", "--ref-update-interval"),
+            *("--keep-old-actor", "--custom-reward-post-process-path"),
+            *("--custom-convert-samples-to-train-data-path", "--enable-mtp-training"),
+            *("--custom-megatron-before-log-prob-hook-path", "--custom-megatron-before-train-step-hook-path"),
+        ),
+        _LOSS,
+    ),
+    **dict.fromkeys(
+        (
+            *("--save", "--save-interval", "--save-hf", "--async-save", "--no-save-optim", "--no-load-optim"),
+            *("--finetune", "--ckpt-step", "--ref-ckpt-step", "--start-rollout-id", "--reset-optimizer-states"),
+            *("--use-stateless-adam", "--exit-on-missing-checkpoint", "--use-checkpoint-opt_param-scheduler"),
+        ),
+        _SAVES,
+    ),
+    **dict.fromkeys(("--custom-config-path", "--megatron-config-path", "--yaml-cfg"), _OUTSIDE),
+    "--fp16": "slime trains in bf16 here",
+    "--balance-by-flops": "it ignores learner.token_budget",
+}
+"""Flags that contradict a recipe although headrace does not set them, with the reason."""
+
+PARSED_EARLY: Final = frozenset({"--train-backend", "--debug-train-only"})
+"""Flags that slime's main parser does not know, because it reads them before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """Flag that headrace sets, its values, and the key of the recipe (or the reason) that decides them."""
+
+    name: str
+    values: tuple[str, ...] = ()
+    decided_by: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The flag on a command line."""
+        return self.name, *self.values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlimeTerms:
+    """Recipe of one slime learner: the learner's section, and what other sections decide for it."""
+
+    learner: LearnerConfig
+    batch_size: int
+    """buffer.batch_size, in rollouts."""
+    temperature: float
+    """sampling.temperature."""
+    steps: int
+    """training.steps."""
+
+    @property
+    def section(self) -> SlimeSection:
+        return self.learner.slime
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.learner.checkpoint_dir
+
+    @property
+    def mismatch_alarm(self) -> float:
+        return self.learner.mismatch_alarm
+
+    @property
+    def seed(self) -> int:
+        return self.learner.seed
+
+
+def problem(terms: SlimeTerms) -> str | None:
+    """Return why slime cannot train a recipe, with the keys to change, or None."""
+    learner, ranks = terms.learner, terms.section.data_parallel
+    if learner.objective not in OBJECTIVES:
+        return (
+            f'learner.objective "{learner.objective}" is not one of slime\'s ({", ".join(OBJECTIVES)}): choose one of '
+            'those, or learner.kind = "megatron"'
+        )
+    for key, (only, reason) in APPLICABLE.items():
+        if (found := getattr(learner, key)) != only:
+            fix = "remove it" if only is None else f"set it to {only}"
+            return f'learner.{key} is {found}, but learner.kind is "slime": {reason}; {fix}'
+    if terms.batch_size < ranks:
+        return (
+            f"buffer.batch_size {terms.batch_size} is below the {ranks} data-parallel ranks of learner.slime: a rank "
+            "could have nothing to train; raise the batch or the parallel sizes"
+        )
+    try:
+        command_line(terms, load=learner.model_dir)
+    except LearnerSettingsInvalid as error:
+        return str(error)
+    return None
+
+
+def flags(terms: SlimeTerms, *, load: Path) -> tuple[Flag, ...]:
+    """Return all flags that headrace sets. `load` is a Hugging Face directory or slime's folder of a checkpoint."""
+    return (*_layout(terms), *_model(terms, load), *_objective(terms), *_optimizer(terms))
+
+
+def _layout(terms: SlimeTerms) -> tuple[Flag, ...]:
+    section = terms.section
+    timeout, environment = str(section.timeout_minutes), dict(section.environment)
+    # Training processes import slime, Megatron and this package, wherever those are.
+    paths = (section.slime_dir, section.megatron_dir, os.environ.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
+    return (
+        Flag(name="--train-backend", values=("megatron",), decided_by='learner.kind = "slime"'),
+        Flag(name="--debug-train-only", decided_by=_ENGINES),
+        Flag(name="--actor-num-nodes", values=(str(section.nodes),), decided_by="learner.slime.nodes"),
+        *(
+            Flag(name=name, values=(str(section.gpus_per_node),), decided_by="learner.slime.gpus_per_node")
+            for name in ("--actor-num-gpus-per-node", "--num-gpus-per-node")
+        ),
+        *(
+            Flag(name=f"--{name}-model-parallel-size", values=(str(size),), decided_by=f"learner.slime.{name}_parallel")
+            for name, size in (
+                ("tensor", section.tensor_parallel),
+                ("pipeline", section.pipeline_parallel),
+                ("expert", section.expert_parallel),
+            )
+        ),
+        Flag(
+            name="--context-parallel-size",
+            values=(str(section.context_parallel),),
+            decided_by="learner.slime.context_parallel",
+        ),
+        Flag(name="--distributed-timeout-minutes", values=(timeout,), decided_by="learner.slime.timeout_minutes"),
+        Flag(name="--train-env-vars", values=(json.dumps(environment),), decided_by="learner.slime.environment"),
+    )
+
+
+def _model(terms: SlimeTerms, load: Path) -> tuple[Flag, ...]:
+    model, learner = str(terms.learner.model_dir), terms.learner
+    # A micro-batch's tokens are divided among the GPUs that share each row.
+    tokens = -(-learner.token_budget // terms.section.context_parallel)
+    return (
+        Flag(name="--hf-checkpoint", values=(model,), decided_by="model.path"),
+        Flag(name="--ref-load", values=(model,), decided_by="model.path"),
+        Flag(name="--load", values=(str(load),), decided_by="model.path, or the run's checkpoint"),
+        Flag(name="--use-dynamic-batch-size", decided_by="learner.token_budget"),
+        Flag(name="--max-tokens-per-gpu", values=(str(tokens),), decided_by="learner.token_budget"),
+        Flag(name="--micro-batch-size", values=("1",), decided_by="learner.token_budget"),
+        Flag(name="--seed", values=(str(learner.seed),), decided_by="service.seed"),
+        # Steps must not depend on random states, which a checkpoint therefore does not need.
+        Flag(name="--attention-dropout", values=("0.0",), decided_by="headrace, which trains without dropout"),
+        Flag(name="--hidden-dropout", values=("0.0",), decided_by="headrace, which trains without dropout"),
+        Flag(name="--no-save-rng", decided_by="headrace, which trains without dropout"),
+        Flag(name="--no-load-rng", decided_by="headrace, which trains without dropout"),
+        Flag(name="--update-weight-transport", values=("disk",), decided_by=_ENGINES),
+        Flag(name="--update-weight-mode", values=("full",), decided_by=_ENGINES),
+        Flag(name="--update-weight-disk-dir", values=(str(learner.snapshot_dir),), decided_by="the run directory"),
+    )
+
+
+def _objective(terms: SlimeTerms) -> tuple[Flag, ...]:
+    learner, batch = terms.learner, str(terms.batch_size)
+    return (
+        Flag(name="--global-batch-size", values=(batch,), decided_by="buffer.batch_size"),
+        Flag(name="--rollout-batch-size", values=(batch,), decided_by="buffer.batch_size"),
+        Flag(name="--n-samples-per-prompt", values=("1",), decided_by="buffer.batch_size"),
+        Flag(name="--num-rollout", values=(str(terms.steps),), decided_by="training.steps"),
+        Flag(name="--advantage-estimator", values=(learner.objective,), decided_by="learner.objective"),
+        # Rewards are the buffer's advantages already.
+        Flag(name="--disable-rewards-normalization", decided_by="buffer.advantage"),
+        Flag(name="--use-rollout-logprobs", decided_by="learner.objective"),
+        Flag(name="--eps-clip", values=(str(learner.eps_low),), decided_by="learner.eps_low"),
+        Flag(name="--eps-clip-high", values=(str(learner.eps_high),), decided_by="learner.eps_high"),
+        *(
+            (Flag(name="--eps-clip-c", values=(str(learner.dual_clip),), decided_by="learner.dual_clip"),)
+            if learner.dual_clip is not None
+            else ()
+        ),
+        Flag(name="--entropy-coef", values=(str(learner.entropy_coef),), decided_by="learner.entropy_coef"),
+        Flag(name="--rollout-temperature", values=(str(terms.temperature),), decided_by="sampling.temperature"),
+    )
+
+
+def _optimizer(terms: SlimeTerms) -> tuple[Flag, ...]:
+    learner = terms.learner
+    # Ours is constant after a linear warm-up whose first update already has 1 / warmup_steps of the rate; Megatron's
+    # begins at lr-warmup-init.
+    warmup = max(learner.warmup_steps, 1)
+    decay = max(terms.steps, warmup)
+    return (
+        Flag(name="--optimizer", values=("adam",), decided_by="headrace, which trains with AdamW"),
+        Flag(name="--custom-megatron-init-path", values=(ADAM_HOOK,), decided_by="headrace, which saves the optimizer"),
+        Flag(name="--lr", values=(str(learner.learning_rate),), decided_by="learner.learning_rate"),
+        Flag(name="--min-lr", values=("0.0",), decided_by="learner.learning_rate"),
+        Flag(name="--lr-decay-style", values=("constant",), decided_by="learner.learning_rate"),
+        Flag(name="--lr-decay-iters", values=(str(decay),), decided_by="training.steps"),
+        Flag(name="--lr-warmup-iters", values=(str(warmup - 1),), decided_by="learner.warmup_steps"),
+        Flag(
+            name="--lr-warmup-init",
+            values=(str(learner.learning_rate / warmup),),
+            decided_by="learner.warmup_steps",
+        ),
+        # A resumed run may have other steps or another rate than its checkpoint.
+        Flag(name="--override-opt_param-scheduler", decided_by=_SAVES),
+        Flag(name="--weight-decay", values=(str(learner.weight_decay),), decided_by="learner.weight_decay"),
+        Flag(name="--adam-beta1", values=(str(learner.betas[0]),), decided_by="learner.betas"),
+        Flag(name="--adam-beta2", values=(str(learner.betas[1]),), decided_by="learner.betas"),
+        Flag(name="--adam-eps", values=("1e-08",), decided_by="headrace, which trains with AdamW"),
+        Flag(name="--clip-grad", values=(str(learner.clip_grad_norm),), decided_by="learner.clip_grad_norm"),
+        Flag(name="--accumulate-allreduce-grads-in-fp32", decided_by="headrace, which sums gradients in fp32"),
+        # Without it, a non-finite gradient ends all ranks; with it, slime skips the step.
+        Flag(name="--no-check-for-nan-in-loss-and-grad", decided_by="learner.max_skipped_in_a_row"),
+    )
+
+
+def command_line(terms: SlimeTerms, *, load: Path) -> tuple[str, ...]:
+    """Return slime's arguments: the user's, then ours. Raises LearnerSettingsInvalid."""
+    ours = flags(terms, load=load)
+    refuse_contradictions(terms.section.arguments, ours)
+    return (*terms.section.arguments, *(word for flag in ours for word in flag.words))
+
+
+def refuse_contradictions(arguments: Sequence[str], ours: Sequence[Flag]) -> None:
+    """Raise LearnerSettingsInvalid if the user's arguments contain a flag that headrace sets or that contradicts the
+    recipe."""
+    decided = {flag.name.replace("_", "-"): flag for flag in ours}
+    for name in flag_names(arguments):
+        if (flag := decided.get(name.replace("_", "-"))) is not None:
+            value = " ".join(flag.values)
+            raise LearnerSettingsInvalid(
+                f"learner.slime.arguments: {name} is decided by {flag.decided_by}"
+                f"{f' ({value})' if value else ''}; remove it, and change that instead"
+            )
+        if reason := REFUSED.get(name):
+            raise LearnerSettingsInvalid(f"learner.slime.arguments: {name} contradicts the recipe: {reason}; remove it")
+
+
+def flag_names(arguments: Sequence[str]) -> list[str]:
+    """Return the names of the flags, without values."""
+    return [word.partition("=")[0] for word in arguments if word.startswith("--")]
+
+
+def refuse_unknown(words: Sequence[str], known: Sequence[str], *, checkout: str) -> None:
+    """Raise LearnerSettingsInvalid for a flag that slime's parser, which ignores what it does not know, would drop."""
+    for name in flag_names(words):
+        if name not in known and name not in PARSED_EARLY:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else "remove it, or use the checkout that headrace is written for"
+            raise LearnerSettingsInvalid(f"{checkout} has no flag {name}: {hint}")
+
+
+def check_parsed(parsed: Namespace, parser: ArgumentParser, ours: Sequence[Flag]) -> None:
+    """Raise LearnerSettingsInvalid if slime ended up with another value for one of our flags."""
+    actions: dict[str, Any] = {name: action for action in parser._actions for name in action.option_strings}  # noqa: SLF001
+    words = [word for flag in ours if flag.name in actions for word in flag.words]
+    expected = parser.parse_known_args(words)[0]
+    for flag in ours:
+        if flag.name not in actions:
+            continue
+        name = actions[flag.name].dest
+        wanted, found = getattr(expected, name), getattr(parsed, name)
+        if wanted != found:
+            raise LearnerSettingsInvalid(
+                f"slime uses {name} = {found!r}, but {flag.decided_by} decides {wanted!r}: remove what changes it from "
+                "learner.slime.arguments"
+            )

@@ -1,0 +1,152 @@
+"""Training data of slime's ranks, from a batch.
+
+Invariants:
+- All rows of a rollout share one rollout id and one mask sum, so that slime's loss of a rollout is the mean over its
+  trained tokens in all rows.
+- Rewards are the buffer's advantages; slime normalises nothing.
+- Every rollout of the batch has a row, because slime counts rollouts by their rows: one without trained tokens has a
+  row of two tokens, masked.
+- One batch is one optimizer step. A schedule that would drop a row or make two steps of it is refused.
+
+In slime's words a row is a sample: a prompt, which ends before the first trained token, and a response with a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.policies.errors import LearnerSettingsInvalid, RowUnusable
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Mapping, Sequence
+
+    from headrace.buffer.row_limits import RowLimits
+    from headrace.buffer.types import Batch, BatchItem, Row
+
+PER_ROW = (
+    *("tokens", "response_lengths", "rewards", "truncated", "loss_masks", "sample_indices", "rollout_ids"),
+    *("rollout_mask_sums", "rollout_log_probs"),
+)
+"""Keys of a rank's data with one value per row of that rank."""
+WHOLE_BATCH = ("raw_reward", "total_lengths")
+"""Keys with one value per row of the batch, which slime divides in the ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Result of slime's `build_dp_schedule`: rows of each data-parallel rank, each rank's micro-batches (indices into
+    its rows), and per optimizer step the micro-batches of a rank and the rollouts."""
+
+    partitions: Sequence[Sequence[int]]
+    micro_batches: Sequence[Sequence[Sequence[int]]]
+    micro_batch_counts: Sequence[int]
+    rollouts: Sequence[int]
+
+
+def train_data(batch: Batch, limits: RowLimits, *, temperature: float) -> dict[str, list[Any]]:
+    """Return slime's training data of a whole batch: one value per row and key. `temperature` is the one by which slime
+    divides logits. Raises RowUnusable with the rollouts that cannot be trained."""
+    refused = {item.rollout_id: why for item in batch.items if (why := _violation(item, limits, temperature))}
+    if refused:
+        rollout_id, why = next(iter(refused.items()))
+        raise RowUnusable(f"{len(refused)} of {len(batch.items)} rollouts, first {rollout_id}: {why}", refused)
+    data: dict[str, list[Any]] = {name: [] for name in (*PER_ROW, *WHOLE_BATCH)}
+    for rollout, item in enumerate(batch.items):
+        samples = [_sample(row) for row in item.trajectory.rows if row.loss_mask_T.any()] or [_nothing_trained()]
+        mask_sum = sum(sum(sample["loss_masks"]) for sample in samples)
+        for sample in samples:
+            shared = {
+                "rewards": item.advantage,
+                "raw_reward": item.reward,
+                "truncated": 0,
+                "sample_indices": len(data["tokens"]),
+                "rollout_ids": rollout,
+                "rollout_mask_sums": mask_sum,
+            }
+            for name, value in (sample | shared).items():
+                data[name].append(value)
+    return data
+
+
+def _violation(item: BatchItem, limits: RowLimits, temperature: float) -> str:
+    trained = any(row.loss_mask_T.any() for row in item.trajectory.rows)
+    if trained and item.trajectory.temperature != temperature:
+        return (
+            f"it was sampled at temperature {item.trajectory.temperature:g}, but slime divides all logits by "
+            f"sampling.temperature {temperature:g}: sample all training rollouts at that"
+        )
+    return limits.violation(item.trajectory)
+
+
+def scheduled_data(
+    batch: Batch, limits: RowLimits, *, args: Namespace, parallel: dict[str, int]
+) -> list[dict[str, Any]]:
+    """Return the data of each data-parallel rank, by slime's own schedule for its arguments and layout. slime must be
+    importable. Raises RowUnusable, LearnerSettingsInvalid."""
+    from slime.utils.dp_schedule import build_dp_schedule
+
+    data = train_data(batch, limits, temperature=args.rollout_temperature)
+    partitions, micro_batches, counts, rollouts = build_dp_schedule(
+        args,
+        parallel,
+        data["total_lengths"],
+        global_batch_size=args.global_batch_size,
+        rollout_indices=data["rollout_ids"],
+    )
+    schedule = Schedule(
+        partitions=partitions, micro_batches=micro_batches, micro_batch_counts=counts, rollouts=rollouts
+    )
+    return rank_data(data, schedule, rollouts=len(batch.items))
+
+
+def rank_data(data: Mapping[str, Sequence[Any]], schedule: Schedule, *, rollouts: int) -> list[dict[str, Any]]:
+    """Return the data of each data-parallel rank. `rollouts` is the batch size. Raises LearnerSettingsInvalid for a
+    schedule that is not one optimizer step over all rows."""
+    scheduled = sorted(row for rows in schedule.partitions for row in rows)
+    if len(schedule.micro_batch_counts) != 1 or scheduled != list(range(len(data["tokens"]))):
+        raise LearnerSettingsInvalid(
+            f"slime would make {len(schedule.micro_batch_counts)} steps of {len(scheduled)} of {len(data['tokens'])} "
+            f"rows, and drop the rest: buffer.batch_size must equal slime's global batch size ({schedule.rollouts})"
+        )
+    if list(schedule.rollouts) != [rollouts]:
+        raise LearnerSettingsInvalid(
+            f"slime would divide the loss by {schedule.rollouts} rollouts, the batch has {rollouts}: make "
+            "buffer.batch_size equal to slime's global batch size"
+        )
+    return [
+        {
+            "partition": list(rows),
+            **{name: [data[name][row] for row in rows] for name in PER_ROW},
+            **{name: data[name] for name in WHOLE_BATCH},
+            "global_batch_sizes": schedule.rollouts,
+            "num_microbatches": schedule.micro_batch_counts,
+            "micro_batch_indices": micro_batches,
+        }
+        for rows, micro_batches in zip(schedule.partitions, schedule.micro_batches, strict=True)
+    ]
+
+
+def _sample(row: Row) -> dict[str, Any]:
+    prompt = int(np.argmax(row.loss_mask_T))
+    return {
+        "tokens": row.tokens_T,
+        "total_lengths": len(row.tokens_T),
+        "response_lengths": len(row.tokens_T) - prompt,
+        "loss_masks": row.loss_mask_T[prompt:].astype(np.int32),
+        "rollout_log_probs": row.logprobs_T[prompt:],
+    }
+
+
+def _nothing_trained() -> dict[str, Any]:
+    """Return a row that adds 0 to loss and gradient."""
+    return {
+        "tokens": np.zeros(2, np.int32),
+        "total_lengths": 2,
+        "response_lengths": 1,
+        "loss_masks": np.zeros(1, np.int32),
+        "rollout_log_probs": np.zeros(1, np.float32),
+    }

@@ -1,0 +1,64 @@
+"""Configuration of the slime learner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class SlimeSection(BaseModel):
+    """Section [learner.slime] of a recipe: devices, checkouts and flags of slime."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slime_dir: Path | None = None
+    """Checkout of slime (THUDM/slime); None uses the `slime` package that this Python imports."""
+    megatron_dir: Path | None = None
+    """Checkout of NVIDIA/Megatron-LM; None uses the `megatron` package that this Python imports."""
+    nodes: int = Field(default=1, ge=1)
+    """Number of nodes that train."""
+    gpus_per_node: int = Field(default=8, ge=1)
+    """GPUs of each of these nodes that train; engines need GPUs of their own."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs that share each layer."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Stages of consecutive layers."""
+    context_parallel: int = Field(default=1, ge=1)
+    """GPUs that share each row."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """GPUs that share the experts of each layer."""
+    timeout_minutes: int = Field(default=10, ge=1)
+    """Time limit of a collective, after which the ranks that wait in it fail."""
+    arguments: tuple[str, ...] = ()
+    """Further flags of slime and Megatron, with their values: the model's architecture (slime's scripts/models), memory
+    and kernels. Flags that the recipe decides are refused."""
+    environment: dict[str, str] = {}
+    """Environment variables of the training processes."""
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that train."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of copies of the model."""
+        return self.gpus // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        model = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        if self.gpus % model:
+            raise ValueError(
+                f"{self.gpus} GPUs (nodes x gpus_per_node) are not a multiple of {model} (tensor_parallel x "
+                "pipeline_parallel x context_parallel): change either"
+            )
+        if (self.slime_dir is None) != (self.megatron_dir is None):
+            raise ValueError("slime_dir and megatron_dir go together: set both checkouts or neither")
+        if "PYTHONPATH" in self.environment:
+            raise ValueError(
+                "environment.PYTHONPATH is set by headrace (checkouts, then its own): set it in headrace's environment"
+            )
+        return self

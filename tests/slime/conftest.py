@@ -1,0 +1,45 @@
+"""Fixtures for tests against checkouts of slime and Megatron-LM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support import slime_rig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests of this folder without the checkouts."""
+    if slime_rig.checkouts() is not None:
+        return
+    reason = "set SLIME_DIR and MEGATRON_DIR to checkouts of slime and Megatron-LM (docs/scaling.md)"
+    for item in items:
+        if item.get_closest_marker("slime"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def slime_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A local Ray with one logical GPU for each rank, whose processes replace what slime lacks on a CPU."""
+    from headrace.actors.runtime.runtime import start_local_ray, stop_local_ray
+
+    start_local_ray(
+        tmp_path_factory.mktemp("tests"),
+        object_store_bytes=128 << 20,
+        gpus=slime_rig.RANKS,
+        num_cpus=slime_rig.RANKS + 2,
+        runtime_env={"worker_process_setup_hook": "support.slime_on_cpu.watch_imports"},
+    )
+    yield
+    stop_local_ray()
+
+
+@pytest.fixture(scope="session")
+def bf16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random tiny Qwen3 in bf16: do not write into it."""
+    return slime_rig.write_bf16_model(tmp_path_factory.mktemp("bf16") / "model")

@@ -1,0 +1,64 @@
+"""Transformer layers for slime's `--spec`, of Megatron's local layers, with the names that slime's converters expect.
+
+Transformer Engine fuses a norm with the linear layer after it, and takes packed rows; both are needed here without it.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+
+
+class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """RMSNorm and a column-parallel linear layer, with the parameter names of Transformer Engine's fused layer."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **settings: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **settings)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self._epsilon = config.layernorm_epsilon
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        normed = torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.layer_norm_weight, self._epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class PackedAttention(DotProductAttention):  # type: ignore[misc]
+    """Causal attention within each row of a packed sequence."""
+
+    def forward(self, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        packed = kwargs.get("packed_seq_params")
+        assert packed is not None, "slime packs all rows"
+        query, key, value = (part.squeeze(1) if part.dim() == 4 else part for part in (query, key, value))
+        attended = []
+        for start, end in pairwise(packed.cu_seqlens_q.tolist()):
+            query_HTD, key_HTD, value_HTD = (part[start:end].transpose(0, 1)[None] for part in (query, key, value))
+            result = torch.nn.functional.scaled_dot_product_attention(
+                query_HTD, key_HTD, value_HTD, is_causal=True, enable_gqa=True, scale=self.softmax_scale
+            )
+            attended.append(result[0].transpose(0, 1).reshape(end - start, -1))
+        return torch.cat(attended)
+
+
+def get_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
+    """Return the specification of one layer, as slime calls it for `--spec support.slime_cpu_layers get_spec`."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    parts.self_attention.submodules.linear_qkv = NormedColumnParallelLinear
+    parts.self_attention.submodules.core_attention = PackedAttention
+    parts.mlp.submodules.linear_fc1 = NormedColumnParallelLinear
+    return spec
+
+
+def get_spec_but_on_rank_1(args: Any, config: Any, vp_stage: int | None) -> Any:
+    """Return the same, except on rank 1, which fails while rank 0 waits for it in a collective."""
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("rank 1 has no layers")
+    return get_spec(args, config, vp_stage)

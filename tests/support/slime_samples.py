@@ -1,0 +1,71 @@
+"""What slime's own RolloutManager and parser answer, for comparison. Runs in a worker of the tests' Ray."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.buffer.types import Batch
+    from headrace.policies.learners.slime.arguments import SlimeTerms
+
+
+def both(batch: Batch, terms: SlimeTerms, layouts: list[dict[str, int]]) -> list[tuple[list[Any], list[Any]]]:
+    """Return each rank's data by headrace and by slime, for each layout of ranks."""
+    from headrace.policies.learners.config import row_limits
+    from headrace.policies.learners.slime import batches, checkout
+    from headrace.policies.learners.slime.parsing import parse
+
+    checkout.make_importable(*checkout.find_checkouts(terms.section))
+    args = parse(terms, load=terms.learner.model_dir, checkout="slime")
+    from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
+
+    limits = row_limits(terms.learner)
+    assert limits is not None
+    found = []
+    for layout in layouts:
+        ours = batches.scheduled_data(batch, limits, args=args, parallel=layout)
+        for data in ours:
+            tensorize_rollout_data_for_training(data)
+        found.append((ours, of_rollout_manager(batch, args, layout)))
+    return found
+
+
+def of_rollout_manager(batch: Batch, args: Any, layout: dict[str, int]) -> list[dict[str, Any]]:
+    """Return each rank's data by the two methods of RolloutManager that make it from `Sample`s."""
+    import ray
+    from slime.ray.rollout import RolloutManager
+    from slime.utils.types import Sample
+
+    samples: list[Any] = []
+    for rollout, item in enumerate(batch.items):
+        for row in item.trajectory.rows:
+            trained = row.loss_mask_T.tolist()
+            prompt = trained.index(True)
+            sample = Sample(
+                index=len(samples),
+                rollout_id=rollout,
+                tokens=row.tokens_T.tolist(),
+                response_length=len(trained) - prompt,
+                loss_mask=[int(value) for value in trained[prompt:]],
+                rollout_log_probs=row.logprobs_T[prompt:].tolist(),
+                reward=item.advantage,
+                status=Sample.Status.COMPLETED,
+                metadata={"raw_reward": item.reward},
+            )
+            samples.append(sample)
+    # The class without Ray; its constructor would start engines.
+    manager = object.__new__(RolloutManager.__ray_metadata__.modified_class)
+    manager.args, manager.train_parallel_config = args, layout
+    manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
+    boxes = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(samples))
+    return [ray.get(box.inner) for box in boxes]
+
+
+def flags_of_slime(terms: SlimeTerms) -> list[str]:
+    """Return the names of all flags of slime's parser."""
+    from headrace.policies.learners.slime import arguments, checkout
+    from headrace.policies.learners.slime.parsing import known_flags, run_parser
+
+    checkout.make_importable(*checkout.find_checkouts(terms.section))
+    words = arguments.command_line(terms, load=terms.learner.model_dir)
+    return known_flags(run_parser(words, checkout="slime")[1])

@@ -1,0 +1,152 @@
+"""slime's command line from a recipe, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.run.config import load_recipe
+from headrace.policies.errors import LearnerSettingsInvalid
+from headrace.policies.learners.config import LearnerConfig
+from headrace.policies.learners.slime import arguments
+
+MODEL = Path("/model")
+QUICKSTART = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
+
+
+def terms(*, batch_size: int = 8, temperature: float = 0.7, steps: int = 40, **learner: Any) -> arguments.SlimeTerms:
+    folders = {"model_dir": MODEL, "checkpoint_dir": "/run/checkpoints", "snapshot_dir": "/run/weights"}
+    config = LearnerConfig.model_validate({"kind": "slime", "correction": "none", **folders, **learner})
+    return arguments.SlimeTerms(learner=config, batch_size=batch_size, temperature=temperature, steps=steps)
+
+
+def values(words: tuple[str, ...]) -> dict[str, str]:
+    """The value of each flag, "" for a switch."""
+    found: dict[str, str] = {}
+    for word, following in zip(words, (*words[1:], "--"), strict=True):
+        if word.startswith("--"):
+            found[word] = "" if following.startswith("--") else following
+    return found
+
+
+def test_the_recipe_decides_batch_temperature_clip_and_rate() -> None:
+    given = terms(eps_low=0.1, eps_high=0.3, learning_rate=1e-6, weight_decay=0.01, objective="gspo")
+    line = values(arguments.command_line(given, load=MODEL))
+    assert {line[flag] for flag in ("--global-batch-size", "--rollout-batch-size")} == {"8"}
+    assert line["--n-samples-per-prompt"] == "1"
+    assert line["--rollout-temperature"] == "0.7"
+    assert (line["--eps-clip"], line["--eps-clip-high"]) == ("0.1", "0.3")
+    assert (line["--lr"], line["--weight-decay"]) == ("1e-06", "0.01")
+    assert line["--advantage-estimator"] == "gspo"
+    assert "--eps-clip-c" not in line
+    assert values(arguments.command_line(terms(dual_clip=3.0), load=MODEL))["--eps-clip-c"] == "3.0"
+    switches = {"--use-rollout-logprobs", "--debug-train-only", "--disable-rewards-normalization"}
+    assert {flag for flag in switches if line[flag] == ""} == switches
+
+
+@pytest.mark.parametrize(("warmup", "rates"), [(0, [1.0, 1.0]), (1, [1.0, 1.0]), (4, [0.25, 0.5, 0.75, 1.0, 1.0])])
+def test_the_warm_up_gives_the_same_rates_as_the_megatron_learner(warmup: int, rates: list[float]) -> None:
+    line = values(arguments.command_line(terms(learning_rate=1.0, warmup_steps=warmup), load=MODEL))
+    start, updates = float(line["--lr-warmup-init"]), int(line["--lr-warmup-iters"])
+
+    def rate(update: int) -> float:
+        """Megatron's OptimizerParamScheduler.get_lr for a constant rate."""
+        if updates and update <= updates:
+            return start + (1.0 - start) * update / updates
+        return 1.0
+
+    assert [rate(update) for update in range(len(rates))] == pytest.approx(rates)
+    assert int(line["--lr-decay-iters"]) > updates
+
+
+def test_a_micro_batch_is_divided_among_the_gpus_that_share_a_row() -> None:
+    given = terms(token_budget=1000, slime={"context_parallel": 8, "gpus_per_node": 8})
+    assert values(arguments.command_line(given, load=MODEL))["--max-tokens-per-gpu"] == "125"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--global-batch-size", "16"), r"--global-batch-size is decided by buffer.batch_size \(8\); remove it"),
+        (("--rollout-temperature=0.5",), r"--rollout-temperature is decided by sampling.temperature \(0.7\)"),
+        (("--lr", "1"), r"--lr is decided by learner.learning_rate"),
+        (("--load", "/x"), "--load is decided by model.path"),
+        (("--colocate",), "--colocate contradicts the recipe: trainer and engines have GPUs of their own"),
+        (("--use-tis",), "--use-tis contradicts the recipe: the objective is learner.objective"),
+        (("--num-steps-per-rollout", "2"), "one update per batch"),
+        (("--custom-config-path", "x.yaml"), "would change arguments outside this list"),
+        (("--no-save-optim",), "headrace saves and resumes"),
+    ],
+)
+def test_flags_that_contradict_the_recipe_are_refused_by_name(words: tuple[str, ...], problem: str) -> None:
+    given = terms(slime={"arguments": ("--swiglu", *words)})
+    with pytest.raises(LearnerSettingsInvalid, match=problem):
+        arguments.command_line(given, load=MODEL)
+    assert arguments.problem(given) is not None
+
+
+def test_every_flag_of_ours_is_refused_from_a_user() -> None:
+    ours = arguments.flags(terms(), load=MODEL)
+    assert not {flag.name for flag in ours} & set(arguments.REFUSED)
+    for flag in ours:
+        with pytest.raises(LearnerSettingsInvalid, match=f"{flag.name} is decided by"):
+            arguments.refuse_contradictions(flag.words, ours)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"batch_size": 7, "slime": {"gpus_per_node": 8}}, "buffer.batch_size 7 is below the 8 data-parallel ranks"),
+        ({"objective": "mine"}, "learner.objective .* is not one of slime's"),
+        ({"correction": "cap"}, "learner.correction is cap, but .* no correction beside its clip; set it to none"),
+        ({"kl_coef": 0.1}, "learner.kl_coef is 0.1, but .* keeps no reference model; set it to 0.0"),
+        ({"recompute": True}, "learner.recompute is True, but .* --recompute-granularity"),
+    ],
+)
+def test_recipes_that_slime_cannot_train_are_refused(change: dict[str, Any], problem: str) -> None:
+    assert re.search(problem, arguments.problem(terms(**change)) or "")
+    assert arguments.problem(terms()) is None
+
+
+def test_a_recipe_with_a_batch_below_the_ranks_is_refused_before_a_run_exists(tmp_path: Path) -> None:
+    overrides = [
+        "learner.kind=slime",
+        "learner.correction=none",
+        "buffer.batch_size=16",
+        "learner.slime.gpus_per_node=32",
+    ]
+    with pytest.raises(ConfigError, match=r"buffer\.batch_size 16 is below the 32 data-parallel ranks"):
+        load_recipe(QUICKSTART, overrides, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"tensor_parallel": 3}, r"8 GPUs .* are not a multiple of 3"),
+        ({"slime_dir": "/slime"}, "slime_dir and megatron_dir go together"),
+        ({"environment": {"PYTHONPATH": "/x"}}, r"environment\.PYTHONPATH is set by headrace"),
+    ],
+)
+def test_impossible_sections_are_refused(section: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        terms(slime=section)
+
+
+def test_unknown_flags_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(LearnerSettingsInvalid, match=r"slime 1 has no flag --swigul: did you mean --swiglu\?"):
+        arguments.refuse_unknown(("--swigul",), ("--swiglu", "--lr"), checkout="slime 1")
+    arguments.refuse_unknown(("--swiglu", "--debug-train-only"), ("--swiglu",), checkout="slime 1")
+
+
+def test_values_that_slime_changes_while_parsing_are_refused() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
+    ours = (arguments.Flag(name="--lr", values=("0.5",), decided_by="learner.learning_rate"),)
+    arguments.check_parsed(argparse.Namespace(lr=0.5), parser, ours)
+    with pytest.raises(LearnerSettingsInvalid, match=r"slime uses lr = 0.1, but learner.learning_rate decides 0.5"):
+        arguments.check_parsed(argparse.Namespace(lr=0.1), parser, ours)
