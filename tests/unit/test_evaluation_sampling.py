@@ -12,6 +12,8 @@ from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.run.config import RunConfig, load_recipe
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.parts import evaluation_terms, recipe_digest, training_terms
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.learners.checkpoints import Manifest, write_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +84,7 @@ def test_evaluating_a_run_at_another_temperature_uses_a_separate_folder(tmp_path
     checkpoint.mkdir(parents=True)
     for path in config().model.path.iterdir():
         (checkpoint / path.name).symlink_to(path)
-    (checkpoint / "headrace.json").write_text("{}")
+    write_manifest(checkpoint, Manifest(version=PolicyVersion(1, 3), previous_chain="", chain="", batches=()))
     usual = evaluation(directory.path)
     greedy = evaluation(directory.path, ["evaluation.sampling.temperature=0"])
     assert usual != greedy
