@@ -10,8 +10,9 @@ import torch
 
 from headrace.actors.record.metrics import read_metrics
 from headrace.buffer.audit.verify import verify
-from headrace.policies.errors import LearnerSettingsInvalid, RowUnusable
-from headrace.policies.learners.checkpoints import list_checkpoints, read_manifest
+from headrace.policies.errors import CheckpointMismatch, LearnerSettingsInvalid, RowUnusable
+from headrace.policies.learners.checkpoints import check_checkpoint, list_checkpoints, read_manifest
+from headrace.policies.models.qwen_config import check_computable
 from support import slime_rig as rig
 
 if TYPE_CHECKING:
@@ -76,7 +77,16 @@ async def test_a_resumed_learner_repeats_the_next_step(tmp_path: Path, bf16_mode
             hot = rig.make_batch(model, 9, temperature=0.5)
             await learner.step(hot)
     assert [report.metrics["learning_rate"] for report in reports] == pytest.approx([5e-4, 1e-3])
-    assert read_manifest(tmp_path / "checkpoints" / "1.2").chain == checkpoint.chain
+    saved = tmp_path / "checkpoints" / "1.2"
+    assert read_manifest(saved).chain == checkpoint.chain
+    assert check_checkpoint(saved) == checkpoint
+    # The checkpoint is a model directory as well, with which a model can be evaluated or started.
+    check_computable(saved)
+    assert (saved / "tokenizer.json").read_bytes() == (bf16_model / "tokenizer.json").read_bytes()
+    assert rig.weights_of(saved).keys() == rig.weights_of(bf16_model).keys()
+    async with rig.open_learner(rig.terms(tmp_path, bf16_model, objective="gspo")) as other:
+        with pytest.raises(CheckpointMismatch, match=r"objective grpo.*set learner.objective to grpo"):
+            await other.open(checkpoint, epoch=2)
 
     async with rig.open_learner(terms) as learner:
         state = await learner.open(checkpoint, epoch=2)
