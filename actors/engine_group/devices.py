@@ -89,8 +89,8 @@ def refuse_missing_gpus(parts: Mapping[str, int], offered: int) -> None:
     if needed > offered:
         named = " + ".join(f"{gpus} for {part}" for part, gpus in parts.items())
         raise ConfigError(
-            f"the run needs {needed} GPUs of its own ({named}), but Ray offers {offered} here: lower engines.count or "
-            f"engines.tensor_parallel, set learner.device to cpu, or let {VISIBLE} name more devices"
+            f"the run needs {needed} GPUs of its own ({named}), but Ray offers {offered} here: lower these numbers, or "
+            f"let {VISIBLE} name more devices (with learner.device = cpu, the megatron learner needs none)"
         )
 
 
