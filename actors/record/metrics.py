@@ -188,7 +188,7 @@ class EvaluationMetric(Metric):
     kind = "evaluation"
 
     step: int
-    """Optimizer step at which the evaluation was due; 0 for the base evaluation."""
+    """Optimizer step at which the evaluation began; 0 for the base evaluation."""
     tag: str
     """`base`, `step-N` or `final`; also the name of the evaluation's folder in `evaluations/`."""
     answers: int
