@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.engine_group.fleet import Fleet, attached_id
+from headrace.actors.engine_group.host import ServerPlan
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
 from headrace.actors.engine_group.requests import ask_group
@@ -322,8 +323,8 @@ async def test_an_engine_whose_address_is_taken_is_replaced(
 ) -> None:
     start, started = Fleet._start_local, []
 
-    async def start_at_a_taken_address(fleet: Fleet, engine_id: EngineId, number: int) -> Any:
-        member = await start(fleet, engine_id, number)
+    async def start_at_a_taken_address(fleet: Fleet, plan: ServerPlan) -> Any:
+        member = await start(fleet, plan)
         started.append(member)
         if len(started) == 1:
             # As an attached server does that died, and whose port the kernel gave to this process.

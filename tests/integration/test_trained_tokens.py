@@ -10,6 +10,8 @@ import pytest
 
 from headrace.actors.record.metrics import read_metrics
 from headrace.buffer.audit.evidence import read_evidence, read_trajectories
+from headrace.policies.learners.checkpoint_retention import kept_checkpoints, version_of
+from headrace.policies.learners.checkpoints import list_checkpoints
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ def trajectories(evidence: Evidence) -> dict[Key, Trajectory]:
 def model_directories(run: RunDirectory) -> dict[str, Path]:
     """Version -> model directory: the base, and the checkpoint of every update."""
     config = json.loads((run.path / "config.json").read_text())
-    checkpoints = {path.name: path for path in (run.path / "checkpoints").iterdir()}
+    paths = (*kept_checkpoints(run.checkpoints), *list_checkpoints(run.checkpoints))
+    checkpoints = {str(version_of(path)): path for path in paths}
     return {"1.0": type(run.path)(config["model"]["path"]), **checkpoints}
 
 
