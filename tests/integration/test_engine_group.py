@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.engine_group.fleet import Fleet, attached_id
-from headrace.actors.engine_group.host import ServerPlan
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
 from headrace.actors.engine_group.requests import ask_group
@@ -30,6 +29,8 @@ from support import group_rig as kit
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from headrace.actors.engine_group.host import ServerPlan
 
 
 HANGING_SERVER = """#!/bin/sh
