@@ -227,6 +227,33 @@ def control(
 
 
 @app.command()
+def staleness(
+    json: Json = True,
+    bounds: Annotated[str, typer.Option(help="Comma-separated bounds, in optimizer updates.")] = "0,2,8",
+    corrections: Annotated[str, typer.Option(help="Comma-separated corrections; all by default.")] = "",
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer updates.")] = 40,
+    late_s: Annotated[float, typer.Option(min=0.1, help="Mean seconds of an agent's last tool call.")] = 20.0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the runs.")] = 0,
+) -> None:
+    """Run the quickstart with late agents under several staleness bounds, each with PPO's clip and the cap of the
+    ratio, with the cap alone, and with neither: final success, staleness and log-ratios. Takes half an hour."""
+    from benches.staleness import CORRECTIONS, measure
+
+    wanted = [name.strip() for name in corrections.split(",")] if corrections else list(CORRECTIONS)
+    if unknown := [name for name in wanted if name not in CORRECTIONS]:
+        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(CORRECTIONS)}", param_hint="--corrections")
+    try:
+        limits = [int(bound) for bound in bounds.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{bounds} is not a list of numbers", param_hint="--bounds") from error
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        figures = measure(
+            Path(folder), bounds=limits, corrections=wanted, steps=steps, late_s=late_s, seed=seed, say=say
+        )
+    _print(figures)
+
+
+@app.command()
 def cheats(
     json: Json = True,
     repositories: Annotated[str, typer.Option(help="Comma-separated repositories; all by default.")] = "",

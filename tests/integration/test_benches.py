@@ -105,3 +105,12 @@ def test_half_hour_agents_cause_no_stall_and_no_infra_failure() -> None:
     assert figures["steps"] == 3
     assert figures["max_staleness_seen"] <= figures["max_staleness"]
     assert figures["agent_s_max"] > 25
+
+
+def test_late_agents_make_rollouts_as_stale_as_the_bound_allows() -> None:
+    """A short form: few steps, one correction."""
+    figures = bench("staleness", "--bounds", "0,4", "--corrections", "clip and cap", "--steps", "6", "--late-s", "10")
+    none, some = figures["runs"]
+    assert (none["max_staleness_seen"], none["mean_staleness"]) == (0, 0)
+    assert 0 < some["mean_staleness"] <= some["max_staleness_seen"] <= 4
+    assert none["mean_abs_log_ratio"] < 1e-3 < some["mean_abs_log_ratio"]

@@ -1,0 +1,30 @@
+"""The quickstart's agent with a long last tool call, which makes its rollouts stale. For `scripts/bench staleness`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Final
+
+from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig
+
+if TYPE_CHECKING:
+    from headrace.actors.agents.agent import AgentReport, AgentSession
+    from headrace.buffer.tasks import Task
+    from headrace.sandboxes.base import Sandbox
+
+LONGEST: Final = 3.0
+"""Longest last call, as a multiple of the mean one."""
+
+
+class LateShell(ShellAgent):
+    """A shell agent whose last tool call takes `mean_s` seconds on average, exponentially distributed."""
+
+    def __init__(self, *, mean_s: float) -> None:
+        super().__init__(ShellAgentConfig())
+        self._mean_s = mean_s
+
+    async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
+        report = await super().run(session=session, sandbox=sandbox, task=task)
+        await asyncio.sleep(min(random.expovariate(1 / self._mean_s), LONGEST * self._mean_s))
+        return report
