@@ -376,6 +376,10 @@ def test_a_missing_checkpoint_is_reported_with_the_existing_ones(
 ) -> None:
     error = eval_refused(monkeypatch, capsys, str(run_dir), "--checkpoint", "1.3")
     assert "it has 1.9, 1.10" in error
+    (run_dir / "checkpoints" / "kept-1.5").mkdir()
+    assert "kept-1.5 has no config.json" in eval_refused(monkeypatch, capsys, str(run_dir), "--checkpoint", "1.5")
+    error = eval_refused(monkeypatch, capsys, str(run_dir), "--checkpoint", "1.3")
+    assert "it has 1.5, 1.9, 1.10" in error
     assert "1.10 has no config.json" in eval_refused(monkeypatch, capsys, str(run_dir)), "the newest, by number"
     shutil.rmtree(run_dir / "checkpoints")
     assert "has no checkpoint yet" in eval_refused(monkeypatch, capsys, str(run_dir))
