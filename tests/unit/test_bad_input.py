@@ -105,6 +105,8 @@ def test_a_missing_recipe_is_reported_with_an_existing_alternative(
         ("sandbox.provider=chroot", "sandbox.provider"),
         ("engines.backend=vllm", "engines.backend"),
         ("sandbox.provider=remote", "sandbox.remote.urls is empty"),
+        ("learner.weight_cap=inf", "learner.weight_cap is infinite; set a finite number"),
+        ("learner.betas=[0.9, inf]", "learner.betas is infinite; set a finite number"),
     ],
 )
 def test_an_invalid_override_is_a_one_line_error(
