@@ -43,7 +43,7 @@ class LearnerConfig(ObjectiveConfig):
     recompute: bool = False
     """Keep only the input of each layer, and compute its activations again in the backward pass: a third more time for
     far less memory at long rows."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """Number of CPU threads of the learner's torch. Results depend on it by rounding."""
     max_skipped_in_a_row: int = Field(default=3, gt=0)
     """Number of consecutive steps with a non-finite gradient after which the run ends."""

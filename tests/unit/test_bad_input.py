@@ -105,6 +105,7 @@ def test_a_missing_recipe_is_reported_with_an_existing_alternative(
         ("sandbox.provider=chroot", "sandbox.provider"),
         ("engines.backend=vllm", "engines.backend"),
         ("sandbox.provider=remote", "sandbox.remote.urls is empty"),
+        ("learner.threads=100000", "learner.threads: Input should be less than or equal to 1024"),
         ("learner.weight_cap=inf", "learner.weight_cap is infinite; set a finite number"),
         ("learner.betas=[0.9, inf]", "learner.betas is infinite; set a finite number"),
     ],
