@@ -107,7 +107,8 @@ def test_a_missing_recipe_is_reported_with_an_existing_alternative(
         ("sandbox.provider=remote", "sandbox.remote.urls is empty"),
         ("learner.threads=100000", "learner.threads: Input should be less than or equal to 1024"),
         ("learner.weight_cap=inf", "learner.weight_cap is infinite; set a finite number"),
-        ("learner.betas=[0.9, inf]", "learner.betas is infinite; set a finite number"),
+        ("learner.betas=[0.9, 1.0]", "learner.betas.1: Input should be less than 1"),
+        ("push.read_timeout_s=inf", "push.read_timeout_s is infinite; set a finite number"),
     ],
 )
 def test_an_invalid_override_is_a_one_line_error(
