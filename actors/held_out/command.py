@@ -40,7 +40,7 @@ from headrace.buffer.tasks import Task, load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.learners.checkpoint_retention import best_checkpoint, version_of
+from headrace.policies.learners.checkpoint_retention import best_checkpoint, kept_checkpoints, version_of
 from headrace.policies.learners.checkpoints import check_checkpoint, list_checkpoints
 from headrace.policies.models.model_files import weight_files
 from headrace.serve.observing.progress import starting
@@ -200,17 +200,18 @@ def _checkpoint(run: RunDirectory, wanted: str | None) -> Path:
                 f"--checkpoint {BEST}: no evaluation of {run.path} has rated a checkpoint; name a version"
             )
         return best[1]
-    found = list_checkpoints(run.checkpoints)
-    if not found:
+    newest = list_checkpoints(run.checkpoints)
+    if not newest:
         raise ConfigError(
             f"{run.path} has no checkpoint yet; continue it (`headrace resume {run.path}`), or name a recipe"
         )
     if wanted is None:
-        return found[-1]
+        return newest[-1]
+    found = sorted((*kept_checkpoints(run.checkpoints), *newest), key=version_of)
     for path in found:
-        if path.name == wanted:
+        if str(version_of(path)) == wanted:
             return path
-    names = ", ".join(path.name for path in found[-MAX_NAMED:])
+    names = ", ".join(str(version_of(path)) for path in found[-MAX_NAMED:])
     raise ConfigError(f"--checkpoint {wanted}: {run.path} has no such checkpoint; it has {names}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,7 +130,13 @@ class RunDirectory:
         if not self.lock.exists():
             return False
         try:
-            FileLock(self.lock, blocking=False).release()
+            try:
+                FileLock(self.lock, blocking=False).release()
+            except OSError as error:
+                if error.errno not in (errno.EROFS, errno.EACCES):
+                    raise
+                # The run of another user, or on a read-only disk: a descriptor for reading can be locked, too.
+                FileLock(os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC), blocking=False).release()
         except BlockingIOError:
             return True
         return False

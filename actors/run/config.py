@@ -9,7 +9,9 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -43,7 +45,7 @@ from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class RunConfig(Section):
@@ -256,9 +258,25 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
             "seed": seed,
         }
     try:
-        return RunConfig.model_validate(document)
+        config = RunConfig.model_validate(document)
     except ValidationError as error:
         raise ConfigError(f"{recipe}: {explain(error, RunConfig)}") from error
+    if infinite := list(_infinite_keys(config.model_dump())):
+        # JSON has no infinity: the run's config.json would have null, and no command could read the run again.
+        raise ConfigError(f"{recipe}: {infinite[0]} is infinite; set a finite number, or leave it out for its default")
+    return config
+
+
+def _infinite_keys(value: object, key: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all numbers that are not finite."""
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from _infinite_keys(below, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for below in value:
+            yield from _infinite_keys(below, key)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield key
 
 
 def explain(error: ValidationError, model: type[BaseModel], *, page: str = "docs/configuration.md") -> str:

@@ -426,7 +426,7 @@ def _witnesses(root: Path) -> tuple[list[Witness], list[str]]:
     for path in _checkpoints(root):
         try:
             found.append(_witness(path))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             damage.append(f"checkpoint {path.name}: headrace.json is not readable ({error!r})")
     return found, damage
 
@@ -438,7 +438,7 @@ def _newest_witness(root: Path) -> tuple[list[Witness], list[str]]:
         return [], []
     try:
         return [_witness(newest)], []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [], [f"checkpoint {newest.name}: headrace.json is not readable ({error!r})"]
 
 
@@ -455,6 +455,8 @@ def _witness(path: Path) -> Witness:
         (BatchId(batch["batch_id"]), tuple((RolloutId(rollout), int(attempt)) for rollout, attempt in batch["members"]))
         for batch in document["batches"]
     )
+    # Only hexadecimal digits can be continued, as the audit of the chain does.
+    bytes.fromhex(document["previous_chain"])
     return Witness(
         path=path,
         version=PolicyVersion.parse(document["version"]),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORD: Final = "retention.json"
+_KEPT_NAME: Final = re.compile(rf"{KEPT}\d+\.\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,13 @@ def read_record(root: Path) -> RetentionRecord:
         return RetentionRecord()
     try:
         best = BestCheckpoint(**document["best"]) if document["best"] else None
-        return RetentionRecord(best=best, evaluating=document["evaluating"])
-    except (KeyError, TypeError) as error:
+        evaluating = document["evaluating"]
+        # Written by hand or damaged: a value of another type would end every save or evaluation later.
+        if best is not None:
+            PolicyVersion.parse(best.version)
+            best = replace(best, success=float(best.success))
+        return RetentionRecord(best=best, evaluating=None if evaluating is None else int(evaluating))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{root / RECORD} lacks a field or has an invalid one: {error!r}") from error
 
 
@@ -119,7 +126,7 @@ def version_of(path: Path) -> PolicyVersion:
 
 def kept_checkpoints(root: Path) -> list[Path]:
     """Return the directories that are kept although they are not among the newest checkpoints."""
-    return sorted(root.glob(f"{KEPT}[0-9]*.[0-9]*"), key=version_of)
+    return sorted((path for path in root.glob(f"{KEPT}*") if _KEPT_NAME.fullmatch(path.name)), key=version_of)
 
 
 def forget(root: Path) -> None:

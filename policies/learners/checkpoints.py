@@ -136,9 +136,10 @@ def read_manifest(path: Path) -> Manifest:
             batches=batches,
             trained=dict(document.get("trained", {})),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        chain = fold_chain(manifest.previous_chain, manifest.batches)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"{path / MANIFEST} lacks a field or has an invalid one: {error!r}") from error
-    if fold_chain(manifest.previous_chain, manifest.batches) != manifest.chain:
+    if chain != manifest.chain:
         raise CheckpointDamaged(
             f"{path / MANIFEST}: its hash chain does not match its batches; use an earlier checkpoint"
         )
@@ -150,8 +151,7 @@ def check_checkpoint(path: Path) -> CheckpointRef:
     checkpoint = read_checkpoint(path)
     if str(checkpoint.version) != path.name.removeprefix(KEPT):
         raise CheckpointDamaged(f"{path} contains version {checkpoint.version}: the directory was renamed")
-    # The first checkpoints of format 1 list no files.
-    for name, (size, digest) in _read_document(path).get("files", {}).items():
+    for name, size, digest in _listed_files(path):
         file = path / name
         if not file.is_file():
             raise CheckpointDamaged(f"{file} is missing")
@@ -283,6 +283,18 @@ def _read_document(path: Path) -> dict[str, Any]:
             "upgrade headrace"
         )
     return document
+
+
+def _listed_files(path: Path) -> list[tuple[str, int, str | int]]:
+    """Return name, size and digest of the files that a manifest lists. Raises CheckpointDamaged."""
+    document = _read_document(path)
+    if document["format"] == 1:
+        # The first checkpoints list no files.
+        document.setdefault("files", {})
+    try:
+        return [(name, size, digest) for name, (size, digest) in document["files"].items()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{path / MANIFEST} has no valid list of files: {error!r}") from error
 
 
 def _sha256(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
 from headrace.policies.learners.slime.config import SlimeSection
 from headrace.policies.tokens.model_keys import read_vocabulary_size
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LearnerConfig(ObjectiveConfig):
@@ -29,7 +31,7 @@ class LearnerConfig(ObjectiveConfig):
     """AdamW's learning rate, constant after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of updates over which the learning rate rises linearly."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay of matrices; norms and biases do not decay."""
@@ -43,7 +45,7 @@ class LearnerConfig(ObjectiveConfig):
     recompute: bool = False
     """Keep only the input of each layer, and compute its activations again in the backward pass: a third more time for
     far less memory at long rows."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """Number of CPU threads of the learner's torch. Results depend on it by rounding."""
     max_skipped_in_a_row: int = Field(default=3, gt=0)
     """Number of consecutive steps with a non-finite gradient after which the run ends."""

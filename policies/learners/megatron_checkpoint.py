@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
@@ -24,6 +25,7 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
+from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learners.random_states import random_states, restore_random_states
 
 if TYPE_CHECKING:
@@ -54,16 +56,37 @@ class InProcessSave(torch_strategies.TorchDistSaveShardedStrategy):  # type: ign
 
 
 def save_state(directory: Path, model: GPTModel, optimizer: MainOptimizer) -> None:
-    """Write the main weights, AdamW's moments and step count, and all random states into the empty `directory`."""
+    """Write the main weights, AdamW's moments and step count, and all random states into the empty `directory`. Raises
+    OSError."""
     updates = max((int(state["step"]) for state in optimizer.adamw.state.values()), default=0)
     state = _sharded(model, optimizer, updates) | {"updates": updates, "random": random_states()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dist_checkpointing.save(state, str(directory), sharded_strategy=InProcessSave())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist_checkpointing.save(state, str(directory), sharded_strategy=InProcessSave())
+    except CheckpointException as error:
+        # It derives from BaseException, which would end the learner's process without a word. Of a full disk, torch
+        # says only that its position in the file is unexpected.
+        raise OSError(f"{directory} cannot be written; check the space on its disk ({_reason(error)})") from error
 
 
 def load_state(directory: Path, model: GPTModel, optimizer: MainOptimizer) -> None:
-    """Load the files written by `save_state` into a model of the same shape and a new optimizer."""
+    """Load the files written by `save_state` into a model of the same shape and a new optimizer. Raises
+    CheckpointUnreadable."""
+    try:
+        loaded, updates = _load(directory, model, optimizer)
+    except CheckpointException as error:
+        raise CheckpointUnreadable(f"{directory} cannot be loaded: {_reason(error)}") from error
+    optimizer.assign(loaded["model"])
+    if updates:
+        for name, weight in optimizer.weights.items():
+            for key in MOMENTS:
+                optimizer.adamw.state[weight][key].copy_(loaded["moments"][key][name])
+    restore_random_states(loaded["random"])
+
+
+def _load(directory: Path, model: GPTModel, optimizer: MainOptimizer) -> tuple[dict[str, Any], int]:
+    """Return the loaded state and its number of updates, after filling `optimizer` with moments to load into."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         updates = int(dist_checkpointing.load_common_state_dict(str(directory))["updates"])
@@ -71,13 +94,11 @@ def load_state(directory: Path, model: GPTModel, optimizer: MainOptimizer) -> No
             for weight in optimizer.weights.values():
                 moments = {key: torch.zeros_like(weight) for key in MOMENTS}
                 optimizer.adamw.state[weight] = {"step": torch.tensor(float(updates)), **moments}
-        loaded = dist_checkpointing.load(_sharded(model, optimizer, updates), str(directory))
-    optimizer.assign(loaded["model"])
-    if updates:
-        for name, weight in optimizer.weights.items():
-            for key in MOMENTS:
-                optimizer.adamw.state[weight][key].copy_(loaded["moments"][key][name])
-    restore_random_states(loaded["random"])
+        return dist_checkpointing.load(_sharded(model, optimizer, updates), str(directory)), updates
+
+
+def _reason(error: CheckpointException) -> str:
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()) or str(error)
 
 
 def _sharded(model: GPTModel, optimizer: MainOptimizer, updates: int) -> dict[str, Any]:

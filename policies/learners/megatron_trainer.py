@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from headrace.buffer.packing import pack
@@ -140,11 +141,29 @@ class MegatronTrainer:
 
     def save(self) -> CheckpointRef:
         """Write the checkpoint of the current version, unless it already exists because only skipped steps have
-        followed it."""
+        followed it. Raises OSError, after removing what it had written."""
         root, version = self._config.checkpoint_dir, self.progress.version
         if (root / str(version)).exists():
             return checkpoints.read_checkpoint(root / str(version))
         staged = checkpoints.stage(root, version)
+        try:
+            self._write_checkpoint(staged)
+            final = checkpoints.publish(staged, version)
+        except OSError:
+            # On a full disk it would take the space that the ledger needs.
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        # The checkpoint from which the run resumed may be removed.
+        self._source = final
+        self.progress.saved()
+        remove_old(root, newest=self._config.keep_checkpoints)
+        return checkpoints.read_checkpoint(final)
+
+    def close(self) -> None:
+        """Destroy the process group; the trainer is unusable afterwards."""
+        megatron_world.stop()
+
+    def _write_checkpoint(self, staged: Path) -> None:
         trained = checkpoints.trained_model(self._source) | {checkpoints.OBJECTIVE: self._config.objective}
         for file in sorted(self._source.iterdir()):
             if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
@@ -156,16 +175,6 @@ class MegatronTrainer:
         (staged / checkpoints.MEGATRON_STATE).mkdir()
         megatron_checkpoint.save_state(staged / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
         checkpoints.write_manifest(staged, self.progress.manifest(trained=trained))
-        final = checkpoints.publish(staged, version)
-        # The checkpoint from which the run resumed may be removed.
-        self._source = final
-        self.progress.saved()
-        remove_old(root, newest=self._config.keep_checkpoints)
-        return checkpoints.read_checkpoint(final)
-
-    def close(self) -> None:
-        """Destroy the process group; the trainer is unusable afterwards."""
-        megatron_world.stop()
 
     def _accumulate(self, rows: list[WeightedRow], meter: DriftMeter) -> tuple[float, TokenSums]:
         """Accumulate the gradient of all rows in Megatron's buffers, and their log-probabilities in `meter`. Return the
@@ -188,7 +197,10 @@ class MegatronTrainer:
 
     def _export(self, path: Path) -> None:
         weights = megatron_model.export_weights(self._model, self._shape)
-        save_file(weights, path, metadata={"format": "pt", "version": str(self.progress.version)})
+        try:
+            save_file(weights, path, metadata={"format": "pt", "version": str(self.progress.version)})
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> MegatronTrainer:

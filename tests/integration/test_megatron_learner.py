@@ -8,10 +8,11 @@ import math
 import os
 import pickle
 import random
+import resource
 import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ from headrace.policies.models.model_files import weight_files
 from support.tiny_model import QWEN2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from headrace.buffer.types import CheckpointRef
 
@@ -454,6 +455,42 @@ async def test_a_kill_during_a_save_leaves_the_previous_checkpoint_usable(
         await learner.step(batches[1])
         assert (await learner.save()).batch_ids == ("b19",)
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["1.1", "2.2"]
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """Let every longer write of this process fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def truncate_state(checkpoint: Path) -> None:
+    [*_, file] = sorted((checkpoint / "megatron").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "megatron"])
+async def test_a_save_that_cannot_be_written_leaves_nothing_and_is_tried_again(
+    tmp_path: Path, tiny_model_dir: Path, part: str
+) -> None:
+    config = learner_config(tmp_path, tiny_model_dir)
+    async with opened(config) as learner:
+        await learner.step(make_batch(1, model_dir=tiny_model_dir))
+        weights_bytes = sum(path.stat().st_size for path in weight_files(tiny_model_dir))
+        # The optimizer's file holds three times as many numbers as the weights'.
+        limit_bytes = weights_bytes * 3 // 2 if part == "megatron" else weights_bytes // 2
+        with files_of_at_most(limit_bytes), pytest.raises(OSError, match=f"{part} cannot be written"):
+            await learner.save()
+        assert list(config.checkpoint_dir.iterdir()) == []
+        checkpoint = await learner.save()
+    checkpoints.check_checkpoint(Path(checkpoint.path))
+    truncate_state(Path(checkpoint.path))
+    with pytest.raises(CheckpointUnreadable, match="megatron cannot be loaded"):
+        await MegatronLearner(config).open(checkpoint, epoch=2)
 
 
 async def test_the_commit_chain_continues_across_checkpoints_and_epochs(tmp_path: Path, tiny_model_dir: Path) -> None:

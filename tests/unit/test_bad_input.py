@@ -105,6 +105,10 @@ def test_a_missing_recipe_is_reported_with_an_existing_alternative(
         ("sandbox.provider=chroot", "sandbox.provider"),
         ("engines.backend=vllm", "engines.backend"),
         ("sandbox.provider=remote", "sandbox.remote.urls is empty"),
+        ("learner.threads=100000", "learner.threads: Input should be less than or equal to 1024"),
+        ("learner.weight_cap=inf", "learner.weight_cap is infinite; set a finite number"),
+        ("learner.betas=[0.9, 1.0]", "learner.betas.1: Input should be less than 1"),
+        ("push.read_timeout_s=inf", "push.read_timeout_s is infinite; set a finite number"),
     ],
 )
 def test_an_invalid_override_is_a_one_line_error(
@@ -376,6 +380,10 @@ def test_a_missing_checkpoint_is_reported_with_the_existing_ones(
 ) -> None:
     error = eval_refused(monkeypatch, capsys, str(run_dir), "--checkpoint", "1.3")
     assert "it has 1.9, 1.10" in error
+    (run_dir / "checkpoints" / "kept-1.5").mkdir()
+    assert "kept-1.5 has no config.json" in eval_refused(monkeypatch, capsys, str(run_dir), "--checkpoint", "1.5")
+    error = eval_refused(monkeypatch, capsys, str(run_dir), "--checkpoint", "1.3")
+    assert "it has 1.5, 1.9, 1.10" in error
     assert "1.10 has no config.json" in eval_refused(monkeypatch, capsys, str(run_dir)), "the newest, by number"
     shutil.rmtree(run_dir / "checkpoints")
     assert "has no checkpoint yet" in eval_refused(monkeypatch, capsys, str(run_dir))

@@ -135,7 +135,18 @@ def test_a_best_checkpoint_that_is_gone_is_replaced_by_the_next_rated_one(root: 
     assert best[0].version == "1.20"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"best": {"version": "1.10"}, "evaluating": null}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"best": {"version": "1.10"}, "evaluating": null}',
+        '{"best": {"version": "1.10", "tag": "step-10", "success": null}, "evaluating": null}',
+        '{"best": {"version": 1.1, "tag": "step-10", "success": 0.9}, "evaluating": null}',
+        '{"best": null, "evaluating": "step-10"}',
+    ],
+)
 def test_nothing_is_removed_while_the_record_cannot_be_read(root: Path, text: str) -> None:
     save(root, 10)
     evaluate(root, 10, 0.9)
@@ -146,6 +157,15 @@ def test_nothing_is_removed_while_the_record_cannot_be_read(root: Path, text: st
     evaluate(root, 30, 0.4)
     save(root, 50)
     assert names(root) == ["1.40", "1.50", "kept-1.30"]
+
+
+def test_a_copy_under_another_name_is_no_checkpoint(root: Path) -> None:
+    save(root, 10)
+    evaluate(root, 10, 0.9)
+    (root / "kept-1.10.old").mkdir()
+    for step in (20, 30):
+        save(root, step)
+    assert names(root) == ["1.20", "1.30", "kept-1.10", "kept-1.10.old"]
 
 
 def test_the_record_does_not_change_during_a_removal(root: Path) -> None:

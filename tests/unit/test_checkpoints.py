@@ -79,7 +79,7 @@ def test_the_newest_checkpoints_are_retained(tmp_path: Path) -> None:
     assert names(root) == ["1.10", "1.12"]
 
 
-@pytest.mark.parametrize("damage", ["absent", "no json", "format", "field", "chain", "member"])
+@pytest.mark.parametrize("damage", ["absent", "no json", "format", "field", "type", "digits", "chain", "member"])
 def test_damaged_checkpoints_are_refused_naming_the_file(tmp_path: Path, damage: str) -> None:
     path = publish(tmp_path, PolicyVersion(1, 1)) / checkpoints.MANIFEST
     document = json.loads(path.read_text())
@@ -93,6 +93,10 @@ def test_damaged_checkpoints_are_refused_naming_the_file(tmp_path: Path, damage:
         case "field":
             del document["version"]
             path.write_text(json.dumps(document))
+        case "type":
+            path.write_text(json.dumps(document | {"version": 1.1}))
+        case "digits":
+            path.write_text(json.dumps(document | {"previous_chain": "!0"}))
         case "chain":
             path.write_text(json.dumps(document | {"chain": "00" * 32}))
         case "member":
@@ -111,6 +115,11 @@ def with_files(root: Path, version: PolicyVersion) -> Path:
     return checkpoints.publish(staged, version)
 
 
+def list_files(path: Path, files: object) -> None:
+    document = json.loads((path / "headrace.json").read_text())
+    (path / "headrace.json").write_text(json.dumps(document | {"files": files}))
+
+
 def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -124,6 +133,8 @@ def flip_a_bit(path: Path) -> None:
         (lambda path: (path / "megatron" / "shard").write_bytes(b"moments"), "has 7 bytes, but 350 were written"),
         (lambda path: (path / "megatron" / "shard").write_bytes(b"mOments" * 50), "its digest is"),
         (lambda path: flip_a_bit(path / "model.safetensors"), "was recorded"),
+        (lambda path: list_files(path, None), "has no valid list of files"),
+        (lambda path: list_files(path, {"model.safetensors": 350}), "has no valid list of files"),
         (lambda path: (path / "headrace.json").write_bytes(b""), "is not a complete checkpoint"),
         (lambda path: [file.unlink() for file in path.rglob("*") if file.is_file()], "is not a complete checkpoint"),
     ],

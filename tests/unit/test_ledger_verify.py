@@ -182,8 +182,9 @@ async def test_the_ledger_is_checked_against_the_checkpoint(run_dir):
     first["members"][0][1] = 2
     manifest.write_text(json.dumps(document))
     assert any("batch b000001 differs from that in the ledger" in line for line in verify(run_dir).problems)
-    manifest.write_text("{")
-    assert any("not readable" in line for line in verify(run_dir).problems)
+    for text in ("{", json.dumps({**document, "previous_chain": "!0"}), json.dumps({**document, "version": 1.2})):
+        manifest.write_text(text)
+        assert any("not readable" in line for line in verify(run_dir).problems)
 
 
 def test_a_directory_without_a_ledger_is_refused(tmp_path):

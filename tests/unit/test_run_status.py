@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +76,23 @@ def test_the_state_follows_from_lock_and_summary(run: RunDirectory) -> None:
     ended(run, completed=False, steps=6)
     with sole_driver(run):
         assert run_state(run) is RunState.RUNNING
+
+
+@pytest.mark.parametrize("refusal", [errno.EROFS, errno.EACCES])
+def test_the_state_of_a_run_that_may_only_be_read_is_shown(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    opened = os.open
+
+    def read_only(path: str | Path, flags: int, *others: int, **named: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(refusal, os.strerror(refusal), str(path))
+        return opened(path, flags, *others, **named)
+
+    with sole_driver(run):
+        monkeypatch.setattr(os, "open", read_only)
+        assert run_state(run) is RunState.RUNNING
+    assert run_state(run) is not RunState.RUNNING
 
 
 def test_a_run_from_another_version_does_not_hide_other_runs(run: RunDirectory, tmp_path: Path) -> None:
