@@ -275,13 +275,13 @@ class Service(ServiceParts):
         summary = await keep_running(
             lambda: self.dispatcher.evaluate(self._heldout, samples=samples, tag=tag), self.dispatcher.status
         )
+        if rated is not None:
+            rate = partial(end_evaluation, rated, tag=tag, success=summary.success, versions=summary.versions)
+            await asyncio.to_thread(rate)
         if summary.success is None:
             logger.error("evaluation %s: every answer failed with an infrastructure error; nothing is recorded", tag)
             return
         self._success = summary.success
-        if rated is not None:
-            rate = partial(end_evaluation, rated, tag=tag, success=summary.success, versions=summary.versions)
-            await asyncio.to_thread(rate)
         # In this order, a crash in between duplicates a metrics record, but never loses one.
         self._metrics.append(EvaluationMetric(step=step, **asdict(summary)))
         await until_back(lambda: self.replay.end_evaluation(GroupId(tag), step, asdict(summary)))

@@ -81,17 +81,22 @@ def begin_evaluation(root: Path, step: int) -> None:
         _write(root, replace(_known(root), evaluating=step))
 
 
-def end_evaluation(root: Path, *, tag: str, success: float, versions: Mapping[str, int]) -> None:
+def end_evaluation(root: Path, *, tag: str, success: float | None, versions: Mapping[str, int]) -> None:
     """Record the end of an evaluation; `versions` counts its sampled tokens by policy version. The checkpoint that it
-    rates becomes the best one if `success` is higher than that of the best one. Raises OSError."""
+    rates becomes the best one if `success` is higher than that of the best one; with None it rates none. What was kept
+    only as the best one before, or for this evaluation, is removed. Raises OSError."""
     tokens = sum(versions.values())
     with _locked(root):
         known, best = _known(root), best_checkpoint(root)
-        if tokens and (best is None or success > best[0].success):
+        if success is not None and tokens and (best is None or success > best[0].success):
             mean_step = sum(PolicyVersion.parse(version).step * count for version, count in versions.items()) / tokens
             if (rated := _nearest(root, mean_step)) is not None:
                 known = replace(known, best=BestCheckpoint(version=str(version_of(rated)), tag=tag, success=success))
-        _write(root, replace(known, evaluating=None))
+        known = replace(known, evaluating=None)
+        _write(root, known)
+        for path in kept_checkpoints(root):
+            if str(version_of(path)) not in _wanted(root, known):
+                remove(path)
 
 
 def best_checkpoint(root: Path) -> tuple[BestCheckpoint, Path] | None:
@@ -110,8 +115,7 @@ def remove_old(root: Path, *, newest: int) -> None:
         except (ValueError, OSError) as error:
             logger.warning("no old checkpoint is removed, because the best one is not known: %s", error)
             return
-        rated = None if record.evaluating is None else _nearest(root, record.evaluating)
-        wanted = {"" if record.best is None else record.best.version, "" if rated is None else str(version_of(rated))}
+        wanted = _wanted(root, record)
         for path in (*kept_checkpoints(root), *list_checkpoints(root)[:-newest]):
             if str(version_of(path)) not in wanted:
                 remove(path)
@@ -141,6 +145,13 @@ def _locked(root: Path) -> FileLock:
 
 def _all_checkpoints(root: Path) -> list[Path]:
     return [*kept_checkpoints(root), *list_checkpoints(root)]
+
+
+def _wanted(root: Path, record: RetentionRecord) -> set[str]:
+    """Return the versions of the best checkpoint, and of the one that the evaluation in progress will probably rate."""
+    rated = None if record.evaluating is None else _nearest(root, record.evaluating)
+    best = [] if record.best is None else [record.best.version]
+    return {*best, *([] if rated is None else [str(version_of(rated))])}
 
 
 def _nearest(root: Path, step: float) -> Path | None:

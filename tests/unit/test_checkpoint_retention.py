@@ -31,7 +31,7 @@ def evaluate(root: Path, step: int, success: float, versions: dict[str, int] | N
     end(root, step, success, versions)
 
 
-def end(root: Path, step: int, success: float, versions: dict[str, int] | None = None) -> None:
+def end(root: Path, step: int, success: float | None, versions: dict[str, int] | None = None) -> None:
     sampled = versions or {f"1.{step}": 100}
     retention.end_evaluation(root, tag=f"step-{step}", success=success, versions=sampled)
 
@@ -62,7 +62,7 @@ def test_a_better_checkpoint_replaces_the_best_one(root: Path) -> None:
     for step, success in ((10, 0.5), (20, 0.1), (30, 0.1), (40, 0.9)):
         save(root, step)
         evaluate(root, step, success)
-    assert names(root) == ["1.30", "1.40", "kept-1.10"], "nothing is removed before the next save"
+    assert names(root) == ["1.30", "1.40"], "the former best one is not among the newest"
     for step in (50, 60):
         save(root, step)
     assert names(root) == ["1.50", "1.60", "kept-1.40"]
@@ -101,6 +101,17 @@ def test_the_checkpoint_of_an_evaluation_in_progress_is_kept_until_it_ends(root:
     end(root, 50, 0.8)
     save(root, 60)
     assert names(root) == ["1.50", "1.60"]
+
+
+def test_an_evaluation_without_a_score_rates_nothing_and_keeps_nothing(root: Path) -> None:
+    save(root, 10)
+    retention.begin_evaluation(root, 11)
+    for step in (20, 30, 40):
+        save(root, step)
+    assert names(root) == ["1.30", "1.40", "kept-1.10"]
+    end(root, 11, None)
+    assert names(root) == ["1.30", "1.40"]
+    assert retention.read_record(root) == retention.RetentionRecord()
 
 
 def test_an_evaluation_that_is_recorded_twice_changes_nothing(root: Path) -> None:
