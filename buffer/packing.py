@@ -1,10 +1,10 @@
-"""The packing of rows into micro-batches.
+"""The distribution of rows over ranks, and their packing into micro-batches.
 
 Invariants:
-- Every row is in exactly one micro-batch.
+- Every row is on exactly one rank, in exactly one micro-batch.
 - A micro-batch costs rows x longest row (padding is computed like tokens), never more than the budget; a single row
   above the budget is refused, never cut.
-- Packing changes how much memory a step takes, never its gradient: weights are fixed per trajectory before packing.
+- Both change how much time and memory a step takes, never its gradient: weights are fixed per trajectory before them.
 """
 
 from __future__ import annotations
@@ -37,3 +37,18 @@ def pack(lengths: Sequence[int], *, token_budget: int) -> list[tuple[int, ...]]:
         else:
             rows.append(index)
     return [tuple(rows) for rows in bins]
+
+
+def distribute(lengths: Sequence[int], *, ranks: int) -> list[tuple[int, ...]]:
+    """Return the indices of `lengths` (tokens per row) for each rank, in their order. The numbers of tokens of two
+    ranks differ by at most the longest row. With fewer rows than ranks, some ranks get none.
+
+    The longest row goes first, each to the rank with the fewest tokens so far (R. L. Graham, 1969, LPT rule).
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(index)
+        tokens[rank] += lengths[index]
+    return [tuple(sorted(share)) for share in shares]

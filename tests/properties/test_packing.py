@@ -1,4 +1,4 @@
-"""Micro-batches under a token budget."""
+"""Micro-batches under a token budget, and the rows of each rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.buffer.packing import RowOverBudget, pack
+from headrace.buffer.packing import RowOverBudget, distribute, pack
 
 lengths_strategy = st.lists(st.integers(1, 50), max_size=60)
 
@@ -32,3 +32,14 @@ def test_no_row_would_have_fit_in_an_earlier_micro_batch(lengths: list[int], tok
 def test_a_row_above_the_budget_is_refused(lengths: list[int], excess: int, token_budget: int) -> None:
     with pytest.raises(RowOverBudget, match=r"learner\.token_budget"):
         pack([*lengths, token_budget + excess], token_budget=token_budget)
+
+
+@given(lengths=lengths_strategy, ranks=st.integers(1, 5))
+def test_each_row_is_on_one_rank_and_ranks_differ_by_at_most_the_longest_row(lengths: list[int], ranks: int) -> None:
+    shares = distribute(lengths, ranks=ranks)
+    assert len(shares) == ranks
+    assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
+    assert all(list(share) == sorted(share) for share in shares)
+    tokens = [sum(lengths[index] for index in share) for share in shares]
+    assert max(tokens) - min(tokens) <= max(lengths, default=0)
+    assert sum(map(bool, shares)) == min(ranks, len(lengths))
