@@ -1,7 +1,7 @@
 """Runtime that spawns plain classes as actors: `pool = await runtime.spawn(SandboxPool, config, name="pool")`.
 
 Invariants:
-- Only this file and slime's processes (`training.slime_group`) use `ray.remote`. Everywhere else an actor is an object
+- Only this file and the learners' ranks (`training.rank_group`) use `ray.remote`. Everywhere else an actor is an object
   with async methods.
 - A class may be spawned only if all its public methods are async (else TypeError), so that no call can block an event
   loop.

@@ -1,8 +1,7 @@
 """slime's training processes: its placement group, its `RayTrainGroup`, and their end.
 
 Invariants:
-- A call ends as soon as one rank has failed, not when the others' collective gives up. Then all ranks are killed: what
-  is left of a group after a failure refuses everything.
+- The ranks end together, see `rank_group`.
 - `close` frees the GPUs, which slime never does: it kills the ranks and removes the placement group.
 - If this process dies, Ray kills the ranks, which it owns. The placement group belongs to a detached actor that watches
   this process and ends with it. Ray removes a group with its detached creator, but keeps one whose creator is restarted
@@ -11,15 +10,12 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import threading
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import psutil
-
+from headrace.actors.training.rank_group import RankGroup, end_after
 from headrace.policies.errors import LearnerSettingsInvalid, RankFailed
 
 if TYPE_CHECKING:
@@ -28,20 +24,13 @@ if TYPE_CHECKING:
 
     from headrace.actors.training.slime_rank import RankState, RankStep
 
-logger = logging.getLogger(__name__)
-
-CHECK_S: Final = 1.0
-"""Interval at which a waiting call looks whether the group is being closed."""
-END_S: Final = 30.0
-"""Time limit for killed ranks of this node to end."""
-
 
 class PlacementOwner:
     """Detached Ray actor that creates the placement group of one learner, whose process is on the same node. It ends
     with that process, and Ray then removes the group."""
 
     def __init__(self, learner_process_id: int) -> None:
-        threading.Thread(target=_end_after, args=(learner_process_id,), daemon=True).start()
+        threading.Thread(target=end_after, args=(learner_process_id,), daemon=True).start()
 
     def reserve(self, args: Namespace) -> Any:
         """Return slime's placement of the training processes, as soon as the cluster has room for it."""
@@ -50,8 +39,8 @@ class PlacementOwner:
         return create_placement_groups(args)["actor"]
 
 
-class SlimeGroup:
-    """Ranks of one learner incarnation. Its methods block, and are called from one thread; `interrupt` from any."""
+class SlimeGroup(RankGroup):
+    """Ranks of slime; see `RankGroup`."""
 
     def __init__(self, args: Namespace) -> None:
         """Reserve the GPUs and start the ranks. Raises LearnerSettingsInvalid if the cluster has too few GPUs or a rank
@@ -62,10 +51,8 @@ class SlimeGroup:
 
         from headrace.actors.training.slime_rank import SlimeRank
 
+        super().__init__()
         self._args = args
-        self._interrupted = threading.Event()
-        self._ranks: list[Any] = []
-        self._processes: list[psutil.Process] = []
         wanted, present = args.actor_num_nodes * args.actor_num_gpus_per_node, ray.cluster_resources().get("GPU", 0)
         if present < wanted:
             # slime would wait for them without end.
@@ -106,7 +93,7 @@ class SlimeGroup:
             raise RankFailed(f"a training process died while it started: {error}") from error
         self._ranks = group._actor_handlers  # noqa: SLF001 - see `checkout`
         # Known before they load the model, so that `close` can wait for their end at any time.
-        self._processes = _local_processes(self.call("place"))
+        self._find_processes()
         initialised = [rank.init.remote(self._args, group.role) for rank in self._ranks]
         try:
             self._answers(initialised)
@@ -128,76 +115,16 @@ class SlimeGroup:
         self._refuse_closed()
         return self._answers(self._group.async_train(number, boxes))
 
-    def call(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method on every rank, and return the results by rank. Raises RankFailed."""
-        self._refuse_closed()
-        return self._answers([getattr(rank, method).remote(*arguments) for rank in self._ranks])
-
-    def interrupt(self) -> None:
-        """Make a waiting call fail, so that the group can be closed."""
-        self._interrupted.set()
-
     def close(self) -> None:
         """Kill all ranks and free their GPUs. Idempotent."""
         import ray
         from ray.util import remove_placement_group
 
-        ranks = self._group._actor_handlers  # noqa: SLF001 - a failed start has filled only this list
+        # A failed start has filled only this list.
+        self._ranks = self._group._actor_handlers  # noqa: SLF001 - see `checkout`
         self._group._actor_handlers = []  # noqa: SLF001
-        self._ranks = []
-        for rank in ranks:
-            ray.kill(rank, no_restart=True)
-        _, alive = psutil.wait_procs(self._processes, timeout=END_S)
-        if alive:
-            logger.error("ranks are still alive after they were killed: %s", [process.pid for process in alive])
+        super().close()
         if self._placement is not None:
             remove_placement_group(self._placement[0])
             ray.kill(self._owner)
             self._placement = None
-
-    def _refuse_closed(self) -> None:
-        if not self._ranks:
-            raise RankFailed("the training processes have ended: open a new learner")
-
-    def _answers(self, references: Sequence[Any]) -> list[Any]:
-        """Return the answers by rank. Raises RankFailed for the first failure, after killing all ranks."""
-        import ray
-        from ray.exceptions import RayError
-
-        answers: list[Any] = [None] * len(references)
-        waiting = {reference: rank for rank, reference in enumerate(references)}
-        while waiting:
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=CHECK_S)
-            if self._interrupted.is_set():
-                raise RankFailed("the learner was closed while its training processes worked")
-            for reference in done:
-                rank = waiting.pop(reference)
-                try:
-                    answers[rank] = ray.get(reference)
-                except RayError as error:
-                    self.close()
-                    raise RankFailed(f"rank {rank} of {len(references)} failed: {_reason(error)}") from error
-        return answers
-
-
-def _end_after(process_id: int) -> None:
-    """End this process when another one of the same node has ended."""
-    with suppress(psutil.NoSuchProcess):
-        psutil.Process(process_id).wait()
-    os._exit(0)
-
-
-def _reason(error: Exception) -> str:
-    """Return the rank's own error on one line, without Ray's traceback."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, BaseException):
-        return f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-
-
-def _local_processes(places: Sequence[tuple[str, int]]) -> list[psutil.Process]:
-    import ray
-
-    here = ray.get_runtime_context().get_node_id()
-    local = [process_id for node, process_id in places if node == here]
-    return [psutil.Process(process_id) for process_id in local if psutil.pid_exists(process_id)]
