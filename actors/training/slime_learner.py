@@ -33,7 +33,7 @@ from headrace.policies.learners import checkpoints
 from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.checkpoints import refuse_mismatch
 from headrace.policies.learners.config import row_limits, trained_as
-from headrace.policies.learners.progress import LearnerProgress
+from headrace.policies.learners.progress import LearnerProgress, batch_metrics
 from headrace.policies.learners.slime import batches, checkout, visibility
 from headrace.policies.learners.slime.parsing import parse
 
@@ -163,7 +163,7 @@ class SlimeTrainer:
         skipped = scheduled == self._scheduled
         self._scheduled = scheduled
         version = self.progress.stepped(batch, skipped=skipped)
-        metrics = _batch_metrics(batch) | _slime_metrics(results) | {"seconds": time.perf_counter() - started}
+        metrics = batch_metrics(batch) | _slime_metrics(results) | {"seconds": time.perf_counter() - started}
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._last_report = StepReport(batch_id=batch.lease.batch_id, version=version, skipped=skipped, metrics=finite)
         self.progress.stop_when_diverged()
@@ -253,17 +253,6 @@ def keep_newest_snapshots(root: Path, count: int) -> None:
     for path in sorted(complete, key=lambda path: PolicyVersion.parse(path.name))[:-count]:
         # Renamed first, so that a partly removed directory never looks complete.
         shutil.rmtree(path.rename(path.with_name(f"{_STAGED}removed-{path.name}")))
-
-
-def _batch_metrics(batch: Batch) -> dict[str, float]:
-    staleness = [item.staleness for item in batch.items]
-    trained = sum(int(row.loss_mask_T.sum()) for item in batch.items for row in item.trajectory.rows)
-    return {
-        "tokens": float(trained),
-        "mean_staleness": sum(staleness) / len(staleness),
-        "max_staleness": float(max(staleness)),
-        "mean_reward": sum(item.reward for item in batch.items) / len(batch.items),
-    }
 
 
 def _slime_metrics(results: Sequence[RankStep]) -> dict[str, float]:

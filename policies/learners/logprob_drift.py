@@ -5,13 +5,14 @@ Shapes: N trained tokens of a micro-batch in row-major order, T tokens of a row.
 Invariants:
 - Tokens that the trained version sampled itself show the mismatch between engine and learner; all others show the lag
   as well. Tokens sampled with stale keys and values belong to neither: no weights give their log-probabilities.
-- Means are over all tokens of the step at once, so the result does not depend on the split into micro-batches.
+- Means are over all tokens of the step at once, so the result does not depend on the split into micro-batches or
+  ranks.
 - This module does not import torch.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from headrace.buffer.types import LogprobDrift, TokenRatios
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -29,14 +30,52 @@ _STALE_KV: Final = -1
 """Key of tokens sampled with stale keys and values, in place of a staleness."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DriftSums:
+    """Comparison over some of a step's rows, to be added over micro-batches and ranks."""
+
+    differences: Mapping[int, tuple[npt.NDArray[np.float64], ...]] = field(default_factory=dict)
+    """log(current / behaviour) of the trained tokens, by their staleness."""
+    positions: int = 0
+    """Number of computed positions, including padding."""
+    padding: int = 0
+    tokens: int = 0
+    """Number of trained tokens."""
+    capped: int = 0
+    """Number of them whose ratio exceeds the cap."""
+
+    def __add__(self, other: DriftSums) -> DriftSums:
+        keys = sorted(self.differences.keys() | other.differences.keys())
+        return DriftSums(
+            differences={key: (*self.differences.get(key, ()), *other.differences.get(key, ())) for key in keys},
+            positions=self.positions + other.positions,
+            padding=self.padding + other.padding,
+            tokens=self.tokens + other.tokens,
+            capped=self.capped + other.capped,
+        )
+
+    def shares(self) -> dict[str, float]:
+        """Return `padding_share` (of all computed positions) and `capped_share` (tokens whose ratio exceeds the cap, of
+        all trained tokens); empty if nothing was computed."""
+        if not self.tokens:
+            return {}
+        return {"padding_share": self.padding / self.positions, "capped_share": self.capped / self.tokens}
+
+    def drift(self) -> LogprobDrift | None:
+        """Return the comparison; None if nothing was computed."""
+        if not self.tokens:
+            return None
+        ratios = {key: _ratios(np.concatenate(parts)) for key, parts in sorted(self.differences.items())}
+        stale_kv = ratios.pop(_STALE_KV, None)
+        return LogprobDrift(by_staleness=ratios, stale_kv=stale_kv)
+
+
 class DriftMeter:
-    """Accumulates the comparison over the micro-batches of one step. `cap` is the objective's maximum importance
-    weight."""
+    """Compares the micro-batches of one step. `cap` is the objective's maximum importance weight."""
 
     def __init__(self, batch: Batch, *, cap: float) -> None:
         self._batch, self._cap = batch, cap
-        self._differences: defaultdict[int, list[npt.NDArray[np.float64]]] = defaultdict(list)
-        self._positions = self._padding = self._tokens = self._capped = 0
+        self.sums = DriftSums()
 
     def add(self, rows: Sequence[Row], logprobs_N: npt.NDArray[np.floating], *, positions: int) -> None:
         """Add a micro-batch of `rows`, which was computed as `positions` positions including padding. `logprobs_N` are
@@ -44,27 +83,13 @@ class DriftMeter:
         behaviour_N = np.concatenate([row.logprobs_T[row.loss_mask_T] for row in rows])
         staleness_N = np.concatenate([self._staleness_T(row)[row.loss_mask_T] for row in rows])
         difference_N = logprobs_N.astype(np.float64) - behaviour_N
-        for staleness in np.unique(staleness_N):
-            self._differences[int(staleness)].append(difference_N[staleness_N == staleness])
-        self._positions += positions
-        self._padding += positions - sum(len(row.tokens_T) for row in rows)
-        self._tokens += difference_N.size
-        self._capped += int((difference_N > np.log(self._cap)).sum())
-
-    def shares(self) -> dict[str, float]:
-        """Return `padding_share` (of all computed positions) and `capped_share` (tokens whose ratio exceeds the cap, of
-        all trained tokens); empty if nothing was computed."""
-        if not self._tokens:
-            return {}
-        return {"padding_share": self._padding / self._positions, "capped_share": self._capped / self._tokens}
-
-    def drift(self) -> LogprobDrift | None:
-        """Return the comparison; None if nothing was computed."""
-        if not self._tokens:
-            return None
-        ratios = {staleness: _ratios(np.concatenate(parts)) for staleness, parts in sorted(self._differences.items())}
-        stale_kv = ratios.pop(_STALE_KV, None)
-        return LogprobDrift(by_staleness=ratios, stale_kv=stale_kv)
+        self.sums += DriftSums(
+            differences={int(key): (difference_N[staleness_N == key],) for key in np.unique(staleness_N)},
+            positions=positions,
+            padding=positions - sum(len(row.tokens_T) for row in rows),
+            tokens=difference_N.size,
+            capped=int((difference_N > np.log(self._cap)).sum()),
+        )
 
     def _staleness_T(self, row: Row) -> npt.NDArray[np.int64]:
         staleness_T = np.zeros(len(row.tokens_T), dtype=np.int64)

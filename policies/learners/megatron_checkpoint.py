@@ -5,7 +5,8 @@ Invariants:
   size.
 - Saving runs in this process and thread: Megatron's writer forks workers and spawns a manager, which is not safe in a
   process with Ray's threads.
-- Saving and loading are bit-exact.
+- Saving and loading are bit-exact, and all ranks do them together. Only rank 0 writes, because all have the same state;
+  so a checkpoint does not depend on their number.
 """
 
 from __future__ import annotations
@@ -63,7 +64,13 @@ def save_state(directory: Path, model: GPTModel, optimizer: MainOptimizer) -> No
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dist_checkpointing.save(state, str(directory), sharded_strategy=InProcessSave())
+            dist_checkpointing.save(
+                state,
+                str(directory),
+                sharded_strategy=InProcessSave(),
+                # The ranks' random states differ, those of rank 0 are kept: a step draws no random numbers.
+                preprocess_common_before_consistancy_check=lambda common: common | {"random": None},
+            )
     except CheckpointException as error:
         # It derives from BaseException, which would end the learner's process without a word. Of a full disk, torch
         # says only that its position in the file is unexpected.

@@ -1,9 +1,9 @@
 """AdamW over the fp32 main weights of a Megatron model.
 
 Invariants:
-- Main weights are the model's own parameters if those are fp32. Otherwise they are fp32 copies, and after every change
-  each parameter of the model is its main weight, rounded.
-- Gradients are those that Megatron's DDP summed in fp32 (`main_grad`).
+- Main weights are the model's own parameters if those are at least fp32. Otherwise they are fp32 copies, and after
+  every change each parameter of the model is its main weight, rounded.
+- Gradients are those that Megatron's DDP summed in at least fp32 (`main_grad`).
 - Only matrices decay: norms and biases keep their scale.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from headrace.policies.learners.config import LearnerConfig
 
@@ -26,7 +26,7 @@ class MainOptimizer:
         self._parameters: dict[str, Any] = dict(model.named_parameters())
         self.weights: dict[str, torch.nn.Parameter] = {
             name: parameter
-            if parameter.dtype == torch.float32
+            if parameter.dtype.itemsize >= torch.float32.itemsize
             else torch.nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
             for name, parameter in self._parameters.items()
         }
@@ -46,6 +46,13 @@ class MainOptimizer:
             for name, weight in self.weights.items():
                 weight.copy_(weights[name])
         self._round()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the main weights and the optimizer's state of each, with their names."""
+        for name, weight in self.weights.items():
+            yield name, weight
+            for key, value in sorted(self.adamw.state.get(weight, {}).items()):
+                yield f"{name} {key}", value
 
     def take_gradients(self, *, max_norm: float) -> float:
         """Take the gradients from Megatron's buffers, scale them down to `max_norm`, and return their norm before

@@ -1,10 +1,12 @@
-"""Synchronous part of the Megatron learner; it uses torch and is called from one thread.
+"""Synchronous part of the Megatron learner, called from one thread: reports, snapshots and checkpoints of what its
+ranks compute. Needs no torch.
 
 Invariants:
 - Weights, moments and version change only at the end of a step whose gradient is finite; an earlier failure does not
   change them.
 - A batch is trained once: repeating the step with the last batch (because a cancelled call lost its result) returns the
   same report.
+- The ranks are compared before each checkpoint: without their agreement none is written.
 """
 
 from __future__ import annotations
@@ -13,38 +15,24 @@ import json
 import math
 import shutil
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
-from headrace.buffer.packing import pack
 from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.types import Batch, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import RowUnusable
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
+from headrace.policies.learners import checkpoints
 from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.config import trained_as
-from headrace.policies.learners.logprob_drift import DriftMeter
-from headrace.policies.learners.megatron_optimizer import MainOptimizer
-from headrace.policies.learners.micro_batches import WeightedRow, collate, trained_tokens, weighted_rows
-from headrace.policies.learners.objectives.loss import TokenSums, weighted_loss
-from headrace.policies.learners.objectives.registry import OBJECTIVES
-from headrace.policies.learners.progress import LearnerProgress
-from headrace.policies.learners.reference_model import ReferenceModel
+from headrace.policies.learners.progress import LearnerProgress, batch_metrics
+from headrace.policies.learners.ranks.contract import whole_step
 from headrace.policies.models.qwen_config import QwenConfig
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 if TYPE_CHECKING:
     from headrace.policies.learners.config import LearnerConfig
+    from headrace.policies.learners.ranks.contract import Ranks, StartRanks
 
 KEPT_SNAPSHOTS = 2
 """Number of snapshots to keep: the one being sent and the one just written."""
@@ -53,36 +41,23 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 class MegatronTrainer:
-    """Model, optimizer, version and hash chain of one learner incarnation. Create it with `open_trainer`."""
+    """Ranks, version and hash chain of one learner incarnation. Create it with `open_trainer`."""
 
-    def __init__(self, config: LearnerConfig, resume: CheckpointRef | None, progress: LearnerProgress) -> None:
+    def __init__(
+        self, config: LearnerConfig, resume: CheckpointRef | None, progress: LearnerProgress, start: StartRanks
+    ) -> None:
+        """Start the ranks. Raises as they do, and ModelInvalid."""
         self._config = config
         self.progress = progress
-        self._objective = OBJECTIVES.find(config.objective)()
         self._source = Path(resume.path) if resume else config.model_dir
-        self._device = megatron_world.start(config.seed, config.device, threads=config.threads)
-        self._shape = QwenConfig.read(self._source / "config.json")
-        self._limits = RowLimits(vocabulary=self._shape.vocab_size, tokens=config.token_budget)
-        settings = megatron_model.transformer_config(self._shape, getattr(torch, config.dtype))
-        model = megatron_model.build_model(self._shape, settings, recompute=config.recompute)
-        self._model = model.to(self._device)
-        self._ddp = DistributedDataParallel(
-            settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), self._model
-        )
-        self._optimizer = MainOptimizer(self._model, config)
+        shape = QwenConfig.read(self._source / "config.json")
+        self._limits = RowLimits(vocabulary=shape.vocab_size, tokens=config.token_budget)
         self._last_report: StepReport | None = None
         self._last_snapshot: WeightsSnapshot | None = None
-        if resume:
-            megatron_checkpoint.load_state(self._source / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
-        else:
-            self._optimizer.assign(megatron_model.read_weights(self._source, self._shape))
-        self._reference = (
-            ReferenceModel(config.model_dir, self._shape, settings, device=self._device) if config.kl_coef > 0 else None
-        )
+        self._ranks: Ranks = start(config, resume)
 
     def step(self, batch: Batch) -> StepReport:
-        """Perform one update. Raises RowUnusable before any change, NonFiniteRun after the last
-        allowed skip."""
+        """Perform one update. Raises RowUnusable before any change, NonFiniteRun after the last allowed skip."""
         if self._last_report is not None and self._last_report.batch_id == batch.lease.batch_id:
             self.progress.stop_when_diverged()
             return self._last_report
@@ -94,18 +69,17 @@ class MegatronTrainer:
         # Constant after a linear warm-up over the first `warmup_steps` updates of the run.
         warm = (self.progress.version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
         learning_rate = self._config.learning_rate * min(1.0, warm)
-        meter = DriftMeter(batch, cap=self._config.weight_cap)
-        loss, sums = self._accumulate(weighted_rows(batch, self._objective, self._config), meter)
-        grad_norm = self._optimizer.take_gradients(max_norm=self._config.clip_grad_norm)
-        skipped = not math.isfinite(grad_norm)
-        if not skipped:
-            self._optimizer.step(learning_rate)
-        self._optimizer.drop_gradients()
+        done = whole_step(self._ranks.step(batch, learning_rate))
+        skipped = not math.isfinite(done.grad_norm)
         version = self.progress.stepped(batch, skipped=skipped)
-        metrics = _metrics(batch, sums) | meter.shares()
-        metrics |= {
-            "loss": loss,
-            "grad_norm": grad_norm,
+        metrics = {
+            # Those of the objective are means over the trained tokens of computed rows; none if no row is computed.
+            **done.sums.means(),
+            **batch_metrics(batch),
+            **done.drift.shares(),
+            "computed_tokens": float(done.sums.tokens),
+            "loss": done.loss,
+            "grad_norm": done.grad_norm,
             "learning_rate": learning_rate,
             "seconds": time.perf_counter() - started,
         }
@@ -115,7 +89,7 @@ class MegatronTrainer:
             version=version,
             skipped=skipped,
             metrics=finite,
-            drift=meter.drift(),
+            drift=done.drift.drift(),
         )
         self.progress.stop_when_diverged()
         return self._last_report
@@ -129,7 +103,7 @@ class MegatronTrainer:
         directory.mkdir(parents=True, exist_ok=True)
         final = directory / f"{version}.safetensors"
         staged = final.with_suffix(".tmp")
-        self._export(staged)
+        self._ranks.export(staged, version)
         staged.rename(final)
         # By version: the sender may still read a file of the previous incarnation, and modification times are wrong
         # after the clock was set back.
@@ -145,6 +119,7 @@ class MegatronTrainer:
         root, version = self._config.checkpoint_dir, self.progress.version
         if (root / str(version)).exists():
             return checkpoints.read_checkpoint(root / str(version))
+        self._ranks.check_agreement()
         staged = checkpoints.stage(root, version)
         try:
             self._write_checkpoint(staged)
@@ -159,9 +134,13 @@ class MegatronTrainer:
         remove_old(root, newest=self._config.keep_checkpoints)
         return checkpoints.read_checkpoint(final)
 
+    def interrupt(self) -> None:
+        """Make a waiting call fail, from any thread."""
+        self._ranks.interrupt()
+
     def close(self) -> None:
-        """Destroy the process group; the trainer is unusable afterwards."""
-        megatron_world.stop()
+        """End the ranks; the trainer is unusable afterwards."""
+        self._ranks.close()
 
     def _write_checkpoint(self, staged: Path) -> None:
         trained = checkpoints.trained_model(self._source) | {checkpoints.OBJECTIVE: self._config.objective}
@@ -171,59 +150,22 @@ class MegatronTrainer:
         # transformers loads in the dtype of config.json, and the exported weights have the learner's.
         keys = json.loads((staged / "config.json").read_text(encoding="utf-8")) | {"dtype": self._config.dtype}
         (staged / "config.json").write_text(json.dumps(keys, indent=2), encoding="utf-8")
-        self._export(staged / "model.safetensors")
+        self._ranks.export(staged / "model.safetensors", self.progress.version)
         (staged / checkpoints.MEGATRON_STATE).mkdir()
-        megatron_checkpoint.save_state(staged / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
+        self._ranks.save_state(staged / checkpoints.MEGATRON_STATE)
         checkpoints.write_manifest(staged, self.progress.manifest(trained=trained))
 
-    def _accumulate(self, rows: list[WeightedRow], meter: DriftMeter) -> tuple[float, TokenSums]:
-        """Accumulate the gradient of all rows in Megatron's buffers, and their log-probabilities in `meter`. Return the
-        loss and its sums over trained tokens."""
-        self._ddp.zero_grad_buffer()
-        lengths = [len(row.row.tokens_T) for row in rows]
-        total, sums = 0.0, TokenSums()
-        for indices in pack(lengths, token_budget=self._config.token_budget):
-            micro = collate([rows[index] for index in indices], self._device)
-            reference_N = self._reference.logprobs_N(micro) if self._reference is not None else None
-            logprobs_N, entropies_N = self._ddp(micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
-            tokens = micro.trained_tokens(logprobs_N, entropies_N, reference_N)
-            loss, part = weighted_loss(tokens, micro.weights_N, self._objective, self._config)
-            loss.backward()  # type: ignore[no-untyped-call]
-            computed = [rows[index].row for index in indices]
-            meter.add(computed, logprobs_N.detach().float().cpu().numpy(), positions=micro.tokens_BT.numel())
-            total, sums = total + float(loss.detach()), sums + part
-        self._ddp.finish_grad_sync()
-        return total, sums
 
-    def _export(self, path: Path) -> None:
-        weights = megatron_model.export_weights(self._model, self._shape)
-        try:
-            save_file(weights, path, metadata={"format": "pt", "version": str(self.progress.version)})
-        except SafetensorError as error:
-            raise OSError(f"{path} cannot be written: {error}") from error
-
-
-def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> MegatronTrainer:
-    """Start the world and load the model or the checkpoint. If that fails, stop the world again."""
+def open_trainer(
+    config: LearnerConfig, resume: CheckpointRef | None, epoch: int, *, start: StartRanks | None = None
+) -> MegatronTrainer:
+    """Load the model or the checkpoint into the ranks that `start` returns, by default into one in this process. If
+    that fails, the ranks have ended."""
     progress = LearnerProgress(resume, epoch=epoch, max_skipped_in_a_row=config.max_skipped_in_a_row)
     if resume is not None:
         checkpoints.refuse_mismatch(Path(resume.path), trained_as(config))
-    try:
-        return MegatronTrainer(config, resume, progress)
-    except BaseException:
-        megatron_world.stop()
-        raise
+    if start is None:
+        from headrace.policies.learners.ranks.rank import SoleRank
 
-
-def _metrics(batch: Batch, sums: TokenSums) -> dict[str, float]:
-    """Return the metrics of a step. Those of the objective are means over the trained tokens of computed rows (none if
-    no row is computed); `tokens` counts all trained tokens."""
-    staleness = [item.staleness for item in batch.items]
-    return {
-        **sums.means(),
-        "tokens": float(sum(trained_tokens(item) for item in batch.items)),
-        "computed_tokens": float(sums.tokens),
-        "mean_staleness": sum(staleness) / len(staleness),
-        "max_staleness": float(max(staleness)),
-        "mean_reward": sum(item.reward for item in batch.items) / len(batch.items),
-    }
+        start = SoleRank
+    return MegatronTrainer(config, resume, progress, start)

@@ -1,7 +1,8 @@
 """Megatron's process-wide state: process group, model-parallel groups and random state.
 
 Invariants:
-- A process has one world, whose rendezvous listens only on a free port on 127.0.0.1.
+- A process is in one world, whose rendezvous listens only on a free port on 127.0.0.1: all ranks are on one host.
+- All ranks have the whole model, and each trains its part of a batch (data parallelism).
 - `stop` undoes everything that `start` began, even if `start` failed.
 """
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed
@@ -23,12 +25,34 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state, tensor_parallel
 
-GROUP_TIMEOUT = timedelta(seconds=60)
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+SOLE_TIMEOUT_S = 60.0
+"""Time limit of the collectives of a rank that is alone."""
 
 
-def start(seed: int, device: Literal["cpu", "cuda"] = "cpu", *, threads: int = 1) -> torch.device:
-    """Start a world of one rank, with nccl on a GPU or gloo on the CPU, and return the device to train on. Raises
-    DeviceMissing."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class World:
+    """Place of this process among the `size` ranks. `store` connects them; in a collective, a rank waits for the others
+    for at most `timeout_s`."""
+
+    rank: int
+    size: int
+    store: Store
+    timeout_s: float
+
+
+def sole_world() -> World:
+    """Return a world of one rank. Raises GroupFailed."""
+    return World(rank=0, size=1, store=host_store("127.0.0.1", 1, SOLE_TIMEOUT_S), timeout_s=SOLE_TIMEOUT_S)
+
+
+def start(
+    seed: int, device: Literal["cpu", "cuda"] = "cpu", *, threads: int = 1, world: World | None = None
+) -> torch.device:
+    """Join `world` (by default as its only rank), with nccl on a GPU or gloo on the CPU, and return the device to train
+    on. Raises DeviceMissing."""
     cuda = device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise DeviceMissing(
@@ -42,9 +66,13 @@ def start(seed: int, device: Literal["cpu", "cuda"] = "cpu", *, threads: int = 1
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     choose_interface("127.0.0.1")
-    store = host_store("127.0.0.1", 1, GROUP_TIMEOUT.total_seconds())
+    world = world or sole_world()
     torch.distributed.init_process_group(
-        "nccl" if cuda else "gloo", store=store, rank=0, world_size=1, timeout=GROUP_TIMEOUT
+        "nccl" if cuda else "gloo",
+        store=world.store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=world.timeout_s),
     )
     parallel_state.initialize_model_parallel(1, 1)
     # Megatron's tracker of random states for training needs CUDA; the one for inference does not.

@@ -18,11 +18,12 @@ import torch
 
 from headrace.policies.learners.objectives.loss import trajectory_weights
 from headrace.policies.learners.objectives.tokens import TrainedTokens
+from headrace.policies.learners.progress import trained_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.buffer.types import Batch, BatchItem, Row
+    from headrace.buffer.types import Batch, Row
     from headrace.policies.learners.objectives.config import ObjectiveConfig
     from headrace.policies.learners.objectives.loss import Objective
 
@@ -37,11 +38,6 @@ class WeightedRow:
     temperature: float
     weight: float
     trajectory: int
-
-
-def trained_tokens(item: BatchItem) -> int:
-    """Return the number of trained tokens in all rows of a trajectory."""
-    return sum(int(row.loss_mask_T.sum()) for row in item.trajectory.rows)
 
 
 def weighted_rows(batch: Batch, objective: Objective, config: ObjectiveConfig) -> list[WeightedRow]:

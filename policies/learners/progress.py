@@ -1,4 +1,5 @@
-"""Progress of one learner incarnation: version, hash chain, and batches since the last checkpoint. Needs no torch.
+"""Progress of one learner incarnation: version, hash chain, and batches since the last checkpoint; and the metrics of a
+batch that do not depend on the learner. Needs no torch.
 
 Invariants:
 - Every batch, including a skipped one, is added in order to the hash chain and to the next checkpoint's manifest.
@@ -18,7 +19,7 @@ from headrace.policies.learners import checkpoints
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.buffer.types import Batch, CheckpointRef
+    from headrace.buffer.types import Batch, BatchItem, CheckpointRef
 
 
 class LearnerProgress:
@@ -80,3 +81,19 @@ class LearnerProgress:
         """Record that a checkpoint with `manifest` is complete."""
         self._saved_chain = self._chain
         self._since_save = []
+
+
+def trained_tokens(item: BatchItem) -> int:
+    """Return the number of trained tokens in all rows of a trajectory."""
+    return sum(int(row.loss_mask_T.sum()) for row in item.trajectory.rows)
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Return the metrics of a step that follow from its batch alone."""
+    staleness = [item.staleness for item in batch.items]
+    return {
+        "tokens": float(sum(trained_tokens(item) for item in batch.items)),
+        "mean_staleness": sum(staleness) / len(staleness),
+        "max_staleness": float(max(staleness)),
+        "mean_reward": sum(item.reward for item in batch.items) / len(batch.items),
+    }

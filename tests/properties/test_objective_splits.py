@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.buffer.packing import pack
+from headrace.buffer.packing import distribute, pack
 from headrace.policies.learners.micro_batches import WeightedRow, collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
-from headrace.policies.learners.objectives.loss import TokenSums, weighted_loss
+from headrace.policies.learners.objectives.loss import weighted_loss
+from headrace.policies.learners.objectives.token_sums import TokenSums
 from support.objective_cases import SETTINGS, logprobs_of, make_batch, make_row, objective_of
 
 if TYPE_CHECKING:
@@ -82,8 +83,10 @@ def test_splitting_into_micro_batches_or_ranks_does_not_change_the_result(
     whole = step(rows, config, token_budget=WHOLE)
     assert_same([step(rows, config, token_budget=budget)], whole)
     ranks = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
-    shares = [[row for row, rank in zip(rows, ranks, strict=True) if rank == number] for number in range(3)]
-    assert_same([step(share, config, token_budget=budget) for share in shares], whole)
+    at_random = [[index for index, rank in enumerate(ranks) if rank == number] for number in range(3)]
+    for shares in (at_random, distribute([len(row.row.tokens_T) for row in rows], ranks=3)):
+        parts = [step([rows[index] for index in share], config, token_budget=budget) for share in shares]
+        assert_same(parts, whole)
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import random
@@ -148,6 +149,8 @@ def strikes_of(seed: int, steps: int, saves: int, calls: dict[str, int]) -> list
 
 
 def main(folder: Path, seed: int, steps: int, saves: int) -> None:
+    # Once for all lives.
+    importlib.import_module("headrace.policies.learners.ranks.rank")
     measured = folder / "measured"
     for each in (measured, folder):
         each.mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ from headrace.buffer.types import (
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learners.logprob_drift import DriftMeter
+from headrace.policies.learners.logprob_drift import DriftMeter, DriftSums
 from support import replay_cases as cases
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ DIFFERENCES = [0.01, -0.03, 0.5, -0.5, 0.02, 1.0, 3.0]
 def test_tokens_of_the_trained_weights_are_compared_separately_from_lag_and_stale_kv() -> None:
     measured = meter()
     measured.add(ROWS, current(ROWS, DIFFERENCES), positions=16)
-    drift = measured.drift()
+    drift = measured.sums.drift()
     assert drift is not None
     assert set(drift.by_staleness) == {0, 2}
     own, lagging, stale_kv = drift.mismatch, drift.by_staleness[2], drift.stale_kv
@@ -86,9 +86,9 @@ def test_tokens_of_the_trained_weights_are_compared_separately_from_lag_and_stal
 
 def test_the_shares_count_padding_and_tokens_over_the_cap() -> None:
     measured = meter(cap=2.0)
-    assert measured.shares() == {}
+    assert measured.sums.shares() == {}
     measured.add(ROWS, current(ROWS, DIFFERENCES), positions=16)
-    assert measured.shares() == {"padding_share": (16 - 8 - 7) / 16, "capped_share": 2 / 7}
+    assert measured.sums.shares() == {"padding_share": (16 - 8 - 7) / 16, "capped_share": 2 / 7}
 
 
 def test_micro_batches_do_not_change_the_comparison() -> None:
@@ -96,15 +96,25 @@ def test_micro_batches_do_not_change_the_comparison() -> None:
     together.add(ROWS, current(ROWS, DIFFERENCES), positions=16)
     apart.add(ROWS[:1], current(ROWS[:1], DIFFERENCES[:4]), positions=8)
     apart.add(ROWS[1:], current(ROWS[1:], DIFFERENCES[4:]), positions=8)
-    assert together.drift() == apart.drift()
-    assert together.shares() == apart.shares()
+    assert together.sums.drift() == apart.sums.drift()
+    assert together.sums.shares() == apart.sums.shares()
+
+
+def test_ranks_do_not_change_the_comparison() -> None:
+    together, ranks = meter(), [meter(), meter(), meter()]
+    together.add(ROWS, current(ROWS, DIFFERENCES), positions=16)
+    ranks[0].add(ROWS[:1], current(ROWS[:1], DIFFERENCES[:4]), positions=8)
+    ranks[2].add(ROWS[1:], current(ROWS[1:], DIFFERENCES[4:]), positions=8)
+    total = sum((rank.sums for rank in ranks), DriftSums())
+    assert total.drift() == together.sums.drift()
+    assert total.shares() == together.sums.shares()
 
 
 def test_without_tokens_of_the_trained_weights_there_is_no_mismatch() -> None:
-    assert meter().drift() is None
+    assert meter().sums.drift() is None
     measured, rows = meter(), [row((3, OLDER, False))]
     measured.add(rows, current(rows, [0.5, 0.5]), positions=5)
-    drift = measured.drift()
+    drift = measured.sums.drift()
     assert drift is not None
     assert drift.mismatch is None
     assert mismatch_alarm(report(drift), 0.05) is None

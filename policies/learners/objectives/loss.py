@@ -9,14 +9,15 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.policies.learners.objectives.correction import correction_weights
 from headrace.policies.learners.objectives.regularizers import kl_estimate
+from headrace.policies.learners.objectives.token_sums import TokenSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -34,23 +35,6 @@ class Objective:
     """The loss contains current / behaviour, so that `correction = "weights"` is refused."""
     uses_zero_advantage: bool = True
     """A token without advantage may have a gradient. If no term says so, such rows are not computed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSums:
-    """Number of tokens and sums over them, by metric, to be added over micro-batches."""
-
-    tokens: int = 0
-    sums: Mapping[str, float] = field(default_factory=dict)
-
-    def __add__(self, other: TokenSums) -> TokenSums:
-        names = self.sums.keys() | other.sums.keys()
-        sums = {name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in names}
-        return TokenSums(tokens=self.tokens + other.tokens, sums=sums)
-
-    def means(self) -> dict[str, float]:
-        """Return the mean of each metric over the tokens; none if there are no tokens."""
-        return {name: total / self.tokens for name, total in sorted(self.sums.items())} if self.tokens else {}
 
 
 def trajectory_weights(tokens: Sequence[int], config: ObjectiveConfig) -> list[float]:

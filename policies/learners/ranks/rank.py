@@ -1,0 +1,156 @@
+"""One rank of the Megatron learner: model, gradients and optimizer; it uses torch and is called from one thread.
+
+Invariants:
+- Weights and moments change only at the end of a step whose gradient is finite; an earlier failure does not change
+  them.
+- Ranks that took the same steps from the same state have the same weights and moments, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from headrace.buffer.packing import distribute, pack
+from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
+from headrace.policies.learners.logprob_drift import DriftMeter
+from headrace.policies.learners.megatron_optimizer import MainOptimizer
+from headrace.policies.learners.micro_batches import WeightedRow, collate, weighted_rows
+from headrace.policies.learners.objectives.loss import weighted_loss
+from headrace.policies.learners.objectives.registry import OBJECTIVES
+from headrace.policies.learners.objectives.token_sums import TokenSums
+from headrace.policies.learners.ranks.contract import RankStep
+from headrace.policies.learners.reference_model import ReferenceModel
+from headrace.policies.models.qwen_config import QwenConfig
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+if TYPE_CHECKING:
+    from headrace.buffer.types import Batch, CheckpointRef
+    from headrace.buffer.versions import PolicyVersion
+    from headrace.policies.learners.config import LearnerConfig
+
+
+class MegatronRank:
+    """Model and optimizer of one rank. If its creation fails, the process has left the world again."""
+
+    def __init__(
+        self, config: LearnerConfig, resume: CheckpointRef | None, world: megatron_world.World | None = None
+    ) -> None:
+        """Join `world` (by default as its only rank), and load the model or the checkpoint. Raises DeviceMissing,
+        ModelInvalid, CheckpointUnreadable."""
+        self._config = config
+        self._rank, self._ranks = (world.rank, world.size) if world else (0, 1)
+        self._objective = OBJECTIVES.find(config.objective)()
+        try:
+            self._device = megatron_world.start(config.seed, config.device, threads=config.threads, world=world)
+            self._load(resume)
+        except BaseException:
+            megatron_world.stop()
+            raise
+
+    def _load(self, resume: CheckpointRef | None) -> None:
+        config, source = self._config, Path(resume.path) if resume else self._config.model_dir
+        self._shape = QwenConfig.read(source / "config.json")
+        dtype = getattr(torch, config.dtype)
+        settings = megatron_model.transformer_config(self._shape, dtype)
+        model = megatron_model.build_model(self._shape, settings, recompute=config.recompute)
+        self._model = model.to(self._device)
+        in_fp32 = dtype.itemsize <= torch.float32.itemsize
+        self._ddp = DistributedDataParallel(
+            settings, DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32, overlap_grad_reduce=False), self._model
+        )
+        self._optimizer = MainOptimizer(self._model, config)
+        if resume:
+            megatron_checkpoint.load_state(source / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
+        else:
+            self._optimizer.assign(megatron_model.read_weights(source, self._shape))
+        self._reference = (
+            ReferenceModel(config.model_dir, self._shape, settings, device=self._device) if config.kl_coef > 0 else None
+        )
+
+    def step(self, batch: Batch, learning_rate: float) -> RankStep:
+        """Compute this rank's rows, sum the gradient with the other ranks, and update the weights if it is finite."""
+        meter = DriftMeter(batch, cap=self._config.weight_cap)
+        rows = weighted_rows(batch, self._objective, self._config)
+        shares = distribute([len(row.row.tokens_T) for row in rows], ranks=self._ranks)
+        loss, sums = self._accumulate([rows[index] for index in shares[self._rank]], meter)
+        grad_norm = self._optimizer.take_gradients(max_norm=self._config.clip_grad_norm)
+        if math.isfinite(grad_norm):
+            self._optimizer.step(learning_rate)
+        self._optimizer.drop_gradients()
+        return RankStep(loss=loss, grad_norm=grad_norm, sums=sums, drift=meter.sums)
+
+    def export(self, path: Path, version: PolicyVersion) -> None:
+        """Write the weights with Hugging Face names into a safetensors file. Raises OSError."""
+        weights = megatron_model.export_weights(self._model, self._shape)
+        try:
+            save_file(weights, path, metadata={"format": "pt", "version": str(version)})
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
+
+    def save_state(self, directory: Path) -> None:
+        """Write the state together with all other ranks. Raises OSError."""
+        megatron_checkpoint.save_state(directory, self._model, self._optimizer)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the main weights and the optimizer's state, in hexadecimal."""
+        found = hashlib.sha256()
+        for name, tensor in self._optimizer.tensors():
+            found.update(name.encode())
+            found.update(tensor.detach().cpu().contiguous().numpy().data)
+        return found.hexdigest()
+
+    def close(self) -> None:
+        """Leave the world; the rank is unusable afterwards."""
+        megatron_world.stop()
+
+    def _accumulate(self, rows: list[WeightedRow], meter: DriftMeter) -> tuple[float, TokenSums]:
+        """Sum the gradient of the rows and of those of all other ranks in Megatron's buffers, and add their
+        log-probabilities to `meter`. Return the loss of the rows and its sums over trained tokens."""
+        self._ddp.zero_grad_buffer()
+        lengths = [len(row.row.tokens_T) for row in rows]
+        total, sums = 0.0, TokenSums()
+        for indices in pack(lengths, token_budget=self._config.token_budget):
+            micro = collate([rows[index] for index in indices], self._device)
+            reference_N = self._reference.logprobs_N(micro) if self._reference is not None else None
+            logprobs_N, entropies_N = self._ddp(micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
+            tokens = micro.trained_tokens(logprobs_N, entropies_N, reference_N)
+            loss, part = weighted_loss(tokens, micro.weights_N, self._objective, self._config)
+            loss.backward()  # type: ignore[no-untyped-call]
+            computed = [rows[index].row for index in indices]
+            meter.add(computed, logprobs_N.detach().float().cpu().numpy(), positions=micro.tokens_BT.numel())
+            total, sums = total + float(loss.detach()), sums + part
+        # Megatron's `finish_grad_sync` averages, and its coalesced all-reduce over gloo has no timeout.
+        for buffer in self._ddp.buffers:
+            torch.distributed.all_reduce(buffer.grad_data)
+        return total, sums
+
+
+class SoleRank:
+    """The only rank of a learner, in this process; see `Ranks`."""
+
+    def __init__(self, config: LearnerConfig, resume: CheckpointRef | None) -> None:
+        """See `MegatronRank`."""
+        self._rank = MegatronRank(config, resume)
+        self.export, self.save_state, self.close = self._rank.export, self._rank.save_state, self._rank.close
+
+    def step(self, batch: Batch, learning_rate: float) -> list[RankStep]:
+        """See `Ranks.step`."""
+        return [self._rank.step(batch, learning_rate)]
+
+    def check_agreement(self) -> None:
+        """Do nothing: there is no other rank."""
+
+    def interrupt(self) -> None:
+        """Do nothing: a call ends on its own."""
