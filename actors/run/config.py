@@ -108,6 +108,16 @@ def rows_fit_a_micro_batch(config: RunConfig) -> str | None:
     )
 
 
+def batches_fit_the_ranks(config: RunConfig) -> str | None:
+    ranks, batch_size = config.learner.ranks, config.buffer.batch_size
+    if config.learner.kind != "megatron" or ranks <= batch_size:
+        return None
+    return (
+        f"buffer.batch_size {batch_size} is below learner.ranks {ranks}: some ranks would have nothing to train; raise "
+        "buffer.batch_size or lower learner.ranks"
+    )
+
+
 def turns_fit_the_engines(config: RunConfig) -> str | None:
     limit = config.engines.max_context_tokens
     contexts = {
@@ -192,6 +202,7 @@ CHECKS = (
     a_model_is_named,
     simulated_parts_go_together,
     rows_fit_a_micro_batch,
+    batches_fit_the_ranks,
     turns_fit_the_engines,
     weights_fit_the_devices,
     other_hosts_reach_the_sender,

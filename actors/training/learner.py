@@ -413,7 +413,11 @@ class LearnerLoop:
 def _make_megatron_learner(config: LearnerConfig) -> Learner:
     from headrace.policies.learners.megatron import MegatronLearner
 
-    return MegatronLearner(config)
+    if config.ranks == 1:
+        return MegatronLearner(config)
+    from headrace.actors.training.megatron_ranks import MegatronRanks
+
+    return MegatronLearner(config, MegatronRanks)
 
 
 def _now() -> float:

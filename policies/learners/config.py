@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.buffer.row_limits import RowLimits
 from headrace.policies.learners.checkpoints import OBJECTIVE, trained_model
@@ -15,6 +16,7 @@ from headrace.policies.learners.slime.config import SlimeSection
 from headrace.policies.tokens.model_keys import read_vocabulary_size
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
+_SIZES_OF_SLIME: Final = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
 
 class LearnerConfig(ObjectiveConfig):
@@ -45,8 +47,15 @@ class LearnerConfig(ObjectiveConfig):
     recompute: bool = False
     """Keep only the input of each layer, and compute its activations again in the backward pass: a third more time for
     far less memory at long rows."""
+    ranks: int = Field(default=1, ge=1, le=1024)
+    """Number of processes that train, each with the whole model and a part of every batch. One trains in the learner's
+    own process. Results depend on it by rounding."""
+    rank_timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """Time for which a rank waits for the others in a step, a save or an opening, and the learner for the others after
+    the first has answered. A rank that takes longer is considered hung, and all are killed. Raise it if a rank may need
+    so much longer than the others for its rows."""
     threads: int = Field(default=1, ge=1, le=1024)
-    """Number of CPU threads of the learner's torch. Results depend on it by rounding."""
+    """Number of CPU threads of each rank's torch. Results depend on it by rounding."""
     max_skipped_in_a_row: int = Field(default=3, gt=0)
     """Number of consecutive steps with a non-finite gradient after which the run ends."""
     mismatch_alarm: float = Field(default=0.05, gt=0)
@@ -56,7 +65,7 @@ class LearnerConfig(ObjectiveConfig):
     keep_checkpoints: int = Field(default=3, gt=0)
     """Number of newest checkpoints to keep, beside the best one by held-out success."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the learner. `cuda` reserves one GPU with Ray, which no engine of the run then uses."""
+    """Device of the learner. `cuda` reserves one GPU for each rank with Ray, which no engine of the run then uses."""
     seed: int = 0
     """Random seed of torch and Megatron. The model has no dropout, so steps do not depend on it."""
     kind: Literal["megatron", "slime", "simulated"] = "megatron"
@@ -67,10 +76,30 @@ class LearnerConfig(ObjectiveConfig):
     simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()
     """Settings of the simulated learner."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_of_slime_are_not_ours(cls, keys: Any) -> Any:
+        for name in _SIZES_OF_SLIME:
+            if isinstance(keys, Mapping) and name in keys:
+                raise ValueError(
+                    f"{name} belongs to slime, because each of the megatron learner's ranks has the whole model: set "
+                    f"learner.kind to slime and learner.slime.{name}, or remove it"
+                )
+        return keys
+
+    @model_validator(mode="after")
+    def _ranks_are_megatron_s(self) -> Self:
+        if self.ranks > 1 and self.kind == "slime":
+            raise ValueError(
+                f"ranks {self.ranks} has no effect with kind slime, which has a rank per GPU of learner.slime.nodes "
+                "x gpus_per_node; remove learner.ranks"
+            )
+        return self
+
     @property
     def gpus(self) -> int:
-        """Number of GPUs that the learner's process reserves."""
-        return int(self.kind == "megatron" and self.device == "cuda")
+        """Number of GPUs that the learner's own process reserves; several ranks reserve theirs."""
+        return self._rank_gpus if self.ranks == 1 else 0
 
     @property
     def reserved_gpus(self) -> dict[str, int]:
@@ -78,7 +107,12 @@ class LearnerConfig(ObjectiveConfig):
         if self.kind == "slime":
             nodes, each = self.slime.nodes, self.slime.gpus_per_node
             return {f"learner.slime.nodes {nodes} x learner.slime.gpus_per_node {each}": nodes * each}
-        return {"learner.device = cuda": self.gpus}
+        several = f" x learner.ranks {self.ranks}" if self.ranks > 1 else ""
+        return {f"learner.device = cuda{several}": self._rank_gpus}
+
+    @property
+    def _rank_gpus(self) -> int:
+        return self.ranks if self.kind == "megatron" and self.device == "cuda" else 0
 
 
 def row_limits(config: LearnerConfig) -> RowLimits | None:

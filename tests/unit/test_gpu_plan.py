@@ -99,6 +99,13 @@ def test_a_run_names_every_part_that_reserves_gpus() -> None:
         refuse_missing_gpus(parts, 7)
 
 
+def test_each_rank_of_a_learner_reserves_a_gpu_of_its_own() -> None:
+    several = run_config(*CUDA, "learner.ranks=3")
+    assert reserved_gpus(several)["learner.device = cuda x learner.ranks 3"] == 3
+    assert (several.learner.gpus, run_config(*CUDA).learner.gpus) == (0, 1), "only a single rank is the learner itself"
+    assert sum(run_config("learner.ranks=3").learner.reserved_gpus.values()) == 0
+
+
 @pytest.mark.parametrize(
     ("argument", "key"),
     [("--base-gpu-id", "device"), ("--tp-size=4", "tensor_parallel"), ("--tp", "tensor_parallel"), ("--dp", "count")],
