@@ -37,9 +37,16 @@ def test_the_quickstart_learns(tmp_path: Path, seed: int) -> None:
     assert result["in_flight_at_push_min"] > 0
 
 
-@pytest.mark.parametrize("rewards", ["true", "shuffled"])
-def test_gspo_with_a_leave_one_out_baseline_learns_from_true_rewards_only(tmp_path: Path, rewards: str) -> None:
-    keys = ("learner.objective=gspo", "buffer.advantage=leave_one_out", f"training.rewards={rewards}")
+@pytest.mark.parametrize(("rewards", "ranks"), [("true", 1), ("shuffled", 1), ("true", 2)])
+def test_gspo_with_a_leave_one_out_baseline_learns_from_true_rewards_only(
+    tmp_path: Path, rewards: str, ranks: int
+) -> None:
+    keys = (
+        "learner.objective=gspo",
+        "buffer.advantage=leave_one_out",
+        f"training.rewards={rewards}",
+        f"learner.ranks={ranks}",
+    )
     result = quickstart(tmp_path, *(word for key in keys for word in ("--set", key)))
     assert result["steps"] == 40
     learned = result["final_success"] >= 2 * result["base_success"]

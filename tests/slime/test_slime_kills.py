@@ -11,41 +11,17 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from headrace.actors.errors import ActorError
 from headrace.actors.runtime.operations import until_back
 from headrace.buffer.audit.verify import verify
 from support import slime_rig as rig
+from support.rank_rig import run_on, stepped
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.actors.training.learner import LearnerLoop, TrainingEnd
-    from headrace.buffer.versions import PolicyVersion
-
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(1800), pytest.mark.usefixtures("slime_ray")]
 
 KILLS = 10
-
-
-async def run_on(learner: LearnerLoop) -> TrainingEnd:
-    """Run the learner until it ends, as often as its process dies."""
-    while True:
-        try:
-            return await learner.run()
-        except ActorError:
-            await until_back(learner.status)
-
-
-async def stepped(learner: LearnerLoop, *, epoch: int) -> PolicyVersion:
-    """Wait for the first committed step of this or a later epoch, and return its version."""
-    while True:
-        try:
-            status = await learner.status()
-        except ActorError:
-            continue
-        if status.last is not None and status.last.version.epoch >= epoch:
-            return status.last.version
-        await asyncio.sleep(0.05)
 
 
 async def test_kills_of_a_rank_and_of_the_loop_leave_no_rank_and_the_next_epoch_goes_on(

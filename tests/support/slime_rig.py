@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
@@ -53,12 +52,14 @@ from headrace.policies.learners.slime.arguments import SlimeTerms
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
+from support.rank_rig import rank_processes
 from support.replay_cases import tasks
 from support.tiny_model import write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    import psutil
     from torch import Tensor
 
     from headrace.buffer.types import RolloutOrder
@@ -91,14 +92,7 @@ CPU_ARGUMENTS = (
 
 def ranks() -> list[psutil.Process]:
     """Training processes of this test run's Ray."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if " ".join(process.cmdline()).startswith("ray::SlimeRank"):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    return rank_processes("SlimeRank")
 
 
 def checkouts() -> tuple[Path, Path] | None:
