@@ -18,7 +18,7 @@ from support import rank_rig as rig
 if TYPE_CHECKING:
     from pathlib import Path
 
-GUARD_S = 120
+GUARD_S = 300
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(GUARD_S)]
 
