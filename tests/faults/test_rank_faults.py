@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ KILLED_IN_A_STEP = ("step", signal.SIGKILL)
 KILLED_IN_A_SAVE = ("save_state", signal.SIGKILL)
 HUNG_IN_A_STEP = ("step", signal.SIGSTOP)
 HUNG_IN_A_SAVE = ("save_state", signal.SIGSTOP)
+STOPPED_AND_ORPHANED = ("digest", signal.SIGSTOP)
+"""After this one, the learner's process is killed."""
 
 
 async def live_through(folder: Path, model_dir: Path, faults: list[tuple[str, signal.Signals]], *, seed: int) -> None:
@@ -39,6 +42,8 @@ async def live_through(folder: Path, model_dir: Path, faults: list[tuple[str, si
             before = rig.rank_processes()
             assert len(before) == 2
             await asyncio.to_thread(rig.strike, chance.choice(before), method, signal_number, chance)
+            if (method, signal_number) == STOPPED_AND_ORPHANED:
+                os.kill((await run.runtime.stats(run.learner))[0], signal.SIGKILL)
             version = await rig.stepped(run.learner, epoch=version.epoch + 1)
             gone, alive = psutil.wait_procs(before, timeout=0)
             assert alive == [], f"fault {number}, {signal_number.name} in {method}, left {alive}"
@@ -66,7 +71,7 @@ async def test_a_run_outlives_the_kills_of_a_rank(tmp_path: Path, tiny_model_dir
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "faults",
-    [[KILLED_IN_A_STEP, KILLED_IN_A_SAVE] * 20, [HUNG_IN_A_STEP, HUNG_IN_A_SAVE] * 2],
+    [[KILLED_IN_A_STEP, KILLED_IN_A_SAVE] * 20, [HUNG_IN_A_STEP, HUNG_IN_A_SAVE, STOPPED_AND_ORPHANED]],
     ids=["killed", "hung"],
 )
 async def test_a_run_outlives_kills_and_hangs_at_many_instants(
