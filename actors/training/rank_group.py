@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHECK_S: Final = 1.0
+CHECK_S: Final = 0.25
 """Interval at which a waiting call looks whether the group is being closed."""
-KILL_S: Final = 2.0
+KILL_S: Final = 1.0
 """Time after which ranks that Ray has killed are killed by signal."""
 END_S: Final = 30.0
 """Time limit for killed ranks of this node to end."""
