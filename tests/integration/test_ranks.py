@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +14,12 @@ import pytest
 from safetensors.torch import load_file
 
 from headrace.actors.training.megatron_ranks import MegatronRanks
-from headrace.actors.training.rank_group import RankGroup
-from headrace.policies.errors import DeviceMissing, LearnerError, ModelInvalid, RankFailed, RowUnusable
+from headrace.policies.errors import DeviceMissing, ModelInvalid, RankFailed, RowUnusable
 from headrace.policies.learners.checkpoints import check_checkpoint
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron import MegatronLearner
 from support.rank_comparisons import batch_of, distance, metrics_of
-from support.rank_rig import rank_processes
+from support.rank_rig import IdleGroup, rank_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -178,39 +174,6 @@ def with_unknown_token(batch: Batch) -> Batch:
     return replace(batch, items=(replace(first, trajectory=replace(first.trajectory, rows=(wrong, *rows))), *others))
 
 
-class Light(RankGroup):
-    """A group of ranks that compute nothing."""
-
-    passed_on = (LearnerError,)
-
-    def __init__(self, actor: type[object]) -> None:
-        import ray
-
-        super().__init__()
-        self._ranks = [ray.remote(actor).options(num_cpus=0).remote(rank) for rank in range(2)]
-        self._find_processes()
-
-
-class LightRank:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def place(self) -> tuple[str, int]:
-        import ray
-
-        return ray.get_runtime_context().get_node_id(), os.getpid()
-
-    def refuse(self) -> None:
-        if self._rank == 1:
-            raise DeviceMissing("rank 1 has no device")
-        threading.Event().wait()
-
-    def hang(self) -> int:
-        if self._rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return self._rank
-
-
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     ("method", "error", "says"),
@@ -220,9 +183,9 @@ class LightRank:
     ],
 )
 def test_the_first_failure_ends_all_ranks_and_keeps_its_type(method: str, error: type[Exception], says: str) -> None:
-    group = Light(LightRank)
+    group = IdleGroup()
     group.lag_s = 0.5
-    processes = rank_processes("LightRank")
+    processes = rank_processes("IdleRank")
     assert len(processes) == 2
     with pytest.raises(error, match=says):
         group.call(method)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
 import time
 import uuid
 from contextlib import asynccontextmanager, suppress
@@ -19,8 +21,10 @@ from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
+from headrace.actors.training.rank_group import RankGroup
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
+from headrace.policies.errors import DeviceMissing, LearnerError
 from headrace.policies.learners.config import LearnerConfig, row_limits
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
@@ -37,6 +41,42 @@ if TYPE_CHECKING:
 
 ACTOR = "MegatronRankActor"
 WAIT_S = 60.0
+
+
+class IdleRank:
+    """Rank that computes nothing, and imports neither torch nor Megatron. Rank 1 fails."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def place(self) -> tuple[str, int]:
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def refuse(self) -> None:
+        """Raise an error on rank 1, for which rank 0 waits."""
+        if self._rank == 1:
+            raise DeviceMissing("rank 1 has no device")
+        threading.Event().wait()
+
+    def hang(self) -> None:
+        """Stop rank 1, for which rank 0 does not wait."""
+        if self._rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class IdleGroup(RankGroup):
+    """Two ranks that compute nothing."""
+
+    passed_on = (LearnerError,)
+
+    def __init__(self) -> None:
+        import ray
+
+        super().__init__()
+        self._ranks = [ray.remote(IdleRank).options(num_cpus=0).remote(rank) for rank in range(2)]
+        self._find_processes()
 
 
 def rank_processes(actor: str = ACTOR) -> list[psutil.Process]:
