@@ -126,10 +126,10 @@ class RankGroup:
 
     def _failure(self, rank: int, error: Exception, silent: Collection[int]) -> Exception:
         """Return the error to raise when a call failed on `rank` and is still unanswered on the ranks `silent`."""
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, self.passed_on):
-            return cause
         ended = [other for other in silent if (process := self._processes.get(other)) and not process.is_running()]
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, self.passed_on) and not ended:
+            return cause
         parts = [f"rank {rank} of {len(self._ranks)} failed: {_reason(error)}"]
         # They may be the cause: a rank notices the death of another one sooner than Ray does.
         parts += [f"the process of rank {other} has ended" for other in ended]
