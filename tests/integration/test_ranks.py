@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -207,3 +208,35 @@ async def test_an_error_of_a_rank_keeps_its_type_and_ends_the_ranks(
         await learner.open(None, epoch=1)
     assert rank_processes() == []
     await learner.close()
+
+
+def limit_files(_: MegatronRankActor) -> None:
+    """Let every write of a rank beyond 2 MB fail, as on a full disk. Only the optimizer's file is longer."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_save_of_two_ranks_on_a_full_disk_raises_oserror_and_leaves_nothing(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    import ray
+
+    groups: list[MegatronRanks] = []
+
+    def start(config: LearnerConfig, resume: CheckpointRef | None) -> MegatronRanks:
+        groups.append(MegatronRanks(config, resume))
+        return groups[-1]
+
+    config = config_of(tmp_path, tiny_model_dir, ranks=2)
+    learner = MegatronLearner(config, start)
+    await learner.open(None, epoch=1)
+    try:
+        await learner.step(batch_of(0))
+        ray.get(groups[0]._ranks[0].__ray_call__.remote(limit_files))
+        with pytest.raises(OSError, match="megatron cannot be written"):
+            await learner.save()
+    finally:
+        await learner.close()
+    assert list(config.checkpoint_dir.iterdir()) == []
+    assert rank_processes() == []
