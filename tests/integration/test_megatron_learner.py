@@ -338,6 +338,13 @@ async def test_only_the_last_two_snapshots_are_kept(tmp_path: Path, tiny_model_d
         assert last.shards[0].path.name == "1.2.safetensors"
 
 
+async def test_weights_are_readable_by_whom_the_umask_allows(tmp_path: Path, tiny_model_dir: Path) -> None:
+    (tmp_path / "plain").touch()
+    async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
+        [shard] = (await learner.snapshot()).shards
+    assert shard.path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 async def test_a_snapshot_is_kept_when_the_clock_was_set_back(tmp_path: Path, tiny_model_dir: Path) -> None:
     """The files before it seem to be of tomorrow."""
     async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:

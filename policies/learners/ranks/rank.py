@@ -94,10 +94,14 @@ class MegatronRank:
     def export(self, path: Path, version: PolicyVersion) -> None:
         """Write the weights with Hugging Face names into a safetensors file. Raises OSError."""
         weights = megatron_model.export_weights(self._model, self._shape)
+        # safetensors makes its file readable by this user alone, whatever the umask: an engine may have another user.
+        path.touch()
+        mode = path.stat().st_mode
         try:
             save_file(weights, path, metadata={"format": "pt", "version": str(version)})
         except SafetensorError as error:
             raise OSError(f"{path} cannot be written: {error}") from error
+        path.chmod(mode)
 
     def save_state(self, directory: Path) -> None:
         """Write the state together with all other ranks. Raises OSError."""
