@@ -28,7 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.logprob_drift import mismatch_alarm
@@ -105,6 +105,12 @@ class LearnerLoopConfig(BaseModel):
     from the last checkpoint."""
     rewards: RewardControl = RewardControl.TRUE
     """`shuffled` is the negative control of `scripts/bench control`."""
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _word_true(cls, value: object) -> object:
+        """Take the boolean that `rewards = true` is in TOML for the word."""
+        return RewardControl.TRUE if value is True else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -460,3 +460,9 @@ def test_an_output_folder_with_other_contents_is_refused(
     assert "this evaluation is finished" in eval_refused(monkeypatch, capsys, *arguments)
     assert "is a file" in eval_refused(monkeypatch, capsys, str(recipe), "--out", str(recipe))
     assert not (tmp_path / "free").exists(), "a check makes nothing"
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("true", "true"), ('"true"', "true"), ("shuffled", "shuffled")])
+def test_true_rewards_can_be_named_without_quotes(text: str, wanted: str, recipe: Path, tmp_path: Path) -> None:
+    config = load_recipe(recipe, [f"training.rewards={text}"], tmp_path / "run")
+    assert config.training.rewards == wanted
