@@ -2,8 +2,6 @@
 
 Invariants:
 - Nothing of slime's rollout side is used, and engines are unknown to it: weights leave as a Hugging Face directory.
-- All blocking work runs in one dedicated thread, in the order of the calls. A cancelled call loses its result, but the
-  thread finishes what has begun; a later `step` with the same batch, `snapshot` or `save` returns that result.
 - A checkpoint that was loaded without the optimizer's moments is refused, because slime does not report it.
 - `close` and the death of this process kill all ranks and free their GPUs.
 - Importing this module imports neither torch nor slime.
@@ -14,37 +12,33 @@ snapshot, so that the directory is a Hugging Face model as well.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 import shutil
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.primitives.durable_files import link_or_copy
 from headrace.buffer.types import Batch, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.errors import CheckpointUnreadable, LearnerAlreadyOpen, LearnerNotOpen, RankFailed
-from headrace.policies.learner import LearnerState, WeightsDirectory, WeightsSnapshot
+from headrace.policies.errors import CheckpointUnreadable, RankFailed
+from headrace.policies.learner import WeightsDirectory, WeightsSnapshot
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.checkpoints import refuse_mismatch
 from headrace.policies.learners.config import row_limits, trained_as
+from headrace.policies.learners.one_thread import OneThreadLearner
 from headrace.policies.learners.progress import LearnerProgress, batch_metrics
 from headrace.policies.learners.slime import batches, checkout, visibility
 from headrace.policies.learners.slime.parsing import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from headrace.actors.training.slime_group import SlimeGroup
     from headrace.actors.training.slime_rank import RankStep
     from headrace.policies.learners.slime.arguments import SlimeTerms
-
-Answer = TypeVar("Answer")
 
 SLIME_STATE: Final = "slime"
 """Folder of a checkpoint with slime's own files."""
@@ -56,64 +50,11 @@ _RENAMED: Final = {"pg_clipfrac": "clip_fraction", "entropy_loss": "entropy"}
 _NOT_REPORTED: Final = ("train/step", "train/global_batch_size", "train/lr-pg_")
 
 
-class SlimeLearner:
+class SlimeLearner(OneThreadLearner):
     """Implementation of `headrace.policies.learner.Learner`."""
 
-    _process_slot: ClassVar[threading.Lock] = threading.Lock()
-
     def __init__(self, terms: SlimeTerms) -> None:
-        self._terms = terms
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
-        self._trainer: SlimeTrainer | None = None
-
-    async def open(self, resume: CheckpointRef | None, *, epoch: int) -> LearnerState:
-        """See `Learner.open`. Raises LearnerAlreadyOpen, LearnerSettingsInvalid, CheckpointUnreadable, or RankFailed.
-        After an error it may be called again."""
-
-        def work() -> LearnerState:
-            if not self._process_slot.acquire(blocking=False):
-                raise LearnerAlreadyOpen("this process already has an open learner: close it or spawn a second process")
-            try:
-                self._trainer = SlimeTrainer(self._terms, resume, epoch)
-            except BaseException:
-                self._process_slot.release()
-                raise
-            return self._trainer.progress.state
-
-        return await self._in_thread(work)
-
-    async def step(self, batch: Batch) -> StepReport:
-        """See `Learner.step`. Raises LearnerNotOpen, NonFiniteRun, RowUnusable or RankFailed."""
-        return await self._in_thread(lambda: self._opened().step(batch))
-
-    async def snapshot(self) -> WeightsSnapshot:
-        """Return the current weights as a Hugging Face directory. Raises LearnerNotOpen or RankFailed."""
-        return await self._in_thread(lambda: self._opened().snapshot())
-
-    async def save(self) -> CheckpointRef:
-        """See `Learner.save`. Raises LearnerNotOpen, RankFailed or OSError."""
-        return await self._in_thread(lambda: self._opened().save())
-
-    async def close(self) -> None:
-        """Kill the training processes, and allow another learner in this process. Idempotent."""
-        if self._trainer is not None:
-            self._trainer.group.interrupt()
-        await self._in_thread(self._close)
-
-    async def _in_thread(self, work: Callable[[], Answer]) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def _opened(self) -> SlimeTrainer:
-        if self._trainer is None:
-            raise LearnerNotOpen("the learner is not open: call open() first (close() ends its processes)")
-        return self._trainer
-
-    def _close(self) -> None:
-        if self._trainer is None:
-            return
-        self._trainer.group.close()
-        self._trainer = None
-        self._process_slot.release()
+        super().__init__(lambda resume, epoch: SlimeTrainer(terms, resume, epoch))
 
 
 class SlimeTrainer:
@@ -223,6 +164,14 @@ class SlimeTrainer:
         for name in weights.digests:
             link_or_copy(weights.path / name, directory / name)
         return dict(weights.digests)
+
+    def interrupt(self) -> None:
+        """Make a call to the training processes fail."""
+        self.group.interrupt()
+
+    def close(self) -> None:
+        """Kill the training processes."""
+        self.group.close()
 
     def _check_restored(self) -> None:
         """Raise CheckpointUnreadable if the ranks disagree or have not loaded the optimizer's state."""

@@ -28,7 +28,7 @@ from headrace.policies.learners.objectives.loss import weighted_loss
 from headrace.policies.learners.objectives.registry import OBJECTIVES
 from headrace.policies.learners.objectives.token_sums import TokenSums
 from headrace.policies.learners.ranks.contract import RankStep
-from headrace.policies.learners.reference_model import ReferenceModel
+from headrace.policies.learners.ranks.reference_model import ReferenceModel
 from headrace.policies.models.qwen_config import QwenConfig
 
 with warnings.catch_warnings():
