@@ -1,7 +1,8 @@
 """The bench of off-policy training, `scripts/bench staleness`: the quickstart under several bounds and corrections.
 
 In the quickstart itself the learner waits for rollouts, so that they are hardly stale, whatever the bound. Here the
-agent's last tool call is long, and as many rollouts are in flight as the bound allows.
+agent's last tool call is long, and as many rollouts are in flight as the bound allows. With a bound of 0 nothing can
+become stale, and every step would wait for the latest agent, so agents are not late there.
 
 Invariants:
 - Each run is one of the command line, with real sandboxes, engines, pushes and learner.
@@ -29,6 +30,7 @@ BATCH: Final = 64
 HELD_OUT: Final = 128
 """Held-out answers, all of them at once: 32 tasks, four times each."""
 UNBOUNDED: Final = 1e9
+PUNCTUAL_S: Final = 0.01
 _NO_CLIP: Final = ("learner.eps_low=1", f"learner.eps_high={UNBOUNDED:g}")
 CORRECTIONS: Final = {
     "clip and cap": ("learner.correction=cap",),
@@ -65,7 +67,8 @@ def _run(folder: Path, bound: int, correction: str, *, steps: int, late_s: float
         *(f"buffer.max_staleness={bound}", f"buffer.mode={'async' if bound else 'sync'}"),
         *(f"dispatcher.slots_per_worker={in_flight}", f"dispatcher.evaluation_slots={HELD_OUT}"),
         *(f"sandbox.pool.max_live={in_flight + 2 * HELD_OUT}", "rollout.agent_timeout_s=300"),
-        *("agent.kind=benches.late_agent:LateShell", "agent.turns=3", f"agent.settings.mean_s={late_s}"),
+        *("agent.kind=benches.late_agent:LateShell", "agent.turns=3"),
+        f"agent.settings.mean_s={late_s if bound else PUNCTUAL_S}",
         *CORRECTIONS[correction],
     )
     name = f"bound-{bound}-{correction.replace(' ', '-')}"
