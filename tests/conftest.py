@@ -115,7 +115,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The one Ray of a test run."""
     from headrace.actors.runtime.runtime import start_local_ray, stop_local_ray
 
-    start_local_ray(tmp_path_factory.mktemp("tests"), object_store_bytes=128 << 20)
+    start_local_ray("tests", object_store_bytes=128 << 20)
     yield
     stop_local_ray()
 

@@ -1,6 +1,6 @@
-"""Gateway client of the engine group: gates of engines, and routing tables.
+"""Client of the run's gateways: gates of engines, and routing tables.
 
-Invariant: a gateway that is dead, hung or not starting causes neither delays nor errors.
+Invariant: a gateway that is dead, hung or not starting causes no errors, and no delay above `GATEWAY_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from headrace.actors.errors import ActorLost
+from headrace.serve.gateway.gateway import GatewayStats
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from headrace.actors.engine_group.registry import EngineRegistry
     from headrace.actors.places.gateway import GatewayActor
     from headrace.policies.engine import EngineId, RequestId
-    from headrace.serve.gateway.gateway import GatewayStats
     from headrace.serve.gateway.routing import RoutingTable
 
 logger = logging.getLogger(__name__)
@@ -28,37 +28,53 @@ engine."""
 
 
 class GatewayGate:
-    """Gateway of the engine group; a `Gate` of a push. A dead gateway admits nothing, so no gate needs closing."""
+    """All gateways of a run; a `Gate` of a push. A dead gateway admits nothing, so no gate needs closing there."""
 
-    def __init__(self, gateway: GatewayActor, registry: EngineRegistry) -> None:
-        self._gateway = gateway
+    def __init__(self, gateways: Sequence[GatewayActor], registry: EngineRegistry) -> None:
+        self._gateways = gateways
         self._registry = registry
 
     async def close(self, engine_id: EngineId, lease_s: float) -> None:
-        await call_gateway(self._gateway.close_gate(engine_id, lease_s))
+        await self._call_all(lambda gateway: gateway.close_gate(engine_id, lease_s))
 
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
-        """Open the engine's gate. Returns no aborts to repeat: the gateway repeats them itself."""
+        """Open the engine's gate. Returns no aborts to repeat: the gateways repeat them themselves."""
         # The next routing table carries the namespace again, from the registry.
         self._registry.opened(engine_id, cache_namespace)
-        await call_gateway(self._gateway.open_gate(engine_id, cache_namespace))
+        await self._call_all(lambda gateway: gateway.open_gate(engine_id, cache_namespace))
         return ()
 
     async def route(self, table: RoutingTable) -> None:
         """Send a routing table; a restarting gateway gets the next one."""
-        await call_gateway(self._gateway.set_engines(table))
+        await self._call_all(lambda gateway: gateway.set_engines(table))
 
     async def stats(self) -> GatewayStats | None:
-        """Return the gateway's counts, or None if it does not answer."""
-        try:
-            async with asyncio.timeout(GATEWAY_TIMEOUT_S):
-                return await self._gateway.stats()
-        except (ActorLost, TimeoutError):
-            return None
+        """Return the counts of the gateways that answer, together, or None if none does."""
+        return await stats_of(self._gateways)
+
+    async def _call_all(self, call: Callable[[GatewayActor], Awaitable[object]]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for gateway in self._gateways:
+                tasks.create_task(call_gateway(call(gateway)))
+
+
+async def stats_of(gateways: Sequence[GatewayActor]) -> GatewayStats | None:
+    """Return the counts of the gateways that answer in time, together, or None if none does."""
+    answers = await asyncio.gather(*(_stats_of_one(gateway) for gateway in gateways))
+    answered = [stats for stats in answers if stats is not None]
+    return GatewayStats.together(answered) if answered else None
+
+
+async def _stats_of_one(gateway: GatewayActor) -> GatewayStats | None:
+    try:
+        async with asyncio.timeout(GATEWAY_TIMEOUT_S):
+            return await gateway.stats()
+    except (ActorLost, TimeoutError):
+        return None
 
 
 async def call_gateway(call: Awaitable[object]) -> None:
-    """Await a call to the gateway, and ignore a gateway that is dead, hung or not starting."""
+    """Await a call to a gateway, and ignore a gateway that is dead, hung or not starting."""
     try:
         async with asyncio.timeout(GATEWAY_TIMEOUT_S):
             await call

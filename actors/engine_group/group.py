@@ -46,11 +46,12 @@ from headrace.policies.push.machine import Phase
 from headrace.policies.push.sender import SenderConfig, Senders
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
     from headrace.actors.places.gateway import GatewayActor
     from headrace.actors.record.actor_telemetry import ActorTelemetry
+    from headrace.actors.record.metrics import MetricsWriter
     from headrace.actors.runtime.runtime import RayRuntime
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.push.contract import PushConfig
@@ -68,12 +69,16 @@ class EngineGroup:
         config: EnginesConfig,
         push_config: PushConfig,
         *,
-        gateway: GatewayActor,
+        gateways: Sequence[GatewayActor],
+        metrics: MetricsWriter,
         model_dir: Path,
         seed: int,
         observing: ActorTelemetry,
         runtime: RayRuntime | None = None,
+        published: Path | None = None,
     ) -> None:
+        """`published` is the folder of the snapshots that engines read by disk, which their nodes must see; by default
+        it is in the run directory."""
         if observing.run_dir is None:
             raise ValueError("the engine group writes logs and journals: pass a run directory")
         self._config = config
@@ -85,7 +90,9 @@ class EngineGroup:
         )
         self._stack = AsyncExitStack()
         self._registry = EngineRegistry()
-        self._gate = GatewayGate(gateway, self._registry)
+        self._gate = GatewayGate(gateways, self._registry)
+        self._metrics = metrics
+        self._published = published or self._directory / "weights"
         self._journal = PushJournal(self._directory, observing.retention)
         self._requests = RequestBox(self._directory / "requests")
         self._lock = asyncio.Lock()
@@ -101,7 +108,7 @@ class EngineGroup:
             self._fleet = Fleet(self._config, self._registry, context, self._http)
             members = self._fleet.members
             readers = DirectoryReaders(is_member=lambda engine_id: engine_id in members)
-            directories = SnapshotDirectories(self._directory / "weights", self._context.model_dir, readers)
+            directories = SnapshotDirectories(self._published, self._context.model_dir, readers)
             if (broken := self._journal.broken()) is not None:
                 for engine_id in broken.in_phase(Phase.BROADCAST):
                     readers.mark(engine_id, directories.path_of(PolicyVersion.parse(broken.version)))
@@ -114,7 +121,7 @@ class EngineGroup:
                 directories=directories,
                 gate=self._gate,
                 journal=self._journal,
-                metrics=self._observing.metrics(),
+                metrics=self._metrics,
                 settled=self._publisher.write_roster,
             )
             self._health = HealthChecks(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from headrace.actors.engine_group.members_file import Roster
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState
 from headrace.actors.record.push_costs import push_record
+from headrace.actors.runtime.recording import record
 from headrace.policies.errors import EngineError, EngineRefused, SenderFailed
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.fleet import Fleet
     from headrace.actors.engine_group.gate import GatewayGate
     from headrace.actors.engine_group.journal import PushJournal
-    from headrace.actors.record.metrics import MetricsLog
+    from headrace.actors.record.metrics import MetricsWriter
     from headrace.policies.engine import EngineId
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.push.contract import EnginePush, PushConfig, PushReport
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+RECORD_S = 30.0
+"""Time limit for the record of a push to be written; until then no other push begins."""
 TABLE_NUMBER_BITS = 32
 """Low bits of a table's version: the number of the table. The bits above are the incarnation."""
 
@@ -108,7 +111,7 @@ class Pusher:
         directories: SnapshotDirectories,
         gate: GatewayGate,
         journal: PushJournal,
-        metrics: MetricsLog,
+        metrics: MetricsWriter,
         settled: Callable[[], None],
     ) -> None:
         self._config = config
@@ -145,10 +148,10 @@ class Pusher:
         if not engines:
             return
         report = await self._once(engines, snapshot)
-        self._record(report, rollouts_in_flight)
+        await self._record(report, rollouts_in_flight)
         behind = [item.engine_id for item in report.engines if item.outcome is PushOutcome.BEHIND]
         if behind:
-            self._record(await self._once(behind, snapshot), rollouts_in_flight)
+            await self._record(await self._once(behind, snapshot), rollouts_in_flight)
 
     async def readmit(self, engine_id: EngineId, snapshot: WeightsSnapshot) -> None:
         """Push the newest weights to one engine whose weights are unknown, and record the result in the registry.
@@ -160,7 +163,7 @@ class Pusher:
             self._registry.quarantine(engine_id, f"it does not answer: {error}", time.monotonic())
             return
         report = await self._through_sender([engine_id], snapshot, in_doubt=(engine_id,))
-        self._record(report, None)
+        await self._record(report, None)
         [part] = report.engines
         unproven = part.outcome is PushOutcome.UPDATED and not part.verified
         if unproven and (problem := await self._disagreement(engine_id, snapshot)):
@@ -270,8 +273,9 @@ class Pusher:
         async with asyncio.timeout(self._config.phase_timeout_s):
             return await self._fleet[engine_id].client.checksums()
 
-    def _record(self, report: PushReport, rollouts_in_flight: int | None) -> None:
+    async def _record(self, report: PushReport, rollouts_in_flight: int | None) -> None:
         now_s = time.monotonic()
         since_s = None if self._last_push_s is None else now_s - self._last_push_s
         self._last_push_s = now_s
-        self._metrics.append(push_record(report, rollouts_in_flight=rollouts_in_flight, since_s=since_s))
+        pushed = push_record(report, rollouts_in_flight=rollouts_in_flight, since_s=since_s)
+        await record(self._metrics, pushed, deadline_s=RECORD_S)

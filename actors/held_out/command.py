@@ -266,7 +266,7 @@ def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> Evaluati
         stack.callback(stop_local_ray)
         object_store_bytes = evaluation.config.service.object_store_bytes
         with interrupts_of_ray(interrupts), starting("Ray", quiet=quiet):
-            start_local_ray(evaluation.directory.path, object_store_bytes=object_store_bytes)
+            start_local_ray(evaluation.directory.run_id(), object_store_bytes=object_store_bytes)
         parts = needed_gpus(evaluation.config.engines, evaluation.config.push, learner={})
         refuse_missing_gpus(parts, offered_gpus())
         try:

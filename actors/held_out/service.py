@@ -62,9 +62,9 @@ class EvaluationService(ServiceParts):
     async def __aenter__(self) -> Self:
         async with self._starting():
             async with asyncio.TaskGroup() as starting:
-                records = starting.create_task(self._spawn("records", EvaluationRecords))
+                records = starting.create_task(self._spawn("records", EvaluationRecords, self._observing.metrics()))
                 starting.create_task(self._start_pool())
-                starting.create_task(self._start_gateway())
+                starting.create_task(self._start_gateways())
             await self._start_workers(records.result())
             await self._start_dispatcher(records.result())
         return self

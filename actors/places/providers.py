@@ -205,7 +205,7 @@ async def _subprocess(_: SandboxSection, directory: RunDirectory) -> SandboxProv
 
 async def _e2b(section: SandboxSection, directory: RunDirectory) -> SandboxProvider:
     # Sandboxes of other runs of the same account are not this pool's.
-    run = {"headrace_run": run_label(directory.path)}
+    run = {"headrace_run": directory.sandbox_owner()}
     return E2bProvider(section.e2b.model_copy(update={"metadata": {**section.e2b.metadata, **run}}))
 
 

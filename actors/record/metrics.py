@@ -1,11 +1,13 @@
-"""Records of a run's `metrics.jsonl`: one JSON object per line, appended by the actor that made the measurement.
+"""Records of a run's `metrics.jsonl`: one JSON object per line. Actors send the records that they measure to the one
+that writes them, the store of the run's rollouts.
 
 Each kind of record is a dataclass below, from which docs/metrics.md is generated. A line holds `kind` and `time_s`
 (Unix time), followed by the record's fields.
 
 Invariants:
+- The file has one writer, so that it needs no disk that several nodes share.
 - Older lines are in `metrics-000001.jsonl`, `metrics-000002.jsonl`, ..., oldest first: a file that reaches its maximum
-  size is renamed by the next writer. Files that exceed the size and age limits in `[retention]` are removed, oldest
+  size is renamed by its writer. Files that exceed the size and age limits in `[retention]` are removed, oldest
   first.
 - No component restores its state from these files: everything that a resumed run needs is in the ledger. Readers use
   whatever files remain.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import orjson
 
@@ -288,22 +290,43 @@ METRICS: tuple[type[Metric], ...] = (
 """All metric records, in the order in which docs/metrics.md lists them."""
 
 
-class MetricsLog:
-    """Appends records to the metrics file.
+class MetricsWriter(Protocol):
+    """Writer of a run's metrics, which may be an actor."""
 
-    Several processes may append to one file, since each record is a single O_APPEND write. Without a path nothing is
-    written.
-    """
+    async def record(self, lines: Sequence[bytes]) -> None:
+        """Append lines, each from `line_of`."""
+        ...
+
+
+class MetricsLog:
+    """The metrics file, for its only writer. Without a path nothing is written."""
 
     def __init__(self, path: Path | None, retention: RetentionConfig | None = None) -> None:
         self._file = None if path is None else RotatingFile(path, retention)
 
     def append(self, record: Metric, *, time_s: float | None = None) -> None:
         """Write one record; `time_s` defaults to the current time."""
-        if self._file is None:
-            return
-        document = {"kind": record.kind, "time_s": time.time() if time_s is None else time_s, **record.document()}
-        self._file.append(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        self.write([line_of(record, time_s=time_s)])
+
+    def write(self, lines: Sequence[bytes]) -> None:
+        """Append lines, each from `line_of`."""
+        if self._file is not None:
+            for line in lines:
+                self._file.append(line)
+
+    async def record(self, lines: Sequence[bytes]) -> None:
+        """See `MetricsWriter.record`."""
+        self.write(lines)
+
+
+UNRECORDED = MetricsLog(None)
+"""Writer of metrics that nobody keeps."""
+
+
+def line_of(record: Metric, *, time_s: float | None = None) -> bytes:
+    """Return a record as a line of the file; `time_s` defaults to the current time."""
+    document = {"kind": record.kind, "time_s": time.time() if time_s is None else time_s, **record.document()}
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
 
 
 def read_metrics(path: Path, kinds: Collection[str] = ()) -> list[dict[str, Any]]:

@@ -1,24 +1,35 @@
-"""Directory of a run: the paths of its files. `status`, `report` and `resume` need nothing else."""
+"""Directories of a run: the paths of its files. `status`, `report` and `resume` need nothing else.
+
+Invariants:
+- `state` is on a local disk of the node that has the ledger; `storage` is seen by all nodes and may be a network disk.
+  Without a cluster both are one folder.
+- A state folder names its storage in the file `storage`, so that its path is enough to find both.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
 
 import orjson
 
 from headrace.actors.errors import RunMissing
+from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.tasks import write_tasks
-from headrace.sandboxes.leftovers import IDENTITY_FILE
+from headrace.sandboxes.leftovers import IDENTITY_FILE, run_label
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from headrace.buffer.tasks import Task
+
+STORAGE_POINTER: Final = "storage"
+"""File in a state folder that holds the path of the run's storage folder."""
 
 
 def free_folder(parent: Path, stem: str) -> Path:
@@ -31,22 +42,36 @@ def free_folder(parent: Path, stem: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDirectory:
-    """Paths of a run's files by name; docs/run_directory.md describes their content."""
+    """Paths of a run's files by name; docs/run_directory.md describes their content. `path` is the state folder;
+    without `shared`, it is the storage folder too."""
 
     path: Path
+    shared: Path | None = None
+
+    @classmethod
+    def at(cls, path: Path) -> Self:
+        """Return the directory of the run whose state folder this is."""
+        state = path.resolve()
+        pointer = state / STORAGE_POINTER
+        return cls(path=state, shared=Path(pointer.read_text()) if pointer.exists() else None)
+
+    @property
+    def storage(self) -> Path:
+        """The folder that all nodes see."""
+        return self.shared or self.path
 
     @property
     def config(self) -> Path:
         """The resolved configuration."""
-        return self.path / "config.json"
+        return self.storage / "config.json"
 
     @property
     def train_tasks(self) -> Path:
-        return self.path / "tasks" / "train.jsonl"
+        return self.storage / "tasks" / "train.jsonl"
 
     @property
     def heldout_tasks(self) -> Path:
-        return self.path / "tasks" / "heldout.jsonl"
+        return self.storage / "tasks" / "heldout.jsonl"
 
     @property
     def metrics(self) -> Path:
@@ -54,7 +79,16 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.storage / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """The snapshots that engines load."""
+        return self.storage / "weights"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.storage / "evaluations"
 
     @property
     def engines(self) -> Path:
@@ -101,6 +135,20 @@ class RunDirectory:
         self.train_tasks.parent.mkdir(parents=True)
         write_tasks(self.train_tasks, train)
         self.identity.write_text(identity)
+
+    def write_state(self) -> None:
+        """Create the state folder of a run whose storage folder exists. Idempotent. Raises OSError, RunMissing."""
+        assert self.shared is not None
+        self.path.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path / STORAGE_POINTER, str(self.shared).encode())
+        replace_file(self.identity, RunDirectory(path=self.shared).run_id().encode())
+
+    def sandbox_owner(self) -> str:
+        """Return the label of the run's sandboxes. On a cluster it depends on the run's id alone, since another node
+        may continue the run in another folder; a local launcher belongs to one folder of one host."""
+        if self.shared is None:
+            return run_label(self.path)
+        return hashlib.sha256(self.run_id().encode()).hexdigest()[:16]
 
     def run_id(self) -> str:
         """Return the identity of the run. Raises RunMissing if the identity file is missing, as after an incomplete

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.actors.record.metrics import UNRECORDED
 from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated, Issued
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.actors.record.metrics import MetricsLog
     from headrace.buffer.types import GroupId, Receipt, RolloutId, RolloutOrder, RolloutResult
 
 
@@ -27,6 +29,8 @@ class RolloutStore(Protocol):
 
     async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]: ...
 
+    async def record(self, lines: Sequence[bytes]) -> None: ...
+
     async def abandon(self, attempts: list[tuple[RolloutId, int]]) -> int: ...
 
     async def reconcile(self, carried: list[tuple[RolloutId, int]], dispatcher: str) -> int: ...
@@ -39,9 +43,11 @@ class RolloutStore(Protocol):
 
 
 class EvaluationRecords:
-    """In-memory record of one evaluation's attempts, where a restarted dispatcher finds them."""
+    """In-memory record of one evaluation's attempts, where a restarted dispatcher finds them, and writer of its
+    `metrics`."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: MetricsLog = UNRECORDED) -> None:
+        self._metrics = metrics
         self._known: dict[GroupId, dict[RolloutId, Evaluated]] = {}
 
     async def issue(self, limit: int, dispatcher: str, *, timeout_s: float) -> Issued:
@@ -54,6 +60,9 @@ class EvaluationRecords:
 
     async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]:
         raise RuntimeError("an evaluation without training accepts no training rollouts")
+
+    async def record(self, lines: Sequence[bytes]) -> None:
+        self._metrics.write(lines)
 
     async def abandon(self, attempts: list[tuple[RolloutId, int]]) -> int:
         return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.leases import Leases
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
-from headrace.actors.runtime.operations import OperationCalls
+from headrace.actors.runtime.operations import OperationCalls, until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.tasks import Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headrace.actors.agents.agent import Agent, AgentReport
     from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
     from headrace.actors.evaluation.evaluator import Evaluator
-    from headrace.actors.places.gateway import GatewayAddress
+    from headrace.actors.places.gateway import GatewayActor
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
@@ -78,8 +78,10 @@ class WorkerParts:
     replay: RolloutStore
     agent: Agent
     tasks: TaskCatalog
-    gateway: GatewayAddress | None
-    """None if the agent uses no policy or a simulated one."""
+    gateway: GatewayActor | None
+    """Gateway of the worker's node; None if the agent uses no policy or a simulated one. Its address and token are
+    requested from it: the arguments of an actor are stored by Ray, and the gateway may be on another node after a
+    loss."""
     sampling: Sampling
     budgets: Budgets
     train_truncated: bool
@@ -114,7 +116,8 @@ class WorkerStations(ResourceOwner):
         if self._parts.simulated_engines is not None:
             sessions = SimulatedSessions(self._parts.simulated_engines, self._holder)
         else:
-            sessions = GatewaySessions(self._parts.gateway) if self._parts.gateway is not None else NoSessions()
+            gateway = self._parts.gateway
+            sessions = NoSessions() if gateway is None else GatewaySessions(await until_back(gateway.address))
         self._sessions: Sessions = await enter(sessions)
         self._leases = await enter(Leases(self._parts.pool, self._holder, lease_s=self._parts.rollout.lease_s))
         self._evaluate: OperationCalls[EvaluationRequest, Verdict] = await enter(

@@ -23,7 +23,6 @@ from typing import Self
 from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.record.metrics import RolloutPhasesMetric
 from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
@@ -91,7 +90,6 @@ class RolloutWorker:
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
         self._stack.enter_context(self._parts.observing.spans("worker"))
-        self._metrics = self._parts.observing.metrics()
         self._stations = await enter(WorkerStations(self._parts, self._incarnation))
         self._offer: Batcher[tuple[RolloutOrder, RolloutResult], None] = await enter(Batcher(self._offer_many))
         self._known_tasks = self._parts.tasks.load()
@@ -231,20 +229,9 @@ class RolloutWorker:
         evaluation = [(order, result) for order, result in ended if order.purpose is Purpose.EVALUATION]
         if training:
             await until_back(lambda: self._parts.replay.offer(training))
-            if ran := [result for result in training if result.outcome.cause is not Cause.CANCELLED]:
-                self._metrics.append(mean_phases(ran))
         if evaluation:
             await until_back(lambda: self._parts.replay.record_evaluations(evaluation))
         return [None] * len(ended)
-
-
-def mean_phases(results: list[RolloutResult]) -> RolloutPhasesMetric:
-    """Return the mean seconds per phase over the rollouts, and the number of rollouts."""
-    totals: dict[str, float] = {}
-    for result in results:
-        for phase, seconds in result.phases_s:
-            totals[phase] = totals.get(phase, 0.0) + seconds / len(results)
-    return RolloutPhasesMetric(rollouts=float(len(results)), phases_s=totals)
 
 
 def _cancelled(order: RolloutOrder) -> RolloutResult:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.rollouts.rollout import RolloutConfig
-    from headrace.actors.run.sections import ClusterSection, ServiceSection
+    from headrace.actors.run.cluster_section import ClusterSection
+    from headrace.actors.run.sections import ServiceSection
     from headrace.actors.training.learner import LearnerLoopConfig
     from headrace.policies.learners.config import LearnerConfig
     from headrace.policies.push.contract import PushConfig

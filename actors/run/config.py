@@ -25,8 +25,8 @@ from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run import clocks
+from headrace.actors.run.cluster_section import ClusterSection
 from headrace.actors.run.sections import (
-    ClusterSection,
     EvaluationSection,
     ModelSection,
     SamplingSection,

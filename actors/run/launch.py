@@ -215,7 +215,7 @@ def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -
 
 def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
     """Read the configuration of an existing run, written by this version or an older one. Raises RunMissing."""
-    directory = RunDirectory(path=path.resolve())
+    directory = RunDirectory.at(path)
     if not directory.config.is_file():
         raise RunMissing(f"{path}: not a run directory (config.json is missing); list runs with `headrace status`")
     try:
@@ -226,7 +226,7 @@ def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
         # The run directory may have been moved since these paths were written.
         document["learner"] |= {
             "checkpoint_dir": str(directory.checkpoints),
-            "snapshot_dir": str(directory.path / "weights"),
+            "snapshot_dir": str(directory.weights),
         }
         return RunConfig.model_validate(document), directory
     except (KeyError, ValueError) as error:
@@ -270,7 +270,7 @@ def drive(
         directory.summary.unlink(missing_ok=True)
         try:
             with interrupts_of_ray(interrupts), starting("Ray", quiet=quiet):
-                start_local_ray(directory.path, object_store_bytes=config.service.object_store_bytes)
+                start_local_ray(directory.run_id(), object_store_bytes=config.service.object_store_bytes)
             refuse_missing_gpus(reserved_gpus(config), offered_gpus())
             completed = asyncio.run(_drive(config, directory, interrupts, quiet=quiet, beside=beside))
         except BaseExceptionGroup as group:

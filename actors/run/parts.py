@@ -31,10 +31,11 @@ from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.stations import SessionTerms, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
+from headrace.actors.run.cluster_section import LEARNER_BUNDLE
 from headrace.actors.run.config import slime_terms
 from headrace.actors.run.supervision import SupervisedActors
 from headrace.actors.runtime.call_guard import guard
-from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.nodes import Role
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import PLAIN, Resources
 from headrace.actors.simulated.engines import SimulatedEngineGroup
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.stations import TaskCatalog
+    from headrace.actors.run.cluster_section import Unit
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
     from headrace.buffer.tasks import Task
@@ -105,7 +107,7 @@ class ServiceParts(ResourceOwner):
             run_dir=None if directory is None else directory.path,
             retention=config.retention,
         )
-        self.gateway: GatewayActor | None = None
+        self.gateways: list[GatewayActor] = []
         self._actors: dict[str, object] = {}
         self._failed_to_start = False
 
@@ -145,6 +147,11 @@ class ServiceParts(ResourceOwner):
             self._refuse_full_disk()
             raise first_cause(group) from group
 
+    @property
+    def _control(self) -> Resources:
+        """Resources of an actor on the node that has the run's state."""
+        return self._config.cluster.on(Role.CONTROL)
+
     async def _start_pool(self) -> None:
         self.pool = await self._spawn(
             "sandbox-pool",
@@ -153,6 +160,7 @@ class ServiceParts(ResourceOwner):
             directory=self._directory,
             clock=self._externals.clock,
             provider=self._externals.provider,
+            resources=self._control,
         )
 
     async def _start_replay(self) -> None:
@@ -165,69 +173,102 @@ class ServiceParts(ResourceOwner):
             tasks=self._externals.tasks,
             clock=self._externals.clock,
             limits=row_limits(self._config.learner),
+            metrics=self._observing.metrics(),
+            resources=self._control,
         )
 
-    async def _start_gateway(self) -> None:
-        """Start the gateway. Simulated engines need none, because their sessions are in the workers."""
-        config, directory = self._config, self._directory
-        if config.engines.is_simulated:
+    async def _start_gateways(self) -> None:
+        """Reserve the rollout units, and start a gateway in each. Simulated engines need none, because their sessions
+        are in the workers."""
+        cluster = self._config.cluster
+        for unit in cluster.units():
+            await self._runtime.reserve(unit.bundle, cluster.unit_bundle)
+        if self._config.engines.is_simulated:
             return
+        async with asyncio.TaskGroup() as starting:
+            gateways = [starting.create_task(self._start_gateway(unit)) for unit in cluster.units()]
+        self.gateways = [gateway.result() for gateway in gateways]
+
+    async def _start_gateway(self, unit: Unit) -> GatewayActor:
+        config, directory = self._config, self._directory
         assert directory is not None
-        self.gateway = await self._spawn(
-            "gateway",
+        return await self._spawn(
+            f"gateway{unit.suffix}",
             GatewayActor,
             GatewayConfig(
                 tokenizer_dir=config.model.path,
-                session_log_dir=directory.path / "sessions",
+                session_log_dir=directory.path / f"sessions{unit.suffix}",
                 in_place_pushes=config.push.pause_mode is PauseMode.IN_PLACE,
                 **config.gateway.model_dump(),
             ),
-            address_file=directory.path / "gateway.json",
+            address_file=directory.path / f"gateway{unit.suffix}.json",
             observing=self._observing,
+            resources=unit.resources(config.cluster),
         )
 
     async def _start_workers(self, replay: RolloutStore) -> None:
-        """Start engines and evaluator, then the workers that need both."""
+        """Start engines and evaluators, then the workers that need both."""
         config = self._config
-        spawning: Coroutine[Any, Any, EngineGroup | SimulatedEngineGroup]
-        if self.gateway is None:
-            spawning = self._spawn(
-                "engines",
-                SimulatedEngineGroup,
-                config.engines.simulated,
-                observing=self._observing,
-                directory=self._directory,
-            )
-        else:
-            # By default an engine's context is as long as that of any session.
-            longest = max(config.sampling.max_context_tokens, config.evaluation.sampling.max_context_tokens or 0)
-            context = config.engines.max_context_tokens or longest
-            spawning = self._spawn(
-                "engines",
-                EngineGroup,
-                config.engines.model_copy(update={"max_context_tokens": context}),
-                config.push,
-                gateway=self.gateway,
-                model_dir=config.model.path,
-                seed=config.service.seed,
-                observing=self._observing,
-                runtime=self._runtime,
-                resources=Resources(gpus=local_gpus(config.engines, config.push)),
-            )
-        lease_s = config.rollout.lease_s
         async with asyncio.TaskGroup() as starting:
-            engines = starting.create_task(spawning)
-            evaluator = starting.create_task(
-                self._spawn("evaluator", Evaluator, self.pool, self._observing, lease_s=lease_s)
-            )
-        self.engines, self.evaluator = engines.result(), evaluator.result()
-        parts = await self._worker_parts(replay)
+            engines = starting.create_task(self._spawn_engines(replay))
+            evaluators = [
+                starting.create_task(
+                    self._spawn(
+                        f"evaluator{unit.suffix}",
+                        Evaluator,
+                        self.pool,
+                        self._observing,
+                        lease_s=config.rollout.lease_s,
+                        resources=unit.resources(config.cluster),
+                    )
+                )
+                for unit in config.cluster.units()
+            ]
+        self.engines, self.evaluators = engines.result(), [evaluator.result() for evaluator in evaluators]
         async with asyncio.TaskGroup() as starting:
             workers = [
-                starting.create_task(self._spawn(f"worker-{index}", RolloutWorker, parts))
+                starting.create_task(
+                    self._spawn(
+                        f"worker-{unit.number * config.service.workers + index}",
+                        RolloutWorker,
+                        self._worker_parts(replay, unit),
+                        resources=unit.resources(config.cluster),
+                    )
+                )
+                for unit in config.cluster.units()
                 for index in range(config.service.workers)
             ]
         self.workers = [worker.result() for worker in workers]
+
+    async def _spawn_engines(self, replay: RolloutStore) -> EngineGroup | SimulatedEngineGroup:
+        config = self._config
+        if config.engines.is_simulated:
+            return await self._spawn(
+                "engines",
+                SimulatedEngineGroup,
+                config.engines.simulated,
+                metrics=replay,
+                directory=self._directory,
+                resources=self._control,
+            )
+        assert self._directory is not None
+        # By default an engine's context is as long as that of any session.
+        longest = max(config.sampling.max_context_tokens, config.evaluation.sampling.max_context_tokens or 0)
+        context = config.engines.max_context_tokens or longest
+        return await self._spawn(
+            "engines",
+            EngineGroup,
+            config.engines.model_copy(update={"max_context_tokens": context}),
+            config.push,
+            gateways=self.gateways,
+            metrics=replay,
+            model_dir=config.model.path,
+            seed=config.service.seed,
+            observing=self._observing,
+            runtime=self._runtime,
+            published=None if self._directory.shared is None else self._directory.shared / "published",
+            resources=replace(self._control, gpus=local_gpus(config.engines, config.push)),
+        )
 
     async def _start_dispatcher(self, replay: RolloutStore) -> None:
         self.dispatcher = await self._spawn(
@@ -239,6 +280,7 @@ class ServiceParts(ResourceOwner):
             workers=self.workers,
             evaluations=self._evaluations,
             engines=self.engines,
+            resources=self._control,
         )
 
     async def _start_learner(self) -> None:
@@ -254,6 +296,8 @@ class ServiceParts(ResourceOwner):
                 "weights": weights,
             }
             learner = self._config.learner.simulated.model_copy(update=changes)
+        cluster = self._config.cluster
+        await self._runtime.reserve(LEARNER_BUNDLE, cluster.learner_bundle(self._config.learner))
         self.learner = await self._spawn(
             "learner",
             LearnerLoop,
@@ -262,19 +306,19 @@ class ServiceParts(ResourceOwner):
             replay=self.replay,
             engines=self.engines,
             observing=self._observing,
-            resources=Resources(gpus=self._config.learner.gpus),
+            resources=cluster.in_bundle(LEARNER_BUNDLE, gpus=self._config.learner.gpus),
         )
 
-    async def _worker_parts(self, replay: RolloutStore) -> WorkerParts:
+    def _worker_parts(self, replay: RolloutStore, unit: Unit) -> WorkerParts:
         config = self._config
         training = training_terms(config)
         return WorkerParts(
             pool=self.pool,
-            evaluator=self.evaluator,
+            evaluator=self.evaluators[unit.number],
             replay=replay,
             agent=make_agent(config.agent),
             tasks=self._tasks,
-            gateway=None if self.gateway is None else await until_back(self.gateway.address),
+            gateway=self.gateways[unit.number] if self.gateways else None,
             simulated_engines=cast("SimulatedEngineGroup", self.engines) if config.engines.is_simulated else None,
             sampling=training.sampling,
             budgets=training.budgets,
@@ -313,10 +357,10 @@ def supervised_actors(service: ServiceParts, learner: LearnerLoop | None = None)
         learner=learner,
         dispatcher=service.dispatcher,
         pool=service.pool,
-        evaluator=service.evaluator,
-        gateway=service.gateway,
+        evaluators=service.evaluators,
+        gateways=service.gateways,
         # Simulated engines have no gateway, and no state to report.
-        engines=None if service.gateway is None else cast("EngineGroup", service.engines),
+        engines=cast("EngineGroup", service.engines) if service.gateways else None,
         workers=service.workers,
     )
 
@@ -355,7 +399,7 @@ def periodic_evaluations(config: RunConfig, directory: RunDirectory) -> Evaluati
         recipe_sha256=recipe_digest(config),
         sampling=evaluation_terms(config).to_json(),
     )
-    return EvaluationFolders(root=directory.path / "evaluations", about=about)
+    return EvaluationFolders(root=directory.evaluations, about=about)
 
 
 def recipe_digest(config: RunConfig) -> str:

@@ -7,7 +7,6 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.actors.runtime.operations import DEFAULT_ABSENT_S
 from headrace.actors.section import Section
 
 
@@ -122,11 +121,3 @@ class ServiceSection(Section):
     """Time limit for an interrupted run to save and stop."""
     object_store_bytes: int = Field(default=128 << 20, ge=80 << 20)
     """Size of Ray's shared-memory store; each trajectory is far smaller than 1 MB."""
-
-
-class ClusterSection(Section):
-    """Section [cluster] of a recipe."""
-
-    absent_s: float = Field(default=DEFAULT_ABSENT_S, gt=0)
-    """Time that an actor may be down (its process or host died) while the rest of the run continues; after that, the
-    run ends with exit code 75 and can be resumed."""

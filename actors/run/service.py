@@ -21,6 +21,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
+from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.housekeeping import EVERY_S, keep_house, thin_out_evaluations
 from headrace.actors.record.metrics import EvaluationMetric, StallMetric
@@ -30,6 +31,7 @@ from headrace.actors.run.progress_signs import signs_of, stall_detector, work_cl
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.recording import record
 from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import load_tasks
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from headrace.buffer.types import StepReport
 
 R = TypeVar("R")
+
+STALL_RECORD_S = 5.0
+"""Time limit for the record of a stall, which may have the lost writer of the metrics as its cause."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +86,9 @@ class Service(ServiceParts):
     async def __aenter__(self) -> Self:
         heldout = () if self._directory is None else load_tasks(self._directory.heldout_tasks)
         self._heldout = heldout[: self._config.evaluation.tasks]
-        self._metrics = self._observing.metrics()
         async with self._starting():
             async with asyncio.TaskGroup() as starting:
-                for start in (self._start_replay, self._start_pool, self._start_gateway):
+                for start in (self._start_replay, self._start_pool, self._start_gateways):
                     starting.create_task(start())
             await self._start_workers(self.replay)
             async with asyncio.TaskGroup() as starting:
@@ -93,7 +97,7 @@ class Service(ServiceParts):
             self._supervision = Supervision(
                 self._config,
                 self._runtime,
-                self._metrics,
+                self.replay,
                 supervised_actors(self, self.learner),
                 interval_s=self._externals.check_interval_s,
             )
@@ -129,7 +133,7 @@ class Service(ServiceParts):
             or_none(self.learner.status),
             or_none(self.dispatcher.status),
             or_none(self.pool.status),
-            or_none(None if self.gateway is None else self.gateway.stats),
+            or_none(partial(stats_of, self.gateways) if self.gateways else None),
         )
         now_s, tokens = time.monotonic(), gateway.sampled_tokens if gateway else 0
         then_s, before = self._last_tokens
@@ -283,7 +287,7 @@ class Service(ServiceParts):
             return
         self._success = summary.success
         # In this order, a crash in between duplicates a metrics record, but never loses one.
-        self._metrics.append(EvaluationMetric(step=step, **asdict(summary)))
+        await record(self.replay, EvaluationMetric(step=step, **asdict(summary)))
         await until_back(lambda: self.replay.end_evaluation(GroupId(tag), step, asdict(summary)))
         ended[tag] = summary.success
         if self._evaluations is not None:
@@ -318,7 +322,9 @@ class Service(ServiceParts):
             reason = detector.stalled(now_s, signs_of(status, longest))
             if (warning := reason or detector.warning(now_s)) is not None:
                 logger.warning("%s", warning)
-                self._metrics.append(StallMetric(ended=reason is not None, reason=warning))
+                await record(
+                    self.replay, StallMetric(ended=reason is not None, reason=warning), deadline_s=STALL_RECORD_S
+                )
             if reason is not None:
                 raise RunStalled(f"{reason}; {await self._diagnosis()}")
 

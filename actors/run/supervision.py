@@ -12,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.metrics import StationMeans, StationsMetric
 from headrace.actors.record.utilisation import Station, UtilisationMeter, bottleneck
 from headrace.actors.rollouts.pacing import LatencyWatch, Pressure
 from headrace.actors.runtime.call_guard import AwakeClock
+from headrace.actors.runtime.recording import record
 from headrace.actors.training.learner import ENDING_STAGES, Stage
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from headrace.actors.evaluation.evaluator import Evaluator
     from headrace.actors.places.gateway import GatewayActor
     from headrace.actors.places.sandbox_pool import SandboxPool
-    from headrace.actors.record.metrics import MetricsLog
+    from headrace.actors.record.metrics import MetricsWriter
     from headrace.actors.record.utilisation import StationLoad
     from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherStatus
     from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
@@ -51,13 +54,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedActors:
-    """Actors to check. An evaluation has no learner; simulated engines have neither a gateway nor a startup phase."""
+    """Actors to check. An evaluation has no learner; simulated engines have neither gateways nor a startup phase."""
 
     learner: LearnerLoop | None
     dispatcher: Dispatcher
     pool: SandboxPool
-    evaluator: Evaluator
-    gateway: GatewayActor | None = None
+    evaluators: Sequence[Evaluator]
+    gateways: Sequence[GatewayActor] = ()
     engines: EngineGroup | None = None
     workers: Sequence[RolloutWorker]
 
@@ -102,8 +105,8 @@ async def snapshot_of(actors: SupervisedActors) -> StatusSnapshot:
         learner = asking.create_task(or_none(None if actors.learner is None else actors.learner.status))
         dispatcher = asking.create_task(or_none(actors.dispatcher.status))
         pool = asking.create_task(or_none(actors.pool.status))
-        gateway = asking.create_task(or_none(None if actors.gateway is None else actors.gateway.stats))
-        judged_steps = asking.create_task(or_none(actors.evaluator.judged_steps))
+        gateway = asking.create_task(or_none(partial(stats_of, actors.gateways) if actors.gateways else None))
+        judged_steps = [asking.create_task(or_none(evaluator.judged_steps)) for evaluator in actors.evaluators]
         engines = asking.create_task(or_none(None if actors.engines is None else actors.engines.status))
         workers = [asking.create_task(or_none(worker.status)) for worker in actors.workers]
     return StatusSnapshot(
@@ -112,9 +115,14 @@ async def snapshot_of(actors: SupervisedActors) -> StatusSnapshot:
         pool=pool.result(),
         gateway=gateway.result(),
         workers=tuple(worker.result() for worker in workers),
-        judged_steps=judged_steps.result(),
+        judged_steps=_sum_of([judged.result() for judged in judged_steps]),
         engines=tuple(engines.result() or ()),
     )
+
+
+def _sum_of(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 class Supervision:
@@ -124,7 +132,7 @@ class Supervision:
         self,
         config: RunConfig,
         runtime: Runtime,
-        metrics: MetricsLog,
+        metrics: MetricsWriter,
         actors: SupervisedActors,
         *,
         interval_s: float = 1.0,
@@ -140,7 +148,7 @@ class Supervision:
         """Query all actors, record the stations' loads, kill a hung learner and pace the dispatcher."""
         self.clock.read(asyncio.get_running_loop().time())
         status = await snapshot_of(self._actors)
-        self._measure(status)
+        await self._measure(status)
         if (learner := status.learner) is not None and learner.stage in ENDING_STAGES:
             stage_s, allowed_s = learner.stage_s, self._config.training.stage_timeout_s
             if stage_s - self.clock.paused_within(stage_s) > allowed_s:
@@ -163,7 +171,7 @@ class Supervision:
         loads = "; ".join(load.line() for load in self.loads) or "stations not measured yet"
         return loads if self.held_up_by is None else f"{loads}; held up by {self.held_up_by.station}"
 
-    def _measure(self, status: StatusSnapshot) -> None:
+    async def _measure(self, status: StatusSnapshot) -> None:
         if status.dispatcher is None:
             return
         # Evaluation rollouts use the stations like all others.
@@ -176,7 +184,7 @@ class Supervision:
             return
         self.loads = self._meter.loads(capacities(self._config, status.pool))
         self.held_up_by = bottleneck(self.loads, self._meter.in_flight)
-        record = StationsMetric(
+        means = StationsMetric(
             seconds=self._meter.seconds,
             in_flight=self._meter.in_flight,
             held_up_by=None if self.held_up_by is None else self.held_up_by.station.value,
@@ -190,8 +198,8 @@ class Supervision:
                 "rollout_limit": status.dispatcher.limit,
                 "slowed_by": status.dispatcher.slowed_by,
             }
-            record = replace(record, pacing=pacing)
-        self._metrics.append(record)
+            means = replace(means, pacing=pacing)
+        await record(self._metrics, means, deadline_s=STATUS_TIMEOUT_S)
         self._meter.reset()
 
 

@@ -24,10 +24,9 @@ import logging
 import os
 import pickle
 import secrets
-import signal
 import sys
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,6 +34,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
+from headrace.actors.runtime.nodes import (
+    AGENT_TIMEOUT_S,
+    NAMESPACE,
+    ROLE_LABEL,
+    Bundle,
+    Process,
+    Role,
+    agent_name,
+    kill_here,
+    this_process,
+)
 from headrace.actors.runtime.operations import ABSENCE, until_back
 from headrace.actors.runtime.process_tree import begin_ticking
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
@@ -98,11 +108,15 @@ def require_async(cls: type[object]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Resources of an actor. `spread` places actors on different hosts where possible; without `restarts` a dead actor
-    is not restarted."""
+    """Resources and place of an actor. `spread` places actors on different hosts where possible; without `restarts` a
+    dead actor is not restarted. On a cluster the actor runs on a node with this `role`, or, if it names a `bundle`
+    (see `RayRuntime.reserve`), where that bundle is; a local Ray has one node for all."""
 
     cpus: float = 0.0
     gpus: float = 0.0
+    memory_bytes: int = 0
+    role: Role | None = None
+    bundle: str = ""
     spread: bool = False
     restarts: bool = True
 
@@ -136,6 +150,11 @@ class Runtime(Protocol):
 
     async def restart(self, actor: object, process_id: int) -> None:
         """Kill the process of a hung actor; a new one is started. Idempotent."""
+        ...
+
+    async def reserve(self, name: str, bundle: Bundle) -> None:
+        """Reserve resources on one node, for the actors whose `Resources` name this bundle. Idempotent. Raises
+        StartFailed."""
         ...
 
 
@@ -172,6 +191,9 @@ class InlineRuntime:
 
     async def restart(self, actor: object, process_id: int) -> None:
         """Do nothing: an instance in this process cannot hang on its own."""
+
+    async def reserve(self, name: str, bundle: Bundle) -> None:
+        """Do nothing: all actors share the resources of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,12 +310,12 @@ class Host:
         """Return True if this call is running in this actor."""
         return call_id in self._running
 
-    async def stats(self, *, begin: bool) -> tuple[int, int]:
-        """Return the process id and the number of calls received. With `begin`, start entering an instance whose
-        context is not open or failed to open, without waiting for it."""
+    async def stats(self, *, begin: bool) -> tuple[Process, int]:
+        """Return the process and the number of calls received. With `begin`, start entering an instance whose context
+        is not open or failed to open, without waiting for it."""
         if begin and not self._closed:
             self._begun()
-        return os.getpid(), self._calls
+        return this_process(), self._calls
 
     async def close(self) -> None:
         """Exit the instance's context."""
@@ -316,11 +338,13 @@ class Host:
 
 
 class ActorProxy:
-    """Proxy of a named actor in another process: attribute access returns an async callable. Pickled by name."""
+    """Proxy of a named actor in another process: attribute access returns an async callable. Pickled by its name and
+    its Ray namespace (empty: that of the process)."""
 
-    def __init__(self, name: str, handle: Any = None) -> None:
+    def __init__(self, name: str, handle: Any = None, *, namespace: str = "") -> None:
         self._name = name
         self._handle = handle
+        self._namespace = namespace
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         if method.startswith("_"):
@@ -330,7 +354,11 @@ class ActorProxy:
             handle = await self._resolved()
             call_id = uuid.uuid4().hex
             reference = handle.call.remote(call_id, method, args, kwargs)
-            return await _await_call(self._name, reference, lambda: handle.knows.remote(call_id))
+            try:
+                return await _await_call(self._name, reference, lambda: handle.knows.remote(call_id))
+            except ActorLost:
+                self._forget(handle)
+                raise
 
         return call
 
@@ -340,16 +368,26 @@ class ActorProxy:
             import ray
 
             try:
-                self._handle = await asyncio.to_thread(ray.get_actor, self._name)
+                self._handle = await asyncio.to_thread(ray.get_actor, self._name, self._namespace or None)
             except ValueError as error:
                 raise ActorLost(f"there is no actor named {self._name}") from error
         return self._handle
 
-    def __reduce__(self) -> tuple[type[ActorProxy], tuple[str]]:
-        return ActorProxy, (self._name,)
+    def _forget(self, handle: Any) -> None:
+        """Look the actor up again at the next call: the handle of an actor that Ray moved to another node may say for
+        ever that the actor has died."""
+        if self._handle is handle:
+            self._handle = None
+
+    def __reduce__(self) -> tuple[Callable[[str, str], ActorProxy], tuple[str, str]]:
+        return _proxy_of, (self._name, self._namespace)
 
     def __repr__(self) -> str:
         return f"ActorProxy({self._name})"
+
+
+def _proxy_of(name: str, namespace: str) -> ActorProxy:
+    return ActorProxy(name, namespace=namespace)
 
 
 async def _await_call(name: str, reference: Any, ask: Callable[[], Any] | None = None) -> Any:
@@ -397,10 +435,15 @@ class RayRuntime:
 
     isolates_actors: ClassVar[bool] = True
 
-    def __init__(self, prefix: str = "") -> None:
+    def __init__(self, prefix: str = "", *, namespace: str = "", roles: Mapping[Role, str] | None = None) -> None:
+        """`namespace` is the Ray namespace of the actors (empty: that of the process). `roles` has the value of the
+        label `headrace/role` for each role, on a cluster; None on a local Ray, whose one node has all roles."""
         self._prefix = prefix
-        self._process_ids: dict[str, int] = {}
+        self._namespace = namespace
+        self._roles = roles
+        self._processes: dict[str, Process] = {}
         self._found: set[str] = set()
+        self._bundles: dict[str, Any] = {}
 
     async def spawn(
         self,
@@ -416,7 +459,7 @@ class RayRuntime:
 
         require_async(cls)
         name = self._prefix + name
-        exists = await asyncio.to_thread(_exists, name)
+        exists = await asyncio.to_thread(_exists, name, self._namespace)
         handle = (
             # A subclass with the actor's own name, for `ps` and Ray's pages.
             ray.remote(type(cls.__name__, (Host,), {}))
@@ -424,12 +467,14 @@ class RayRuntime:
                 name=name,
                 num_cpus=resources.cpus,
                 num_gpus=resources.gpus,
-                scheduling_strategy="SPREAD" if resources.spread else "DEFAULT",
                 max_restarts=-1 if resources.restarts else 0,
                 max_task_retries=0,
                 max_concurrency=max_concurrency,
                 lifetime="detached",
                 get_if_exists=True,
+                **({"namespace": self._namespace} if self._namespace else {}),
+                **({"memory": resources.memory_bytes} if resources.memory_bytes else {}),
+                **self._place(resources),
             )
             .remote(cloudpickle.dumps((ABSENCE.seconds, cls, args, kwargs)))
         )
@@ -444,13 +489,48 @@ class RayRuntime:
             if not exists:
                 # Nobody has a proxy of it to stop it later, and it may hold a device or other actors.
                 try:
-                    await self.stop(ActorProxy(name, handle))
+                    await self.stop(ActorProxy(name, handle, namespace=self._namespace))
                 finally:
                     ray.kill(handle, no_restart=True)
             raise
         if exists:
             self._found.add(name)
-        return cast("T", ActorProxy(name, handle))
+        return cast("T", ActorProxy(name, handle, namespace=self._namespace))
+
+    def _place(self, resources: Resources) -> dict[str, Any]:
+        """Return Ray's options for the place of an actor."""
+        if self._roles is None or (resources.role is None and not resources.bundle):
+            return {"scheduling_strategy": "SPREAD" if resources.spread else "DEFAULT"}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if resources.bundle:
+            group = self._bundles[resources.bundle]
+            return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)}
+        assert resources.role is not None
+        strategy = {"scheduling_strategy": "SPREAD"} if resources.spread else {}
+        return {"label_selector": {ROLE_LABEL: self._roles[resources.role]}, **strategy}
+
+    async def reserve(self, name: str, bundle: Bundle) -> None:
+        """Reserve resources on one node with the bundle's role, for actors that stay together: when that node is lost,
+        Ray moves the bundle and its actors to another one. Idempotent; does nothing on a local Ray.
+
+        Raises StartFailed if no node can take the bundle within `cluster.absent_s`."""
+        if self._roles is None or name in self._bundles:
+            return
+        group = await asyncio.to_thread(bundle.group, f"{self._namespace}-{name}", self._roles[bundle.role])
+        if not await asyncio.to_thread(group.wait, ABSENCE.seconds):
+            raise StartFailed(
+                f"{name} cannot be placed: no node with the label {ROLE_LABEL}={self._roles[bundle.role]} has "
+                f"{bundle.described()} free; add a node, or lower what the recipe reserves"
+            )
+        self._bundles[name] = group
+
+    async def release(self) -> None:
+        """Give back all bundles that this runtime reserved; their actors end. Idempotent."""
+        from ray.util import remove_placement_group
+
+        while self._bundles:
+            await asyncio.to_thread(remove_placement_group, self._bundles.popitem()[1])
 
     def found(self, actor: object) -> bool:
         """Return True if `spawn` found the actor already running, spawned by another process."""
@@ -459,7 +539,7 @@ class RayRuntime:
     async def find(self, cls: type[T], name: str) -> T:
         """Return the named actor, which another process spawned. Raises ActorLost if there is none."""
         require_async(cls)
-        proxy = ActorProxy(self._prefix + name)
+        proxy = ActorProxy(self._prefix + name, namespace=self._namespace)
         await proxy._resolved()  # noqa: SLF001 - the proxy is ours
         return cast("T", proxy)
 
@@ -486,8 +566,8 @@ class RayRuntime:
                 await handle.close.remote()
         except TimeoutError:
             # A stopped process does not react to Ray.
-            if process_id := self._process_ids.get(repr(proxy)):
-                await self.restart(actor, process_id)
+            if process := self._processes.get(repr(proxy)):
+                await self.restart(actor, process.id)
         except (ActorLost, RayError):
             pass
         ray.kill(handle, no_restart=True)
@@ -498,15 +578,34 @@ class RayRuntime:
 
     async def _ask_stats(self, proxy: ActorProxy, *, begin: bool) -> tuple[int, int]:
         handle = await proxy._resolved()  # noqa: SLF001 - the proxy is ours
-        answer = cast("tuple[int, int]", await _await_call(repr(proxy), handle.stats.remote(begin=begin)))
-        self._process_ids[repr(proxy)] = answer[0]
-        return answer
+        try:
+            process, calls = await _await_call(repr(proxy), handle.stats.remote(begin=begin))
+        except ActorLost:
+            proxy._forget(handle)  # noqa: SLF001 - the proxy is ours
+            raise
+        self._processes[repr(proxy)] = process
+        return process.id, calls
 
     async def restart(self, actor: object, process_id: int) -> None:
-        """Kill the process of a hung actor; Ray starts a new one. Idempotent. The actor must be on this host."""
-        # By signal, because a stopped process does not react to Ray.
-        with suppress(ProcessLookupError):
-            os.kill(process_id, signal.SIGKILL)
+        """Kill the process of a hung actor, on whichever node it is; Ray starts a new one. Idempotent. Does nothing if
+        the process has not been seen by `stats`."""
+        process = self._processes.get(repr(cast("ActorProxy", actor)))
+        if process is None or process.id != process_id:
+            return
+        if process.node == this_process().node:
+            kill_here(process)
+            return
+        try:
+            async with asyncio.timeout(AGENT_TIMEOUT_S):
+                await ActorProxy(agent_name(process.node), namespace=NAMESPACE).kill(process)
+        except (ActorLost, TimeoutError) as error:
+            # Ray declares a lost node dead, and restarts its actors elsewhere.
+            logger.warning("process %d of node %s could not be killed: %r", process_id, process.node, error)
+
+
+def namespace_of(run_id: str) -> str:
+    """Return the Ray namespace of a run's actors."""
+    return f"{NAMESPACE}-{run_id}"
 
 
 def node_address() -> str:
@@ -517,11 +616,11 @@ def node_address() -> str:
     return address
 
 
-def _exists(name: str) -> bool:
+def _exists(name: str, namespace: str) -> bool:
     import ray
 
     try:
-        ray.get_actor(name)
+        ray.get_actor(name, namespace or None)
     except ValueError:
         return False
     return True
@@ -539,7 +638,7 @@ def check_ray_folder() -> Path:
 
 
 def start_local_ray(
-    run: Path, *, object_store_bytes: int, logs: bool = False, gpus: int | None = None, **settings: Any
+    run_id: str, *, object_store_bytes: int, logs: bool = False, gpus: int | None = None, **settings: Any
 ) -> None:
     """Start a local Ray, which dies with this process. It offers `gpus` GPUs, by default those that it finds.
     `settings` are further arguments of `ray.init`.
@@ -567,7 +666,7 @@ def start_local_ray(
             ray.init(
                 address="local",
                 num_gpus=gpus,
-                namespace=f"headrace-{run.name}",
+                namespace=namespace_of(run_id),
                 object_store_memory=object_store_bytes,
                 include_dashboard=False,
                 log_to_driver=logs,

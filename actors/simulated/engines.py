@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Final, Self
 import orjson
 
 from headrace.actors.errors import ActorGone
-from headrace.actors.record.metrics import SimulatedPushMetric
+from headrace.actors.record.metrics import UNRECORDED, SimulatedPushMetric
 from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.recording import record
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngine
 
 if TYPE_CHECKING:
-    from headrace.actors.record.actor_telemetry import ActorTelemetry
+    from headrace.actors.record.metrics import MetricsWriter
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.learners.simulated import SimulatedEnginesConfig
@@ -63,10 +64,14 @@ class SimulatedEngineGroup:
     """Actor that replaces the engine group and serves the versions pushed to it."""
 
     def __init__(
-        self, config: SimulatedEnginesConfig, *, observing: ActorTelemetry, directory: RunDirectory | None = None
+        self,
+        config: SimulatedEnginesConfig,
+        *,
+        metrics: MetricsWriter = UNRECORDED,
+        directory: RunDirectory | None = None,
     ) -> None:
         self._config = config
-        self._metrics = observing.metrics()
+        self._metrics = metrics
         self._journal = None if directory is None else directory.path / "served.json"
         self._served = Served(gate_wait_s=config.gate_wait_s)
         self._changed = asyncio.Event()
@@ -115,10 +120,10 @@ class SimulatedEngineGroup:
             self._serve(version=snapshot.version, generating=True, admitting=True)
             self._pushes += 1
             total_s = now() - began_s
-            record = SimulatedPushMetric(
+            pushed = SimulatedPushMetric(
                 version=str(snapshot.version), total_s=total_s, rollouts_in_flight=rollouts_in_flight
             )
-            self._metrics.append(record)
+            await record(self._metrics, pushed)
 
     async def served_version(self) -> PolicyVersion | None:
         """Return the served version, as `EngineGroup.served_version` does."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Coroutine, Iterator
 
+    from headrace.actors.runtime.nodes import Bundle
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -286,6 +288,9 @@ class FaultyRuntime:
         if cell.current is None:
             raise ActorLost(f"actor {cell.name} is down")
         return cell.lives, 0
+
+    async def reserve(self, name: str, bundle: Bundle) -> None:
+        """Do nothing: all actors share the resources of this process."""
 
     async def restart(self, actor: object, process_id: int) -> None:
         cell = cast("Proxy", actor)._cell  # noqa: SLF001 - the proxy is ours

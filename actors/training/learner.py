@@ -34,6 +34,7 @@ from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.logprob_drift import mismatch_alarm
 from headrace.actors.record.metrics import StepMetric
 from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.recording import record
 from headrace.actors.runtime.runtime import end_actor
 from headrace.actors.training.slime_learner import SlimeLearner
 from headrace.buffer.core.classification import stale_kv_tokens
@@ -188,7 +189,6 @@ class LearnerLoop:
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("learner"))
-        self._metrics = self._observing.metrics()
         if isinstance(self._learner_config, SimulatedLearnerConfig):
             self._learner: Learner = SimulatedLearner(self._learner_config)
         elif isinstance(self._learner_config, SlimeTerms):
@@ -341,13 +341,14 @@ class LearnerLoop:
         self._clock.step_s += _now() - start
         self._version, self._last = report.version, report
         self._tokens += int(report.metrics.get("tokens", 0))
-        self._metrics.append(_record_of(batch, report, self._clock.since(self._recorded)))
+        step = _record_of(batch, report, self._clock.since(self._recorded))
         self._recorded = replace(self._clock)
+        await record(self._replay, step)
         if not isinstance(self._learner_config, SimulatedLearnerConfig):
             alarm = mismatch_alarm(report, self._learner_config.mismatch_alarm)
             if alarm is not None:
                 self._alarms += 1
-                self._metrics.append(alarm)
+                await record(self._replay, alarm)
                 # Not for each of them: every step of a run may have one.
                 if self._alarms.bit_count() == 1:
                     logger.error("%s", alarm.line())

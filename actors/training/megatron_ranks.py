@@ -87,14 +87,18 @@ class MegatronRanks(RankGroup):
     def __init__(self, config: LearnerConfig, resume: CheckpointRef | None) -> None:
         """Start the ranks, and load the model or the checkpoint. Raises as `MegatronRank`, and RankFailed."""
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        from ray.util import get_current_placement_group
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
         super().__init__()
+        group = get_current_placement_group()
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor: Any = ray.remote(MegatronRankActor).options(
             num_cpus=0,
             num_gpus=int(config.device == "cuda"),
             max_restarts=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+            # On a cluster the learner's bundle has reserved the GPUs of all ranks.
+            scheduling_strategy=here if group is None else PlacementGroupSchedulingStrategy(group),
         )
         self._ranks = [actor.remote(rank, config, os.getpid()) for rank in range(config.ranks)]
         try:

@@ -18,17 +18,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.actors.errors import TasksParked
+from headrace.actors.record.metrics import UNRECORDED, RolloutPhasesMetric
 from headrace.actors.runtime.runtime import end_actor
 from headrace.buffer.errors import LedgerBroken
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks import Task, TaskId, load_tasks
+from headrace.buffer.types import Cause, ReceiptStatus
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from headrace.actors.record.metrics import MetricsLog
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.replay import BufferStatus
@@ -98,8 +101,8 @@ NEVER_EVALUATED = Evaluated(attempts=0, reward=None)
 
 
 class Replay:
-    """Sole owner of the run's ledger. Without a directory, the ledger is in memory and covers `tasks`; `clock` returns
-    Unix seconds. Results that exceed the `limits` of the learner count as its failures."""
+    """Sole owner of the run's ledger, and of its `metrics`. Without a directory, the ledger is in memory and covers
+    `tasks`; `clock` returns Unix seconds. Results that exceed the `limits` of the learner count as its failures."""
 
     def __init__(
         self,
@@ -110,8 +113,10 @@ class Replay:
         tasks: Sequence[Task] = (),
         clock: Callable[[], float] = time.time,
         limits: RowLimits | None = None,
+        metrics: MetricsLog = UNRECORDED,
     ) -> None:
         self._config = config
+        self._metrics = metrics
         self._limits = limits
         self._directory = directory
         self._seed = seed
@@ -165,8 +170,21 @@ class Replay:
             return await self._store.cancellations(known, timeout_s=timeout_s)
 
     async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]:
+        """Store results durably, each once, and record how long their phases took."""
         with self._ending():
-            return await self._store.offer_many(results)
+            receipts = await self._store.offer_many(results)
+        known = {(receipt.rollout_id, receipt.attempt) for receipt in receipts if receipt.status in _KNOWN}
+        if ran := [
+            result
+            for result in results
+            if result.outcome.cause is not Cause.CANCELLED and (result.rollout_id, result.attempt) not in known
+        ]:
+            self._metrics.append(mean_phases(ran))
+        return receipts
+
+    async def record(self, lines: Sequence[bytes]) -> None:
+        """Append lines to the run's metrics, of which this actor is the only writer."""
+        self._metrics.write(lines)
 
     async def abandon(self, attempts: list[tuple[RolloutId, int]]) -> int:
         with self._ending():
@@ -275,6 +293,18 @@ class Replay:
                 raise
             logger.exception("the ledger is broken; this process ends, and a new one starts from the disk")
             end_actor()
+
+
+_KNOWN = (ReceiptStatus.DUPLICATE, ReceiptStatus.UNKNOWN)
+
+
+def mean_phases(results: Sequence[RolloutResult]) -> RolloutPhasesMetric:
+    """Return the mean seconds per phase over the rollouts, and the number of rollouts."""
+    totals: dict[str, float] = {}
+    for result in results:
+        for phase, seconds in result.phases_s:
+            totals[phase] = totals.get(phase, 0.0) + seconds / len(results)
+    return RolloutPhasesMetric(rollouts=float(len(results)), phases_s=totals)
 
 
 class _Orders:

@@ -80,7 +80,7 @@ def measure_load(folder: Path, *, turn_s: float, rollouts: int = 1024, in_flight
     plan = load_plan(rollouts=rollouts, in_flight=in_flight, turn_s=turn_s)
     inline = asyncio.run(run_load(plan, InlineRuntime(), RunDirectory(path=folder / "inline")))
     directory = RunDirectory(path=folder / "ray")
-    start_local_ray(directory.path, object_store_bytes=OBJECT_STORE_BYTES)
+    start_local_ray(directory.run_id(), object_store_bytes=OBJECT_STORE_BYTES)
     try:
         over_ray = asyncio.run(run_load(plan, RayRuntime(), directory))
     finally:
@@ -109,7 +109,14 @@ async def run_load(
         await service.learner.open()
         await service.dispatcher.evaluate(warm_up, samples=1, tag="warm-up")
         idle_cpu_per_s = await idle_cpu(idle_s)
-        parts = (service.replay, service.pool, service.evaluator, service.engines, service.dispatcher, service.learner)
+        parts = (
+            service.replay,
+            service.pool,
+            service.evaluators[0],
+            service.engines,
+            service.dispatcher,
+            service.learner,
+        )
         actors: list[object] = [*parts, *service.workers]
         calls, used_s, start_s = await calls_of(runtime, actors), cpu_s(), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
@@ -136,7 +143,7 @@ def measure_memory(folder: Path, *, rollouts: int = MEMORY_ROLLOUTS) -> dict[str
     plan = load_plan(rollouts=rollouts, in_flight=rollouts, turn_s=MEMORY_ROLLOUT_S / TURNS)
     directory = RunDirectory(path=folder / "memory")
     config = prepare_plan(plan, directory)
-    start_local_ray(directory.path, object_store_bytes=config.service.object_store_bytes)
+    start_local_ray(directory.run_id(), object_store_bytes=config.service.object_store_bytes)
     try:
         return asyncio.run(_memory(config, directory, rollouts))
     finally:

@@ -66,7 +66,7 @@ MOST_RATIO: Final = 2.0
 _RAY_START = (
     "import sys, time; from pathlib import Path; "
     "from headrace.actors.runtime.runtime import start_local_ray, stop_local_ray; "
-    "began = time.monotonic(); start_local_ray(Path(sys.argv[1]), object_store_bytes=128 << 20); "
+    "began = time.monotonic(); start_local_ray(sys.argv[1], object_store_bytes=128 << 20); "
     "took = time.monotonic() - began; stop_local_ray(); print(took)"
 )
 

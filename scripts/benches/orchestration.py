@@ -56,7 +56,7 @@ def measure(folder: Path, *, rollouts: int) -> dict[str, Any]:
     """Run both passes, and report their difference."""
     inline = asyncio.run(_pass(InlineRuntime(), prepare_directory(folder / "inline"), rollouts))
     directory = prepare_directory(folder / "ray")
-    start_local_ray(directory.path, object_store_bytes=OBJECT_STORE_BYTES)
+    start_local_ray(directory.run_id(), object_store_bytes=OBJECT_STORE_BYTES)
     try:
         over_ray = asyncio.run(_pass(RayRuntime(), directory, rollouts))
     finally:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -34,7 +35,7 @@ from headrace.serve.parsing.parser_choice import choose_parser
 from headrace.serve.rendering.template_renderer import load_renderer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from opentelemetry.trace import Tracer
 
@@ -68,6 +69,30 @@ class GatewayStats:
     silent: dict[str, int] = field(default_factory=dict)
     closed: tuple[str, ...] = ()
     table_version: int = -1
+
+    @classmethod
+    def together(cls, several: Sequence[GatewayStats]) -> GatewayStats:
+        """Return the stats of several gateways as those of one: counts are added; `silent`, which counts consecutive
+        calls, and `table_version` are the largest."""
+        turns: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
+        silent: dict[str, int] = {}
+        for stats in several:
+            turns.update(stats.turns_in_flight)
+            tokens.update(stats.tokens_by_version)
+            silent |= {engine: max(calls, silent.get(engine, 0)) for engine, calls in stats.silent.items()}
+        return cls(
+            sessions=sum(stats.sessions for stats in several),
+            turns_in_flight=dict(turns),
+            sampled_tokens=sum(stats.sampled_tokens for stats in several),
+            tokens_by_version=dict(tokens),
+            turns=sum(stats.turns for stats in several),
+            lost_calls=sum(stats.lost_calls for stats in several),
+            parser_fails=any(stats.parser_fails for stats in several),
+            silent=silent,
+            closed=tuple(sorted({engine for stats in several for engine in stats.closed})),
+            table_version=max(stats.table_version for stats in several),
+        )
 
 
 class Gateway:

@@ -82,7 +82,7 @@ async def running(directory: RunDirectory, engine: Any, tokenizer_dir: Path, age
             replay=replay,
             agent=agent,
             tasks=TaskCatalog(train=[task]),
-            gateway=await gateway.address(),
+            gateway=gateway,
             sampling=Sampling(),
             train_truncated=True,
             train_cut=False,

@@ -37,7 +37,8 @@ async def placed(model: Path, folder: Path, gateway: GatewayActor, runtime: RayR
     group = EngineGroup(
         config,
         PushConfig(bucket_bytes=100_000),
-        gateway=gateway,
+        gateways=[gateway],
+        metrics=kit.observing(folder).metrics(),
         model_dir=model,
         seed=1,
         observing=kit.observing(folder),

@@ -324,7 +324,7 @@ def test_a_client_without_the_token_cannot_join() -> None:
 def test_an_already_imported_ray_is_refused(tmp_path: Path) -> None:
     code = (
         "import ray, sys; from pathlib import Path; from headrace.actors.runtime.runtime import start_local_ray; "
-        "start_local_ray(Path(sys.argv[1]), object_store_bytes=128 << 20)"
+        "start_local_ray(sys.argv[1], object_store_bytes=128 << 20)"
     )
     embedding = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],

@@ -29,7 +29,7 @@ def slime_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from headrace.actors.runtime.runtime import start_local_ray, stop_local_ray
 
     start_local_ray(
-        tmp_path_factory.mktemp("tests"),
+        "tests",
         object_store_bytes=128 << 20,
         gpus=slime_rig.RANKS,
         num_cpus=slime_rig.RANKS + 2,

@@ -73,7 +73,15 @@ def gateway_of(model: Path, folder: Path, **settings: Any) -> GatewayActor:
 def make_group(model: Path, folder: Path, gateway: GatewayActor, push: dict[str, Any], **engines: Any) -> EngineGroup:
     config = EnginesConfig.model_validate({"max_context_tokens": 1024, "health_timeout_s": 5.0, **engines})
     push_config = PushConfig.model_validate({"bucket_bytes": 100_000, "phase_timeout_s": 10.0, **push})
-    return EngineGroup(config, push_config, gateway=gateway, model_dir=model, seed=1, observing=observing(folder))
+    return EngineGroup(
+        config,
+        push_config,
+        gateways=[gateway],
+        metrics=observing(folder).metrics(),
+        model_dir=model,
+        seed=1,
+        observing=observing(folder),
+    )
 
 
 def server(model: Path, folder: Path, name: str) -> EngineProcess:

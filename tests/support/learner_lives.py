@@ -108,8 +108,14 @@ async def live(folder: Path, steps: int) -> None:
     limits = row_limits(learner)
     assert limits is not None
     async with (
-        Replay(BufferConfig.model_validate(buffer.model_dump()), directory=directory, seed=3, limits=limits) as replay,
-        SimulatedEngineGroup(SimulatedEnginesConfig(push_s=0.0), observing=observing, directory=directory) as engines,
+        Replay(
+            BufferConfig.model_validate(buffer.model_dump()),
+            directory=directory,
+            seed=3,
+            limits=limits,
+            metrics=observing.metrics(),
+        ) as replay,
+        SimulatedEngineGroup(SimulatedEnginesConfig(push_s=0.0), directory=directory) as engines,
         LearnerLoop(
             LearnerLoopConfig(steps=steps, save_every=SAVE_EVERY),
             learner,

@@ -158,11 +158,13 @@ async def open_run(folder: Path, model_dir: Path, *, save_every: int, **changes:
     buffer = BufferConfig(batch_size=4, group_size=2, max_staleness=200, batch_tries=TRIES_OF_A_BATCH)
     parts: dict[str, Any] = {}
     try:
-        parts["replay"] = await runtime.spawn(Replay, buffer, directory=directory, seed=3, limits=limits, name="replay")
+        metrics = observing.metrics()
+        parts["replay"] = await runtime.spawn(
+            Replay, buffer, directory=directory, seed=3, limits=limits, metrics=metrics, name="replay"
+        )
         parts["engines"] = await runtime.spawn(
             SimulatedEngineGroup,
             SimulatedEnginesConfig(push_s=0.0),
-            observing=observing,
             directory=directory,
             name="engines",
         )

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 
 from headrace.actors.engine_group.devices import visible_devices
 from headrace.actors.runtime.operations import until_back
@@ -48,7 +47,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    start_local_ray(Path(sys.argv[1]), object_store_bytes=80 << 20, gpus=4)
+    start_local_ray(sys.argv[1], object_store_bytes=80 << 20, gpus=4)
     try:
         asyncio.run(main())
     finally:

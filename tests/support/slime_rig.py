@@ -205,7 +205,6 @@ async def keeping_engines(runtime: RayRuntime, directory: RunDirectory, model: P
         KeepingEngines,
         SimulatedEnginesConfig(push_s=0.0),
         kept=directory.path.with_name("pushed"),
-        observing=observing(directory),
         directory=directory,
         name="engines",
     )
@@ -224,7 +223,8 @@ async def embedded_engine(runtime: RayRuntime, directory: RunDirectory, model: P
         EngineGroup,
         EnginesConfig(count=1, max_context_tokens=256, health_timeout_s=30.0),
         PushConfig.model_validate({"transport": "disk", "phase_timeout_s": 60.0, "read_timeout_s": 60.0}),
-        gateway=gateway,
+        gateways=[gateway],
+        metrics=observing(directory).metrics(),
         model_dir=model,
         seed=1,
         observing=observing(directory),

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from headrace.actors.agents.simulated import SimulatedAgent, SimulatedAgentConfig
 from headrace.actors.evaluation.evaluator import simulated_verdict
 from headrace.actors.evaluation.verdict import EvaluationRequest
-from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.rollouts.sessions import SimulatedSession
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.simulated.durations import Durations, DurationsConfig
@@ -37,14 +36,12 @@ from headrace.policies.learners.simulated import (
 )
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.serve.capture.session import SessionId
-from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.policies.engine import Completion
 
-UNOBSERVED = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=None)
 SWE = DurationsConfig(mean_s=596.4, median_s=520.2, cap_s=1800)
 
 
@@ -137,7 +134,7 @@ def push_times(mode: PushMode) -> tuple[list[float], list[float]]:
         await watch.end()
 
     async def main() -> tuple[list[float], list[float]]:
-        group = SimulatedEngineGroup(SimulatedEnginesConfig(push=mode, push_s=5), observing=UNOBSERVED)
+        group = SimulatedEngineGroup(SimulatedEnginesConfig(push=mode, push_s=5))
         learner = SimulatedLearner(SimulatedLearnerConfig())
         await learner.open(None, epoch=1)
         began, ended, others = [], [], []
@@ -164,7 +161,7 @@ def test_the_push_mode_decides_when_rollouts_begin_and_end() -> None:
 
 def test_a_drain_does_not_wait_for_a_silent_worker() -> None:
     async def main() -> float:
-        group = SimulatedEngineGroup(SimulatedEnginesConfig(push=PushMode.DRAIN, push_s=0), observing=UNOBSERVED)
+        group = SimulatedEngineGroup(SimulatedEnginesConfig(push=PushMode.DRAIN, push_s=0))
         learner = SimulatedLearner(SimulatedLearnerConfig())
         await learner.open(None, epoch=1)
         async with EngineWatch(group, "dies") as watch:
@@ -179,7 +176,7 @@ def test_a_drain_does_not_wait_for_a_silent_worker() -> None:
 
 def test_a_dead_learners_weights_are_not_served() -> None:
     async def main() -> None:
-        group = SimulatedEngineGroup(SimulatedEnginesConfig(push_s=1), observing=UNOBSERVED)
+        group = SimulatedEngineGroup(SimulatedEnginesConfig(push_s=1))
         for epoch in (2, 1):
             learner = SimulatedLearner(SimulatedLearnerConfig())
             await learner.open(None, epoch=epoch)

@@ -1,0 +1,163 @@
+"""Nodes of a Ray cluster: their roles, bundles of resources, and the agent that acts on a node for others.
+
+Invariants:
+- A process is named by its node, its id and its start time. The agent of its node kills it by signal, since a stopped
+  process does not react to Ray; a process id that another process has taken over meanwhile is not killed.
+- A bundle is one placement group with one bundle, whose actors run on one node and move together.
+- Every wait for a node is bounded: a lost node answers nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from headrace.sandboxes.kernel.processes import parse_stat
+
+ROLE_LABEL: Final = "headrace/role"
+"""Label of a node with its role, for `ray start --labels`."""
+NAMESPACE: Final = "headrace"
+"""Ray namespace of the actors that belong to a cluster and not to one run."""
+AGENT_TIMEOUT_S: Final = 15.0
+"""Time limit for a node's agent to answer."""
+
+
+class Role(StrEnum):
+    """Purpose of a node."""
+
+    CONTROL = "control"
+    """Has the ledger and the actors that decide: service, replay, dispatcher, pool, engine group."""
+    ROLLOUT = "rollout"
+    """Has workers, evaluators and gateways."""
+    ENGINE = "engine"
+    """Has inference engines."""
+    LEARNER = "learner"
+    """Has the learner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Resources that a set of actors shares on one node with this role."""
+
+    role: Role
+    cpus: float
+    gpus: float = 0.0
+    memory_bytes: int = 0
+
+    def described(self) -> str:
+        parts = {"CPU": self.cpus, "GPU": self.gpus, "MiB of memory": self.memory_bytes >> 20}
+        return ", ".join(f"{number:g} {unit}" for unit, number in parts.items() if number)
+
+    def group(self, name: str, label: str) -> Any:
+        """Return the placement group of this name, which is created if there is none. Blocks."""
+        from ray.util import get_placement_group, placement_group
+
+        with suppress(ValueError):
+            return get_placement_group(name)
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory_bytes}
+        bundle = {resource: amount for resource, amount in amounts.items() if amount}
+        return placement_group(
+            [bundle], name=name, lifetime="detached", bundle_label_selector=[{ROLE_LABEL: label}], strategy="PACK"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process of a node; `started` is its start time in clock ticks since the node booted."""
+
+    node: str
+    id: int
+    started: int
+
+
+def this_process() -> Process:
+    """Return this process. Its node is empty outside Ray."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+    return Process(node=node, id=os.getpid(), started=started(os.getpid()))
+
+
+def started(process_id: int) -> int:
+    """Return the start time of a process of this node, in clock ticks since boot. Raises ProcessLookupError."""
+    try:
+        text = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError as error:
+        raise ProcessLookupError(f"no process {process_id}") from error
+    return parse_stat(text).started
+
+
+def kill_here(process: Process) -> bool:
+    """Kill a process of this node by signal. Return False if it has ended."""
+    try:
+        # The descriptor keeps naming the process that is compared, whoever gets its id next.
+        descriptor = os.pidfd_open(process.id)
+    except ProcessLookupError:
+        return False
+    try:
+        if started(process.id) != process.started:
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def agent_name(node: str) -> str:
+    """Return the actor name of a node's agent."""
+    return f"node-{node}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """Disk of a folder, and memory of a node, in bytes."""
+
+    node: str
+    address: str
+    free_disk_bytes: int
+    free_memory_bytes: int
+    memory_bytes: int
+
+
+class NodeAgent:
+    """Actor of one node that acts there for the actors of other nodes. `state` is the folder of the runs' files on this
+    node's disk."""
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+
+    async def kill(self, process: Process) -> bool:
+        """Kill a process of this node. Return False if it has ended."""
+        return kill_here(process)
+
+    async def report(self) -> NodeReport:
+        import ray.util
+
+        memory = psutil.virtual_memory()
+        self._state.mkdir(parents=True, exist_ok=True)
+        return NodeReport(
+            node=this_process().node,
+            address=ray.util.get_node_ip_address(),
+            free_disk_bytes=shutil.disk_usage(self._state).free,
+            free_memory_bytes=memory.available,
+            memory_bytes=memory.total,
+        )
+
+    async def remove(self, folder: str) -> None:
+        """Remove a folder of the runs' files. Idempotent. Raises ValueError for a folder that is not directly below
+        `state`."""
+        path = self._state / folder
+        if path.parent != self._state or not folder or folder in (".", ".."):
+            raise ValueError(f"{folder!r} is not the name of a folder of {self._state}")
+        await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
