@@ -11,7 +11,14 @@ RunError
 ├── DiskFull            the run directory's disk is full
 ├── TasksParked         every training task is parked, so there is nothing left to train on
 ├── RunInterrupted      the run was interrupted during startup, so there is no summary yet
-└── RunStalled          the run made no progress for too long: contains the diagnosis
+├── RunStalled          the run made no progress for too long: contains the diagnosis
+├── RunsMissing         the cluster has no actor that supervises runs
+├── RunUnknown          no run with this id, or it belongs to another owner
+├── RunRefused          the request does not fit the state of the run, or the name is taken
+├── SubmissionConflict  an idempotency key came again with another request
+├── QuotaExceeded       the run needs more than its owner's quota, so it could never start
+├── CannotBePlaced      no node has the label or the resources that the run needs
+└── ApiRefused          the control API refused a request: its key, role, size or form
 """
 
 from __future__ import annotations
@@ -59,6 +66,34 @@ class TasksParked(RunError):
 
 class RunStalled(RunError):
     """The run made no progress for `service.stall_s`."""
+
+
+class RunsMissing(RunError):
+    """The cluster has no actor that supervises runs."""
+
+
+class RunUnknown(RunError):
+    """There is no such run, or it belongs to another owner."""
+
+
+class RunRefused(RunError):
+    """The request does not fit the state of the run."""
+
+
+class SubmissionConflict(RunError):
+    """The idempotency key was used for another request."""
+
+
+class QuotaExceeded(RunError):
+    """The run needs more than the quota of its owner allows, even when no other run is live."""
+
+
+class CannotBePlaced(RunError):
+    """No node of the cluster has a label or the resources that the run needs."""
+
+
+class ApiRefused(RunError):
+    """The control API refused the request."""
 
 
 class RunInterrupted(RunError):

@@ -1,0 +1,117 @@
+"""Contract of the actor that supervises the runs of a cluster: its calls and messages.
+
+Invariants:
+- Every call may be repeated. A repeated submission (by key), drain, stop, addition or removal has the effect of one.
+- The caller has checked that the run belongs to the user: the actor knows owners, but no users.
+- Calls about one run raise RunUnknown for an unknown id. Errors are of `headrace.actors.errors`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from headrace.actors.engine_group.members_file import EngineStatus
+    from headrace.actors.runs.records import RunEvent, RunId, RunRecord, Submission
+
+NAMESPACE: Final = "headrace"
+"""Ray namespace of the actor."""
+ACTOR_NAME: Final = "runs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPage:
+    """Next events of a run. If it is `ended`, none follow unless the run is resumed."""
+
+    events: tuple[RunEvent, ...]
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPage:
+    """Next lines of a run's logs, and the `cursor` to continue from. If nothing follows at present, `lines` is
+    empty."""
+
+    lines: tuple[str, ...]
+    cursor: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """Result of the checks of a run; `problems` has one line for each that failed."""
+
+    ledger_writable: bool
+    engine_serving: bool
+    learner_in_time: bool
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ledger_writable and self.engine_serving and self.learner_in_time
+
+
+class RunsApi(Protocol):
+    """The actor, as its callers see it."""
+
+    async def submit(self, submission: Submission) -> RunRecord:
+        """Add a run, or return the one that the same submission added before. Raises ConfigError, SubmissionConflict,
+        RunRefused if the owner has a live run of this name, QuotaExceeded if it could never start, and CannotBePlaced
+        if no node has what it needs."""
+        ...
+
+    async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
+        """Return the runs of an owner, or of all owners, in the order of the queue."""
+        ...
+
+    async def run(self, run_id: RunId) -> RunRecord:
+        """Return one run."""
+        ...
+
+    async def drain(self, run_id: RunId) -> RunRecord:
+        """Let the run save a checkpoint and end. Returns at once. Raises RunRefused if it is being stopped."""
+        ...
+
+    async def stop(self, run_id: RunId) -> RunRecord:
+        """End the run. Returns at once."""
+        ...
+
+    async def resume(self, run_id: RunId, changes: tuple[str, ...]) -> RunRecord:
+        """Queue an ended run again, with changed keys (`table.key=value`). Raises RunRefused if it is live or finished,
+        and ConfigError for a key that may not change."""
+        ...
+
+    async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
+        """Return the events after number `after`, as soon as there is one, the run has ended, or the time is over."""
+        ...
+
+    async def status(self, run_id: RunId) -> dict[str, Any]:
+        """Return the document of `headrace status --json`."""
+        ...
+
+    async def report(self, run_id: RunId) -> dict[str, Any]:
+        """Return the document of `headrace report --json`."""
+        ...
+
+    async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
+        """Return the engines of the run."""
+        ...
+
+    async def add_engine(self, run_id: RunId, url: str, timeout_s: float) -> str:
+        """Attach a server to a live run, and return the name of the engine. Raises RunRefused if the run is not live,
+        and EngineGroupError."""
+        ...
+
+    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float) -> str:
+        """Remove an engine from a live run, and return its name. Raises RunRefused if the run is not live, and
+        EngineGroupError."""
+        ...
+
+    async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
+        """Return complete lines of an actor's log, or of all logs, after the cursor (empty: from the beginning), of at
+        most `limit_bytes` in all. Raises RunRefused for an unknown actor or cursor."""
+        ...
+
+    async def ready(self, run_id: RunId) -> Readiness:
+        """Check a run."""
+        ...

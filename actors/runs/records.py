@@ -1,0 +1,160 @@
+"""Records of the runs of a cluster: their states, and the transitions that are allowed between them.
+
+Invariants:
+- `desired` is what users want of a run, `actual` is what the run does. Only users change the first, and only the
+  supervisor changes the second. (A run that waits has no service, so what users want of it holds at once.)
+- A run that ended has `actual` in `ENDED`. All others are live, and their names are unique for each owner.
+- Every reason and every text of an event is one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Final, NewType
+
+RunId = NewType("RunId", str)
+"""32 hexadecimal digits."""
+
+Recipe = Mapping[str, Mapping[str, Any]]
+"""Tables of a recipe as in its TOML file, after overrides; its paths are absolute on the nodes of the cluster."""
+
+
+class DesiredState(StrEnum):
+    """State that users want a run to have."""
+
+    RUNNING = "running"
+    DRAINED = "drained"
+    """The run saves a checkpoint and ends; it can be resumed."""
+    STOPPED = "stopped"
+    """The run ends at once; it can be resumed from its last checkpoint."""
+
+
+class ActualState(StrEnum):
+    """State of a run."""
+
+    WAITING = "waiting"
+    """It has no service: it waits for its quota, for other runs of its owner, or for its next try."""
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    FINISHED = "finished"
+    """All steps are done, or the data is used up."""
+    DRAINED = "drained"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    """It ended with an error, and no tries are left or another try would fail again."""
+
+
+ENDED: Final = frozenset({ActualState.FINISHED, ActualState.DRAINED, ActualState.STOPPED, ActualState.FAILED})
+"""States without actors, engines and sandboxes."""
+
+_ENDS: Final = frozenset({ActualState.DRAINED, ActualState.STOPPED, ActualState.FAILED})
+
+TRANSITIONS: Final[Mapping[ActualState, frozenset[ActualState]]] = {
+    ActualState.WAITING: _ENDS | {ActualState.STARTING},
+    ActualState.STARTING: ENDED | {ActualState.RUNNING, ActualState.DRAINING, ActualState.WAITING},
+    # STARTING: a lost or replaced service. WAITING: the next try comes later.
+    ActualState.RUNNING: ENDED | {ActualState.DRAINING, ActualState.STARTING, ActualState.WAITING},
+    # STARTING: the service was lost while it drained, and a new one completes that.
+    ActualState.DRAINING: ENDED | {ActualState.STARTING},
+    ActualState.FINISHED: frozenset(),
+    # WAITING: the run was resumed.
+    ActualState.DRAINED: frozenset({ActualState.WAITING}),
+    ActualState.STOPPED: frozenset({ActualState.WAITING}),
+    ActualState.FAILED: frozenset({ActualState.WAITING}),
+}
+"""States that may follow each state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demands:
+    """What a run takes of its owner's quota."""
+
+    rollouts: int = 0
+    """Largest number of rollouts in flight."""
+    engines: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What a run is started with: its resolved configuration by digest, the version of headrace, and its demands. A
+    live service is adopted only if digest and version are the same."""
+
+    config_digest: str
+    headrace_version: str
+    demands: Demands
+    restarts: int = 0
+    """Number of further tries after transient failures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """Request to run a recipe. `idempotency_key` is the client's: a repeated submission returns the same run."""
+
+    name: str
+    owner: str
+    recipe: Recipe
+    idempotency_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run. Times are Unix seconds."""
+
+    run_id: RunId
+    name: str
+    owner: str
+    idempotency_key: str
+    submitted_s: float
+    position: int
+    """Place in the queue, larger for those submitted or resumed later; unique in the table."""
+    desired: DesiredState = DesiredState.RUNNING
+    actual: ActualState = ActualState.WAITING
+    reason: str = ""
+    """Why the run waits or failed."""
+    exit_code: int | None = None
+    """Exit code of `headrace run` for how the run ended; None while it is live."""
+    restarts_left: int = 0
+    next_try_s: float | None = None
+    """Time of the next try of a run that waits after a transient failure; such a run keeps its share of the quota."""
+    config_digest: str
+    headrace_version: str
+    demands: Demands
+
+    @property
+    def is_live(self) -> bool:
+        return self.actual not in ENDED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """One event of a run; numbers count from 1 for each run, without gaps."""
+
+    number: int
+    time_s: float
+    state: ActualState
+    """State after the event."""
+    text: str
+
+
+def run_record(values: Mapping[str, Any]) -> RunRecord:
+    """Return the record of decoded JSON. Unknown keys are ignored: a newer server may have more."""
+    known = {field.name: values[field.name] for field in fields(RunRecord) if field.name in values}
+    typed = {
+        "desired": DesiredState(values["desired"]),
+        "actual": ActualState(values["actual"]),
+        "demands": Demands(**values["demands"]),
+    }
+    return RunRecord(**{**known, **typed})
+
+
+def run_event(values: Mapping[str, Any]) -> RunEvent:
+    """Return the event of decoded JSON."""
+    return RunEvent(
+        number=values["number"],
+        time_s=values["time_s"],
+        state=ActualState(values["state"]),
+        text=values["text"],
+    )
