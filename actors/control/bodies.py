@@ -120,7 +120,9 @@ def check_query(request: Request, *known: str) -> None:
     names = [name for name, _ in request.query_params.multi_items()]
     for name in names:
         if name not in known:
-            raise Refusal(400, "query_invalid", f"unknown query parameter {name[:64]!r}: known are {', '.join(known) or 'none'}")
+            raise Refusal(
+                400, "query_invalid", f"unknown query parameter {name[:64]!r}: known are {', '.join(known) or 'none'}"
+            )
         if names.count(name) > 1:
             raise Refusal(400, "query_invalid", f"the query parameter {name} came twice: keep one")
 

@@ -99,7 +99,9 @@ def _parsed(data: bytes, path: Path) -> dict[bytes, Caller]:
         where = f"key file {path}, line {number}"
         # The line itself is not repeated: somebody may have written a key into it.
         if len(parts) != 3 or not _DIGEST.fullmatch(parts[0]) or not NAME.fullmatch(parts[2]):
-            raise ConfigError(f"{where}: must be `SHA256 ROLE OWNER`, with the SHA-256 of the key in 64 small hex digits")
+            raise ConfigError(
+                f"{where}: must be `SHA256 ROLE OWNER`, with the SHA-256 of the key in 64 small hex digits"
+            )
         if parts[1].upper() not in Role.__members__ or not parts[1].islower():
             raise ConfigError(f"{where}: the role must be read, operate or admin")
         digest = bytes.fromhex(parts[0])

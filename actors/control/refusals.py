@@ -32,7 +32,7 @@ from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_TRANSIENT, exit_
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 2
-AWAY: Final = "runs_away"
+INTERNAL: Final = "internal"
 _CODES: Final[tuple[tuple[type[Exception], int, str], ...]] = (
     (RunUnknown, 404, "run_unknown"),
     (RunsMissing, 404, "runs_missing"),
@@ -73,7 +73,7 @@ def refusal_of(error: Exception) -> Response:
     if isinstance(error, Refusal):
         return refused(error.status, error.code, error.message)
     if isinstance(error, (ActorLost, ActorGone, TimeoutError)):
-        return refused(503, AWAY, "the service of runs does not answer at present: try again")
+        return refused(503, "runs_away", "the service of runs does not answer at present: try again")
     for kind, status, code in _CODES:
         if isinstance(error, kind):
             return refused(status, code, str(error))
@@ -83,12 +83,12 @@ def refusal_of(error: Exception) -> Response:
     if exit_code(error) == EXIT_TRANSIENT:
         return refused(503, "unavailable", str(error))
     logger.error("a request failed", exc_info=error)
-    return refused(500, "internal", "the request failed inside the service: its log has the reason")
+    return refused(500, INTERNAL, "the request failed inside the service: its log has the reason")
 
 
 def error_of(status: int, code: str, message: str) -> Exception:
     """Return the error for an answer of the API."""
-    if status >= 500:
+    if status >= 500 and code != INTERNAL:
         return ActorLost(f"the control API answered {status}: {message}")
     for kind, _, known in _CODES:
         if code == known:

@@ -1,0 +1,50 @@
+"""The control API as a Ray Serve application."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from ray import serve
+
+from headrace.actors.control.app import make_app
+from headrace.actors.control.finder import RunsFinder
+from headrace.actors.control.keys import KeyFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fastapi import FastAPI
+    from ray.serve import Application
+
+    from headrace.actors.control.arguments import ControlArguments
+
+MAX_REQUESTS: Final = 1000
+"""Concurrent requests of a replica; every stream of events is one (Serve's default is 5)."""
+DRAIN_S: Final = 10.0
+"""Time for a replica's requests to end when it is replaced. Streams of events are then cut, and their clients resume
+them elsewhere."""
+
+
+class ControlReplica:
+    """One replica; it builds its app itself, because open files and threads do not travel."""
+
+    def __init__(self, key_file: Path) -> None:
+        self._keys = KeyFile(key_file)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(RunsFinder(), self._keys)
+
+
+def application(args: ControlArguments) -> Application:
+    """Return the application for `args`."""
+    options: dict[str, Any] = {"num_cpus": args.cpus}
+    if args.label_selector:
+        options["label_selector"] = args.label_selector
+    deployment = serve.deployment(
+        name="control",
+        num_replicas=args.replicas,
+        max_ongoing_requests=MAX_REQUESTS,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        ray_actor_options=options,
+    )
+    return deployment(serve.ingress()(ControlReplica)).bind(args.key_file)

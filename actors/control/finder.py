@@ -1,0 +1,62 @@
+"""Finder of the actor that supervises runs, by its name in the Ray cluster.
+
+Invariants:
+- A handle that was found is kept: calls over it go on while the head of the cluster is away, and look-ups do not.
+- Ray's look-up blocks while the head is away. One thread looks up for all requests, and none waits longer than
+  `LOOK_UP_S` for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from headrace.actors.errors import ActorLost, RunsMissing
+from headrace.actors.runs.contract import ACTOR_NAME, NAMESPACE
+from headrace.actors.runtime.runtime import ActorProxy
+
+if TYPE_CHECKING:
+    from headrace.actors.runs.contract import RunsApi
+
+LOOK_UP_S: Final = 5.0
+
+
+class RunsFinder:
+    """Finds the actor and keeps its handle until it is forgotten."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="find-runs")
+        self._looking: Future[Any] | None = None
+        self._found: RunsApi | None = None
+
+    async def __call__(self) -> RunsApi:
+        """Return the actor. Raises RunsMissing, and ActorLost if the cluster does not answer in time."""
+        if self._found is None:
+            self._found = cast("RunsApi", ActorProxy(ACTOR_NAME, await self._handle()))
+        return self._found
+
+    def forget(self) -> None:
+        """Look the actor up again next time."""
+        self._found = None
+
+    async def _handle(self) -> Any:
+        from ray.exceptions import RayError
+
+        if self._looking is None or self._looking.done():
+            self._looking = self._thread.submit(_look_up)
+        try:
+            async with asyncio.timeout(LOOK_UP_S):
+                return await asyncio.shield(asyncio.wrap_future(self._looking))
+        except ValueError as error:
+            raise RunsMissing(
+                "this cluster has no service of runs: start it with `headrace run --address ADDRESS --detach RECIPE`"
+            ) from error
+        except (TimeoutError, RayError) as error:
+            raise ActorLost("the cluster does not answer a look-up of the service of runs") from error
+
+
+def _look_up() -> Any:
+    import ray
+
+    return ray.get_actor(ACTOR_NAME, namespace=NAMESPACE)

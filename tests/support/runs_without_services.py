@@ -1,0 +1,232 @@
+"""Runs without services: the calls of the actor of runs over its real table, with nothing behind it that trains.
+
+The table, the quotas and the checks of recipes are those of the product. What a service would do, tests decide with
+`go` and `note`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import time
+import uuid
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from headrace.actors.engine_group.members_file import EngineStatus
+from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.errors import EngineUnknown, RunRefused
+from headrace.actors.run.config import apply_override, resolve
+from headrace.actors.runs.contract import EventPage, LogPage, Readiness
+from headrace.actors.runs.quotas import Quotas, next_to_start, refuse_oversized
+from headrace.actors.runs.records import ActualState, Build, Demands, DesiredState, RunId
+from headrace.actors.runs.table import RunsTable
+from headrace.policies.engine import EngineId
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headrace.actors.runs.contract import RunsApi
+    from headrace.actors.runs.records import Recipe, RunRecord, Submission
+
+RECIPE: dict[str, dict[str, Any]] = {
+    "engines": {"backend": "simulated"},
+    "learner": {"kind": "simulated"},
+    "agent": {"kind": "simulated"},
+}
+
+
+def build_of(recipe: Recipe) -> Build:
+    """Return what a recipe asks for. Raises ConfigError."""
+    document = {table: copy.deepcopy(dict(keys)) for table, keys in recipe.items()}
+    config = resolve(document, Path("recipe"), Path("/run"))
+    demands = Demands(
+        rollouts=config.dispatcher.slots_per_worker * config.service.workers, engines=config.engines.count
+    )
+    digest = hashlib.sha256(orjson.dumps(config.model_dump(mode="json"))).hexdigest()
+    return Build(config_digest=digest, headrace_version="0", demands=demands, restarts=3)
+
+
+class RunsWithoutServices:
+    """Implements `RunsApi`; the table is in `folder`, or in memory."""
+
+    def __init__(self, folder: Path | None = None, quotas: Quotas | None = None) -> None:
+        self._table = RunsTable.in_memory() if folder is None else RunsTable.open(folder)
+        self._quotas = quotas or Quotas()
+        self._changed = asyncio.Condition()
+        self._engines: dict[str, dict[str, str]] = {}
+
+    async def submit(self, submission: Submission) -> RunRecord:
+        build = build_of(submission.recipe)
+        refuse_oversized(submission.owner, build.demands, self._quotas)
+        record = self._table.submit(submission, build, run_id=RunId(uuid.uuid4().hex), now_s=time.time())
+        await self._start_next()
+        return record
+
+    async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
+        return self._table.runs(owner)
+
+    async def run(self, run_id: RunId) -> RunRecord:
+        return self._table.get(run_id)
+
+    async def drain(self, run_id: RunId) -> RunRecord:
+        return await self._end(run_id, DesiredState.DRAINED)
+
+    async def stop(self, run_id: RunId) -> RunRecord:
+        return await self._end(run_id, DesiredState.STOPPED)
+
+    async def resume(self, run_id: RunId, changes: tuple[str, ...]) -> RunRecord:
+        recipe = {table: dict(keys) for table, keys in self._table.recipe(run_id).items()}
+        for change in changes:
+            apply_override(recipe, change)
+        record = self._table.requeue(run_id, build_of(recipe), recipe=recipe, now_s=time.time())
+        await self._start_next()
+        return record
+
+    async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._page(run_id, after) != EventPage(events=(), ended=False))
+        except TimeoutError:
+            pass
+        return self._page(run_id, after)
+
+    async def status(self, run_id: RunId) -> dict[str, Any]:
+        record = self._table.get(run_id)
+        return {"run": record.name, "state": record.actual.value}
+
+    async def report(self, run_id: RunId) -> dict[str, Any]:
+        self._table.get(run_id)
+        return {"steps": 0}
+
+    async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
+        self._table.get(run_id)
+        return tuple(
+            EngineStatus(
+                engine_id=EngineId(name),
+                origin=Origin.ADDED,
+                place="",
+                state=EngineState.SERVING,
+                url=url,
+                version=None,
+            )
+            for name, url in self._engines.get(run_id, {}).items()
+        )
+
+    async def add_engine(self, run_id: RunId, url: str, timeout_s: float) -> str:
+        engines = self._live_engines(run_id)
+        known = [name for name, its_url in engines.items() if its_url == url]
+        name = known[0] if known else f"added-{len(engines) + 1}"
+        engines[name] = url
+        return name
+
+    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float) -> str:
+        if self._live_engines(run_id).pop(engine_id, None) is None:
+            raise EngineUnknown(f"there is no engine {engine_id}")
+        return engine_id
+
+    async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
+        """Return the events as log lines; the only actor is `service`."""
+        if actor not in (None, "service"):
+            raise RunRefused(f"run {run_id} has no actor {actor}: its actors are service")
+        if after and not after.isdecimal():
+            raise RunRefused(f"the cursor {after!r} is not of this run: leave it out")
+        lines, cursor = [], after
+        for event in self._table.events(run_id, after=int(after or 0)):
+            line = orjson.dumps(event).decode()
+            limit_bytes -= len(line) + 1
+            if limit_bytes < 0:
+                break
+            lines.append(line)
+            cursor = str(event.number)
+        return LogPage(lines=tuple(lines), cursor=cursor)
+
+    async def ready(self, run_id: RunId) -> Readiness:
+        runs = self._table.get(run_id).actual is ActualState.RUNNING
+        serves = bool(self._engines.get(run_id))
+        problems = () if serves else ("no engine serves",)
+        return Readiness(ledger_writable=True, engine_serving=serves, learner_in_time=runs, problems=problems)
+
+    async def go(self, run_id: RunId, state: ActualState, reason: str = "", exit_code: int | None = None) -> RunRecord:
+        """Let a run pass to a state."""
+        record = self._table.move(run_id, state, now_s=time.time(), reason=reason, exit_code=exit_code)
+        await self._start_next()
+        return record
+
+    async def note(self, run_id: RunId, text: str) -> int:
+        """Append an event to a run and return its number."""
+        number = self._table.note(run_id, text, now_s=time.time()).number
+        await self._tell()
+        return number
+
+    async def _start_next(self) -> None:
+        plan = next_to_start(self._table.runs(), self._quotas, now_s=time.time())
+        for run_id in plan.start:
+            self._table.move(run_id, ActualState.STARTING, now_s=time.time())
+        for run_id, reason in plan.reasons.items():
+            self._table.explain(run_id, reason, now_s=time.time())
+        await self._tell()
+
+    async def _end(self, run_id: RunId, desired: DesiredState) -> RunRecord:
+        record = self._table.want(run_id, desired, now_s=time.time())
+        if record.is_live:
+            # Without a service there is nothing to save, so the run ends at once.
+            record = self._table.move(run_id, ActualState(desired), now_s=time.time(), exit_code=4)
+        await self._start_next()
+        return record
+
+    def _live_engines(self, run_id: RunId) -> dict[str, str]:
+        if not self._table.get(run_id).is_live:
+            raise RunRefused(f"run {run_id} is not live, so its engines cannot be changed: resume it first")
+        return self._engines.setdefault(run_id, {})
+
+    def _page(self, run_id: RunId, after: int) -> EventPage:
+        events = self._table.events(run_id, after=after)
+        return EventPage(events=events, ended=not self._table.get(run_id).is_live)
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class FoundRuns:
+    """Finder of runs that are in this process. `error` is raised instead while it is set."""
+
+    def __init__(self, runs: RunsApi) -> None:
+        self._runs = runs
+        self.error: Exception | None = None
+        self.forgotten = 0
+
+    async def __call__(self) -> RunsApi:
+        if self.error is not None:
+            raise self.error
+        return self._runs
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serve an ASGI app over HTTP, and yield its URL."""
+    import socket
+
+    import uvicorn
+
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(server.serve(sockets=[listener]))
+            try:
+                yield f"http://{host}:{port}"
+            finally:
+                server.should_exit = True
+
+
+__all__ = ["RECIPE", "FoundRuns", "RunsWithoutServices", "build_of", "serving"]

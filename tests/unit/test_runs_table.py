@@ -1,0 +1,290 @@
+"""The table of runs: submissions, transitions, events, and what a restart finds."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.errors import ConfigError, RunRefused, RunUnknown, SubmissionConflict
+from headrace.actors.runs.records import (
+    ENDED,
+    TRANSITIONS,
+    ActualState,
+    Build,
+    Demands,
+    DesiredState,
+    RunId,
+    Submission,
+)
+from headrace.actors.runs.table import EVENTS_KEPT, FILE_NAME, RunsTable
+from headrace.buffer.errors import LedgerInUse, LedgerRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BUILD = Build(config_digest="d", headrace_version="0.1", demands=Demands(rollouts=8, engines=2), restarts=1)
+IDS = [RunId(f"{number:032x}") for number in range(10)]
+
+NOTING = f"""
+import itertools, pathlib, sys
+from headrace.actors.runs.records import Build, Demands, Submission
+from headrace.actors.runs.table import RunsTable
+table = RunsTable.open(pathlib.Path(sys.argv[1]))
+submission = Submission(name="a", owner="alice", recipe={{}}, idempotency_key="k")
+table.submit(submission, Build(config_digest="d", headrace_version="0", demands=Demands()), run_id={IDS[0]!r}, now_s=0)
+for number in itertools.count():
+    print(table.note({IDS[0]!r}, f"note {{number}}", now_s=number).number, flush=True)
+"""
+
+
+def submission(name: str = "a", *, owner: str = "alice", key: str = "k", steps: int = 1) -> Submission:
+    return Submission(name=name, owner=owner, recipe={"training": {"steps": steps}}, idempotency_key=key)
+
+
+@pytest.fixture
+def table() -> Iterator[RunsTable]:
+    table = RunsTable.in_memory()
+    yield table
+    table.close()
+
+
+def lead(table: RunsTable, run_id: RunId, *states: ActualState) -> None:
+    for state in states:
+        table.move(run_id, state, now_s=1.0)
+
+
+PATHS: dict[ActualState, tuple[ActualState, ...]] = {
+    ActualState.WAITING: (),
+    ActualState.STARTING: (ActualState.STARTING,),
+    ActualState.RUNNING: (ActualState.STARTING, ActualState.RUNNING),
+    ActualState.DRAINING: (ActualState.STARTING, ActualState.DRAINING),
+    ActualState.FINISHED: (ActualState.STARTING, ActualState.FINISHED),
+    ActualState.DRAINED: (ActualState.STARTING, ActualState.DRAINED),
+    ActualState.STOPPED: (ActualState.STARTING, ActualState.STOPPED),
+    ActualState.FAILED: (ActualState.FAILED,),
+}
+
+
+def test_a_submitted_run_waits_with_what_it_was_given(table: RunsTable) -> None:
+    record = table.submit(submission(), BUILD, run_id=IDS[0], now_s=5.0)
+    assert (record.actual, record.desired) == (ActualState.WAITING, DesiredState.RUNNING)
+    assert (record.submitted_s, record.demands, record.restarts_left) == (5.0, BUILD.demands, 1)
+    assert table.get(IDS[0]) == record
+    assert table.recipe(IDS[0]) == {"training": {"steps": 1}}
+    assert [event.text for event in table.events(IDS[0])] == ["submitted"]
+
+
+def test_a_repeated_submission_returns_the_same_run(table: RunsTable) -> None:
+    first = table.submit(submission(), BUILD, run_id=IDS[0], now_s=5.0)
+    assert table.submit(submission(), BUILD, run_id=IDS[1], now_s=6.0) == first
+    lead(table, IDS[0], ActualState.STARTING, ActualState.FINISHED)
+    assert table.submit(submission(), BUILD, run_id=IDS[1], now_s=7.0).run_id == IDS[0]
+    assert len(table.runs()) == 1
+
+
+def test_a_key_with_another_request_is_refused(table: RunsTable) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=5.0)
+    for other in (submission("b"), submission(steps=2)):
+        with pytest.raises(SubmissionConflict, match="use a new key"):
+            table.submit(other, BUILD, run_id=IDS[1], now_s=6.0)
+    # Keys of other owners are theirs.
+    assert table.submit(submission("b", owner="bob"), BUILD, run_id=IDS[1], now_s=6.0).owner == "bob"
+
+
+def test_names_are_unique_among_live_runs_of_an_owner(table: RunsTable) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=5.0)
+    with pytest.raises(RunRefused, match="choose another name"):
+        table.submit(submission(key="k2"), BUILD, run_id=IDS[1], now_s=5.0)
+    table.submit(submission(owner="bob"), BUILD, run_id=IDS[2], now_s=5.0)
+    lead(table, IDS[0], ActualState.STARTING, ActualState.DRAINED)
+    table.submit(submission(key="k2"), BUILD, run_id=IDS[1], now_s=6.0)
+    with pytest.raises(RunRefused, match="choose another name"):
+        table.requeue(IDS[0], BUILD, now_s=7.0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        submission(""),
+        submission(".a"),
+        submission("a/b"),
+        submission(owner="a b"),
+        submission(key=""),
+        submission(key="é"),
+    ],
+)
+def test_invalid_names_and_keys_are_refused(table: RunsTable, bad: Submission) -> None:
+    with pytest.raises(ConfigError):
+        table.submit(bad, BUILD, run_id=IDS[0], now_s=1.0)
+    assert table.runs() == ()
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(ActualState, ActualState)))
+def test_only_listed_transitions_are_made(table: RunsTable, before: ActualState, after: ActualState) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=0.0)
+    lead(table, IDS[0], *PATHS[before])
+    events = table.events(IDS[0])
+    if after in TRANSITIONS[before]:
+        assert table.move(IDS[0], after, now_s=2.0, reason="why").actual is after
+        assert table.events(IDS[0])[-1].text == "why"
+    else:
+        with pytest.raises(RunRefused, match=f"is {before}"):
+            table.move(IDS[0], after, now_s=2.0)
+        assert (table.get(IDS[0]).actual, table.events(IDS[0])) == (before, events)
+
+
+def test_every_live_state_can_end_and_no_ended_run_starts_by_itself() -> None:
+    for state in ActualState:
+        if state in ENDED:
+            assert TRANSITIONS[state] <= {ActualState.WAITING}
+        else:
+            assert {ActualState.STOPPED, ActualState.FAILED, ActualState.DRAINED} <= TRANSITIONS[state]
+
+
+def test_a_waiting_run_ends_at_once_when_its_user_wants_it(table: RunsTable) -> None:
+    for number, desired in enumerate((DesiredState.DRAINED, DesiredState.STOPPED)):
+        table.submit(submission(f"r{number}", key=f"k{number}"), BUILD, run_id=IDS[number], now_s=1.0)
+        assert table.want(IDS[number], desired, now_s=2.0).actual == desired.value
+
+
+def test_a_stop_wins_over_a_drain(table: RunsTable) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0)
+    lead(table, IDS[0], ActualState.STARTING, ActualState.RUNNING)
+    assert table.want(IDS[0], DesiredState.DRAINED, now_s=2.0).actual is ActualState.RUNNING
+    assert table.want(IDS[0], DesiredState.STOPPED, now_s=3.0).desired is DesiredState.STOPPED
+    with pytest.raises(RunRefused, match="being stopped"):
+        table.want(IDS[0], DesiredState.DRAINED, now_s=4.0)
+    events = table.events(IDS[0])
+    assert table.want(IDS[0], DesiredState.STOPPED, now_s=5.0).desired is DesiredState.STOPPED
+    assert table.events(IDS[0]) == events
+
+
+def test_a_retry_uses_up_a_restart(table: RunsTable) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0)
+    lead(table, IDS[0], ActualState.STARTING)
+    waiting = table.move(IDS[0], ActualState.WAITING, now_s=2.0, reason="lost\nnode", next_try_s=9.0, uses_restart=True)
+    assert (waiting.restarts_left, waiting.next_try_s, waiting.reason) == (0, 9.0, "lost node")
+    assert table.move(IDS[0], ActualState.STARTING, now_s=9.0).next_try_s is None
+    with pytest.raises(RunRefused, match="no restarts left"):
+        table.move(IDS[0], ActualState.WAITING, now_s=2.0, next_try_s=9.0, uses_restart=True)
+    failed = table.move(IDS[0], ActualState.FAILED, now_s=2.0, reason="again", exit_code=75)
+    assert (failed.exit_code, failed.reason) == (75, "again")
+
+
+def test_a_resumed_run_is_the_last_in_the_queue(table: RunsTable) -> None:
+    for number in range(2):
+        table.submit(submission(f"r{number}", key=f"k{number}"), BUILD, run_id=IDS[number], now_s=1.0)
+    lead(table, IDS[0], ActualState.STARTING)
+    table.move(IDS[0], ActualState.FAILED, now_s=2.0, exit_code=1)
+    other = Build(config_digest="e", headrace_version="0.2", demands=Demands(rollouts=1), restarts=5)
+    record = table.requeue(IDS[0], other, now_s=3.0, recipe={"training": {"steps": 9}})
+    assert (record.config_digest, record.headrace_version, record.restarts_left) == ("e", "0.2", 5)
+    assert (record.exit_code, record.desired) == (None, DesiredState.RUNNING)
+    assert [one.run_id for one in table.runs()] == [IDS[1], IDS[0]]
+    assert table.recipe(IDS[0]) == {"training": {"steps": 9}}
+    # The first submission's key still means this run.
+    assert table.submit(submission("r0", key="k0"), BUILD, run_id=IDS[2], now_s=4.0).run_id == IDS[0]
+
+
+@pytest.mark.parametrize("state", [state for state in ActualState if ActualState.WAITING not in TRANSITIONS[state]])
+def test_other_runs_cannot_be_resumed(table: RunsTable, state: ActualState) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0)
+    lead(table, IDS[0], *PATHS[state])
+    with pytest.raises(RunRefused, match="cannot be resumed"):
+        table.requeue(IDS[0], BUILD, now_s=2.0)
+
+
+def test_the_newest_events_are_kept_with_their_numbers(table: RunsTable) -> None:
+    for number in range(2):
+        table.submit(submission(f"r{number}", key=f"k{number}"), BUILD, run_id=IDS[number], now_s=1.0)
+    for number in range(EVENTS_KEPT + 5):
+        table.note(IDS[0], f"note {number}", now_s=float(number))
+    events = table.events(IDS[0])
+    assert [event.number for event in events] == list(range(7, EVENTS_KEPT + 7))
+    assert [event.number for event in table.events(IDS[0], after=EVENTS_KEPT + 4)] == [EVENTS_KEPT + 5, EVENTS_KEPT + 6]
+    assert len(table.events(IDS[1])) == 1
+
+
+def test_an_unchanged_reason_is_no_event(table: RunsTable) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0)
+    for reason in ("quota", "quota", "behind b", "behind b"):
+        table.explain(IDS[0], reason, now_s=2.0)
+    assert [event.text for event in table.events(IDS[0])] == ["submitted", "quota", "behind b"]
+
+
+def test_text_that_cannot_be_stored_is_replaced(table: RunsTable) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0)
+    table.note(IDS[0], "a\0b\ud800\n" + "x" * 5000, now_s=1.0)
+    text = table.events(IDS[0])[-1].text
+    assert text.startswith("a b? xxx")
+    assert len(text) == 2000
+
+
+def test_unknown_runs_are_refused(table: RunsTable) -> None:
+    for call in (
+        lambda: table.get(IDS[0]),
+        lambda: table.events(IDS[0]),
+        lambda: table.want(IDS[0], DesiredState.STOPPED, now_s=1.0),
+        lambda: table.move(IDS[0], ActualState.STARTING, now_s=1.0),
+        lambda: table.requeue(IDS[0], BUILD, now_s=1.0),
+        lambda: table.recipe(IDS[0]),
+    ):
+        with pytest.raises(RunUnknown, match="there is no run"):
+            call()
+
+
+def test_a_reopened_table_has_everything(tmp_path: Path) -> None:
+    table = RunsTable.open(tmp_path / "state")
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.5)
+    table.move(IDS[0], ActualState.STARTING, now_s=2.5, reason="why")
+    before = table.runs(), table.events(IDS[0]), table.recipe(IDS[0])
+    with pytest.raises(LedgerInUse, match="one table"):
+        RunsTable.open(tmp_path / "state")
+    table.close()
+    table.close()
+    assert (tmp_path / "state" / FILE_NAME).stat().st_mode & 0o777 == 0o600
+    table = RunsTable.open(tmp_path / "state")
+    assert (table.runs(), table.events(IDS[0]), table.recipe(IDS[0])) == before
+    table.close()
+
+
+def test_every_acknowledged_change_survives_a_kill(tmp_path: Path) -> None:
+    """A process prints the number of each event once its call has returned, and is killed."""
+    process = subprocess.Popen([sys.executable, "-c", NOTING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process:
+        acknowledged = [int(process.stdout.readline()) for _ in range(40)]
+        process.send_signal(signal.SIGKILL)
+        acknowledged += [int(line) for line in process.stdout.read().splitlines()]
+    table = RunsTable.open(tmp_path)
+    stored = [event.number for event in table.events(IDS[0])]
+    assert stored[-1] in (acknowledged[-1], acknowledged[-1] + 1)
+    assert set(acknowledged) <= set(stored)
+    table.close()
+
+
+@pytest.mark.parametrize("damage", ["text", "newer", "other"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / FILE_NAME
+    if damage == "text":
+        path.write_bytes(b"no database" * 1000)
+    else:
+        database = sqlite3.connect(path)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("CREATE TABLE x (y)")
+        database.execute("PRAGMA user_version = 7")
+        if damage == "newer":
+            database.execute("PRAGMA application_id = 1213355569")
+        database.close()
+    before = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(LedgerRefused, match="move"):
+            RunsTable.open(tmp_path)
+    assert path.read_bytes() == before
