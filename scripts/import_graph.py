@@ -43,7 +43,19 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "actors": (
         *("errors", "section", "in_sandbox", "record", "runtime", "simulated", "agents", "places", "engine_group"),
-        *("evaluation", "training", "rollouts", "run", "runs", "control", "held_out", "simulation", "tuning", "cli"),
+        *(
+            "evaluation",
+            "training",
+            "rollouts",
+            "run",
+            "cluster",
+            "runs",
+            "control",
+            "held_out",
+            "simulation",
+            "tuning",
+            "cli",
+        ),
     ),
 }
 """Modules and folders of each package, lowest first: each may import those before it."""

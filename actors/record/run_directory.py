@@ -101,6 +101,11 @@ class RunDirectory:
         return self.path / "engines" / "requests"
 
     @property
+    def logs(self) -> Path:
+        """One JSON line for each event that an actor logs, in a file for each of its processes."""
+        return self.path / "logs"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

@@ -71,6 +71,8 @@ class ClusterSection(Section):
     """CPU cores that the learner reserves on a cluster, with all of its ranks."""
     learner_memory_bytes: int = Field(default=1 << 30, ge=0)
     """Memory that the learner reserves on a cluster, with all of its ranks."""
+    restarts: int = Field(default=20, ge=0)
+    """On a cluster: number of times that the run is started again after a transient failure (exit code 75)."""
     absent_s: float = Field(default=DEFAULT_ABSENT_S, gt=0)
     """Time that an actor may be down (its process or host died) while the rest of the run continues; after that, the
     run ends with exit code 75 and can be resumed. On a cluster the default is 1800."""

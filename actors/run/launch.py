@@ -117,13 +117,18 @@ def lay_out(config: RunConfig, directory: RunDirectory) -> None:
     try:
         partial.write_beginning(train, uuid.uuid4().hex)
         write_tasks(partial.heldout_tasks, heldout)
-        partial.config.write_bytes(orjson.dumps(recorded(config.model_dump(mode="json")), option=orjson.OPT_INDENT_2))
+        partial.config.write_bytes(document_of(config))
         publish_folder(staged, directory.path)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise ConfigError(
             f"--runs-dir: {directory.path} cannot be written: {error.strerror}; choose another folder"
         ) from error
+
+
+def document_of(config: RunConfig) -> bytes:
+    """Return the content of a run's config.json."""
+    return orjson.dumps(recorded(config.model_dump(mode="json")), option=orjson.OPT_INDENT_2)
 
 
 def check_parts(config: RunConfig) -> None:

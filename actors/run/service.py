@@ -19,19 +19,27 @@ import time
 from collections import deque
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.housekeeping import EVERY_S, keep_house, thin_out_evaluations
 from headrace.actors.record.metrics import EvaluationMetric, StallMetric
 from headrace.actors.rollouts.stations import TaskCatalog
-from headrace.actors.run.parts import Externals, ServiceParts, periodic_evaluations, supervised_actors
+from headrace.actors.run.parts import (
+    Externals,
+    ServiceParts,
+    periodic_evaluations,
+    recipe_digest,
+    supervised_actors,
+)
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
+from headrace.actors.training.learner import ENDING_STAGES
 from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import load_tasks
@@ -40,6 +48,7 @@ from headrace.policies.learners.checkpoint_retention import begin_evaluation, en
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
+    from headrace.actors.engine_group.group import EngineGroup
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
@@ -126,6 +135,10 @@ class Service(ServiceParts):
         self._phase = "done" if done else "drained"
         return done
 
+    async def identity(self) -> tuple[str, str]:
+        """Return the version of headrace and the digest of the configuration with which this service runs."""
+        return version("headrace"), recipe_digest(self._config)
+
     async def progress(self) -> Progress:
         """Return the current progress; for an actor that is restarting, its last known value is used, if any."""
         replay, learner, dispatcher, pool, gateway = await asyncio.gather(
@@ -159,6 +172,26 @@ class Service(ServiceParts):
             held_up_by=(replay.held if replay else "") or (loads.line() if loads else ""),
             rewards=tuple(self._rewards),
         )
+
+    async def readiness(self) -> dict[str, Any]:
+        """Return the fields of `runs.contract.Readiness`."""
+        replay, learner = await asyncio.gather(or_none(self.replay.status), or_none(self.learner.status))
+        serving: bool | None = True
+        if self.gateways:
+            serving = await or_none(partial(cast("EngineGroup", self.engines).serving, unlike=False, timeout_s=0.0))
+        limit_s = self._config.training.stage_timeout_s
+        checks = {
+            "ledger_writable": replay is not None,
+            "engine_serving": bool(serving),
+            "learner_in_time": learner is not None
+            and (learner.stage not in ENDING_STAGES or learner.stage_s <= limit_s),
+        }
+        problems = {
+            "ledger_writable": "the replay buffer, which writes the ledger, does not answer",
+            "engine_serving": "no engine serves the newest weights",
+            "learner_in_time": f"the learner does not answer, or a stage takes longer than {limit_s:g} s",
+        }
+        return {**checks, "problems": tuple(problems[name] for name, passed in checks.items() if not passed)}
 
     async def drain(self) -> None:
         """Stop issuing rollouts, save after the current step, and make `run` return False."""

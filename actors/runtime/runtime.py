@@ -110,13 +110,14 @@ def require_async(cls: type[object]) -> None:
 class Resources:
     """Resources and place of an actor. `spread` places actors on different hosts where possible; without `restarts` a
     dead actor is not restarted. On a cluster the actor runs on a node with this `role`, or, if it names a `bundle`
-    (see `RayRuntime.reserve`), where that bundle is; a local Ray has one node for all."""
+    (see `RayRuntime.reserve`), where that bundle is, or on the `node` with this Ray id; a local Ray has one node."""
 
     cpus: float = 0.0
     gpus: float = 0.0
     memory_bytes: int = 0
     role: Role | None = None
     bundle: str = ""
+    node: str = ""
     spread: bool = False
     restarts: bool = True
 
@@ -435,9 +436,18 @@ class RayRuntime:
 
     isolates_actors: ClassVar[bool] = True
 
-    def __init__(self, prefix: str = "", *, namespace: str = "", roles: Mapping[Role, str] | None = None) -> None:
+    def __init__(
+        self,
+        prefix: str = "",
+        *,
+        namespace: str = "",
+        roles: Mapping[Role, str] | None = None,
+        absent_s: float | None = None,
+    ) -> None:
         """`namespace` is the Ray namespace of the actors (empty: that of the process). `roles` has the value of the
-        label `headrace/role` for each role, on a cluster; None on a local Ray, whose one node has all roles."""
+        label `headrace/role` for each role, on a cluster; None on a local Ray, whose one node has all roles. `absent_s`
+        is the time for which the actors wait for lost ones (None: as this process)."""
+        self._absent_s = absent_s
         self._prefix = prefix
         self._namespace = namespace
         self._roles = roles
@@ -476,7 +486,7 @@ class RayRuntime:
                 **({"memory": resources.memory_bytes} if resources.memory_bytes else {}),
                 **self._place(resources),
             )
-            .remote(cloudpickle.dumps((ABSENCE.seconds, cls, args, kwargs)))
+            .remote(cloudpickle.dumps((self._absent_s or ABSENCE.seconds, cls, args, kwargs)))
         )
         try:
             # An actor of another spawner may be restarting; a new one that dies is not retried.
@@ -499,10 +509,12 @@ class RayRuntime:
 
     def _place(self, resources: Resources) -> dict[str, Any]:
         """Return Ray's options for the place of an actor."""
-        if self._roles is None or (resources.role is None and not resources.bundle):
+        if self._roles is None or not (resources.role or resources.bundle or resources.node):
             return {"scheduling_strategy": "SPREAD" if resources.spread else "DEFAULT"}
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+        if resources.node:
+            return {"scheduling_strategy": NodeAffinitySchedulingStrategy(resources.node, soft=False)}
         if resources.bundle:
             group = self._bundles[resources.bundle]
             return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)}

@@ -108,7 +108,7 @@ class RunsWithoutServices:
         return tuple(
             EngineStatus(
                 engine_id=EngineId(name),
-                origin=Origin.ADDED,
+                origin=Origin.ATTACHED,
                 place="",
                 state=EngineState.SERVING,
                 url=url,

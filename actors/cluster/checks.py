@@ -1,0 +1,130 @@
+"""Checks of a cluster before a run is created there. Pure: `probe` collects the facts.
+
+Invariants:
+- Everything that Ray would leave pending for ever is refused: a label that no node has, resources that no node has.
+- Every refusal names the node, and how to fix it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from headrace.actors.errors import CannotBePlaced, ConfigError
+from headrace.actors.runtime.nodes import ROLE_LABEL, Bundle, Role
+
+MOST_CLOCK_OFFSET_S: Final = 5.0
+"""Largest difference between the clocks of two nodes. Leases and incarnations are compared across nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A living node, as Ray reports it. Resources are totals."""
+
+    node: str
+    address: str
+    role: str
+    cpus: float
+    gpus: float
+    memory_bytes: int
+
+    @property
+    def named(self) -> str:
+        return f"node {self.address} ({ROLE_LABEL}={self.role or 'none'})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a probe found on one node. `clock_s` is the node's clock minus that of the asking process; `marker` is the
+    content of the file that the asking process wrote to the storage; `missing` has the paths that do not exist;
+    `state_problem` says what is wrong with the state folder, on the control node."""
+
+    node: Node
+    has_token_auth: bool
+    ray_version: str
+    headrace_version: str
+    python_version: str
+    clock_s: float
+    marker: str
+    missing: tuple[str, ...] = ()
+    state_problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    ray: str
+    headrace: str
+    python: str
+
+
+def refuse_absent_roles(nodes: Sequence[Node], labels: Mapping[Role, str]) -> None:
+    """Raise CannotBePlaced unless every role has a node, and the role `control` exactly one."""
+    for role, label in labels.items():
+        found = [node for node in nodes if node.role == label]
+        if not found:
+            known = ", ".join(sorted({node.role or "none" for node in nodes}))
+            raise CannotBePlaced(
+                f"no node has the label {ROLE_LABEL}={label}, which the role {role} needs (the nodes have: {known}): "
+                f"start one with `ray start --labels {ROLE_LABEL}={label}`, or set cluster.roles.{role}"
+            )
+        if role is Role.CONTROL and len(found) > 1:
+            addresses = ", ".join(node.address for node in found)
+            raise CannotBePlaced(
+                f"{len(found)} nodes have the label {ROLE_LABEL}={label} ({addresses}): the state of the runs is on "
+                "one disk, so only one node can have it"
+            )
+
+
+def refuse_too_large(nodes: Sequence[Node], labels: Mapping[Role, str], bundles: Mapping[str, Bundle]) -> None:
+    """Raise CannotBePlaced if a bundle (by its name) is larger than every node of its role, in total resources."""
+    for name, bundle in bundles.items():
+        label = labels[bundle.role]
+        if not any(_holds(node, bundle) for node in nodes if node.role == label):
+            raise CannotBePlaced(
+                f"{name} needs {bundle.described()}, which no node with the label {ROLE_LABEL}={label} has in all: add "
+                "a larger node, or lower what the recipe reserves"
+            )
+
+
+def _holds(node: Node, bundle: Bundle) -> bool:
+    return node.cpus >= bundle.cpus and node.gpus >= bundle.gpus and node.memory_bytes >= bundle.memory_bytes
+
+
+def refuse_unfit(facts: Sequence[NodeFacts], versions: Versions, *, marker: str, storage: str) -> None:
+    """Raise ConfigError if a node differs from this process or cannot take its part. `marker` is what the probe wrote
+    to `storage`."""
+    for fact in facts:
+        if (problem := _problem(fact, versions, marker, storage)) is not None:
+            raise ConfigError(f"{fact.node.named}: {problem}")
+    if facts and (spread_s := max(fact.clock_s for fact in facts) - min(fact.clock_s for fact in facts)):
+        first, last = (pick(facts, key=lambda fact: fact.clock_s).node.named for pick in (min, max))
+        if spread_s > MOST_CLOCK_OFFSET_S:
+            raise ConfigError(
+                f"the clock of {last} is {spread_s:.1f} s ahead of that of {first}, above {MOST_CLOCK_OFFSET_S:g} s: "
+                "synchronise the clocks (NTP)"
+            )
+
+
+def _problem(fact: NodeFacts, versions: Versions, marker: str, storage: str) -> str | None:
+    """Return what is wrong with one node, without its name."""
+    if not fact.has_token_auth:
+        return "it runs without token authentication: start all nodes with RAY_AUTH_MODE=token (docs/cluster.md)"
+    if not fact.headrace_version:
+        return "headrace is not installed in the Python environment of `ray start`: install it there"
+    for name, here, there in (
+        ("Ray", versions.ray, fact.ray_version),
+        ("headrace", versions.headrace, fact.headrace_version),
+        ("Python", versions.python, fact.python_version),
+    ):
+        if here != there:
+            return f"it has {name} {there}, and this process {here}: install the same version on all nodes"
+    if abs(fact.clock_s) > MOST_CLOCK_OFFSET_S:
+        return (
+            f"its clock differs by {fact.clock_s:+.1f} s, above {MOST_CLOCK_OFFSET_S:g} s: synchronise the clocks (NTP)"
+        )
+    if fact.marker != marker:
+        return f"cluster.storage {storage} is not the same folder there: mount the same storage on all nodes"
+    if fact.missing:
+        return f"{fact.missing[0]} does not exist there: put it on the storage, or at this path on each node"
+    return fact.state_problem or None

@@ -1,0 +1,149 @@
+"""Probe of all nodes of a cluster: what `checks` needs to know.
+
+Invariants:
+- The probe is pickled by value and imports nothing of headrace before it knows the version, so that it also runs where
+  headrace is missing or differs.
+- A node that does not answer in time is an error that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.cluster.checks import Node, NodeFacts, Versions
+from headrace.actors.errors import ConfigError
+from headrace.actors.runtime.nodes import ROLE_LABEL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROBE_TIMEOUT_S: Final = 60.0
+"""Time limit for a node to answer: it starts a Python process for the first probe."""
+
+
+async def living_nodes() -> tuple[Node, ...]:
+    """Return the nodes that are alive. Raises ConfigError if the head does not answer."""
+    import ray
+
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            found = await asyncio.to_thread(ray.nodes)
+    except TimeoutError as error:
+        raise ConfigError("the head of the cluster does not answer: try again when it is back") from error
+    return tuple(_node(entry) for entry in found if entry["Alive"])
+
+
+def _node(entry: Mapping[str, Any]) -> Node:
+    resources = entry["Resources"]
+    return Node(
+        node=entry["NodeID"],
+        address=entry["NodeManagerAddress"],
+        role=entry["Labels"].get(ROLE_LABEL, ""),
+        cpus=resources.get("CPU", 0.0),
+        gpus=resources.get("GPU", 0.0),
+        memory_bytes=int(resources.get("memory", 0)),
+    )
+
+
+def versions_here() -> Versions:
+    import ray
+
+    return Versions(ray=ray.__version__, headrace=version("headrace"), python=".".join(map(str, sys.version_info[:3])))
+
+
+@contextmanager
+def marked(storage: Path) -> Iterator[tuple[Path, str]]:
+    """Write a file with a new content to the storage for the duration of the block. Raises ConfigError."""
+    path, content = storage / f".headrace-{uuid.uuid4().hex}", uuid.uuid4().hex
+    try:
+        storage.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    except OSError as error:
+        raise ConfigError(f"cluster.storage {storage} cannot be written here: {error.strerror}") from error
+    try:
+        yield path, content
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def probe(
+    nodes: Sequence[Node], marker: Path, paths: Mapping[str, Sequence[str]], states: Mapping[str, str]
+) -> list[NodeFacts]:
+    """Probe all nodes at once. `paths` has the paths that must exist and `states` the state folder, by role. Raises
+    ConfigError for a node that does not answer."""
+    return await asyncio.gather(
+        *(_probe_one(node, marker, paths.get(node.role, ()), states.get(node.role, "")) for node in nodes)
+    )
+
+
+async def _probe_one(node: Node, marker: Path, paths: Sequence[str], state: str) -> NodeFacts:
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node.node, soft=False)
+    task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(_probe_function())
+    asked_s = time.time()
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            found = await task.remote(str(marker), list(paths), state)
+    except (TimeoutError, RayError) as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else " ".join(str(error).split())[-300:]
+        raise ConfigError(f"{node.named} could not be probed within {PROBE_TIMEOUT_S:g} s: {reason}") from error
+    offset_s = clock_offset_s(asked_s, time.time(), found.pop("time_s"))
+    return NodeFacts(node=node, clock_s=offset_s, **found)
+
+
+def clock_offset_s(asked_s: float, answered_s: float, there_s: float) -> float:
+    """Return how far a node's clock is at least ahead (or behind, negative), given when it was asked and answered on
+    this clock."""
+    if there_s < asked_s:
+        return there_s - asked_s
+    return max(0.0, there_s - answered_s)
+
+
+def _probe_function() -> Callable[[str, list[str], str], dict[str, Any]]:
+    def find_facts(marker: str, paths: list[str], state: str) -> dict[str, Any]:
+        import os
+        import platform
+        import time
+        from importlib import metadata
+        from pathlib import Path
+
+        import ray
+
+        try:
+            headrace_version = metadata.version("headrace")
+        except metadata.PackageNotFoundError:
+            headrace_version = ""
+        state_problem = ""
+        if state and headrace_version:
+            from headrace.buffer.errors import LedgerRefused
+            from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_network
+
+            try:
+                Path(state).mkdir(parents=True, exist_ok=True)
+                refuse_network(Path(state), filesystem_magic(Path(state)))
+            except (OSError, LedgerRefused) as error:
+                state_problem = f"cluster.state: {error}"
+        found = Path(marker)
+        return {
+            "time_s": time.time(),
+            "has_token_auth": os.environ.get("RAY_AUTH_MODE") == "token",
+            "ray_version": ray.__version__,
+            "headrace_version": headrace_version,
+            "python_version": platform.python_version(),
+            "marker": found.read_text() if found.exists() else "",
+            "missing": tuple(path for path in paths if not Path(path).exists()),
+            "state_problem": state_problem,
+        }
+
+    return find_facts

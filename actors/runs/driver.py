@@ -1,0 +1,192 @@
+"""Driver of one run on a cluster: from the start or the adoption of its service to the end of its last actor.
+
+Invariants:
+- A service that outlived its driver is adopted if it has the same version and configuration. Any other is ended first,
+  and a new one continues in a new epoch.
+- When this driver ends a run, all actors, bundles and sandboxes of the run are gone. When the driver itself is
+  cancelled or killed, they stay, and the next driver adopts them.
+- Only one driver holds a run's lock, which is in its state folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from headrace.actors.errors import ActorError, first_cause
+from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT, exit_code_of_run
+from headrace.actors.run.launch import draw, run_guarded, sole_driver
+from headrace.actors.run.parts import recipe_digest
+from headrace.actors.run.resume import ResumePreparation
+from headrace.actors.run.service import Service
+from headrace.actors.run.summary import summarize
+from headrace.actors.runs.records import ActualState
+from headrace.actors.runs.sweep import sweep_run
+from headrace.actors.runtime.call_guard import keep_running
+from headrace.actors.runtime.nodes import Role
+from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.runtime import RayRuntime, namespace_of
+from headrace.buffer.primitives.durable_files import replace_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.run.config import RunConfig
+
+ADOPTION_S: Final = 120.0
+"""Time limit for a service that has outlived its driver to answer; it may be restarting."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a try of a run ended. Only a transient failure may be followed by another try."""
+
+    state: ActualState
+    exit_code: int
+    reason: str = ""
+    is_transient: bool = False
+    lasted_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Wishes:
+    """What users want of a run that is being driven."""
+
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RunDriver:
+    """Driver of one try of a run. `moved` is told its states and the reasons for them."""
+
+    def __init__(
+        self,
+        run_id: str,
+        config: RunConfig,
+        directory: RunDirectory,
+        *,
+        wishes: Wishes,
+        moved: Callable[[ActualState, str], None],
+    ) -> None:
+        self._run_id = run_id
+        self._config = config
+        self._directory = directory
+        self._wishes = wishes
+        self._moved = moved
+        self._runtime = RayRuntime(
+            namespace=namespace_of(run_id), roles=config.cluster.labels(), absent_s=config.cluster.absent_s
+        )
+
+    async def drive(self) -> Ending:
+        """Drive the run until it has ended, and remove what it had on the cluster. Errors of the run are part of the
+        result."""
+        began_s = time.time()
+        with sole_driver(self._directory):
+            self._directory.append_session(began_s, None)
+            ending = await self._try()
+            await self._end()
+            self._directory.append_session(began_s, time.time())
+            if ending.state in (ActualState.FINISHED, ActualState.DRAINED):
+                await asyncio.to_thread(self._summarize, completed=ending.state is ActualState.FINISHED)
+        return ending
+
+    async def _try(self) -> Ending:
+        began_s = time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                trying = tasks.create_task(self._completed())
+                stopping = tasks.create_task(self._wishes.stopped.wait())
+                await asyncio.wait([trying, stopping], return_when=asyncio.FIRST_COMPLETED)
+                stopping.cancel()
+                if not trying.done():
+                    trying.cancel()
+            if trying.cancelled():
+                return Ending(state=ActualState.STOPPED, exit_code=EXIT_DRAINED)
+            if trying.result():
+                return Ending(state=ActualState.FINISHED, exit_code=0)
+            return Ending(state=ActualState.DRAINED, exit_code=EXIT_DRAINED)
+        except Exception as group:  # noqa: BLE001 - the one boundary: how a run ended is data
+            error = first_cause(group)
+            assert isinstance(error, Exception)
+            logger.exception("run %s failed", self._run_id, exc_info=error)
+            code = exit_code_of_run(error)
+            reason = f"{type(error).__name__}: {error}"
+            return Ending(
+                state=ActualState.FAILED,
+                exit_code=code,
+                reason=reason,
+                is_transient=code == EXIT_TRANSIENT,
+                lasted_s=time.monotonic() - began_s,
+            )
+
+    async def _completed(self) -> bool:
+        """Run the service to its end; return False if it was drained."""
+        service = await self._adopted() or await self._started()
+        self._moved(ActualState.RUNNING, "")
+        async with asyncio.TaskGroup() as tasks:
+            draining = tasks.create_task(self._drain(service))
+            completed = await run_guarded(
+                self._runtime, service, self._config.service.hang_s, self._wishes.drained
+            )
+            draining.cancel()
+        return completed
+
+    async def _drain(self, service: Service) -> None:
+        """Drain the service once users want it; one that replaces it is drained by `run_guarded`."""
+        await self._wishes.drained.wait()
+        self._moved(ActualState.DRAINING, "")
+        await keep_running(service.drain, service.progress)
+
+    async def _adopted(self) -> Service | None:
+        """Return the service that outlived its driver, or None if there is none with this version and configuration."""
+        try:
+            service = await self._runtime.find(Service, "service")
+            found = await until_back(service.identity, deadline_s=ADOPTION_S)
+        except ActorError:
+            return None
+        if found == (version("headrace"), recipe_digest(self._config)):
+            logger.info("run %s: the service is adopted", self._run_id)
+            return service
+        logger.warning("run %s: the service has another version or configuration and is replaced", self._run_id)
+        await self._runtime.stop(service)
+        return None
+
+    async def _started(self) -> Service:
+        # What is left of an earlier service holds the ledger.
+        await sweep_run(self._run_id)
+        resuming = ResumePreparation(self._config, self._directory, say=self._say)
+        await asyncio.to_thread(resuming.prepare)
+        return await self._runtime.spawn(
+            Service,
+            self._config,
+            self._directory,
+            self._runtime,
+            name="service",
+            resources=self._config.cluster.on(Role.CONTROL),
+        )
+
+    def _say(self, line: str) -> None:
+        logger.info("run %s: %s", self._run_id, line)
+
+    async def _end(self) -> None:
+        """Let the service close what it started, in order, and remove whatever is left."""
+        with suppress(TimeoutError, ActorError):
+            service = await self._runtime.find(Service, "service")
+            async with asyncio.timeout(self._config.service.drain_s):
+                await self._runtime.stop(service)
+        await sweep_run(self._run_id)
+
+    def _summarize(self, *, completed: bool) -> None:
+        summary = summarize(self._directory, completed=completed)
+        replace_file(self._directory.summary, orjson.dumps(summary.to_json(), option=orjson.OPT_INDENT_2))
+        draw(self._directory)

@@ -1,0 +1,177 @@
+"""From a submitted recipe to a run: its configuration, what it needs of the cluster, and its two folders.
+
+Invariants:
+- Everything is checked before anything is created, as for a local run.
+- The cluster decides the folders: a recipe may name the same ones, or none.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.cluster.checks import refuse_absent_roles, refuse_too_large, refuse_unfit
+from headrace.actors.cluster.probe import living_nodes, marked, probe, versions_here
+from headrace.actors.errors import ConfigError
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.cluster_section import ClusterSection, RolesSection
+from headrace.actors.run.config import RunConfig, apply_override, resolve
+from headrace.actors.run.launch import lay_out, reopen
+from headrace.actors.run.parts import recipe_digest
+from headrace.actors.runs.records import Build, Demands
+from headrace.actors.runtime.nodes import Bundle, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.actors.cluster.checks import Node
+    from headrace.actors.runs.records import Recipe
+
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterTerms:
+    """What all runs of a cluster share: the root of their state folders, which is a local disk of the control node, the
+    root of their storage folders, and the labels of the nodes."""
+
+    state: Path
+    storage: Path
+    roles: RolesSection = RolesSection()
+
+    @classmethod
+    def of(cls, section: ClusterSection) -> ClusterTerms:
+        assert section.state is not None and section.storage is not None
+        return cls(state=section.state, storage=section.storage, roles=section.roles)
+
+    def directory(self, run_id: str) -> RunDirectory:
+        return RunDirectory(path=self.state / run_id, shared=self.storage / run_id)
+
+
+def config_of(recipe: Recipe, terms: ClusterTerms, run_id: str, *, rollout_nodes: int) -> RunConfig:
+    """Return the configuration of a run of a submitted recipe. Raises ConfigError."""
+    document: dict[str, Any] = {table: copy.deepcopy(dict(keys)) for table, keys in recipe.items()}
+    cluster = document.setdefault("cluster", {})
+    for key, ours in (("state", terms.state), ("storage", terms.storage)):
+        if Path(cluster.setdefault(key, str(ours))) != ours:
+            raise ConfigError(f"cluster.{key} is {ours} on this cluster, not {cluster[key]}: remove it from the recipe")
+    cluster["address"] = AUTO
+    cluster.setdefault("roles", terms.roles.model_dump())
+    cluster.setdefault("rollout_units", max(1, rollout_nodes))
+    engines = document.setdefault("engines", {})
+    if engines.get("backend") != "simulated":
+        engines.setdefault("placement", "ray")
+    return resolve(document, Path("recipe"), terms.directory(run_id).storage)
+
+
+def build_of(config: RunConfig) -> Build:
+    """Return what a run is started with."""
+    dispatcher, cluster = config.dispatcher, config.cluster
+    rollouts = dispatcher.slots_per_worker * config.service.workers * cluster.rollout_units
+    return Build(
+        config_digest=recipe_digest(config),
+        headrace_version=version("headrace"),
+        demands=Demands(rollouts=rollouts + dispatcher.evaluation_slots, engines=config.engines.count),
+        restarts=cluster.restarts,
+    )
+
+
+async def check_cluster(config: RunConfig) -> None:
+    """Check that every node can take its part in a run. Raises CannotBePlaced, ConfigError."""
+    cluster = config.cluster
+    labels = _needed(config)
+    nodes = await living_nodes()
+    refuse_absent_roles(nodes, labels)
+    refuse_too_large(nodes, labels, _bundles(config))
+    ours = [node for node in nodes if node.role in labels.values()]
+    paths = {labels[role]: _paths(config) for role in labels}
+    assert cluster.state is not None and cluster.storage is not None
+    states = {labels[Role.CONTROL]: str(cluster.state)}
+    with marked(cluster.storage) as (marker, content):
+        facts = await probe(ours, marker, paths, states)
+    refuse_unfit(facts, versions_here(), marker=content, storage=str(cluster.storage))
+
+
+async def rollout_nodes(terms: ClusterTerms) -> Sequence[Node]:
+    """Return the living nodes that can have rollout units."""
+    return [node for node in await living_nodes() if node.role == terms.roles.rollout]
+
+
+def create_run(config: RunConfig, directory: RunDirectory) -> None:
+    """Check what the configuration names, and create the run's folders. Blocks. Raises ConfigError and the errors of
+    tasks, model and sandboxes."""
+    assert directory.shared is not None
+    directory.shared.parent.mkdir(parents=True, exist_ok=True)
+    lay_out(config, RunDirectory(path=directory.shared))
+    directory.write_state()
+
+
+def remove_run(directory: RunDirectory) -> None:
+    """Remove the folders of a run that was never added. Blocks."""
+    shutil.rmtree(directory.path, ignore_errors=True)
+    if directory.shared is not None:
+        shutil.rmtree(directory.shared, ignore_errors=True)
+
+
+def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> dict[str, Any]:
+    """Return a recipe with changed keys. Raises ConfigError for a key that defines the run."""
+    document: dict[str, Any] = {table: copy.deepcopy(dict(keys)) for table, keys in recipe.items()}
+    for change in changes:
+        key = change.partition("=")[0].strip()
+        for prefix in DEFINING:
+            if key == prefix or key.startswith(f"{prefix}."):
+                raise ConfigError(f"--set {change}: {prefix} defines the run and cannot change; start a new run instead")
+        apply_override(document, change)
+    return document
+
+
+DEFINING: Final = (
+    "model",
+    "tasks",
+    "agent",
+    "sampling",
+    "buffer",
+    "learner",
+    "training.rewards",
+    "evaluation.tasks",
+    "evaluation.samples",
+    "evaluation.sampling",
+    "service.seed",
+    "engines.backend",
+    "cluster.address",
+    "cluster.state",
+    "cluster.storage",
+)
+"""Tables and keys that define what a run trains, or where it is. All others may change when the run is resumed."""
+
+
+def reopened(directory: RunDirectory) -> RunConfig:
+    """Return the recorded configuration of a run. Raises RunMissing."""
+    return reopen(directory.path)[0]
+
+
+def _needed(config: RunConfig) -> dict[Role, str]:
+    """Return the labels of the roles that the run has actors for."""
+    labels = config.cluster.roles.labels()
+    if config.engines.is_simulated or not config.engines.count:
+        del labels[Role.ENGINE]
+    return labels
+
+
+def _bundles(config: RunConfig) -> dict[str, Bundle]:
+    cluster = config.cluster
+    bundles = {"a rollout unit": cluster.unit_bundle, "the learner": cluster.learner_bundle(config.learner)}
+    if Role.ENGINE in _needed(config):
+        gpus = config.engines.tensor_parallel if config.engines.device == "cuda" else 0
+        bundles["an engine"] = Bundle(role=Role.ENGINE, cpus=config.engines.cpus, gpus=gpus)
+    return bundles
+
+
+def _paths(config: RunConfig) -> list[str]:
+    return [] if config.engines.is_simulated else [str(config.model.path)]
+
+

@@ -1,0 +1,339 @@
+"""The actor that supervises all runs of a cluster.
+
+Invariants:
+- What users asked for is durable before they get an answer; a restarted actor reads its table and drives on.
+- A run has at most one driver. The drivers and everything that they start survive this actor.
+- A failure is followed by another try only if its exit code says that one may succeed, after a wait that doubles.
+- Every node with a role has an agent. Actors and bundles of runs that are not live are removed.
+- Calls are answered from the table and from files; none waits for a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+
+from headrace.actors.cluster.probe import living_nodes
+from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.engine_group.requests import ask_group
+from headrace.actors.errors import ActorError, ConfigError, RunRefused
+from headrace.actors.run.launch import document_of
+from headrace.actors.run.report import report_of
+from headrace.actors.run.restarts import RestartPolicy
+from headrace.actors.run.run_status import status_of
+from headrace.actors.run.service import Service
+from headrace.actors.runs.contract import EventPage, LogPage, Readiness
+from headrace.actors.runs.driver import RunDriver, Wishes
+from headrace.actors.runs.layout import (
+    build_of,
+    changed_recipe,
+    check_cluster,
+    config_of,
+    create_run,
+    remove_run,
+    reopened,
+    rollout_nodes,
+)
+from headrace.actors.runs.quotas import Quotas, load_quotas, next_to_start, refuse_oversized
+from headrace.actors.runs.records import ActualState, DesiredState, RunId
+from headrace.actors.runs.sweep import sweep_unowned
+from headrace.actors.runs.table import RunsTable
+from headrace.actors.runtime.nodes import NAMESPACE, NodeAgent, agent_name
+from headrace.actors.runtime.operations import ABSENCE
+from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.runtime.runtime import RayRuntime, Resources, namespace_of
+from headrace.buffer.primitives.durable_files import replace_file
+
+if TYPE_CHECKING:
+    from headrace.actors.engine_group.members_file import EngineStatus
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.runs.driver import Ending
+    from headrace.actors.runs.layout import ClusterTerms
+    from headrace.actors.runs.records import RunRecord, Submission
+
+READY_S: Final = 10.0
+"""Time limit for a service to report whether it is ready."""
+TEND_S: Final = 2.0
+"""Interval between two looks at the queue."""
+NODES_S: Final = 10.0
+"""Interval between two looks at the nodes."""
+SWEEP_S: Final = 60.0
+"""Interval between two removals of what no run owns."""
+CLUSTER_ABSENT_S: Final = 1800.0
+
+logger = logging.getLogger(__name__)
+
+
+class Runs(ResourceOwner):
+    """Actor with the table of runs; implements `contract.RunsApi`. Without a `quotas` file there are no limits."""
+
+    def __init__(self, terms: ClusterTerms, *, quotas: Path | None = None) -> None:
+        super().__init__()
+        self._terms = terms
+        self._quotas_file = quotas
+        self._wishes: dict[RunId, Wishes] = {}
+        self._driving: dict[RunId, asyncio.Task[None]] = {}
+        self._tried: dict[RunId, RestartPolicy] = {}
+        self._changed = asyncio.Event()
+        self._runtime = RayRuntime(namespace=NAMESPACE, roles=terms.roles.labels())
+        self._agents: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        # A service that is lost with its node is waited for as long as its own parts would be.
+        ABSENCE.seconds = CLUSTER_ABSENT_S
+        self._table = await asyncio.to_thread(RunsTable.open, self._terms.state)
+        self._stack.callback(self._table.close)
+        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        for record in self._table.runs():
+            if record.is_live and record.actual is not ActualState.WAITING:
+                self._drive(record)
+        loops = (self._tend, self._keep_agents, self._sweep)
+        tasks = [self._tasks.create_task(loop()) for loop in loops]
+        self._stack.callback(lambda: [task.cancel() for task in (*tasks, *self._driving.values())])
+        return self
+
+    # What users ask for.
+
+    async def submit(self, submission: Submission) -> RunRecord:
+        """See `RunsApi.submit`."""
+        run_id = RunId(uuid.uuid4().hex)
+        known = {record.idempotency_key for record in self._table.runs(submission.owner)}
+        nodes = await rollout_nodes(self._terms)
+        config = config_of(submission.recipe, self._terms, run_id, rollout_nodes=len(nodes))
+        build = build_of(config)
+        refuse_oversized(submission.owner, build.demands, self._quotas())
+        if submission.idempotency_key in known:
+            return self._table.submit(submission, build, run_id=run_id, now_s=time.time())
+        await check_cluster(config)
+        directory = self._terms.directory(run_id)
+        await asyncio.to_thread(create_run, config, directory)
+        try:
+            record = self._table.submit(submission, build, run_id=run_id, now_s=time.time())
+        except BaseException:
+            await asyncio.to_thread(remove_run, directory)
+            raise
+        if record.run_id != run_id:
+            # The same submission came twice at once.
+            await asyncio.to_thread(remove_run, directory)
+        self._plan()
+        return self._table.get(record.run_id)
+
+    async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
+        """See `RunsApi.runs`."""
+        return self._table.runs(owner)
+
+    async def run(self, run_id: RunId) -> RunRecord:
+        """See `RunsApi.run`."""
+        return self._table.get(run_id)
+
+    async def drain(self, run_id: RunId) -> RunRecord:
+        """See `RunsApi.drain`."""
+        return self._want(run_id, DesiredState.DRAINED)
+
+    async def stop(self, run_id: RunId) -> RunRecord:
+        """See `RunsApi.stop`."""
+        return self._want(run_id, DesiredState.STOPPED)
+
+    async def resume(self, run_id: RunId, changes: tuple[str, ...]) -> RunRecord:
+        """See `RunsApi.resume`."""
+        record = self._table.get(run_id)
+        recipe = changed_recipe(self._table.recipe(run_id), changes) if changes else None
+        directory = self._directory(run_id)
+        if recipe is None:
+            config = await asyncio.to_thread(reopened, directory)
+        else:
+            units = (await asyncio.to_thread(reopened, directory)).cluster.rollout_units
+            config = config_of(recipe, self._terms, run_id, rollout_nodes=units)
+            await check_cluster(config)
+        build = build_of(config)
+        refuse_oversized(record.owner, build.demands, self._quotas())
+        resumed = self._table.requeue(run_id, build, now_s=time.time(), recipe=recipe)
+        if recipe is not None:
+            await asyncio.to_thread(replace_file, directory.config, document_of(config))
+            self._table.note(run_id, f"changed: {', '.join(changes)}", now_s=time.time())
+        self._tried.pop(run_id, None)
+        self._plan()
+        return resumed
+
+    async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
+        """See `RunsApi.events`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._table.events(run_id, after=after) and self._table.get(run_id).is_live:
+                    await self._changed.wait()
+        return EventPage(
+            events=self._table.events(run_id, after=after), ended=not self._table.get(run_id).is_live
+        )
+
+    async def status(self, run_id: RunId) -> dict[str, Any]:
+        """See `RunsApi.status`."""
+        record, directory = self._table.get(run_id), self._directory(run_id)
+        document = await asyncio.to_thread(lambda: status_of(reopened(directory), directory))
+        return document | {"run": record.name, "run_id": run_id, "owner": record.owner} | _stands(record)
+
+    async def report(self, run_id: RunId) -> dict[str, Any]:
+        """See `RunsApi.report`."""
+        return (await asyncio.to_thread(report_of, self._directory(run_id))).to_json()
+
+    async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
+        """See `RunsApi.engines`."""
+        return (await asyncio.to_thread(read_roster, self._directory(run_id).engines)).engines
+
+    async def add_engine(self, run_id: RunId, url: str, timeout_s: float) -> str:
+        """See `RunsApi.add_engine`."""
+        box = self._live(run_id).engine_requests
+        return await asyncio.to_thread(partial(ask_group, box, "add", url, timeout_s=timeout_s))
+
+    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float) -> str:
+        """See `RunsApi.remove_engine`."""
+        box = self._live(run_id).engine_requests
+        return await asyncio.to_thread(partial(ask_group, box, "remove", engine_id, timeout_s=timeout_s))
+
+    async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
+        """See `RunsApi.logs`."""
+        folder = self._directory(run_id).logs
+        return await asyncio.to_thread(read_logs, folder, actor, after=after, limit_bytes=limit_bytes)
+
+    async def ready(self, run_id: RunId) -> Readiness:
+        """See `RunsApi.ready`."""
+        record = self._table.get(run_id)
+        try:
+            runtime = RayRuntime(namespace=namespace_of(run_id))
+            async with asyncio.timeout(READY_S):
+                found = await (await runtime.find(Service, "service")).readiness()
+        except (ActorError, TimeoutError):
+            return Readiness(
+                ledger_writable=False,
+                engine_serving=False,
+                learner_in_time=False,
+                problems=(f"the service does not answer; the run is {record.actual}",),
+            )
+        return Readiness(**found)
+
+    # What the actor does on its own.
+
+    def _want(self, run_id: RunId, desired: DesiredState) -> RunRecord:
+        record = self._table.want(run_id, desired, now_s=time.time())
+        if (wishes := self._wishes.get(run_id)) is not None:
+            (wishes.stopped if desired is DesiredState.STOPPED else wishes.drained).set()
+        self._plan()
+        return record
+
+    async def _tend(self) -> NoReturn:
+        while True:
+            self._plan()
+            await asyncio.sleep(TEND_S)
+
+    def _plan(self) -> None:
+        """Start the runs whose turn it is, and record why the others wait."""
+        plan = next_to_start(self._table.runs(), self._quotas(), now_s=time.time())
+        for run_id in plan.start:
+            if run_id not in self._driving:
+                self._drive(self._table.move(run_id, ActualState.STARTING, now_s=time.time()))
+        for run_id, reason in plan.reasons.items():
+            self._table.explain(run_id, reason, now_s=time.time())
+        self._tell()
+
+    def _drive(self, record: RunRecord) -> None:
+        wishes = self._wishes[record.run_id] = Wishes()
+        if record.desired is not DesiredState.RUNNING:
+            (wishes.stopped if record.desired is DesiredState.STOPPED else wishes.drained).set()
+        self._driving[record.run_id] = self._tasks.create_task(self._drive_to_its_end(record.run_id, wishes))
+
+    async def _drive_to_its_end(self, run_id: RunId, wishes: Wishes) -> None:
+        try:
+            directory = self._directory(run_id)
+            config = await asyncio.to_thread(reopened, directory)
+            driver = RunDriver(run_id, config, directory, wishes=wishes, moved=partial(self._moved, run_id))
+            self._settle(run_id, await driver.drive())
+        except Exception as error:
+            # Such as a state folder that is gone: nothing that another try would change.
+            logger.exception("run %s cannot be driven", run_id)
+            self._moved(run_id, ActualState.FAILED, f"{type(error).__name__}: {error}")
+        finally:
+            del self._driving[run_id]
+            self._wishes.pop(run_id, None)
+        self._plan()
+
+    def _settle(self, run_id: RunId, ending: Ending) -> None:
+        """Record how a try ended, and whether there is another one."""
+        record, now_s = self._table.get(run_id), time.time()
+        if ending.is_transient and record.desired is DesiredState.RUNNING and record.restarts_left:
+            policy = self._tried.setdefault(run_id, RestartPolicy(record.restarts_left))
+            wait_s = policy.wait_after(ending.exit_code, ending.lasted_s) or 0.0
+            self._table.move(
+                run_id,
+                ActualState.WAITING,
+                now_s=now_s,
+                reason=f"{ending.reason}; next try in {wait_s:g} s",
+                next_try_s=now_s + wait_s,
+                uses_restart=True,
+            )
+        else:
+            self._table.move(
+                run_id, ending.state, now_s=now_s, reason=ending.reason, exit_code=ending.exit_code
+            )
+        self._tell()
+
+    def _moved(self, run_id: RunId, state: ActualState, reason: str) -> None:
+        if self._table.get(run_id).actual is not state:
+            self._table.move(run_id, state, now_s=time.time(), reason=reason)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake everyone who waits for events."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _keep_agents(self) -> NoReturn:
+        """Keep an agent on every living node that has a role."""
+        labels = set(self._terms.roles.labels().values())
+        while True:
+            with suppress(ConfigError):
+                nodes = {node.node for node in await living_nodes() if node.role in labels}
+                self._agents &= nodes
+                for node in nodes - self._agents:
+                    with suppress(ActorError):
+                        await self._runtime.spawn(
+                            NodeAgent, self._terms.state, name=agent_name(node), resources=Resources(node=node)
+                        )
+                        self._agents.add(node)
+            await asyncio.sleep(NODES_S)
+
+    async def _sweep(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            # Those that are being driven clean up themselves.
+            live = {record.run_id for record in self._table.runs() if record.is_live} | set(self._driving)
+            await sweep_unowned(live)
+
+    def _quotas(self) -> Quotas:
+        return Quotas() if self._quotas_file is None else load_quotas(self._quotas_file)
+
+    def _directory(self, run_id: RunId) -> RunDirectory:
+        return self._terms.directory(self._table.get(run_id).run_id)
+
+    def _live(self, run_id: RunId) -> RunDirectory:
+        record = self._table.get(run_id)
+        if not record.is_live:
+            raise RunRefused(f"run {run_id} is {record.actual}, so its engines cannot be changed: resume it first")
+        return self._directory(run_id)
+
+
+def _stands(record: RunRecord) -> dict[str, Any]:
+    """Return the state of a run for its status: that of the table, which knows more than its folder."""
+    return {
+        "state": record.actual.value,
+        "desired": record.desired.value,
+        "reason": record.reason,
+        "exit_code": record.exit_code,
+        "restarts_left": record.restarts_left,
+        "demands": asdict(record.demands),
+    }
