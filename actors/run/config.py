@@ -228,6 +228,11 @@ def slime_terms(config: RunConfig) -> slime.SlimeTerms:
 
 def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunConfig:
     """Read a recipe with `key.sub=value` overrides for a run in `run_dir`. Raises ConfigError."""
+    return resolve(read_document(recipe, overrides), recipe, run_dir)
+
+
+def read_document(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Read a recipe with `key.sub=value` overrides, without validating it. Raises ConfigError."""
     try:
         document = tomllib.loads(recipe.read_text(encoding="utf-8"))
     except OSError as error:
@@ -237,7 +242,7 @@ def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunCon
         raise ConfigError(f"{recipe}: not valid TOML: {error}") from error
     for override in overrides:
         apply_override(document, override)
-    return resolve(document, recipe, run_dir)
+    return document
 
 
 def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
@@ -249,15 +254,7 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
                 key, "remove it (the folder is always in the run directory)"
             )
             raise ConfigError(f"{recipe}: learner.{key} cannot be set; {fix}")
-    base = recipe.resolve().parent
-    for table, key in (("model", "path"), ("tasks", "train"), ("tasks", "heldout")):
-        section = document.get(table)
-        if isinstance(section, dict) and isinstance(section.get(key), str):
-            section[key] = str((base / section[key]).resolve())
-    slime_section = learner.get("slime") if isinstance(learner, dict) else None
-    for key in ("slime_dir", "megatron_dir"):
-        if isinstance(slime_section, dict) and isinstance(slime_section.get(key), str):
-            slime_section[key] = str((base / slime_section[key]).resolve())
+    absolute_paths(document, recipe)
     model_path = document["model"].get("path", "") if isinstance(document.get("model"), dict) else ""
     service = document.get("service")
     seed = service.get("seed", 0) if isinstance(service, dict) else 0
@@ -276,6 +273,28 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
         # JSON has no infinity: the run's config.json would have null, and no command could read the run again.
         raise ConfigError(f"{recipe}: {infinite[0]} is infinite; set a finite number, or leave it out for its default")
     return config
+
+
+def absolute_paths(document: dict[str, Any], recipe: Path) -> dict[str, Any]:
+    """Make the paths in a recipe absolute, which are relative to its folder; return the document."""
+    base = recipe.resolve().parent
+    for *tables, key in _PATHS:
+        section: Any = document
+        for table in tables:
+            section = section.get(table) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            section[key] = str((base / section[key]).resolve())
+    return document
+
+
+_PATHS = (
+    ("model", "path"),
+    ("tasks", "train"),
+    ("tasks", "heldout"),
+    ("learner", "slime", "slime_dir"),
+    ("learner", "slime", "megatron_dir"),
+)
+"""Keys whose values are paths relative to the recipe."""
 
 
 def _infinite_keys(value: object, key: str = "") -> Iterator[str]:
