@@ -75,6 +75,8 @@ class EnginesConfig(BaseModel):
     """Data type of SGLang's weights; `auto` uses the model's."""
     cpus: float = Field(default=1.0, ge=0)
     """CPU cores that Ray reserves for one engine with `placement = "ray"`."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Memory that Ray reserves for one engine with `placement = "ray"`."""
     max_running: int = Field(default=64, ge=1)
     """Maximum number of sequences that one engine decodes concurrently."""
     max_context_tokens: int | None = Field(default=None, ge=16)

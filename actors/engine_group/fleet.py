@@ -23,6 +23,7 @@ from headrace.actors.engine_group.host import EngineHost, ServerPlan, server_pro
 from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address, is_loopback
 from headrace.actors.errors import ActorError, EngineGroupError, EngineNotAdded
+from headrace.actors.runtime.nodes import Role
 from headrace.actors.runtime.runtime import RayRuntime, Resources, node_address
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineStartFailed
@@ -234,6 +235,8 @@ class Fleet:
             resources=Resources(
                 cpus=config.cpus,
                 gpus=config.tensor_parallel if config.device == "cuda" else 0,
+                memory_bytes=config.memory_bytes,
+                role=Role.ENGINE,
                 spread=True,
                 restarts=False,
             ),

@@ -34,9 +34,10 @@ from headrace.actors.engine_group.health import HealthChecks, leave, recover, ro
 from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.members_file import EngineStatus, read_roster
 from headrace.actors.engine_group.pusher import Publisher, Pusher
-from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
+from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, is_loopback
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
+from headrace.actors.runtime.runtime import node_address
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, PauseMode
@@ -81,6 +82,9 @@ class EngineGroup:
         it is in the run directory."""
         if observing.run_dir is None:
             raise ValueError("the engine group writes logs and journals: pass a run directory")
+        if runtime is not None and runtime.is_cluster and is_loopback(push_config.host):
+            # The engines are on other nodes.
+            push_config = push_config.model_copy(update={"host": node_address()})
         self._config = config
         self._push_config = push_config
         self._observing = observing

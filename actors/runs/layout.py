@@ -167,7 +167,7 @@ def _bundles(config: RunConfig) -> dict[str, Bundle]:
     bundles = {"a rollout unit": cluster.unit_bundle, "the learner": cluster.learner_bundle(config.learner)}
     if Role.ENGINE in _needed(config):
         gpus = config.engines.tensor_parallel if config.engines.device == "cuda" else 0
-        bundles["an engine"] = Bundle(role=Role.ENGINE, cpus=config.engines.cpus, gpus=gpus)
+        bundles["an engine"] = Bundle(role=Role.ENGINE, cpus=config.engines.cpus, gpus=gpus, memory_bytes=config.engines.memory_bytes)
     return bundles
 
 

@@ -507,6 +507,11 @@ class RayRuntime:
             self._found.add(name)
         return cast("T", ActorProxy(name, handle, namespace=self._namespace))
 
+    @property
+    def is_cluster(self) -> bool:
+        """True if the actors are on the nodes of a cluster."""
+        return self._roles is not None
+
     def _place(self, resources: Resources) -> dict[str, Any]:
         """Return Ray's options for the place of an actor."""
         if self._roles is None or not (resources.role or resources.bundle or resources.node):
