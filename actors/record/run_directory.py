@@ -145,6 +145,9 @@ class RunDirectory:
         """Create the state folder of a run whose storage folder exists. Idempotent. Raises OSError, RunMissing."""
         assert self.shared is not None
         self.path.mkdir(parents=True, exist_ok=True)
+        if not (link := self.path / "checkpoints").is_symlink():
+            # Readers of the ledger find the checkpoints beside it, which bear witness to what was trained.
+            link.symlink_to(self.checkpoints)
         replace_file(self.path / STORAGE_POINTER, str(self.shared).encode())
         replace_file(self.identity, RunDirectory(path=self.shared).run_id().encode())
 
