@@ -7,23 +7,36 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from headrace.actors.cluster.checks import refuse_absent_roles
 from headrace.actors.cluster.probe import living_nodes
-from headrace.actors.errors import ActorLost, RunsMissing
+from headrace.actors.errors import ActorLost, RunsMissing, RunUnknown
 from headrace.actors.run.config import absolute_paths, read_document
 from headrace.actors.runs.contract import ACTOR_NAME
 from headrace.actors.runs.layout import ClusterTerms
+from headrace.actors.runs.records import RunId, Submission
 from headrace.actors.runs.runs import CLUSTER_ABSENT_S, Runs
 from headrace.actors.runtime.nodes import NAMESPACE, Role
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
     from pathlib import Path
 
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.run.cluster_section import ClusterSection
+    from headrace.actors.runs.contract import LogPage, Readiness, RunsApi
+    from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
+
+T = TypeVar("T")
+
+PATIENCE_S: Final = 120.0
+"""Time limit for the actor to come back, for example after the head of the cluster was lost."""
+EVENTS_S: Final = 20.0
+"""Longest wait of one call for the next events."""
+LOG_BYTES: Final = 1 << 20
 
 
 async def start_runs(section: ClusterSection, *, quotas: Path | None = None) -> Runs:
@@ -48,3 +61,83 @@ async def find_runs() -> Runs:
 def document_of_recipe(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return a recipe as a submission contains it. Raises ConfigError."""
     return absolute_paths(read_document(recipe, overrides), recipe)
+
+
+class ClusterClient:
+    """The runs of one owner, over a connection of this process to the cluster; has the methods of `ControlClient`.
+
+    Whoever has the token of a cluster can do everything there: the owner is a name that keeps users apart, and no
+    protection."""
+
+    def __init__(self, runs: RunsApi, owner: str) -> None:
+        self._runs, self._owner = runs, owner
+
+    async def submit(self, name: str, recipe: Recipe, idempotency_key: str) -> RunRecord:
+        """Submit a run."""
+        submission = Submission(name=name, owner=self._owner, recipe=recipe, idempotency_key=idempotency_key)
+        return await until_back(lambda: self._runs.submit(submission), deadline_s=PATIENCE_S)
+
+    async def runs(self) -> tuple[RunRecord, ...]:
+        """Return the runs of the owner."""
+        return await until_back(lambda: self._runs.runs(self._owner), deadline_s=PATIENCE_S)
+
+    async def run(self, run_id: str) -> RunRecord:
+        """Return a run. Raises RunUnknown if it belongs to another owner."""
+        record = await until_back(lambda: self._runs.run(RunId(run_id)), deadline_s=PATIENCE_S)
+        if record.owner != self._owner:
+            raise RunUnknown(f"run {run_id} belongs to {record.owner}, not to {self._owner}: name its --owner")
+        return record
+
+    async def status(self, run_id: str) -> dict[str, Any]:
+        """Return the document of `headrace status --json`."""
+        return await self._on(run_id, self._runs.status)
+
+    async def report(self, run_id: str) -> dict[str, Any]:
+        """Return the document of `headrace report --json`."""
+        return await self._on(run_id, self._runs.report)
+
+    async def drain(self, run_id: str) -> RunRecord:
+        return await self._on(run_id, self._runs.drain)
+
+    async def stop(self, run_id: str) -> RunRecord:
+        return await self._on(run_id, self._runs.stop)
+
+    async def resume(self, run_id: str, changes: tuple[str, ...] = ()) -> RunRecord:
+        """Queue an ended run again, with changed keys. It is asked once: after a lost answer, a second request would be
+        refused."""
+        return await self._runs.resume((await self.run(run_id)).run_id, changes)
+
+    async def engines(self, run_id: str) -> tuple[EngineStatus, ...]:
+        """Return the engines of a run."""
+        return await self._on(run_id, self._runs.engines)
+
+    async def add_engine(self, run_id: str, url: str, timeout_s: float) -> str:
+        """Attach a server to a live run, and return the name of the engine."""
+        return await self._on(run_id, self._runs.add_engine, url, timeout_s)
+
+    async def remove_engine(self, run_id: str, engine_id: str, timeout_s: float) -> str:
+        """Remove an engine from a live run, and return its name."""
+        return await self._on(run_id, self._runs.remove_engine, engine_id, timeout_s)
+
+    async def logs(self, run_id: str, *, actor: str | None = None, after: str = "") -> LogPage:
+        """Return the next lines of a run's logs, those of one actor or all."""
+        return await self._on(run_id, self._runs.logs, actor, after, LOG_BYTES)
+
+    async def ready(self, run_id: str) -> Readiness:
+        """Return the checks of a run."""
+        return await self._on(run_id, self._runs.ready)
+
+    async def events(self, run_id: str, *, after: int = 0) -> AsyncGenerator[RunEvent, None]:
+        """Yield the events of a run after number `after`, until the run has ended."""
+        while True:
+            page = await self._on(run_id, self._runs.events, after, EVENTS_S)
+            for event in page.events:
+                after = event.number
+                yield event
+            if page.ended:
+                return
+
+    async def _on(self, run_id: str, method: Callable[..., Awaitable[T]], *arguments: object) -> T:
+        """Call a method of the actor for one of the owner's runs, again while the actor restarts."""
+        record = await self.run(run_id)
+        return await until_back(lambda: method(record.run_id, *arguments), deadline_s=PATIENCE_S)

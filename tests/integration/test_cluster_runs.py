@@ -1,0 +1,61 @@
+"""Runs on a cluster of a head and three nodes: what they outlive, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support import hosts
+from support.cluster_rig import CONTROL, QUICK, ROOT, running_cluster, wait_until
+from support.ray_hosts import redis_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.cluster_rig import Cluster
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if (redis := redis_folder()) is None:
+        pytest.skip("scripts/install_redis could not install Redis here")
+    with running_cluster(tmp_path_factory.mktemp("c") / "shared", redis) as cluster:
+        yield cluster
+
+
+def test_a_run_outlives_its_user_and_the_head_and_a_worker_node(cluster: Cluster) -> None:
+    log = cluster.storage.parent / "client.log"
+    recipe = str(ROOT / "scripts" / "recipes" / "simulated.toml")
+    options = cluster.options(*QUICK, "training.steps=24")
+    client = cluster.start("run", recipe, "--name", "survivor", "--owner", "tester", *options, log=log)
+    wait_until(lambda: b"running" in log.read_bytes(), "the client to report the run")
+    runs = cluster.runs(owner="tester")
+    [run] = [run for run in runs if run.record["name"] == "survivor"]
+    run.wait_for_step(2)
+    client.send_signal(signal.SIGKILL)
+
+    cluster.hosts[10].kill()
+    before = run.steps()
+    run.wait_for_step(before + 3)
+    cluster.boot_head()
+
+    lost = next(number for number in (12, 13) if not cluster.has_process(number, "Learner"))
+    cluster.hosts[lost].kill()
+    before = run.steps()
+    run.wait_for_step(before + 3)
+    cluster.boot(lost)
+
+    ended = run.wait_for_end()
+    assert (ended["state"], ended["steps"]) == ("finished", 24)
+    report = run.verified()
+    assert report.clean, report.problems
+    assert (report.trained_twice, report.lost, report.steps) == (0, 0, 24)
+    assert report.max_staleness_seen <= report.max_staleness
+    assert report.checkpoints > 0
+    assert cluster.left_over() == []
+    assert not [line for line in cluster.actors_on(CONTROL) if "ray::" in line and "Runs" not in line and "NodeAgent" not in line]

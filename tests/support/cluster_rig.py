@@ -1,0 +1,157 @@
+"""Runs on a Ray cluster over hosts of namespaces: their submission, and what can be read of them from outside.
+
+Hosts 11 (control), 12 and 13 (everything else) have a head beside them, whose state is in Redis. The state of the runs is
+on the disk of host 11; the storage is a folder that all hosts see.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.record.metrics import last_metric
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.buffer.audit.verify import VerifyReport, verify
+from support.hosts import Network
+from support.ray_hosts import RayHosts
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable, Iterator
+
+    from support.hosts import Host
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+STATE: Final = Path("/tmp/state")
+CONTROL: Final = 11
+WORKERS: Final = (12, 13)
+SHARED_ROLE: Final = "work"
+GUARD_S: Final = 300.0
+POLL_S: Final = 0.1
+QUICK: Final = (
+    "agent.simulated.durations.mean_s=2.0",
+    "agent.simulated.durations.median_s=1.7",
+    "agent.simulated.durations.cap_s=6",
+    "rollout.agent_timeout_s=20",
+    "learner.simulated.step_s=0.5",
+    "engines.simulated.push_s=0.1",
+    "dispatcher.slots_per_worker=32",
+    "evaluation.tasks=4",
+    "training.save_every=4",
+    "buffer.batch_size=32",
+)
+"""The simulated recipe with rollouts of two seconds."""
+
+
+class Cluster:
+    """A running cluster."""
+
+    def __init__(self, ray: RayHosts, network: Network) -> None:
+        self.ray = ray
+        self.storage = network.shared / "storage"
+        self.hosts: dict[int, Host] = {}
+
+    def boot_head(self) -> None:
+        self.hosts[10] = self.ray.head()
+
+    def boot(self, number: int) -> None:
+        role = "control" if number == CONTROL else SHARED_ROLE
+        self.hosts[number] = self.ray.node(number, role=role)
+
+    def headrace(self, *words: str, host: int = 13, timeout_s: float = GUARD_S) -> str:
+        """Run a command of headrace on a node, and return its output."""
+        return self.hosts[host].run(*self._command(words), timeout_s=timeout_s, **self._environment)
+
+    def start(self, *words: str, log: Path, host: int = 13) -> subprocess.Popen[bytes]:
+        """Start a command of headrace on a node."""
+        return self.hosts[host].start(*self._command(words), log=log, **self._environment)
+
+    def options(self, *overrides: str) -> list[str]:
+        """Return the options of `headrace run` for this cluster."""
+        given = (
+            f"cluster.state={STATE}",
+            f"cluster.storage={self.storage}",
+            *(f"cluster.roles.{role}={SHARED_ROLE}" for role in ("rollout", "engine", "learner")),
+            *overrides,
+        )
+        return ["--address", self.ray.address, *(word for override in given for word in ("--set", override))]
+
+    def submit(self, recipe: str, *overrides: str, name: str, owner: str = "tester") -> ClusterRun:
+        """Submit a recipe and return its run."""
+        path = str(ROOT / "scripts" / "recipes" / recipe)
+        options = ("--name", name, "--owner", owner, "--detach", "--quiet", "--json", "-")
+        output = self.headrace("run", path, *options, *self.options(*overrides))
+        return ClusterRun(self, json.loads(output[output.index("{") :])["run_id"], owner)
+
+    def left_over(self) -> list[str]:
+        """Return the actors and placement groups of runs that exist."""
+        found: list[str] = json.loads(self.ray.run(self.hosts[13], "-m", "support.cluster_contents").splitlines()[-1])
+        return found
+
+    def _command(self, words: tuple[str, ...]) -> tuple[str, ...]:
+        return (str(Path(sys.executable).with_name("headrace")), *words)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {"RAY_ADDRESS": self.ray.address, **self.ray.environment}
+
+
+class ClusterRun:
+    """One run, read from the disk of the control node."""
+
+    def __init__(self, cluster: Cluster, run_id: str, owner: str) -> None:
+        self.cluster, self.run_id, self.owner = cluster, run_id, owner
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run's folders, as seen from outside the hosts."""
+        root = Path(f"/proc/{self.cluster.hosts[CONTROL].process_id}/root")
+        return RunDirectory(path=root / STATE.relative_to("/") / self.run_id, shared=self.cluster.storage / self.run_id)
+
+    def steps(self) -> int:
+        """Return the number of the newest step in the metrics."""
+        record = last_metric(self.directory.metrics, "step")
+        return int(record["step"]) if record else 0
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: self.steps() >= step, f"step {step} of run {self.run_id}")
+
+    def status(self) -> dict[str, Any]:
+        words = ("status", self.run_id, "--address", self.cluster.ray.address, "--owner", self.owner, "--json", "-")
+        output = self.cluster.headrace(*words)
+        found: dict[str, Any] = json.loads(output[output.index("{") :])
+        return found
+
+    def wait_for_end(self) -> dict[str, Any]:
+        """Return the status of the ended run."""
+        words = ("events", self.run_id, "--address", self.cluster.ray.address, "--owner", self.owner)
+        self.cluster.headrace(*words)
+        return self.status()
+
+    def verified(self) -> VerifyReport:
+        return verify(self.directory.path)
+
+
+@contextmanager
+def running_cluster(folder: Path, redis: Path) -> Iterator[Cluster]:
+    """Start the cluster; it is gone at the end of the block."""
+    network = Network(folder)
+    with RayHosts(network, redis) as ray:
+        cluster = Cluster(ray, network)
+        cluster.boot_head()
+        for number in (CONTROL, *WORKERS):
+            cluster.boot(number)
+        yield cluster
+
+
+def wait_until(happened: Callable[[], bool], what: str) -> None:
+    """Wait for something that tells nobody. Raises TimeoutError."""
+    end_s = time.monotonic() + GUARD_S
+    while not happened():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"waited {GUARD_S:g} s for {what}")
+        time.sleep(POLL_S)
