@@ -32,7 +32,7 @@ from headrace.actors.control.bodies import (
 from headrace.actors.control.event_stream import POLL_S, event_stream
 from headrace.actors.control.keys import Role
 from headrace.actors.control.refusals import Refusal, answer, refusal_of, refused
-from headrace.actors.errors import ActorGone, ActorLost, ConfigError
+from headrace.actors.errors import ActorGone, ActorLost, ConfigError, RunUnknown
 from headrace.actors.runs.records import Submission
 
 if TYPE_CHECKING:
@@ -153,8 +153,12 @@ class ControlApi:
 
     async def _visible(self, run_id: RunId, caller: Caller) -> RunId:
         """Return the id of a run that the caller may see. Raises RunUnknown."""
-        record = await self._call(lambda runs: runs.run(run_id))
-        if not caller.sees(record.owner):
+        try:
+            owner = (await self._call(lambda runs: runs.run(run_id))).owner
+        except RunUnknown:
+            owner = None
+        if owner is None or not caller.sees(owner):
+            # One text for both, or it would tell that another owner has such a run.
             raise unknown_run(run_id)
         return run_id
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -148,7 +148,7 @@ class ControlClient:
         names = ("ledger_writable", "engine_serving", "learner_in_time")
         return Readiness(**{name: document[name] for name in names}, problems=tuple(document["problems"]))
 
-    async def events(self, run_id: str, *, after: int = 0) -> AsyncIterator[RunEvent]:
+    async def events(self, run_id: str, *, after: int = 0) -> AsyncGenerator[RunEvent, None]:
         """Yield the events of a run after number `after`, until the run has ended."""
         while True:
             # Each connection has the whole patience, however long the run takes.

@@ -65,7 +65,7 @@ class RunsWithoutServices:
         refuse_oversized(submission.owner, build.demands, self._quotas)
         record = self._table.submit(submission, build, run_id=RunId(uuid.uuid4().hex), now_s=time.time())
         await self._start_next()
-        return record
+        return self._table.get(record.run_id)
 
     async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
         return self._table.runs(owner)
@@ -83,9 +83,9 @@ class RunsWithoutServices:
         recipe = {table: dict(keys) for table, keys in self._table.recipe(run_id).items()}
         for change in changes:
             apply_override(recipe, change)
-        record = self._table.requeue(run_id, build_of(recipe), recipe=recipe, now_s=time.time())
+        self._table.requeue(run_id, build_of(recipe), recipe=recipe, now_s=time.time())
         await self._start_next()
-        return record
+        return self._table.get(run_id)
 
     async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
         try:
@@ -200,6 +200,7 @@ class FoundRuns:
         self._runs = runs
         self.error: Exception | None = None
         self.forgotten = 0
+        self._forgot = asyncio.Event()
 
     async def __call__(self) -> RunsApi:
         if self.error is not None:
@@ -208,6 +209,13 @@ class FoundRuns:
 
     def forget(self) -> None:
         self.forgotten += 1
+        self._forgot.set()
+
+    async def until_forgotten(self, times: int) -> None:
+        """Wait until calls were lost this often in all."""
+        while self.forgotten < times:
+            self._forgot.clear()
+            await self._forgot.wait()
 
 
 @asynccontextmanager
