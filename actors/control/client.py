@@ -27,11 +27,13 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 
 from headrace.actors.control.event_stream import AGAIN_S, END, POLL_S
 from headrace.actors.control.refusals import error_of
+from headrace.actors.engine_group.members_file import engine_status
 from headrace.actors.errors import ActorLost, ApiRefused, ConfigError
 from headrace.actors.runs.contract import LogPage, Readiness
 from headrace.actors.runs.records import run_event, run_record
 
 if TYPE_CHECKING:
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 
 PATIENCE_S: Final = 120.0
@@ -119,10 +121,9 @@ class ControlClient:
         refused."""
         return run_record(await self._once("POST", _path(run_id, "resume"), {"changes": list(changes)}))
 
-    async def engines(self, run_id: str) -> list[dict[str, Any]]:
-        """Return the engines of a run, as in `headrace engine list --json`."""
-        engines: list[dict[str, Any]] = (await self._ask("GET", _path(run_id, "engines")))["engines"]
-        return engines
+    async def engines(self, run_id: str) -> tuple[EngineStatus, ...]:
+        """Return the engines of a run."""
+        return tuple(map(engine_status, (await self._ask("GET", _path(run_id, "engines")))["engines"]))
 
     async def add_engine(self, run_id: str, url: str, timeout_s: float) -> str:
         """Attach a server to a live run, and return the name of the engine."""

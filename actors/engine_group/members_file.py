@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -19,6 +19,7 @@ from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.buffer.primitives.durable_files import write_private
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from headrace.policies.engine import EngineId
@@ -74,21 +75,24 @@ class Roster:
         write_private(path, orjson.dumps(document))
 
 
+def engine_status(record: Mapping[str, Any]) -> EngineStatus:
+    """Return the status in decoded JSON; unknown keys, of other versions, are ignored. Raises KeyError, TypeError,
+    ValueError."""
+    known = {item.name for item in fields(EngineStatus)}
+    values = {key: value for key, value in record.items() if key in known}
+    typed = {"origin": Origin(record["origin"]), "state": EngineState(record["state"])}
+    return EngineStatus(**{**values, **typed})
+
+
 def read_roster(path: Path) -> Roster:
     """Return the content of a members file; an empty roster when the file is missing or damaged, so that the group
     starts new engines."""
     if not path.exists():
         return Roster()
-    known = {item.name for item in fields(EngineStatus)}
     try:
         document = orjson.loads(path.read_bytes())
-        engines = []
-        for record in document["engines"]:
-            values = {key: value for key, value in record.items() if key in known}
-            typed = {"origin": Origin(record["origin"]), "state": EngineState(record["state"])}
-            engines.append(EngineStatus(**{**values, **typed}))
         return Roster(
-            engines=tuple(engines),
+            engines=tuple(engine_status(record) for record in document["engines"]),
             started=document["started"],
             retired=frozenset(document["retired"]),
             # Files of the first versions lack it.

@@ -228,11 +228,11 @@ def slime_terms(config: RunConfig) -> slime.SlimeTerms:
 
 def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunConfig:
     """Read a recipe with `key.sub=value` overrides for a run in `run_dir`. Raises ConfigError."""
-    return resolve(read_document(recipe, overrides), recipe, run_dir)
+    return resolve(read_recipe(recipe, overrides), recipe, run_dir)
 
 
-def read_document(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Read a recipe with `key.sub=value` overrides, without validating it. Raises ConfigError."""
+def read_recipe(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the document of a recipe with `key.sub=value` overrides, unchecked. Raises ConfigError."""
     try:
         document = tomllib.loads(recipe.read_text(encoding="utf-8"))
     except OSError as error:

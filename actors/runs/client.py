@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from headrace.actors.cluster.checks import refuse_absent_roles
 from headrace.actors.cluster.probe import living_nodes
 from headrace.actors.errors import ActorLost, RunsMissing, RunUnknown
-from headrace.actors.run.config import absolute_paths, read_document
+from headrace.actors.run.config import absolute_paths, read_recipe
 from headrace.actors.runs.contract import ACTOR_NAME
 from headrace.actors.runs.layout import ClusterTerms
 from headrace.actors.runs.records import RunId, Submission
@@ -60,7 +60,7 @@ async def find_runs() -> Runs:
 
 def document_of_recipe(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return a recipe as a submission contains it. Raises ConfigError."""
-    return absolute_paths(read_document(recipe, overrides), recipe)
+    return absolute_paths(read_recipe(recipe, overrides), recipe)
 
 
 class ClusterClient:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import os
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +14,7 @@ from headrace.actors.runs.quotas import Quota, Quotas
 from headrace.actors.runs.records import ActualState, RunId
 from headrace.buffer.errors import LedgerRefused
 from headrace.policies.errors import ModelInvalid
-from support.control_rig import ControlRig
+from support.control_rig import ControlRig, malformed
 from support.runs_without_services import RECIPE
 
 if TYPE_CHECKING:
@@ -328,53 +325,3 @@ def _check_error(answer: Answer, body: bytes) -> None:
         error = answer.document["error"]
         assert set(error) == {"code", "message"}
         assert "\n" not in error["message"], (body, error)
-
-
-VALID = (
-    {"name": "a", "recipe": RECIPE},
-    {
-        "name": "b",
-        "recipe": {**RECIPE, "training": {"steps": 3}, "tasks": {"train": "/t.jsonl", "heldout": "/h.jsonl"}},
-    },
-    {"changes": ["training.steps=3", "buffer.max_staleness=2"]},
-    {"url": "http://10.0.0.1:30000", "timeout_s": 5},
-)
-ODD: tuple[Any, ...] = (
-    *(None, True, 0, -1, 1 << 62, 10**40, 1e308, "", "\0", "x" * 3000, "é\u2028", [], {}, [[]], {"": {}}),
-    *({"a": {"b": {}}}, ["a=b", "=", "a.b.c.d=[", "training=1", "engines.count={}"], "http://[", "-" * 200),
-)
-
-
-def malformed(chance: random.Random) -> bytes:
-    """Return a valid body with values replaced, keys changed, or bytes cut, repeated and overwritten."""
-    body = orjson.loads(orjson.dumps(chance.choice(VALID)))
-    for _ in range(chance.randint(1, 3)):
-        table = body
-        while isinstance(table, dict) and table:
-            key = chance.choice(list(table))
-            if not isinstance(table[key], dict) or chance.random() < 0.3:
-                _damage(table, key, chance)
-                break
-            table = table[key]
-    data = bytearray(_dumped(body))
-    for _ in range(chance.choice((0, 0, 1, 3))):
-        begin = chance.randrange(len(data) or 1)
-        piece = bytes(data[begin : begin + chance.randint(1, 9)])
-        data[begin : begin + len(piece)] = chance.choice(
-            (b"", piece * 3, os.fsencode("\udcff"), b"[" * 2000, b"\\ud800")
-        )
-    return bytes(data)
-
-
-def _damage(table: dict[str, Any], key: str, chance: random.Random) -> None:
-    match chance.randrange(3):
-        case 0:
-            table[key] = copy.deepcopy(chance.choice(ODD))
-        case 1:
-            table[f"{key}{chance.choice(('x', '.', chr(0), 'é'))}"] = table.pop(key)
-        case 2:
-            table[chance.choice(("a", "learner", "engines", "model", "cluster"))] = copy.deepcopy(chance.choice(ODD))
-
-
-def _dumped(body: Any) -> bytes:
-    return json.dumps(body).encode()

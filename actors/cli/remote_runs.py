@@ -1,0 +1,277 @@
+"""Commands for the runs of a cluster, over its control API (`--url`). They need neither Ray nor a run directory.
+
+Invariants:
+- No command ends a run unless it was asked to: one that shows the progress of a run and is interrupted only detaches.
+- A run is named by its id, or by its name: then the newest run of that name is meant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import orjson
+import typer
+from rich.table import Table
+
+from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, say, show, write_json
+from headrace.actors.cli.run_engines import engine_table
+from headrace.actors.errors import ConfigError, RunUnknown
+from headrace.actors.runs.records import ActualState
+from headrace.buffer.core.outages import utc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from headrace.actors.control.client import ControlClient
+    from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
+
+T = TypeVar("T")
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", envvar="HEADRACE_URL", help="Control API of a cluster, http://host:port (docs/cluster.md)."),
+]
+KeyPath = Annotated[
+    Path | None,
+    typer.Option("--key-file", envvar="HEADRACE_KEY_FILE", help="File with your key for --url, readable by you only."),
+]
+_RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
+_PATHS: Final = (
+    ("model", "path"),
+    ("tasks", "train"),
+    ("tasks", "heldout"),
+    ("learner", "slime", "slime_dir"),
+    ("learner", "slime", "megatron_dir"),
+)
+"""Keys of a recipe that are paths relative to it when it runs on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """A control API and the file with the user's key."""
+
+    url: str
+    key_file: Path | None
+
+    def ask(self, work: Callable[[ControlClient], Awaitable[T]]) -> T:
+        """Return the result of `work` with a client. Raises ConfigError and the errors of the client."""
+        from headrace.actors.control.client import ControlClient, read_key
+
+        if self.key_file is None:
+            raise ConfigError("--key-file is missing: name the file with your key for --url (or set HEADRACE_KEY_FILE)")
+        key = read_key(self.key_file)
+
+        async def asked() -> T:
+            async with ControlClient(self.url, key) as client:
+                return await work(client)
+
+        return asyncio.run(asked())
+
+
+def submit_run(
+    api: Api, recipe: Path, *, name: str, overrides: Sequence[str], detach: bool, json: Path | None = None
+) -> int:
+    """Submit a recipe, and unless `detach` show the run's events until it has ended. Return the exit code. Raises
+    ConfigError for a recipe that cannot run elsewhere."""
+    document = recipe_document(recipe, overrides)
+    key = uuid.uuid4().hex
+    record = api.ask(lambda client: client.submit(name or recipe.stem, document, key))
+    say(f"run {record.run_id} ({record.name}): {_state(record)}")
+    if detach:
+        _write(record, json)
+        return 0
+    return follow_run(api, record.run_id, json=json)
+
+
+def recipe_document(recipe: Path, overrides: Sequence[str]) -> Recipe:
+    """Return the tables of a recipe for a run on a cluster. Raises ConfigError, also for paths that are relative: they
+    would mean nothing there."""
+    from headrace.actors.run.config import read_recipe
+
+    document = read_recipe(recipe, overrides)
+    for path in _PATHS:
+        value: Any = document
+        for part in path:
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, str) and not Path(value).is_absolute():
+            raise ConfigError(
+                f"{recipe}: {'.'.join(path)} {value!r} is relative: on a cluster, write an absolute path of its nodes "
+                f"(--set {'.'.join(path)}=/...)"
+            )
+    for table, keys in document.items():
+        if not isinstance(keys, dict):
+            raise ConfigError(f"{recipe}: {table} must be a table; write its keys below [{table}]")
+    try:
+        orjson.dumps(document)
+    except orjson.JSONEncodeError as error:
+        raise ConfigError(f"{recipe}: has a value that JSON cannot express ({error}): change it") from error
+    return document
+
+
+def follow_run(api: Api, run: str, *, json: Path | None = None) -> int:
+    """Show the events of a run until it has ended, and return its exit code. An interrupt ends only this command."""
+
+    async def follow(client: ControlClient) -> RunRecord:
+        run_id = await _run_id(client, run)
+        async for event in client.events(run_id):
+            say(_line(event))
+        return await client.run(run_id)
+
+    try:
+        record = api.ask(follow)
+    except KeyboardInterrupt:
+        say(f"detached; the run goes on: headrace events --url {api.url} {run}")
+        raise
+    say(f"run {record.run_id} ({record.name}): {_state(record)}")
+    _write(record, json)
+    if record.exit_code is not None:
+        return record.exit_code
+    # It ended without a service that could tell one.
+    return EXIT_FAILED if record.actual is ActualState.FAILED else EXIT_DRAINED
+
+
+def show_events(api: Api, run: str, *, after: int = 0) -> None:
+    """Print the events of a run after number `after`, one JSON object a line, until it has ended."""
+
+    async def print_all(client: ControlClient) -> None:
+        async for event in client.events(await _run_id(client, run), after=after):
+            typer.echo(orjson.dumps(event))
+
+    api.ask(print_all)
+
+
+def show_runs(api: Api, *, json: Path | None = None) -> None:
+    """Show all runs that the key may see."""
+    records = api.ask(lambda client: client.runs())
+    if json is not None:
+        write_json([asdict(record) for record in records], json)
+    else:
+        show(_runs_table(records))
+
+
+def show_run(api: Api, run: str, *, json: Path | None = None) -> None:
+    """Show the state of a run and its engines; as JSON, the document of `headrace status --json RUN`."""
+    if json is not None:
+        write_json(api.ask(_on(run, lambda client, run_id: client.status(run_id))), json)
+        return
+
+    async def both(client: ControlClient, run_id: str) -> tuple[RunRecord, dict[str, Any]]:
+        return await client.run(run_id), await client.status(run_id)
+
+    record, status = api.ask(_on(run, both))
+    show(_runs_table([record]))
+    for key in ("steps", "version", "reward", "held"):
+        if status.get(key):
+            say(f"{key}: {status[key]}")
+
+
+def show_report(api: Api, run: str, *, json: Path | None = None) -> None:
+    """Print the report of a run as JSON."""
+    write_json(api.ask(_on(run, lambda client, run_id: client.report(run_id))), json or Path("-"))
+
+
+def drain_run(api: Api, run: str, *, json: Path | None = None) -> None:
+    """Let a run save a checkpoint and end."""
+    _change(api, json, _on(run, lambda client, run_id: client.drain(run_id)))
+
+
+def stop_run(api: Api, run: str, *, json: Path | None = None) -> None:
+    """End a run at once."""
+    _change(api, json, _on(run, lambda client, run_id: client.stop(run_id)))
+
+
+def resume_run(api: Api, run: str, *, changes: Sequence[str] = (), json: Path | None = None) -> None:
+    """Queue an ended run again, with changed keys."""
+    _change(api, json, _on(run, lambda client, run_id: client.resume(run_id, tuple(changes))))
+
+
+def show_engines(api: Api, run: str, *, json: Path | None = None) -> None:
+    """Show the engines of a run."""
+    engines = api.ask(_on(run, lambda client, run_id: client.engines(run_id)))
+    if json is not None:
+        write_json({"engines": [asdict(engine) for engine in engines]}, json)
+    else:
+        show(engine_table(engines))
+
+
+def add_engine(api: Api, run: str, url: str, *, timeout_s: float, json: Path | None = None) -> None:
+    """Attach a server to a live run."""
+    name = api.ask(_on(run, lambda client, run_id: client.add_engine(run_id, url, timeout_s)))
+    _write_engine(name, "add", json)
+
+
+def remove_engine(api: Api, run: str, engine: str, *, timeout_s: float, json: Path | None = None) -> None:
+    """Remove an engine from a live run."""
+    name = api.ask(_on(run, lambda client, run_id: client.remove_engine(run_id, engine, timeout_s)))
+    _write_engine(name, "remove", json)
+
+
+def print_logs(api: Api, run: str, actor: str | None = None) -> None:
+    """Print the lines of a run's logs, or those of one actor, up to now."""
+
+    async def print_pages(client: ControlClient, run_id: str) -> None:
+        page = await client.logs(run_id, actor=actor)
+        while page.lines:
+            typer.echo("\n".join(page.lines))
+            page = await client.logs(run_id, actor=actor, after=page.cursor)
+
+    api.ask(_on(run, print_pages))
+
+
+def _on(run: str, work: Callable[[ControlClient, str], Awaitable[T]]) -> Callable[[ControlClient], Awaitable[T]]:
+    """Return `work` for the run that the user named."""
+
+    async def on_run(client: ControlClient) -> T:
+        return await work(client, await _run_id(client, run))
+
+    return on_run
+
+
+async def _run_id(client: ControlClient, run: str) -> str:
+    """Return the id of the run that the user named. Raises RunUnknown."""
+    if _RUN_ID.fullmatch(run):
+        return run
+    named = [record for record in await client.runs() if record.name == run]
+    if not named:
+        raise RunUnknown(f"there is no run {run!r}: `headrace status --url URL` lists the runs that your key may see")
+    return max(named, key=lambda record: record.submitted_s).run_id
+
+
+def _change(api: Api, json: Path | None, work: Callable[[ControlClient], Awaitable[RunRecord]]) -> None:
+    record = api.ask(work)
+    say(f"run {record.run_id} ({record.name}): {_state(record)}, should be {record.desired}")
+    _write(record, json)
+
+
+def _state(record: RunRecord) -> str:
+    return f"{record.actual} ({record.reason})" if record.reason else record.actual.value
+
+
+def _write(record: RunRecord, json: Path | None) -> None:
+    if json is not None:
+        write_json(asdict(record), json)
+
+
+def _write_engine(name: str, done: str, json: Path | None) -> None:
+    if json is not None:
+        write_json({"engine_id": name, "done": done}, json)
+    else:
+        say(f"{name}: {'added' if done == 'add' else 'removed'}")
+
+
+def _runs_table(records: Iterable[RunRecord]) -> Table:
+    table = Table("run", "name", "owner", "state", "submitted", "why", box=None)
+    for record in records:
+        submitted = utc(record.submitted_s)
+        table.add_row(record.run_id, record.name, record.owner, record.actual.value, submitted, record.reason)
+    return table
+
+
+def _line(event: RunEvent) -> str:
+    return f"{utc(event.time_s)}  {event.state:9} {event.text}"

@@ -1,0 +1,195 @@
+"""The commands for runs of a cluster, over HTTP against a control API."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+
+from headrace.actors.cli import remote_runs
+from headrace.actors.cli.remote_runs import Api
+from headrace.actors.errors import ConfigError, RunUnknown
+from headrace.actors.run.config import resolve
+from headrace.actors.runs.records import ActualState
+from support.control_rig import ControlRig
+from support.runs_without_services import serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+RECIPE = '[engines]\nbackend = "simulated"\n[learner]\nkind = "simulated"\n[agent]\nkind = "simulated"\n'
+WAIT_S = 30
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> ControlRig:
+    return ControlRig(tmp_path)
+
+
+@pytest.fixture
+async def api(rig: ControlRig, tmp_path: Path) -> AsyncIterator[Api]:
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text("alice\n")
+    async with serving(rig.app) as url:
+        yield Api(url=url, key_file=key)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+async def submit(api: Api, recipe: Path, name: str = "") -> None:
+    code = await asyncio.to_thread(remote_runs.submit_run, api, recipe, name=name, overrides=[], detach=True)
+    assert code == 0
+
+
+async def test_a_detached_run_is_submitted_under_the_name_of_its_recipe(
+    rig: ControlRig, api: Api, recipe: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    await asyncio.to_thread(
+        remote_runs.submit_run, api, recipe, name="", overrides=["training.steps=3"], detach=True, json=out
+    )
+    [record] = await rig.runs.runs("alice")
+    assert record.name == "small"
+    assert orjson.loads(out.read_bytes())["run_id"] == record.run_id
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "code"),
+    [
+        (ActualState.FINISHED, 0, 0),
+        (ActualState.FAILED, 75, 75),
+        (ActualState.FAILED, None, 1),
+        (ActualState.STOPPED, None, 4),
+    ],
+)
+async def test_a_followed_run_gives_its_events_and_exit_code(
+    rig: ControlRig,
+    api: Api,
+    recipe: Path,
+    capsys: pytest.CaptureFixture[str],
+    state: ActualState,
+    told: int | None,
+    code: int,
+) -> None:
+    await submit(api, recipe)
+    [record] = await rig.runs.runs("alice")
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(asyncio.to_thread(remote_runs.follow_run, api, "small"))
+        await rig.runs.go(record.run_id, ActualState.RUNNING, "first step")
+        await rig.runs.go(record.run_id, state, "the end", exit_code=told)
+    assert following.result() == code
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("UTC")[1].split(maxsplit=1) for line in lines[1:5]] == [
+        ["waiting", "submitted"],
+        ["starting", "starting"],
+        ["running", "first step"],
+        [state.value, "the end"],
+    ]
+    assert lines[5] == f"run {record.run_id} (small): {state} (the end)"
+
+
+async def test_runs_are_changed_and_shown_by_name(
+    rig: ControlRig, api: Api, recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    await submit(api, recipe)
+    [record] = await rig.runs.runs("alice")
+
+    def session() -> None:
+        remote_runs.add_engine(api, "small", "http://h:1", timeout_s=5)
+        remote_runs.show_engines(api, "small", json=tmp_path / "engines.json")
+        remote_runs.remove_engine(api, "small", "added-1", timeout_s=5)
+        remote_runs.drain_run(api, "small")
+        remote_runs.resume_run(api, record.run_id, changes=["training.steps=2"])
+        remote_runs.stop_run(api, "small", json=tmp_path / "stopped.json")
+        remote_runs.show_runs(api)
+        remote_runs.show_runs(api, json=tmp_path / "runs.json")
+        remote_runs.show_run(api, "small")
+        remote_runs.show_run(api, "small", json=tmp_path / "status.json")
+        remote_runs.show_report(api, "small")
+        remote_runs.print_logs(api, "small", "service")
+        remote_runs.show_events(api, "small", after=1)
+
+    await asyncio.to_thread(session)
+    printed = capsys.readouterr()
+    assert orjson.loads((tmp_path / "engines.json").read_bytes())["engines"][0]["url"] == "http://h:1"
+    assert orjson.loads((tmp_path / "stopped.json").read_bytes())["actual"] == "stopped"
+    assert [run["name"] for run in orjson.loads((tmp_path / "runs.json").read_bytes())] == ["small"]
+    assert orjson.loads((tmp_path / "status.json").read_bytes()) == {"run": "small", "state": "stopped"}
+    assert "added-1: added" in printed.err
+    assert "drained, should be drained" in printed.err
+    assert f"{record.run_id}  small  alice  stopped" in printed.err
+    report, rest = printed.out[: printed.out.index("}") + 1], printed.out[printed.out.index("}") + 2 :].splitlines()
+    assert orjson.loads(report) == {"steps": 0}
+    events = [event.number for event in (await rig.runs.events(record.run_id, 0, 0.0)).events]
+    assert [orjson.loads(line)["number"] for line in rest] == events + events[1:]
+
+
+async def test_the_newest_run_of_a_name_is_meant(rig: ControlRig, api: Api, recipe: Path) -> None:
+    for _ in range(2):
+        await submit(api, recipe, "a")
+        await asyncio.to_thread(remote_runs.stop_run, api, "a")
+    await submit(api, recipe, "a")
+    await asyncio.to_thread(remote_runs.drain_run, api, "a")
+    assert [record.actual.value for record in await rig.runs.runs("alice")] == ["stopped", "stopped", "drained"]
+    with pytest.raises(RunUnknown, match="headrace status --url"):
+        await asyncio.to_thread(remote_runs.drain_run, api, "b")
+
+
+@pytest.mark.parametrize("path", remote_runs._PATHS, ids=".".join)
+def test_relative_paths_are_refused(tmp_path: Path, path: tuple[str, ...]) -> None:
+    key = ".".join(path)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("")
+    with pytest.raises(ConfigError, match=rf"{key} 'data' is relative: .* --set {key}=/|{key} 'data' is relative"):
+        remote_runs.recipe_document(recipe, [f"{key}=data"])
+    absolute = remote_runs.recipe_document(recipe, [f"{key}=/data"])
+    value: object = absolute
+    for part in path:
+        assert isinstance(value, dict)
+        value = value[part]
+    assert value == "/data"
+
+
+def test_exactly_the_relative_paths_of_a_recipe_are_known(tmp_path: Path) -> None:
+    """A local run makes the same keys absolute."""
+    document = {
+        "model": {"path": "data"},
+        "tasks": {"train": "data", "heldout": "data"},
+        "learner": {"slime": {"slime_dir": "data", "megatron_dir": "data"}},
+    }
+    config = resolve(document, tmp_path / "recipe.toml", tmp_path / "run")
+    values = config.model_dump(mode="json")
+    for path in remote_runs._PATHS:
+        value = values
+        for part in path:
+            value = value[part]
+        assert value == str(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps = 3", "steps must be a table"),
+        ("[model]\nmade = 2026-01-01\n[x", "not valid TOML"),
+        ("[training]\nsteps = 99999999999999999999", "JSON cannot express"),
+    ],
+)
+def test_recipes_that_cannot_be_sent_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        remote_runs.recipe_document(recipe, [])
+
+
+def test_a_key_file_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="HEADRACE_KEY_FILE"):
+        remote_runs.show_runs(Api(url="http://127.0.0.1:1", key_file=None))
