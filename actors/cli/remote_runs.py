@@ -35,7 +35,9 @@ T = TypeVar("T")
 
 Url = Annotated[
     str | None,
-    typer.Option("--url", envvar="HEADRACE_URL", help="Control API of a cluster, http://host:port (docs/cluster.md)."),
+    typer.Option(
+        "--url", envvar="HEADRACE_URL", help="Control API of a cluster, http://host:port (docs/control_api.md)."
+    ),
 ]
 KeyPath = Annotated[
     Path | None,

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 2
 INTERNAL: Final = "internal"
-_CODES: Final[tuple[tuple[type[Exception], int, str], ...]] = (
+CODES: Final[tuple[tuple[type[Exception], int, str], ...]] = (
     (RunUnknown, 404, "run_unknown"),
     (RunsMissing, 404, "runs_missing"),
     (EngineUnknown, 404, "engine_unknown"),
@@ -44,6 +44,7 @@ _CODES: Final[tuple[tuple[type[Exception], int, str], ...]] = (
     (QuotaExceeded, 403, "quota_exceeded"),
     (ConfigError, 400, "config_invalid"),
 )
+"""Status and code of each error; the first class that fits counts."""
 
 
 class Refusal(Exception):
@@ -74,7 +75,7 @@ def refusal_of(error: Exception) -> Response:
         return refused(error.status, error.code, error.message)
     if isinstance(error, (ActorLost, ActorGone, TimeoutError)):
         return refused(503, "runs_away", "the service of runs does not answer at present: try again")
-    for kind, status, code in _CODES:
+    for kind, status, code in CODES:
         if isinstance(error, kind):
             return refused(status, code, str(error))
     # Errors of models, tasks and sandboxes: their classification exists already.
@@ -90,7 +91,7 @@ def error_of(status: int, code: str, message: str) -> Exception:
     """Return the error for an answer of the API."""
     if status >= 500 and code != INTERNAL:
         return ActorLost(f"the control API answered {status}: {message}")
-    for kind, _, known in _CODES:
+    for kind, _, known in CODES:
         if code == known:
             return kind(message)
     return ApiRefused(message)

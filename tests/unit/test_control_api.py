@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
+from headrace.actors.control import refusals
 from headrace.actors.control.bodies import MAX_BODY_BYTES, MAX_DEPTH
 from headrace.actors.errors import ActorLost, CannotBePlaced, RunsMissing
 from headrace.actors.runs.quotas import Quota, Quotas
@@ -18,10 +21,9 @@ from support.control_rig import ControlRig, malformed
 from support.runs_without_services import RECIPE
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from support.control_rig import Answer
 
+ROOT = Path(__file__).resolve().parents[2]
 ABSENT = "0" * 32
 
 
@@ -304,6 +306,16 @@ async def test_unknown_routes_are_refused_as_json(rig: ControlRig) -> None:
     for method, path, status in (("GET", "/", 404), ("GET", "/docs", 404), ("PUT", "/v1/runs", 405)):
         answer = await rig.call(method, path)
         assert (answer.status, answer.code) == (status, "route_unknown")
+
+
+def test_the_page_lists_every_route_and_every_code(rig: ControlRig) -> None:
+    page = (ROOT / "docs" / "control_api.md").read_text()
+    assert set(re.findall(r"^\| (GET|POST|DELETE) `(\S+)` \|", page, re.MULTILINE)) == set(_routes(rig))
+    sources = "".join(path.read_text() for path in (ROOT / "actors" / "control").glob("*.py"))
+    codes = set(re.findall(r'(?:Refusal|refused)\(\s*(?:\d+|status), "(\w+)"', sources))
+    codes |= {code for _, _, code in refusals.CODES} | {refusals.INTERNAL}
+    errors = page.split("## Errors")[1].split("## Quotas")[0]
+    assert codes == set(re.findall(r"`([a-z]+_[a-z_]+|internal|unavailable)`", errors))
 
 
 async def test_ten_thousand_malformed_bodies_are_all_refused(rig: ControlRig) -> None:
