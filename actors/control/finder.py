@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -25,7 +26,9 @@ LOOK_UP_S: Final = 5.0
 class RunsFinder:
     """Finds the actor and keeps its handle until it is forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, look_up: Callable[[], Any] | None = None) -> None:
+        """Use `look_up`, which blocks and raises ValueError if there is no actor; by default that of Ray."""
+        self._look_up = look_up or _look_up
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="find-runs")
         self._looking: Future[Any] | None = None
         self._found: RunsApi | None = None
@@ -44,7 +47,7 @@ class RunsFinder:
         from ray.exceptions import RayError
 
         if self._looking is None or self._looking.done():
-            self._looking = self._thread.submit(_look_up)
+            self._looking = self._thread.submit(self._look_up)
         try:
             async with asyncio.timeout(LOOK_UP_S):
                 return await asyncio.shield(asyncio.wrap_future(self._looking))

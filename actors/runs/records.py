@@ -58,7 +58,7 @@ TRANSITIONS: Final[Mapping[ActualState, frozenset[ActualState]]] = {
     # STARTING: a lost or replaced service. WAITING: the next try comes later.
     ActualState.RUNNING: ENDED | {ActualState.DRAINING, ActualState.STARTING, ActualState.WAITING},
     # STARTING: the service was lost while it drained, and a new one completes that.
-    ActualState.DRAINING: ENDED | {ActualState.STARTING},
+    ActualState.DRAINING: ENDED | {ActualState.STARTING, ActualState.WAITING},
     ActualState.FINISHED: frozenset(),
     # WAITING: the run was resumed.
     ActualState.DRAINED: frozenset({ActualState.WAITING}),

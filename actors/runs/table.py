@@ -219,12 +219,15 @@ class RunsTable:
         uses_restart: bool = False,
     ) -> RunRecord:
         """Record the next state of a run, with the `reason` for it, the `exit_code` if it ended, and the time of the next
-        try if it waits for one, which may use up one of its restarts. Raises RunUnknown, and RunRefused for a transition
-        that is not allowed and when no restarts are left."""
+        try if it waits for one, which may use up one of its restarts. A run that shall not run ends instead of waiting.
+        Raises RunUnknown, and RunRefused for a transition that is not allowed and when no restarts are left."""
         with transaction(self._database):
             record = self.get(run_id)
             if actual not in TRANSITIONS[record.actual]:
                 raise RunRefused(f"run {run_id} is {record.actual}, so it cannot become {actual}")
+            if actual is ActualState.WAITING and record.desired is not DesiredState.RUNNING:
+                # Its service was lost while it drained or stopped.
+                actual, uses_restart = ActualState(record.desired), False
             if uses_restart and not record.restarts_left:
                 raise RunRefused(f"run {run_id} has no restarts left, so it can only fail")
             reason = _one_line(reason)

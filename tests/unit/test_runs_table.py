@@ -178,6 +178,15 @@ def test_a_retry_uses_up_a_restart(table: RunsTable) -> None:
     assert (failed.exit_code, failed.reason) == (75, "again")
 
 
+@pytest.mark.parametrize("desired", [DesiredState.DRAINED, DesiredState.STOPPED])
+def test_a_run_that_shall_end_does_not_wait_for_a_next_try(table: RunsTable, desired: DesiredState) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0)
+    lead(table, IDS[0], ActualState.STARTING, ActualState.RUNNING)
+    table.want(IDS[0], desired, now_s=2.0)
+    ended = table.move(IDS[0], ActualState.WAITING, now_s=3.0, reason="lost", next_try_s=9.0, uses_restart=True)
+    assert (ended.actual, ended.restarts_left, ended.next_try_s) == (desired.value, 1, None)
+
+
 def test_a_resumed_run_is_the_last_in_the_queue(table: RunsTable) -> None:
     for number in range(2):
         table.submit(submission(f"r{number}", key=f"k{number}"), BUILD, run_id=IDS[number], now_s=1.0)
