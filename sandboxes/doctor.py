@@ -83,7 +83,7 @@ def probe() -> tuple[Guarantee, ...]:
         reasons = dict.fromkeys(_MEANING, f"the probe itself failed: {error}")
     for name, path in programs.items():
         try:
-            subprocess.run((path, "--version"), capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True)
+            subprocess.run((path, "--version"), capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True, env={})
             reasons[name] = ""
         except (OSError, subprocess.SubprocessError) as error:
             reasons[name] = str(error)

@@ -23,6 +23,8 @@ ORDER: dict[str, tuple[str, ...]] = {
             "launcher",
             "command_streams",
             "private_folders",
+            "key_files",
+            "child_environment",
             "images",
             "leftovers",
         ),

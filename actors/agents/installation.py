@@ -27,6 +27,7 @@ from typing import Final
 
 from headrace.actors.agents import versions
 from headrace.buffer.primitives.file_lock import FileLock
+from headrace.sandboxes.child_environment import child_environment
 
 EVERY_RUN: Final = ("claude-code", "codex", "mini-swe-agent")
 """Agents that the default tests need."""
@@ -219,7 +220,7 @@ def _pip(target: Path, python: str, arguments: Sequence[str]) -> None:
     if compiler is not None:
         # Not checked: some packages have files for other Python versions, which do not compile.
         command = (compiler, "-m", "compileall", "-qq", str(target))
-        subprocess.run(command, check=False, capture_output=True, timeout=_TIMEOUT_S)
+        subprocess.run(command, check=False, capture_output=True, timeout=_TIMEOUT_S, env=child_environment())
 
 
 def system_python() -> str:
@@ -231,7 +232,8 @@ def system_python() -> str:
 def _run(command: Sequence[str]) -> str:
     """Run a command and return its standard output. Raises InstallFailed with its error lines."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        environment = child_environment()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InstallFailed(f"{command[0]}: {error}") from error
     if done.returncode != 0:

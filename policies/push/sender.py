@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.errors import GroupFailed, ModelInvalid, SenderFailed, SenderTimeout
 from headrace.policies.processes.parent_death import die_with_parent
+from headrace.sandboxes.child_environment import child_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,7 +122,7 @@ class SenderProcess:
             self.config.log_path.parent.mkdir(parents=True, exist_ok=True)
             log = self.config.log_path.open("ab")
         pipe = asyncio.subprocess.PIPE
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = child_environment(OMP_NUM_THREADS="1")
         if self.config.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.config.devices)
         try:

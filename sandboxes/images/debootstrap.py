@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import BootFailed, ImageRefused
 from headrace.sandboxes.kernel import syscalls
 
@@ -35,10 +36,10 @@ def install(suite: str, tree: Path) -> int:
     paths = [_SOURCES / "sources.list", *sorted(folder.glob("*.list")), *sorted(folder.glob("*.sources"))]
     mirror = mirror_for(suite, [path.read_text(errors="replace") for path in paths if path.is_file()])
     # The download program of debootstrap does not read apt's proxy settings.
-    environment = dict(os.environ)
+    environment = child_environment()
     for scheme in ("http", "https"):
         ask = ("apt-config", "shell", "PROXY", f"Acquire::{scheme}::Proxy")
-        answer = subprocess.run(ask, capture_output=True, check=False, text=True).stdout
+        answer = subprocess.run(ask, capture_output=True, check=False, text=True, env=child_environment()).stdout
         if match := re.fullmatch(r"PROXY='([^']+)'\n?", answer):
             environment[f"{scheme}_proxy"] = match[1]
     command = [program, "--variant=minbase", suite, str(tree), *([mirror] if mirror else [])]

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import (
     BootFailed,
     CapacityExceeded,
@@ -182,6 +183,7 @@ class ImageStore:
             *(sys.executable, "-I", "-m", "headrace.sandboxes.images.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            env=child_environment(),
             start_new_session=True,
         )
         try:

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import BootFailed, ImageRefused, OutOfDisk, SpecRefused, Unsupported
 from headrace.sandboxes.kernel import syscalls
 from headrace.sandboxes.kernel.disk_layers import template_name
@@ -178,7 +179,7 @@ def make_template(folder: Path, size_bytes: int) -> None:
     try:
         with draft.open("wb") as file:
             file.truncate(size_bytes)
-        environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+        environment = child_environment(PATH=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
         command = ("mkfs.ext4", "-q", "-F", *_OPTIONS, draft)
         subprocess.run(command, capture_output=True, check=True, timeout=_TIMEOUT_S, env=environment)
         draft.rename(path)

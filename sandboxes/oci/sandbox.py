@@ -28,6 +28,7 @@ from headrace.sandboxes.base import (
     Stream,
 )
 from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
+from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
 from headrace.sandboxes.images.folders import remove
 from headrace.sandboxes.kernel import syscalls
@@ -299,6 +300,7 @@ class OciSandbox(Sandbox):
         process = await asyncio.create_subprocess_exec(
             *("nsenter", f"--mount=/proc/{state.keeper_pid}/ns/mnt", "umount", "--lazy", str(home / LAYER)),
             stderr=asyncio.subprocess.DEVNULL,
+            env=child_environment(),
         )
         await process.wait()
         await asyncio.to_thread(remove, home)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headrace.policies.errors import LearnerSettingsInvalid
+from headrace.sandboxes.child_environment import child_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -158,7 +159,9 @@ _PROJECT: Final = {"slime": "THUDM/slime", "megatron": "NVIDIA/Megatron-LM"}
 def _commit(root: Path) -> str:
     command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "rev-parse", "HEAD"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True, env=child_environment()
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return answer.stdout.strip()
