@@ -327,6 +327,9 @@ def serve_gateway(
     admin_token_file: Annotated[Path, typer.Option(help="File with the admin token; created if missing.")] = Path(
         "gateway-admin-token"
     ),
+    engine_key_file: Annotated[
+        Path | None, typer.Option(help="Private file with the key of the engines; by default they have none.")
+    ] = None,
     advertise_url: Annotated[str | None, typer.Option(help="Base URL given to agents on other hosts.")] = None,
     state: Annotated[
         Path | None, typer.Option(help="Folder for session logs; by default sessions are kept in memory.")
@@ -353,6 +356,7 @@ def serve_gateway(
         state=state,
         parser=parser,
         max_context_tokens=max_context_tokens,
+        engine_key_file=engine_key_file,
     )
     serve_gateway(options, lambda url: _announce(url, json))
 

@@ -44,8 +44,18 @@ def serve(
     device: Annotated[
         Device, typer.Option(help="For sglang: device; cuda needs an environment of its own (--python).")
     ] = (Device.CPU),
-    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to bind; any address other than loopback requires --key-file.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(help="Private file with the key that each request but /health must carry."),
+    ] = None,
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option(help="For cpu: folder from which it may be told to load weights, besides --model; repeatable."),
+    ] = None,
     weight_version: Annotated[str, typer.Option(help="Label of the weights on disk: epoch.step.")] = "1.0",
     seed: Annotated[int, typer.Option(min=0, help="Random seed for sampling.")] = 0,
     max_running: Annotated[int | None, typer.Option(min=1, help="Maximum number of sequences decoded at once.")] = None,
@@ -73,6 +83,7 @@ def serve(
         "model": model,
         "host": host,
         "port": port,
+        "key_file": key_file,
         "weight_version": weight_version,
         "seed": seed,
         "max_context": max_context,
@@ -85,13 +96,16 @@ def serve(
         "python": python,
         "arguments": tuple(arguments or ()),
     }
+    embedded = {"weights": tuple(weights or ())}
     with tempfile.TemporaryDirectory(prefix="headrace-engine-") as temporary:
         common["directory"] = directory or Path(temporary)
-        server = server_process(backend, common, foreign)
+        server = server_process(backend, common, foreign, embedded)
         asyncio.run(serve_until_signalled(server, announce))
 
 
-def server_process(backend: Backend, common: dict[str, Any], foreign: dict[str, Any]) -> ServerProcess:
+def server_process(
+    backend: Backend, common: dict[str, Any], foreign: dict[str, Any], embedded: dict[str, Any]
+) -> ServerProcess:
     """Return the configured server, which has not been started yet. Raises ConfigError."""
     from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
     from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
@@ -100,9 +114,11 @@ def server_process(backend: Backend, common: dict[str, Any], foreign: dict[str, 
         raise ConfigError(f"--model {common['model']}: the directory has no config.json; name a model directory")
     try:
         if backend is Backend.SGLANG:
+            if embedded["weights"]:
+                raise ConfigError("--weights: available only with --backend cpu; SGLang loads any directory")
             return SGLangProcess(SGLangServerConfig.model_validate(common | foreign))
         refuse_foreign(foreign, {key: SGLangServerConfig.model_fields[key].default for key in foreign})
-        return EngineProcess(EngineProcessConfig.model_validate(common))
+        return EngineProcess(EngineProcessConfig.model_validate(common | embedded))
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from headrace.actors.engine_group.registry import address
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
+from headrace.policies.sglang.server import OWN_OPTIONS
 
 DEVICE_OPTIONS: Final = {
     **dict.fromkeys(("--tp-size", "--tp", "--tensor-parallel-size"), "engines.tensor_parallel"),
@@ -69,6 +70,9 @@ class EnginesConfig(BaseModel):
     router: str | None = None
     """Base URL of an sglang-router, whose workers are attached and removed as its list changes. Turns and pushes go to
     the workers directly."""
+    key_file: Path | None = None
+    """Private file (mode 600) with the key of the attached servers and of the router; None for servers without one. The
+    engines that the group starts have a key of their own, which the run makes."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of devices that one SGLang server uses."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -149,6 +153,12 @@ class EnginesConfig(BaseModel):
                     f"engines.sglang.arguments has {claimed[0]}, which selects GPUs that are not reserved for the "
                     f"engine: remove it, and set {DEVICE_OPTIONS[claimed[0]]}"
                 )
+        named = [argument.split("=")[0] for argument in self.sglang.arguments]
+        if refused := [name for name in named if name in OWN_OPTIONS]:
+            raise ValueError(
+                f"engines.sglang.arguments has {refused[0]}, but the run gives its servers a key of its own, in "
+                "a private configuration file: remove it, and list other options one by one"
+            )
         seen: dict[tuple[str, int], str] = {}
         for url in self.attach:
             if (other := seen.setdefault(address(url), url)) is not url:

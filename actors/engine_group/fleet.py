@@ -21,12 +21,13 @@ from headrace.actors.engine_group.config import EnginesConfig, Placement
 from headrace.actors.engine_group.engine_process import AttachedServer, EngineHandle, LocalProcess, PlacedProcess
 from headrace.actors.engine_group.host import EngineHost, ServerPlan, server_process
 from headrace.actors.engine_group.members_file import EngineStatus
-from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address, is_loopback
+from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address
 from headrace.actors.errors import ActorError, EngineGroupError, EngineNotAdded
 from headrace.actors.runtime.nodes import Role
 from headrace.actors.runtime.runtime import RayRuntime, Resources, node_address
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineStartFailed
+from headrace.policies.processes.engine_keys import EngineKeyFiles, is_loopback
 from headrace.policies.sglang.client import EngineLoad, SGLangConfig, SGLangEngine
 from headrace.policies.tokens.model_keys import read_vocabulary_size
 
@@ -57,7 +58,7 @@ class Member:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
     """Parameters shared by all engines of a group. `runtime` may be None unless Ray places the engines. `devices` are
-    the CUDA devices of local engines by slot."""
+    the CUDA devices of local engines by slot, `snapshots` the folders from which engines may load weights."""
 
     model_dir: Path
     directory: Path
@@ -65,6 +66,8 @@ class EngineContext:
     push: PushConfig
     runtime: RayRuntime | None
     devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keys: EngineKeyFiles = field(default_factory=EngineKeyFiles)
+    snapshots: tuple[Path, ...] = ()
 
 
 class Fleet:
@@ -78,6 +81,7 @@ class Fleet:
         self._context = context
         self._http = http
         self._vocab_size = read_vocabulary_size(context.model_dir)
+        self.keys = context.keys
         self.members: dict[EngineId, Member] = {}
         self.started = 0
         self.retired: set[str] = set()
@@ -114,8 +118,8 @@ class Fleet:
 
     async def _join(self, engine_id: EngineId, url: str, origin: Origin) -> EngineInfo:
         self._registry.starting(engine_id, place=engine_id, origin=origin, now=time.monotonic(), url=url)
-        self.members[engine_id] = Member(engine_id, self._client(engine_id, url), AttachedServer())
         try:
+            self.members[engine_id] = Member(engine_id, self._client(engine_id, url, attached=True), AttachedServer())
             return await self.ask(engine_id)
         except EngineError as error:
             self._registry.quarantine(engine_id, f"it did not answer: {error}", time.monotonic())
@@ -256,6 +260,8 @@ class Fleet:
             seed=context.seed * 1000 + number,
             group_timeout_s=context.push.engine_group_timeout_s,
             devices=devices,
+            key_file=context.keys.own,
+            weights=context.snapshots,
         )
 
     async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:
@@ -268,7 +274,7 @@ class Fleet:
             )
         return Member(engine_id, self._client(engine_id, hosted.url), PlacedProcess(host, self._context.runtime))
 
-    def _client(self, engine_id: EngineId, url: str) -> SGLangEngine:
+    def _client(self, engine_id: EngineId, url: str, *, attached: bool = False) -> SGLangEngine:
         push = self._context.push
         config = SGLangConfig(
             vocab_size=self._vocab_size,
@@ -277,7 +283,8 @@ class Fleet:
             update_timeout_s=push.client_transfer_timeout_s,
             read_timeout_s=push.client_read_timeout_s,
         )
-        return SGLangEngine(engine_id, url, self._http, config)
+        key = self.keys.key_of(attached=attached)
+        return SGLangEngine(engine_id, url, self._http, config, key=key)
 
 
 def attached_id(url: str) -> EngineId:

@@ -42,9 +42,11 @@ from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError
+from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.machine import Phase
 from headrace.policies.push.sender import SenderConfig, Senders
+from headrace.sandboxes.key_files import make_key
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -63,7 +65,10 @@ SUPERVISION_S = 2.0
 
 
 class EngineGroup:
-    """Actor that owns a run's engines."""
+    """Actor that owns a run's engines. `key_file` has the key of those that it starts, by default `engines/key` in the
+    run directory; it is made if missing. They may load weights from `snapshots`, the folders that learners write to, and
+    from `published`, which has the snapshots that they read by disk: by default it is in the run directory. The nodes of
+    engines must see all of these folders."""
 
     def __init__(
         self,
@@ -77,9 +82,9 @@ class EngineGroup:
         observing: ActorTelemetry,
         runtime: RayRuntime | None = None,
         published: Path | None = None,
+        key_file: Path | None = None,
+        snapshots: tuple[Path, ...] = (),
     ) -> None:
-        """`published` is the folder of the snapshots that engines read by disk, which their nodes must see; by default
-        it is in the run directory."""
         if observing.run_dir is None:
             raise ValueError("the engine group writes logs and journals: pass a run directory")
         if runtime is not None and runtime.is_cluster and is_loopback(push_config.host):
@@ -89,6 +94,7 @@ class EngineGroup:
         self._push_config = push_config
         self._observing = observing
         self._directory = observing.run_dir / "engines"
+        self._key_file, self._snapshots = key_file or self._directory / "key", snapshots
         self._context = EngineContext(
             model_dir=model_dir, directory=self._directory, seed=seed, push=push_config, runtime=runtime
         )
@@ -104,11 +110,13 @@ class EngineGroup:
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("engines"))
         self._directory.mkdir(parents=True, exist_ok=True)
+        make_key(self._key_file)
         try:
             self._http = await self._stack.enter_async_context(aiohttp.ClientSession())
             devices = plan_devices(self._config, self._push_config, visible_devices())
             self._senders = Senders(SenderConfig(log_path=self._directory / "sender.log", devices=devices.sender))
-            context = replace(self._context, devices=devices.engines)
+            keys = EngineKeyFiles(own=self._key_file, attached=self._config.key_file)
+            context = replace(self._context, devices=devices.engines, keys=keys, snapshots=(self._published, *self._snapshots))
             self._fleet = Fleet(self._config, self._registry, context, self._http)
             members = self._fleet.members
             readers = DirectoryReaders(is_member=lambda engine_id: engine_id in members)
@@ -283,7 +291,7 @@ class EngineGroup:
         """Attach the router's new workers, and remove those that it no longer lists."""
         if self._config.router is None:
             return
-        workers = await router_workers(self._config.router, self._http)
+        workers = await router_workers(self._config.router, self._http, self._fleet.keys.key_of(attached=True))
         if workers is None:
             return
         for url in workers:

@@ -34,6 +34,7 @@ from headrace.actors.engine_group.config import check_url
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineDown, EngineError, EngineRefused
+from headrace.policies.sglang.transport import authorization
 from headrace.policies.transport_errors import reason
 
 if TYPE_CHECKING:
@@ -121,10 +122,11 @@ logger = logging.getLogger(__name__)
 ROUTER_TIMEOUT_S = 5.0
 
 
-async def router_workers(url: str, http: aiohttp.ClientSession) -> tuple[str, ...] | None:
-    """Return the base URLs of the router's workers, or None if the router did not list them."""
+async def router_workers(url: str, http: aiohttp.ClientSession, key: str | None) -> tuple[str, ...] | None:
+    """Return the base URLs of the router's workers, or None if the router did not list them. `key` is the router's."""
+    workers = url.rstrip("/") + "/workers"
     try:
-        async with asyncio.timeout(ROUTER_TIMEOUT_S), http.get(url.rstrip("/") + "/workers") as response:
+        async with asyncio.timeout(ROUTER_TIMEOUT_S), http.get(workers, headers=authorization(key)) as response:
             status, payload = response.status, await response.read()
         if status != 200:
             raise ValueError(f"status {status}")

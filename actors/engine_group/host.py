@@ -63,7 +63,8 @@ async def _end_with(process: ServerProcess) -> NoReturn:
 class ServerPlan:
     """Parameters of an engine to start. It binds to `host`, and its files in `directory` have the stem `name`.
     `group_timeout_s` bounds the formation of a weight group, and the transfer of a bucket, on the engine's side.
-    `devices` are its CUDA devices; if empty, it sees those of its parent."""
+    `devices` are its CUDA devices; if empty, it sees those of its parent. `key_file` has its key, and `weights` are the
+    folders from which an embedded engine loads weights."""
 
     name: str
     model_dir: Path
@@ -72,6 +73,8 @@ class ServerPlan:
     group_timeout_s: float
     host: str = "127.0.0.1"
     devices: tuple[str, ...] = ()
+    key_file: Path | None = None
+    weights: tuple[Path, ...] = ()
 
 
 def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
@@ -86,6 +89,7 @@ def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
                 devices=plan.devices,
                 name=plan.name,
                 host=plan.host,
+                key_file=plan.key_file,
                 seed=plan.seed,
                 max_running=config.max_running,
                 max_context=config.max_context_tokens,
@@ -100,6 +104,8 @@ def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
             model=plan.model_dir,
             directory=plan.directory,
             host=plan.host,
+            key_file=plan.key_file,
+            weights=plan.weights,
             name=plan.name,
             seed=plan.seed,
             max_running=config.max_running,

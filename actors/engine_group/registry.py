@@ -237,6 +237,7 @@ class EngineRegistry:
                     url=entry.url,
                     admitted=entry.state is EngineState.SERVING,
                     cache_namespace=entry.cache_namespace,
+                    attached=not entry.origin.is_ours,
                 )
                 for entry in shown
                 if entry.url
@@ -256,11 +257,6 @@ class EngineRegistry:
             raise EngineAddressTaken(
                 f"{engine_id} and {other.engine_id} have the same address, {url}: remove one of them"
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only this host can reach the address."""
-    return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def address(url: str) -> tuple[str, int]:

@@ -96,6 +96,11 @@ class RunDirectory:
         return self.path / "engines" / "members.json"
 
     @property
+    def engine_key(self) -> Path:
+        """The key of the run's engines; readable on every host with an engine or a gateway."""
+        return self.storage / "engines" / "key"
+
+    @property
     def engine_requests(self) -> Path:
         """Requests of operators to the engines (`headrace engine add`), and the answers."""
         return self.path / "engines" / "requests"

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from headrace.actors.agents.config import AgentKind, AgentSection
 from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.registry import address, is_loopback
+from headrace.actors.engine_group.registry import address
 from headrace.actors.errors import ConfigError
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
@@ -39,6 +39,7 @@ from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.slime import arguments as slime
+from headrace.policies.processes.engine_keys import is_loopback
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.gateway.config import GatewaySection
 from headrace.serve.observing.retention import RetentionConfig
@@ -291,6 +292,7 @@ _PATHS = (
     ("model", "path"),
     ("tasks", "train"),
     ("tasks", "heldout"),
+    ("engines", "key_file"),
     ("learner", "slime", "slime_dir"),
     ("learner", "slime", "megatron_dir"),
 )

@@ -61,11 +61,12 @@ from headrace.buffer.primitives.durable_files import publish_folder, replace_fil
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.primitives.registry import PartRefused
 from headrace.buffer.tasks import load_tasks, write_tasks
-from headrace.policies.errors import EngineStartFailed, LearnerSettingsInvalid
+from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed, LearnerSettingsInvalid
 from headrace.policies.learners.objectives import registry
 from headrace.policies.learners.slime.checkout import find_checkouts
 from headrace.policies.models.model_files import check_model_files
 from headrace.policies.models.qwen_config import check_computable
+from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay, starting
@@ -141,6 +142,10 @@ def check_parts(config: RunConfig) -> None:
         if config.learner.kind == "megatron" or (config.engines.backend == "cpu" and config.engines.count):
             check_computable(config.model.path)
     refuse_absent_sglang(config.engines)
+    try:
+        read_engine_key(config.engines.key_file, "engines.key_file")
+    except EngineSettingsInvalid as error:
+        raise ConfigError(str(error)) from error
     refuse_shared_gpus(config.engines, reserved_gpus(config))
     make_agent(config.agent)
     check_provider(config.sandbox)

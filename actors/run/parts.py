@@ -43,6 +43,7 @@ from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
 from headrace.policies.engine import PauseMode
 from headrace.policies.learners.config import row_limits
+from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.config import GatewayConfig
 
@@ -198,6 +199,7 @@ class ServiceParts(ResourceOwner):
             GatewayConfig(
                 tokenizer_dir=config.model.path,
                 session_log_dir=directory.path / f"sessions{unit.suffix}",
+                engine_keys=EngineKeyFiles(own=directory.engine_key, attached=config.engines.key_file),
                 in_place_pushes=config.push.pause_mode is PauseMode.IN_PLACE,
                 **config.gateway.model_dump(),
             ),
@@ -266,6 +268,8 @@ class ServiceParts(ResourceOwner):
             seed=config.service.seed,
             observing=self._observing,
             runtime=self._runtime,
+            key_file=self._directory.engine_key,
+            snapshots=(self._directory.weights, self._directory.checkpoints),
             published=None if self._directory.shared is None else self._directory.shared / "published",
             resources=replace(self._control, gpus=local_gpus(config.engines, config.push)),
         )
@@ -407,4 +411,6 @@ def recipe_digest(config: RunConfig) -> str:
     document = config.model_dump(mode="json")
     for key in ("checkpoint_dir", "snapshot_dir"):
         del document["learner"][key]
+    # Which file a secret is in does not define a run.
+    del document["engines"]["key_file"]
     return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()

@@ -4,6 +4,7 @@ Invariants:
 - HTTP runs in the main thread, torch in one other thread, and weight transfers in their own threads.
 - The address is announced with an atomic write of `{"url", "pid"}` once the engine is ready for requests.
 - With `parent_pid` the process dies with its parent.
+- With `key_file` every request but /health must carry the key; without it the process listens on loopback only.
 
 Start it with `python -m headrace.policies.cpu_engine --model DIR` or through `EngineProcess`.
 """
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.policies.errors import ModelInvalid
+from headrace.policies.errors import EngineSettingsInvalid, ModelInvalid
+from headrace.policies.processes.engine_keys import read_engine_key, require_key
 from headrace.policies.processes.parent_death import die_with_parent
 from headrace.policies.processes.server_process import announce
 from headrace.policies.tokens.model_keys import language_keys
@@ -45,9 +47,13 @@ class CpuEngineConfig(BaseModel):
     model: Path
     """Hugging Face directory of a dense Qwen3 or Qwen2.5 model, with weights in one or several files."""
     host: str = "127.0.0.1"
-    """Address to bind."""
+    """Address to bind; any address other than loopback needs `key_file`."""
     port: int = Field(default=0, ge=0, lt=65536)
     """Port to bind; 0 chooses a free one."""
+    key_file: Path | None = None
+    """Private file with the key that every request must carry; None accepts requests without one."""
+    weights: tuple[Path, ...] = ()
+    """Folders from which /update_weights_from_disk loads, besides `model`."""
     announce: Path | None = None
     """File that receives `{"url", "pid"}` once the engine answers."""
     weight_version: str = "1.0"
@@ -95,7 +101,7 @@ def read_eos_ids(directory: Path) -> frozenset[int]:
 
 
 def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
-    """Load the model and build the engine. Raises ModelInvalid."""
+    """Load the model and build the engine. Raises ModelInvalid, EngineSettingsInvalid."""
     from headrace.policies.cpu_engine.requests import Limits
     from headrace.policies.cpu_engine.runner import Runner
     from headrace.policies.cpu_engine.scheduler import Scheduler
@@ -105,6 +111,8 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
     from headrace.policies.models.qwen import read_weights
     from headrace.policies.models.qwen_config import QwenConfig
 
+    require_key(config.host, config.key_file)
+    key = read_engine_key(config.key_file, "--key-file")
     model = QwenConfig.read(config.model / "config.json")
     context_tokens = config.max_context or min(model.max_position_embeddings, DEFAULT_CONTEXT_TOKENS)
     tokenizer = read_tokenizer(config.model / "tokenizer.json", model.vocab_size)
@@ -128,6 +136,8 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
         family=model.family,
         limits=Limits(vocab_size=model.vocab_size, context_tokens=context_tokens),
         max_running=config.max_running,
+        weights_folders=(config.model, *config.weights),
+        key=key,
     )
     updater = WeightUpdater(engine, group_timeout_s=config.group_timeout_s)
     return engine, EngineServer(engine, updater, tokenizer, settings)
@@ -167,7 +177,7 @@ def run(config: CpuEngineConfig) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config))
-    except (ModelInvalid, OSError) as error:
+    except (ModelInvalid, EngineSettingsInvalid, OSError) as error:
         sys.stderr.write(f"cannot serve {config.model}: {error}\n")
         return 2
     return 0
@@ -177,7 +187,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> CpuEngineConfig:
     """Parse command-line arguments, one for each field of the config."""
     parser = argparse.ArgumentParser(prog="headrace.policies.cpu_engine", description=(__doc__ or "").splitlines()[0])
     for name, field in CpuEngineConfig.model_fields.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", required=field.is_required(), default=argparse.SUPPRESS)
+        action = "append" if name == "weights" else "store"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", required=field.is_required(), default=argparse.SUPPRESS, action=action
+        )
     return CpuEngineConfig.model_validate(vars(parser.parse_args(arguments)))
 
 

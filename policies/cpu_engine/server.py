@@ -4,6 +4,8 @@ Invariants:
 - Every reply is JSON, or empty if SGLang's is; a bad request gets a 400 with the reason and changes nothing.
 - Bodies are parsed in the event loop's thread; the torch thread receives only valid values.
 - The requests of a client that disconnects are dropped.
+- If the server has a key, every request but /health must carry it; the others get a 401 and have no effect.
+- Weights are read from named folders only, whatever path a request names.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hmac import compare_digest
 from importlib.metadata import version as distribution_version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -35,6 +39,7 @@ from headrace.policies.models.qwen_config import ARCHITECTURES
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from aiohttp.typedefs import Middleware
     from tokenizers import Tokenizer
 
     from headrace.policies.cpu_engine.thread import EngineThread
@@ -48,6 +53,7 @@ FROM_TENSOR_REFUSED = (
     "update_weights_from_tensor is not supported: its tensors are pickled, and this engine does not unpickle data "
     "from the network; use update_weights_from_distributed or update_weights_from_disk"
 )
+KEY_REFUSED = "missing or wrong key: send `Authorization: Bearer KEY` with the key in the server's --key-file"
 MEMORY_REFUSED = (
     "{path} is not supported: this engine cannot release memory and continue later; stop its process instead"
 )
@@ -55,12 +61,15 @@ MEMORY_REFUSED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Properties of the server that its info routes report."""
+    """Properties of the server. `weights_folders` are those from which it may load weights, the model first; `key` is
+    the one that requests must carry, None for none."""
 
     model_path: str
     family: str
     limits: Limits
     max_running: int
+    weights_folders: tuple[Path, ...]
+    key: str | None = field(default=None, repr=False)
 
 
 def json_response(body: object, status: int = 200) -> web.Response:
@@ -93,6 +102,42 @@ async def classify(
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         return json_response({"error": {"message": "internal error; see the engine's log"}}, 500)
+
+
+def key_check(key: str | None) -> Middleware:
+    """Return the middleware that refuses requests without the server's key."""
+    expected = f"Bearer {key}".encode()
+
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if key is not None and request.path != "/health":
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not compare_digest(given, expected):
+                raise web.HTTPUnauthorized(reason=KEY_REFUSED)
+        return await handler(request)
+
+    return check
+
+
+def named_folder(path: Path, folders: Sequence[Path]) -> Path:
+    """Return the resolved directory if it and all its files lie in one of the folders, also behind symbolic links.
+    Raises RequestInvalid."""
+    roots = [folder.resolve() for folder in folders]
+    directory = path.resolve()
+    if directory == roots[0]:
+        # The model that the engine was started with; the files of a model cache are links to elsewhere.
+        return directory
+    files = directory.iterdir() if directory.is_dir() else ()
+    for entry in (directory, *files):
+        if not any(entry.resolve().is_relative_to(root) for root in roots[1:]):
+            shown = ", ".join(map(str, folders))
+            raise RequestInvalid(
+                f"{entry} is in none of the folders from which this engine may load weights ({shown}): name its folder "
+                "with --weights when the engine is started"
+            )
+    return directory
 
 
 async def read_json(request: web.Request) -> Any:
@@ -136,7 +181,8 @@ class EngineServer:
         self._model_path = settings.model_path
 
     def application(self) -> web.Application:
-        application = web.Application(middlewares=[classify], client_max_size=MAX_BODY_BYTES)
+        middlewares = [classify, key_check(self._settings.key)]
+        application = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         post, get = application.router.add_post, application.router.add_get
         post("/generate", self.generate)
         post("/abort_request", self.abort)
@@ -236,7 +282,9 @@ class EngineServer:
 
     async def update_from_disk(self, request: web.Request) -> web.Response:
         body = await read_body(request, UpdateFromDisk)
-        held = await self._updater.update_from_disk(body)
+        folders = self._settings.weights_folders
+        directory = await asyncio.to_thread(named_folder, Path(body.model_path), folders)
+        held = await self._updater.update_from_disk(body, directory)
         self._model_path = body.model_path
         message = "Succeeded to update model weights."
         if body.weight_version is not None:

@@ -292,9 +292,9 @@ class WeightUpdater:
                 await self._apply(body.weight_version)
         await self._flushed(body.flush_cache)
 
-    async def update_from_disk(self, body: UpdateFromDisk) -> int:
-        """Load a directory, swap the weights, and return the number of paused requests. As with `begin`, running
-        requests finish first unless a pause holds them."""
+    async def update_from_disk(self, body: UpdateFromDisk, directory: Path) -> int:
+        """Load `directory`, which the caller has checked, swap the weights, and return the number of paused requests.
+        As with `begin`, running requests finish first unless a pause holds them."""
         if self._open:
             raise RequestInvalid("A weight update session is open; call /end_weight_update first.")
         if body.abort_all_requests:
@@ -305,7 +305,7 @@ class WeightUpdater:
             async with self._receiving:
                 self._staging.start()
                 async with self._writing(self._staging.take_spare()) as spare:
-                    await in_thread(lambda: load_directory(spare, self._config, Path(body.model_path)))
+                    await in_thread(lambda: load_directory(spare, self._config, directory))
                 await asyncio.wrap_future(self._engine.hold())
                 await self._apply(body.weight_version)
             held = len(scheduler.running) + len(scheduler.waiting) if scheduler.paused else 0

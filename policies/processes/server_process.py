@@ -6,6 +6,9 @@ Invariants:
 - The process leads its own session, so that a signal to its group reaches only the process and its children.
 - Its output is written to a log file, whose end is included in EngineStartFailed.
 - It dies with this process, even if this process is killed with kill -9.
+- It gets no secret from the environment, and its key, if it has one, only as the path of a private file. The log is
+  private too: SGLang writes all its options to it.
+- It listens on other addresses than loopback only with a key.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.policies.errors import EngineStartFailed
+from headrace.policies.processes.engine_keys import read_engine_key, require_key
+from headrace.sandboxes.child_environment import child_environment
 
 LOG_TAIL_CHARACTERS = 2000
 ASK_AGAIN_S = 0.05
@@ -62,9 +67,11 @@ class ServerConfig(BaseModel):
     name: str = "engine"
     """Stem of the names of this server's files."""
     host: str = "127.0.0.1"
-    """Address to bind."""
+    """Address to bind; any address other than loopback needs `key_file`."""
     port: int = Field(default=0, ge=0, lt=65536)
     """Port to bind; 0 chooses a free one."""
+    key_file: Path | None = None
+    """Private file with the key that every request must carry; None accepts requests without one."""
     weight_version: str = "1.0"
     """Label of the weights on disk."""
     seed: int = Field(default=0, ge=0)
@@ -88,6 +95,8 @@ class ServerProcess(ABC):
     def __init__(self, config: ServerConfig) -> None:
         self.name = config.name
         self.log_path = config.directory / f"{config.name}.log"
+        self._host = config.host
+        self._key_file = config.key_file
         self._start_timeout_s = config.start_timeout_s
         self._stop_timeout_s = config.stop_timeout_s
         self._process: asyncio.subprocess.Process | None = None
@@ -116,9 +125,12 @@ class ServerProcess(ABC):
 
     async def start(self) -> None:
         """Start the process and wait until it answers. Raises EngineStartFailed, without leaving a process behind."""
-        command = await self._prepare()
+        require_key(self._host, self._key_file)
+        read_engine_key(self._key_file, f"engine {self.name}: key file")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
+        command = await self._prepare()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        with os.fdopen(os.open(self.log_path, flags, 0o600), "ab") as log:
             self._log_start_bytes = log.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *command.arguments,
@@ -221,6 +233,8 @@ class ServerProcess(ABC):
 class EngineProcessConfig(ServerConfig):
     """Settings of one CPU engine process."""
 
+    weights: tuple[Path, ...] = ()
+    """Folders from which the engine may be told to load weights, besides `model`."""
     max_running: int = Field(default=64, gt=0)
     """Maximum number of sequences decoded concurrently."""
     group_timeout_s: float = Field(default=21.0, gt=0)
@@ -255,6 +269,7 @@ class EngineProcess(ServerProcess):
             "--announce": self._announcement,
             "--host": config.host,
             "--port": config.port,
+            "--key-file": config.key_file,
             "--weight-version": config.weight_version,
             "--seed": config.seed,
             "--max-running": config.max_running,
@@ -262,9 +277,10 @@ class EngineProcess(ServerProcess):
             "--group-timeout-s": config.group_timeout_s,
             "--parent-pid": os.getpid(),
         }
-        return (sys.executable, "-m", "headrace.policies.cpu_engine", *option_list(options))
+        weights = (part for folder in config.weights for part in ("--weights", str(folder)))
+        return (sys.executable, "-m", "headrace.policies.cpu_engine", *option_list(options), *weights)
 
 
 def engine_environment() -> dict[str, str]:
     """Return the environment with one thread for numeric libraries, so that engines do not compete for cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")

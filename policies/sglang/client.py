@@ -88,11 +88,20 @@ class EngineLoad:
 
 
 class SGLangEngine:
-    """Client that implements Engine and EngineControl (push/contract.py). The caller closes the session."""
+    """Client that implements Engine and EngineControl (push/contract.py). The caller closes the session. `key` is that
+    of the server, None if it has none."""
 
-    def __init__(self, engine_id: EngineId, url: str, session: aiohttp.ClientSession, config: SGLangConfig) -> None:
+    def __init__(
+        self,
+        engine_id: EngineId,
+        url: str,
+        session: aiohttp.ClientSession,
+        config: SGLangConfig,
+        *,
+        key: str | None = None,
+    ) -> None:
         self.engine_id = engine_id
-        self._transport = Transport(engine_id, url, session, timeout_s=config.control_timeout_s)
+        self._transport = Transport(engine_id, url, session, timeout_s=config.control_timeout_s, key=key)
         self._config = config
         self._known_dialect: Dialect | None = None
         self._pause_mode: PauseMode | None = None

@@ -3,6 +3,7 @@
 Invariants:
 - From the start, the server and its child processes die with this process, even if this process is killed with kill -9.
 - The server inherits only those environment variables that describe the machine (paths, devices, caches).
+- The key is in no argument: the server reads it from a private YAML file (`--config`), in its own process.
 - The server is ready when it is itself listening and answers /health with 200: by then the weights have been loaded and
   one warm-up generation is done. /health never generates, so that it answers during pauses.
 """
@@ -10,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import sys
@@ -20,13 +22,18 @@ from typing import Literal
 import psutil
 from pydantic import Field
 
+from headrace.buffer.primitives.durable_files import write_private
 from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed
 from headrace.policies.processes import parent_death
+from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.processes.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
 from headrace.policies.sglang.installation import SHIMS, environment_python
 from headrace.policies.sglang.versions import DEFAULT_VERSION, release
+from headrace.sandboxes.child_environment import child_environment
 
 PORT_ATTEMPTS = 3
+OWN_OPTIONS = ("--api-key", "--admin-api-key", "--config")
+"""Options that would contradict the key that the server gets from us."""
 ASK_TIMEOUT_S = 10.0
 CPU_TOTAL_TOKENS = 20_000
 INHERITED = (
@@ -93,8 +100,22 @@ class SGLangProcess(ServerProcess):
         python = find_python(config.python)
         version = await installed_version(python)
         watched = (sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()))
-        served = (str(python), "-m", "sglang.launch_server", *server_arguments(config, self._port, version))
+        options = (*self._key_options(), *server_arguments(config, self._port, version))
+        served = (str(python), "-m", "sglang.launch_server", *options)
         return ServerCommand(arguments=(*watched, *served), environment=server_environment(config))
+
+    def _key_options(self) -> tuple[str, ...]:
+        key = read_engine_key(self._config.key_file, f"engine {self.name}: key file")
+        if key is None:
+            return ()
+        if refused := [name for argument in self._config.arguments if (name := argument.split("=")[0]) in OWN_OPTIONS]:
+            raise EngineSettingsInvalid(
+                f"engine {self.name}: {refused[0]} cannot be combined with a key file; remove it"
+            )
+        path = self._config.directory / f"{self.name}.yaml"
+        # A JSON string is a YAML string, also if all its characters are digits.
+        write_private(path, f"api-key: {json.dumps(key)}\n".encode())
+        return ("--config", str(path))
 
     async def _ready_url(self) -> str | None:
         # Another process that listens there must not be taken for our server.
@@ -119,7 +140,9 @@ async def installed_version(python: Path) -> str:
     """Return the version of SGLang in that environment. Raises EngineStartFailed."""
     code = "from importlib.metadata import version; print(version('sglang'))"
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(python, "-I", "-c", code, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(
+        python, "-I", "-c", code, stdout=pipe, stderr=pipe, env=child_environment()
+    )
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             output, errors = await process.communicate()

@@ -3,6 +3,7 @@
 Invariants:
 - Every call has a deadline, and every failure is an EngineError.
 - Only this module converts transport errors and statuses to EngineErrors.
+- Every call carries the key of the server, if it has one; no error contains it.
 """
 
 from __future__ import annotations
@@ -51,14 +52,22 @@ def refusal(status: int, path: str, text: str, engine: str) -> EngineRefused:
     return next(kinds, EngineRefused)(status, f"{engine}: {path}: {text}")
 
 
+def authorization(key: str | None) -> dict[str, str]:
+    """Return the header that carries a key; none without a key."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
 class Transport:
     """Transport to one server. The session belongs to the caller."""
 
-    def __init__(self, engine_id: EngineId, url: str, session: aiohttp.ClientSession, *, timeout_s: float) -> None:
+    def __init__(
+        self, engine_id: EngineId, url: str, session: aiohttp.ClientSession, *, timeout_s: float, key: str | None = None
+    ) -> None:
         self.engine_id = engine_id
         self.url = url.rstrip("/")
         self._session = session
         self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"} | authorization(key)
 
     async def get(self, path: str) -> dict[str, Any]:
         """Return the JSON object of a GET reply."""
@@ -81,7 +90,7 @@ class Transport:
                 method,
                 self.url + path,
                 data=data,
-                headers={"Content-Type": "application/json"},
+                headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
                 status, payload = response.status, await response.read()
@@ -93,6 +102,12 @@ class Transport:
             raise EngineUnavailable(f"{self.engine_id}: {path} at {self.url}: {reason(error)}") from error
         if status >= 500:
             raise EngineUnavailable(f"{self.engine_id}: {path} answered {status}: {error_text(payload)}")
+        if status == 401:
+            raise EngineRefused(
+                status,
+                f"{self.engine_id}: {path} at {self.url} needs another key: set engines.key_file (of the gateway: "
+                "--engine-key-file) to a file with the key of that server",
+            )
         if status >= 400:
             raise refusal(status, path, error_text(payload), self.engine_id)
         return payload

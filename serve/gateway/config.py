@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.policies.processes.engine_keys import EngineKeyFiles
+
 
 class ModelUse(StrEnum):
     """Use of the turns that an agent requests under a model name."""
@@ -53,6 +55,9 @@ class GatewayConfig(GatewaySection):
     """Number of token ids of the model (padding may make it larger than the tokenizer's). None: `vocab_size` of the
     config.json next to the tokenizer, or else the tokenizer's size. Ids outside this range are never sent to an
     engine."""
+    engine_keys: EngineKeyFiles = EngineKeyFiles()
+    """Files with the keys of the engines, which must be readable on the gateway's host. They are read when a routing
+    table names an engine for the first time."""
     advertise_url: str | None = None
     """Base of the URLs given to agents that run on other hosts; None for the bound address."""
     session_log_dir: Path | None = None

@@ -175,7 +175,8 @@ class Gateway:
             )
 
             def connect(route: EngineRoute) -> Engine:
-                return SGLangEngine(route.engine_id, route.url, self._http, client_config)
+                key = config.engine_keys.key_of(attached=route.attached)
+                return SGLangEngine(route.engine_id, route.url, self._http, client_config, key=key)
 
         self._pool = EnginePool(deadlines, connect, time.monotonic, self._tracer, max_imbalance=config.max_imbalance)
         stack.push_async_callback(self._pool.aclose)

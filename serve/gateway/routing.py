@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 class EngineRoute:
     """Address of an engine. `admitted` is false for an engine that must not get any traffic (because it is quarantined
     or has not caught up). `cache_namespace` is part of every request; it is the engine's version if pushes are in
-    place."""
+    place. `attached` is true for a server that the engine group did not start: it has another key."""
 
     engine_id: EngineId
     url: str
     admitted: bool = True
     cache_namespace: str | None = None
+    attached: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ import uvloop
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
+from headrace.policies.processes.engine_keys import EngineKeyFiles, read_engine_key
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.errors import OptionRefused
 from headrace.serve.gateway.config import GatewayConfig
@@ -75,7 +76,8 @@ async def portioned_collections(*, full_every_s: float = FULL_EVERY_S) -> AsyncI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandaloneOptions:
-    """Command-line options. `engine_urls` are SGLang servers; `admin_token_file` is created if it is missing."""
+    """Command-line options. `engine_urls` are SGLang servers; `admin_token_file` is created if it is missing;
+    `engine_key_file` has the key of all engines."""
 
     engine_urls: tuple[str, ...]
     tokenizer_dir: Path
@@ -86,6 +88,7 @@ class StandaloneOptions:
     state: Path | None = None
     parser: str = "auto"
     max_context_tokens: int | None = None
+    engine_key_file: Path | None = None
 
 
 def serve_gateway(options: StandaloneOptions, announce: Callable[[str], None]) -> None:
@@ -103,12 +106,14 @@ async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) ->
     if len(set(urls)) < len(urls):
         raise OptionRefused(f"--engine {shown}: duplicate URL; name each engine once")
     routes = tuple(EngineRoute(engine_id=EngineId(f"engine-{index}"), url=url) for index, url in enumerate(urls))
+    key = read_engine_key(options.engine_key_file, "--engine-key-file")
     config = GatewayConfig(
         tokenizer_dir=options.tokenizer_dir,
         session_log_dir=options.state,
+        engine_keys=EngineKeyFiles(own=options.engine_key_file),
         advertise_url=options.advertise_url,
         parser=options.parser,
-        max_context_tokens=options.max_context_tokens or await _context_length(routes),
+        max_context_tokens=options.max_context_tokens or await _context_length(routes, key),
         foreign_version=str(FOREIGN_VERSION),
         # Longer than the default: other users load these engines too, so that some seconds of queueing are normal.
         held_after_s=10.0,
@@ -137,11 +142,11 @@ async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) ->
         await gateway.stop()
 
 
-async def _context_length(routes: Sequence[EngineRoute]) -> int:
+async def _context_length(routes: Sequence[EngineRoute], key: str | None) -> int:
     """Return the engines' smallest context length. Raises EngineError if one of them does not answer."""
     config = SGLangConfig(vocab_size=1, foreign_version=str(FOREIGN_VERSION))
     async with aiohttp.ClientSession() as http:
-        engines = [SGLangEngine(route.engine_id, route.url, http, config) for route in routes]
+        engines = [SGLangEngine(route.engine_id, route.url, http, config, key=key) for route in routes]
         try:
             async with asyncio.TaskGroup() as group:
                 asking = [group.create_task(engine.info()) for engine in engines]
