@@ -124,6 +124,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The directory of one small real run by the command line, shared by all tests: only read it."""
     from support import run_rig
+    from support.environments import environments_below
 
     folder = tmp_path_factory.mktemp("finished")
     # Every version's weights are kept as a checkpoint, so that any token can be scored again.
@@ -135,7 +136,9 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
     options = [argument for setting in settings for argument in ("--set", setting)]
     outputs = ("--runs-dir", str(folder), "--name", "run", "--quiet", "--json", str(folder / "out.json"))
-    driver = run_rig.start_driver("run", str(run_rig.RECIPE), *outputs, *run_rig.small_arguments(), *options)
-    _, errors = driver.communicate(timeout=900)
+    arguments = ("run", str(run_rig.RECIPE), *outputs, *run_rig.small_arguments(), *options)
+    driver = run_rig.start_driver(*arguments, **run_rig.SECRETS)
+    with environments_below(driver.pid, folder / "environments.json"):
+        _, errors = driver.communicate(timeout=900)
     assert driver.returncode == 0, errors.decode()
     return run_rig.RunDirectory(path=folder / "run")

@@ -24,6 +24,7 @@ from headrace.actors.errors import (
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.push.machine import Phase
+from headrace.sandboxes.key_files import make_key, read_key
 from support import group_rig as kit
 
 if TYPE_CHECKING:
@@ -66,6 +67,42 @@ async def test_attached_engines_receive_pushes_and_keep_running_at_shutdown(mode
             # What was pushed is known to whoever comes next: no catch-up, no wait.
             assert {engine.state for engine in (await rig.engines()).values()} == {EngineState.SERVING}
             assert kit.versions_of(await rig.turn()) == {"1.1"}
+
+
+async def test_own_and_attached_engines_have_different_keys(models: list[Path], tmp_path: Path) -> None:
+    make_key(theirs := tmp_path / "their-key")
+    ours = tmp_path / "engines" / "key"
+    async with kit.servers(models[0], tmp_path, "a", key_file=theirs) as servers:
+        options = {"count": 1, "attach": [servers["a"].url], "key_file": theirs}
+        async with kit.open_group(models[0], tmp_path, push={"transport": "disk"}, **options) as rig:
+            await rig.push(models[1], 1)
+            engines = await rig.until_serving(2, "1.1")
+            # Turns of one session go to one engine; six sessions use both.
+            async with asyncio.TaskGroup() as tasks:
+                turns = [tasks.create_task(rig.turn()) for _ in range(6)]
+            assert {version for turn in turns for version in kit.versions_of(turn.result())} == {"1.1"}
+            key, their_key = read_key(ours, "key"), read_key(theirs, "key")
+            for engine in engines.values():
+                fits, other = (key, their_key) if engine.origin is Origin.LOCAL else (their_key, key)
+                for given, expected in ((fits, 200), (other, 401), (None, 401)):
+                    headers = {} if given is None else {"Authorization": f"Bearer {given}"}
+                    async with rig.http.get(f"{engine.url}/server_info", headers=headers) as response:
+                        assert response.status == expected, (engine, expected)
+        async with kit.open_group(models[0], tmp_path, **options) as rig:
+            assert read_key(ours, "key") == key, "a restarted group uses the run's key"
+            await rig.until_serving(2, "1.1")
+
+
+async def test_an_attached_server_with_another_key_is_not_added_and_the_setting_is_named(
+    models: list[Path], tmp_path: Path
+) -> None:
+    make_key(theirs := tmp_path / "their-key")
+    async with (
+        kit.servers(models[0], tmp_path, "a", key_file=theirs) as servers,
+        kit.open_group(models[0], tmp_path, count=1) as rig,
+    ):
+        with pytest.raises(EngineNotAdded, match=r"needs another key: set engines\.key_file"):
+            await rig.group.add(servers["a"].url)
 
 
 async def test_in_place_pushes_do_not_mark_fresh_tokens_as_stale(models: list[Path], tmp_path: Path) -> None:

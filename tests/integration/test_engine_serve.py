@@ -16,8 +16,10 @@ import aiohttp
 import psutil
 import pytest
 
+from headrace.sandboxes.key_files import make_key, read_key
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 COMMAND = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "engine", "serve")
 
@@ -155,3 +157,55 @@ async def test_an_engine_that_exits_is_reported(tiny_model_dir: Path) -> None:
             _, errors = await process.communicate()
     assert process.returncode == 1
     assert "exited by itself with code -9" in errors.decode()
+
+
+async def test_the_server_asks_for_the_key_in_its_file(tiny_model_dir: Path, tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    async with started("--model", tiny_model_dir, "--key-file", tmp_path / "key", "--host", "0.0.0.0") as process:
+        assert process.stdout is not None
+        url = (await process.stdout.readline()).decode().strip()
+        header = {"Authorization": f"Bearer {read_key(tmp_path / 'key', 'key')}"}
+        async with aiohttp.ClientSession() as session:
+            for headers, expected in (({}, 401), (header, 200)):
+                async with session.get(f"{url}/model_info", headers=headers) as response:
+                    assert response.status == expected
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sglang"])
+async def test_another_address_than_loopback_without_a_key_is_refused_in_one_line(
+    tiny_model_dir: Path, backend: str
+) -> None:
+    code, said = await ended("--backend", backend, "--model", tiny_model_dir, "--host", "0.0.0.0")
+    assert (code, said.count("\n")) == (2, 1), said
+    assert "--host 0.0.0.0" in said
+    assert "--key-file" in said
+
+
+async def test_a_key_file_that_others_can_read_is_refused_in_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    (tmp_path / "key").chmod(0o644)
+    code, said = await ended("--model", tiny_model_dir, "--key-file", tmp_path / "key")
+    assert (code, said.count("\n")) == (2, 1), said
+    assert f"chmod 600 {tmp_path / 'key'}" in said
+
+
+async def test_folders_of_weights_are_refused_for_sglang(tiny_model_dir: Path, tmp_path: Path) -> None:
+    code, said = await ended("--backend", "sglang", "--model", tiny_model_dir, "--weights", tmp_path)
+    assert (code, said.count("\n")) == (2, 1), said
+    assert "--weights" in said
+
+
+async def test_weights_are_loaded_from_the_folders_that_were_named(
+    tiny_model_dir: Path, tmp_path: Path, write_model: Callable[..., Path]
+) -> None:
+    first, second, other = (write_model(tmp_path / name / "model", seed=1) for name in ("a", "b", "c"))
+    async with started("--model", tiny_model_dir, "--weights", first.parent, "--weights", second.parent) as process:
+        assert process.stdout is not None
+        url = (await process.stdout.readline()).decode().strip()
+        async with aiohttp.ClientSession() as session:
+            for path, expected in ((first, 200), (second, 200), (other, 400)):
+                body = {"model_path": str(path)}
+                async with session.post(f"{url}/update_weights_from_disk", json=body) as response:
+                    assert response.status == expected

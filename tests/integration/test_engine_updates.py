@@ -148,7 +148,11 @@ def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trainer]:
     config = EngineProcessConfig(
-        model=models[0], directory=tmp_path_factory.mktemp("engine"), max_running=4, group_timeout_s=8.0
+        model=models[0],
+        directory=tmp_path_factory.mktemp("engine"),
+        weights=(tmp_path_factory.getbasetemp(),),
+        max_running=4,
+        group_timeout_s=8.0,
     )
     async with EngineProcess(config) as process, aiohttp.ClientSession() as session:
         yield Trainer(session=session, url=process.url)
@@ -380,7 +384,7 @@ async def test_a_mismatched_directory_is_refused_and_changes_nothing(
     save_file({**given, NORM: torch.ones(97)}, shaped / "model.safetensors")
     save_file({**given, NORM: torch.full((96,), float("inf"))}, broken / "model.safetensors")
     cases = {
-        "/nowhere": "/nowhere/config.json",
+        str(tmp_path / "nowhere"): "nowhere/config.json",
         str(other): "config.json has tie_word_embeddings False, but this engine has True",
         str(missing): f"parameter {NORM} is missing",
         str(surplus): "has the parameter more.weight, but this engine's model does not",

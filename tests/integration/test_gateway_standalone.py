@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_TRANSIENT
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
+from headrace.sandboxes.key_files import make_key
 from support.gateway_rig import GUARD_S, Engine, Lines, serving
+from support.group_rig import TINY
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -108,3 +111,37 @@ async def test_a_startup_error_is_reported_in_one_line(model_dir: Path, tmp_path
         assert code != 0
         assert "tokenizer.json" in said
         assert "Traceback" not in said
+
+
+async def test_the_gateway_sends_the_key_of_its_engines(tmp_path: Path) -> None:
+    make_key(key_file := tmp_path / "key")
+    common = ("--tokenizer", str(TINY), "--admin-token-file", str(tmp_path / "token"), "--json", "-")
+    config = EngineProcessConfig(model=TINY, directory=tmp_path, key_file=key_file)
+    async with EngineProcess(config) as engine, aiohttp.ClientSession() as http:
+        code, said = await refusal("--engine", engine.url, *common)
+        assert (code != 0, len(said.splitlines())) == (True, 1), said
+        assert "--engine-key-file" in said
+        process = await start("--engine", engine.url, *common, "--engine-key-file", str(key_file))
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(START_S):
+                url = json.loads(await process.stdout.readline())["url"]
+            admin = {"Authorization": f"Bearer {(tmp_path / 'token').read_text().strip()}"}
+            opening = {"session_id": "mine", "budgets": {"max_tokens_per_turn": 4}}
+            async with http.post(f"{url}/sessions", json=opening, headers=admin) as response:
+                assert response.status == 200, await response.text()
+                base = (await response.json())["base_url"]
+            async with http.post(f"{base}/v1/messages", json=ASKED | {"max_tokens": 4}) as response:
+                assert response.status == 200, await response.text()
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+async def test_an_engine_key_file_that_others_can_read_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    make_key(key_file := tmp_path / "key")
+    key_file.chmod(0o644)
+    common = ("--tokenizer", str(tiny_model_dir), "--admin-token-file", str(tmp_path / "token"))
+    code, said = await refusal("--engine", "http://127.0.0.1:9", *common, "--engine-key-file", str(key_file))
+    assert (code, len(said.splitlines())) == (EXIT_BAD_INPUT, 1), said
+    assert f"--engine-key-file {key_file}: other users can read it" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import time
 from collections import defaultdict
 from contextlib import closing, suppress
@@ -23,11 +24,31 @@ from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.sandboxes.leftovers import sandboxes_left
 from headrace.serve.observing.tracing import trace_id_for
 from support import run_rig as rig
+from support.environments import read_environments
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
+
+
+PROGRAMS = ("headrace.policies.cpu_engine", "headrace.policies.push.sender", "launcher.main", "bash", "python3")
+"""Parts of the commands of processes that a run starts: engine, sender, launcher, and programs in sandboxes."""
+OF_RAY = ("ray::", "/ray/")
+"""Parts of the commands of Ray's own processes, which need its token, and of its actors."""
+
+
+def test_no_child_process_has_a_token_or_a_key(finished_run: RunDirectory) -> None:
+    seen = read_environments(finished_run.path.parent / "environments.json")
+    others = [program for program in seen if not any(mark in program.command for mark in OF_RAY)]
+    for name in PROGRAMS:
+        assert any(name in program.command for program in others), (name, [program.command for program in others])
+    for program in others:
+        assert not [name for name in program.environment if name.startswith("RAY_AUTH")], program.command
+        assert not rig.SECRETS.keys() & program.environment.keys(), program.command
+    key = (finished_run.path / "engines" / "key").read_text().strip()
+    assert not [program.command for program in seen if key in f"{program.command} {program.environment}"]
+    assert stat.S_IMODE((finished_run.path / "engines" / "key").stat().st_mode) == 0o600
 
 
 def spans_of(directory: RunDirectory) -> dict[str, list[dict[str, Any]]]:

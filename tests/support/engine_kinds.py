@@ -26,14 +26,29 @@ def kind_dialect(kind: str) -> Dialect:
 
 
 def engine_process(
-    kind: str, model: Path, directory: Path, *, max_running: int = 64, dtype: str = "float32"
+    kind: str,
+    model: Path,
+    directory: Path,
+    *,
+    max_running: int = 64,
+    dtype: str = "float32",
+    key_file: Path | None = None,
 ) -> ServerProcess:
     """Not started yet. Skips the test where SGLang is not installed."""
     if kind == "cpu":
-        config = EngineProcessConfig(model=model, directory=directory, max_running=max_running, group_timeout_s=8.0)
+        # Tests write the weights that they load beside the engine's folder.
+        weights = (directory.parent,)
+        config = EngineProcessConfig(
+            model=model,
+            directory=directory,
+            weights=weights,
+            max_running=max_running,
+            group_timeout_s=8.0,
+            key_file=key_file,
+        )
         return EngineProcess(config)
     python = environment_python(SGLANG_VERSION)
     if python is None:
         pytest.skip(f"SGLang {SGLANG_VERSION} is not installed: scripts/install_sglang, or scripts/test --sglang")
     given = {"model": model, "directory": directory, "python": python, "max_running": max_running, "dtype": dtype}
-    return SGLangProcess(SGLangServerConfig.model_validate(given | {"max_context": CONTEXT}))
+    return SGLangProcess(SGLangServerConfig.model_validate(given | {"max_context": CONTEXT, "key_file": key_file}))

@@ -19,6 +19,7 @@ from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.capture.rows import SessionReport
@@ -66,7 +67,9 @@ def observing(folder: Path) -> ActorTelemetry:
 
 
 def gateway_of(model: Path, folder: Path, **settings: Any) -> GatewayActor:
-    config = GatewayConfig(tokenizer_dir=model, **{"gate_wait_s": 30.0, "turn_timeout_s": 60.0, **settings})
+    keys = EngineKeyFiles(own=folder / "engines" / "key")
+    given = {"gate_wait_s": 30.0, "turn_timeout_s": 60.0, "engine_keys": keys, **settings}
+    config = GatewayConfig(tokenizer_dir=model, **given)
     return GatewayActor(config, address_file=folder / "gateway.json", observing=observing(folder))
 
 
@@ -84,10 +87,18 @@ def make_group(model: Path, folder: Path, gateway: GatewayActor, push: dict[str,
     )
 
 
-def server(model: Path, folder: Path, name: str) -> EngineProcess:
+def server(model: Path, folder: Path, name: str, key_file: Path | None = None) -> EngineProcess:
     """An engine that somebody else started."""
     return EngineProcess(
-        EngineProcessConfig(model=model, directory=folder / "servers", name=name, max_context=1024, group_timeout_s=8.0)
+        EngineProcessConfig(
+            model=model,
+            directory=folder / "servers",
+            weights=(folder,),
+            key_file=key_file,
+            name=name,
+            max_context=1024,
+            group_timeout_s=8.0,
+        )
     )
 
 
@@ -110,8 +121,10 @@ async def until_running(client: SGLangEngine, count: int) -> None:
 
 
 @asynccontextmanager
-async def servers(model: Path, folder: Path, *names: str) -> AsyncIterator[dict[str, EngineProcess]]:
-    started = {name: server(model, folder, name) for name in names}
+async def servers(
+    model: Path, folder: Path, *names: str, key_file: Path | None = None
+) -> AsyncIterator[dict[str, EngineProcess]]:
+    started = {name: server(model, folder, name, key_file) for name in names}
     async with AsyncExitStack() as stack:
         for process in started.values():
             stack.push_async_callback(process.stop)
@@ -222,6 +235,9 @@ async def open_group(
     **engines: Any,
 ) -> AsyncIterator[Rig]:
     """A gateway and a group in this process."""
+    if (key_file := engines.get("key_file")) is not None:
+        keys = EngineKeyFiles(own=folder / "engines" / "key", attached=key_file)
+        gateway = {"engine_keys": keys, **(gateway or {})}
     async with AsyncExitStack() as stack:
         actor = await stack.enter_async_context(gateway_of(model, folder, **(gateway or {})))
         group = await stack.enter_async_context(make_group(model, folder, actor, push or {}, **engines))

@@ -137,7 +137,9 @@ def snapshot(directory: Path, step: int) -> WeightsSnapshot:
 async def open_rig(model: Path, directory: Path, names: Sequence[str] = NAMES) -> AsyncIterator[Rig]:
     """Start everything; end everything."""
     configs = {
-        name: EngineProcessConfig(model=model, directory=directory, name=name, seed=seed, group_timeout_s=TIMEOUT_S)
+        name: EngineProcessConfig(
+            model=model, directory=directory, weights=(directory,), name=name, seed=seed, group_timeout_s=TIMEOUT_S
+        )
         for seed, name in enumerate(names)
     }
     processes = {name: EngineProcess(config) for name, config in configs.items()}

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
 HANG_S = 15
+SECRETS = {"E2B_API_KEY": "secret-of-e2b", "HF_TOKEN": "secret-of-a-hub"}
+"""Variables of the driver of `finished_run`."""
 SMALL = (
     "training.steps=8",
     "training.save_every=2",
@@ -105,12 +107,13 @@ def print_ray_logs() -> None:
     print("gcs_server.out", *deaths[-40:], sep="\n  ")
 
 
-def start_driver(*arguments: str) -> subprocess.Popen[bytes]:
+def start_driver(*arguments: str, **variables: str) -> subprocess.Popen[bytes]:
     """`headrace ARGUMENTS` in a session of its own, so that nothing of it is ours."""
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),
         "TMPDIR": os.environ.get("TMPDIR", "/tmp"),
+        **variables,
     }
     return subprocess.Popen(
         [str(Path(sys.executable).with_name("headrace")), *arguments],
@@ -128,6 +131,7 @@ def small_arguments() -> list[str]:
 __all__ = [
     "HANG_S",
     "RECIPE",
+    "SECRETS",
     "RunDirectory",
     "explained",
     "open_service",

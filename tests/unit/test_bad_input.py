@@ -21,6 +21,7 @@ from headrace.buffer.tasks import TaskId, load_tasks, write_tasks
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
 from headrace.policies.learners.checkpoints import Manifest, publish, stage, write_manifest
+from headrace.sandboxes.key_files import make_key
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "scripts" / "models" / "tiny"
@@ -104,6 +105,17 @@ def test_a_missing_recipe_is_reported_with_an_existing_alternative(
     assert "scripts/recipes/quickstart.toml" in refused(monkeypatch, capsys, tmp_path / "none.toml")
 
 
+def test_a_key_file_that_others_can_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path
+) -> None:
+    key_file = recipe.parent / "engine-key"
+    recipe.write_text(recipe.read_text() + '[engines]\nattach = ["http://127.0.0.1:9"]\nkey_file = "engine-key"\n')
+    assert f"engines.key_file {key_file}: No such file" in refused(monkeypatch, capsys, recipe)
+    make_key(key_file)
+    key_file.chmod(0o640)
+    assert f"chmod 600 {key_file}" in refused(monkeypatch, capsys, recipe)
+
+
 @pytest.mark.parametrize(
     ("option", "says"),
     [
@@ -115,6 +127,7 @@ def test_a_missing_recipe_is_reported_with_an_existing_alternative(
         ("sandbox.provider=chroot", "sandbox.provider"),
         ("engines.backend=vllm", "engines.backend"),
         ("sandbox.provider=remote", "sandbox.remote.urls is empty"),
+        ('engines.sglang.arguments=["--api-key", "k"]', "engines.sglang.arguments has --api-key"),
         ("learner.threads=100000", "learner.threads: Input should be less than or equal to 1024"),
         ("learner.weight_cap=inf", "learner.weight_cap is infinite; set a finite number"),
         ("learner.betas=[0.9, 1.0]", "learner.betas.1: Input should be less than 1"),

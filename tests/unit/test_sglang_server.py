@@ -6,14 +6,17 @@ import asyncio
 import json
 import os
 import signal
+import stat
 import sys
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+import yaml
 
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig, server_environment, shares_of
+from headrace.sandboxes.key_files import make_key, read_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,6 +156,38 @@ async def test_a_server_inherits_only_the_listed_variables(rig: Rig, monkeypatch
     assert environment["PYTHONPATH"].endswith("shims")
     assert "PYTHONPATH" not in server_environment(rig.config(device="cuda"))
     assert "SGLANG_CPU_OMP_THREADS_BIND" in server_environment(rig.config(tensor_parallel=2))
+
+
+async def test_a_server_gets_its_key_in_a_private_file(rig: Rig) -> None:
+    key_file = rig.folder / "key"
+    make_key(key_file)
+    key = read_key(key_file, "key")
+    async with SGLangProcess(rig.config(key_file=key_file)) as server:
+        seen = rig.seen
+        assert key not in json.dumps(seen)
+        options = dict(zip(seen["arguments"], seen["arguments"][1:], strict=False))
+        config = rig.folder / "sglang.yaml"
+        assert options["--config"] == str(config)
+        # SGLang reads only files with this suffix, and takes each key of the document for an option.
+        assert yaml.safe_load(config.read_text()) == {"api-key": key}
+        # It writes all its options to the log.
+        assert {stat.S_IMODE(path.stat().st_mode) for path in (config, server.log_path)} == {0o600}
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--config", "--admin-api-key=other"])
+async def test_options_that_contradict_the_key_are_refused(rig: Rig, option: str) -> None:
+    key_file = rig.folder / "key"
+    make_key(key_file)
+    config = rig.config(key_file=key_file).model_copy(update={"arguments": (option, "value")})
+    with pytest.raises(EngineStartFailed, match=f"{option.split('=')[0]} cannot be combined with a key file"):
+        await SGLangProcess(config).start()
+    assert not (rig.folder / "starts").exists()
+
+
+async def test_a_server_on_another_address_needs_a_key(rig: Rig) -> None:
+    with pytest.raises(EngineStartFailed, match=r"--host 0\.0\.0\.0.*--key-file"):
+        await SGLangProcess(rig.config(host="0.0.0.0")).start()
+    assert not (rig.folder / "starts").exists()
 
 
 def test_ranks_share_the_cores() -> None:
