@@ -19,6 +19,7 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import ChatClient, NoChat
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
 from headrace.buffer.types import RolloutOrder, Row, Trajectory, VersionSpan
@@ -32,7 +33,7 @@ from headrace.serve.gateway.client import GatewayClient, OpenedSession
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from headrace.actors.places.gateway import GatewayAddress
+    from headrace.actors.places.gateway import GatewayActor
     from headrace.policies.engine import Completion
 
 
@@ -57,16 +58,17 @@ class Sessions(Protocol):
 
 
 class GatewaySessions(ResourceOwner):
-    """Sessions at a gateway, over HTTP."""
+    """Sessions at a gateway, over HTTP. They ask it for its token, which is in no argument: Ray stores those."""
 
-    def __init__(self, address: GatewayAddress) -> None:
+    def __init__(self, gateway: GatewayActor) -> None:
         super().__init__()
-        self._address = address
+        self._actor = gateway
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
         self._http = await enter(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        self._gateway = await enter(GatewayClient(self._address.url, self._address.admin_token))
+        address = await until_back(self._actor.address)
+        self._gateway = await enter(GatewayClient(address.url, address.admin_token))
         return self
 
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession:
