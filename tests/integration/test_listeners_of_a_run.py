@@ -1,7 +1,8 @@
-"""Every listener of a running quickstart: its address and the credential it asks for, as docs/attacks.md lists them."""
+"""Every listener of a running quickstart: its address and the credential that it asks for, as in docs/listeners.md."""
 
 from __future__ import annotations
 
+import http.client
 import re
 import socket
 import stat
@@ -33,6 +34,12 @@ RAY_CALLS = (
     "/ray.rpc.ReporterService/GetTraceback",
 )
 RAY_TOKEN = "Ray's token"
+ENGINE_CALLS = (
+    *(("POST", path) for path in ("/generate", "/pause_generation", "/abort_request", "/update_weights_from_disk")),
+    *(("POST", path) for path in ("/init_weights_update_group", "/begin_weight_update", "/update_weight_version")),
+    *(("GET", path) for path in ("/model_info", "/server_info", "/v1/loads", "/flush_cache")),
+)
+ADMIN_CALLS = (("POST", "/sessions"), ("POST", "/sessions/some/finish"))
 PROCESSES = {
     "gcs_server": "Ray's control service",
     "raylet": "raylet",
@@ -99,6 +106,8 @@ def credential_of(ip: str, port: int) -> str:
     try:
         grpc.channel_ready_future(channel).result(timeout=3)
         codes = {refusal(channel, call) for call in RAY_CALLS}
+        if grpc.StatusCode.UNAVAILABLE in codes:
+            raise ConnectionError(f"the process at {host}:{port} ended: it is asked again if it is still there")
         assert codes <= {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}, (ip, port, codes)
         return RAY_TOKEN if grpc.StatusCode.UNAUTHENTICATED in codes else "none"
     except grpc.FutureTimeoutError:
@@ -117,20 +126,37 @@ def refusal(channel: grpc.Channel, call: str) -> grpc.StatusCode:
 
 
 def http_credential(base: str) -> str:
-    """Ray's agents refuse every path; the gateway refuses a turn."""
-    for path, data, credential in (("/", None, RAY_TOKEN), ("/v1/messages", b"{}", "the session's token")):
-        try:
-            urllib.request.urlopen(urllib.request.Request(base + path, data=data), timeout=10).close()
-        except urllib.error.HTTPError as error:
-            if error.code == 401 or b"session is unknown" in error.read():
-                return credential
-        except OSError:
-            continue
+    """Engines and Ray's agents refuse every path; the gateway refuses a turn."""
+    status, text = answer(base, "GET", "/")
+    if status == 401 and b"--key-file" in text:
+        assert {answer(base, *call)[0] for call in ENGINE_CALLS} == {401}
+        assert {answer(base, *call, key="0123456789abcdef")[0] for call in ENGINE_CALLS} == {401}
+        return "the engines' key"
+    if status == 401:
+        return RAY_TOKEN
+    if b"session is unknown" in answer(base, "POST", "/v1/messages")[1]:
+        assert {answer(base, *call, key="0123456789abcdef")[0] for call in ADMIN_CALLS} == {401}
+        return "the session's token"
     return "none"
 
 
+def answer(base: str, method: str, path: str, key: str | None = None) -> tuple[int, bytes]:
+    """Status and text of an answer; (0, b"") if there is none."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(
+        base + path, data=b"{}" if method == "POST" else None, method=method, headers=headers
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+
+
 def documented() -> set[Listener]:
-    section = (ROOT / "docs/attacks.md").read_text().partition("## Listeners")[2]
+    section = (ROOT / "docs/listeners.md").read_text().partition("## A local run")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|", section, re.MULTILINE)
     return {Listener(*row) for row in rows if row[0] not in ("process", "---")}
 
