@@ -49,6 +49,7 @@ from headrace.policies.learner import WeightsDirectory
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
+from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
@@ -214,7 +215,7 @@ async def embedded_engine(runtime: RayRuntime, directory: RunDirectory, model: P
     """Start a gateway and a group of one embedded engine, which reads each snapshot's directory itself."""
     gateway = await runtime.spawn(
         GatewayActor,
-        GatewayConfig(tokenizer_dir=model),
+        GatewayConfig(tokenizer_dir=model, engine_keys=EngineKeyFiles(own=directory.engine_key)),
         address_file=directory.path / "gateway.json",
         observing=observing(directory),
         name="gateway",

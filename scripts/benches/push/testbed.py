@@ -175,7 +175,9 @@ async def open_testbed(
     """Start engines for a model directory, and a sender of its weights."""
     vocab_size = QwenConfig.read(model / "config.json").vocab_size
     async with AsyncExitStack() as stack:
-        config = EngineProcessConfig(model=model, directory=folder, max_running=max_running, max_context=max_context)
+        config = EngineProcessConfig(
+            model=model, directory=folder, weights=(folder,), max_running=max_running, max_context=max_context
+        )
         processes = [
             EngineProcess(config.model_copy(update={"name": f"engine-{at}", "seed": at})) for at in range(engines)
         ]
