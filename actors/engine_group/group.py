@@ -34,7 +34,7 @@ from headrace.actors.engine_group.health import HealthChecks, leave, recover, ro
 from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.members_file import EngineStatus, read_roster
 from headrace.actors.engine_group.pusher import Publisher, Pusher
-from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, is_loopback
+from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
 from headrace.actors.runtime.runtime import node_address
@@ -42,7 +42,7 @@ from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError
-from headrace.policies.processes.engine_keys import EngineKeyFiles
+from headrace.policies.processes.engine_keys import EngineKeyFiles, is_loopback
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.machine import Phase
 from headrace.policies.push.sender import SenderConfig, Senders
@@ -66,9 +66,9 @@ SUPERVISION_S = 2.0
 
 class EngineGroup:
     """Actor that owns a run's engines. `key_file` has the key of those that it starts, by default `engines/key` in the
-    run directory; it is made if missing. They may load weights from `snapshots`, the folders that learners write to, and
-    from `published`, which has the snapshots that they read by disk: by default it is in the run directory. The nodes of
-    engines must see all of these folders."""
+    run directory; it is made if missing. They may load weights from `snapshots`, the folders that learners write to,
+    and from `published`, which has the snapshots that they read by disk: by default it is in the run directory. The
+    nodes of engines must see all of these folders."""
 
     def __init__(
         self,
@@ -116,7 +116,9 @@ class EngineGroup:
             devices = plan_devices(self._config, self._push_config, visible_devices())
             self._senders = Senders(SenderConfig(log_path=self._directory / "sender.log", devices=devices.sender))
             keys = EngineKeyFiles(own=self._key_file, attached=self._config.key_file)
-            context = replace(self._context, devices=devices.engines, keys=keys, snapshots=(self._published, *self._snapshots))
+            context = replace(
+                self._context, devices=devices.engines, keys=keys, snapshots=(self._published, *self._snapshots)
+            )
             self._fleet = Fleet(self._config, self._registry, context, self._http)
             members = self._fleet.members
             readers = DirectoryReaders(is_member=lambda engine_id: engine_id in members)

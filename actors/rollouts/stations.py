@@ -112,12 +112,12 @@ class WorkerStations(ResourceOwner):
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
-        sessions: SimulatedSessions | GatewaySessions | NoSessions
+        sessions: SimulatedSessions | GatewaySessions | NoSessions = NoSessions()
         if self._parts.simulated_engines is not None:
             sessions = SimulatedSessions(self._parts.simulated_engines, self._holder)
-        else:
-            gateway = self._parts.gateway
-            sessions = NoSessions() if gateway is None else GatewaySessions(await until_back(gateway.address))
+        elif self._parts.gateway is not None:
+            address = await until_back(self._parts.gateway.address)
+            sessions = GatewaySessions(address)
         self._sessions: Sessions = await enter(sessions)
         self._leases = await enter(Leases(self._parts.pool, self._holder, lease_s=self._parts.rollout.lease_s))
         self._evaluate: OperationCalls[EvaluationRequest, Verdict] = await enter(

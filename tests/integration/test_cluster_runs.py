@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import TYPE_CHECKING
 
@@ -58,4 +57,8 @@ def test_a_run_outlives_its_user_and_the_head_and_a_worker_node(cluster: Cluster
     assert report.max_staleness_seen <= report.max_staleness
     assert report.checkpoints > 0
     assert cluster.left_over() == []
-    assert not [line for line in cluster.actors_on(CONTROL) if "ray::" in line and "Runs" not in line and "NodeAgent" not in line]
+    assert not [
+        line
+        for line in cluster.actors_on(CONTROL)
+        if "ray::" in line and "Runs" not in line and "NodeAgent" not in line
+    ]

@@ -1,7 +1,7 @@
 """Runs on a Ray cluster over hosts of namespaces: their submission, and what can be read of them from outside.
 
-Hosts 11 (control), 12 and 13 (everything else) have a head beside them, whose state is in Redis. The state of the runs is
-on the disk of host 11; the storage is a folder that all hosts see.
+Hosts 11 (control), 12 and 13 (everything else) have a head beside them, whose state is in Redis. The state of the runs
+is on the disk of host 11; the storage is a folder that all hosts see.
 """
 
 from __future__ import annotations
