@@ -14,6 +14,7 @@ import orjson
 import typer
 from rich.table import Table
 
+from headrace.actors.cli.cluster import drain, events, stop
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.engine import serve
 from headrace.actors.cli.ledger import drop_batch, retry_lost
@@ -30,6 +31,19 @@ from headrace.actors.cli.output import (
     say,
     show,
     write_json,
+)
+from headrace.actors.cli.remote_runs import (
+    Address,
+    KeyPath,
+    Owner,
+    Url,
+    access,
+    resume_run,
+    show_report,
+    show_run,
+    show_runs,
+    submission_access,
+    submit_run,
 )
 from headrace.actors.cli.restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
 from headrace.actors.cli.run_engines import add_engine, engine_table, list_engines, remove_engine
@@ -84,8 +98,21 @@ def run(
     json: Json = None,
     quiet: Quiet = False,
     restarts: Restarts = 0,
+    address: Address = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once the run is submitted to the cluster; it goes on there.")
+    ] = False,
+    owner: Owner = "",
+    quotas: Annotated[
+        Path | None,
+        typer.Option(help="File of quotas for all owners, which the first run on a cluster sets (docs/cluster.md)."),
+    ] = None,
+    url: Url = None,
+    key_file: KeyPath = None,
 ) -> None:
-    """Train a policy: start all parts, run the rollouts and the learner, evaluate, and write the run directory."""
+    """Train a policy: start all parts, run the rollouts and the learner, evaluate, and write the run directory. With
+    `--address`, `--url` or `cluster.address` in the recipe, the run is submitted to a cluster and needs no process
+    here: an interrupt ends only this command."""
     from headrace.actors.record.run_directory import free_folder
     from headrace.actors.run.launch import RunRequest, drive, prepare
 
@@ -94,6 +121,8 @@ def run(
         settings.append(f"service.seed={seed}")
     if sandbox is not None:
         settings.append(f"sandbox.provider={sandbox}")
+    if (cluster := submission_access(recipe, settings, url, key_file, address, owner, quotas)) is not None:
+        raise typer.Exit(submit_run(cluster, recipe, name=name, overrides=settings, detach=detach, json=json))
     chosen = name or free_folder(runs_dir, recipe.stem).name
     config, directory = prepare(RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings))
     _say_unprotected(config.sandbox.provider)
@@ -107,7 +136,7 @@ def run(
 
 @app.command()
 def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
     json: Json = None,
     quiet: Quiet = False,
     restarts: Restarts = 0,
@@ -121,11 +150,24 @@ def resume(
             "--from-start", help="Discard all steps and checkpoints, and train again from the initial policy."
         ),
     ] = False,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a key that does not define the run (table.key=value); may be repeated."),
+    ] = None,
+    address: Address = None,
+    owner: Owner = "",
+    url: Url = None,
+    key_file: KeyPath = None,
 ) -> None:
     """Resume a run from its last checkpoint and its ledger, after reporting what is kept, restarted and lost."""
-    from headrace.actors.run.launch import drive, reopen
+    from headrace.actors.run.launch import change, drive, reopen
     from headrace.actors.run.resume import ResumePreparation
 
+    if (cluster := access(url, key_file, address, owner)) is not None:
+        resume_run(cluster, str(run_dir), changes=changes or (), json=json)
+        return
+    if changes:
+        change(run_dir, changes)
     config, directory = reopen(run_dir)
     resuming = ResumePreparation(config, directory, say=say, from_start=from_start, retry_batch=retry_batch)
     if restarts:
@@ -192,13 +234,23 @@ def status(
     run_dir: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run directory; by default all runs.")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Folder to search for runs.")] = Path("runs"),
     json: Json = None,
+    address: Address = None,
+    owner: Owner = "",
+    url: Url = None,
+    key_file: KeyPath = None,
 ) -> None:
-    """Show the state of runs (reads run directories only)."""
+    """Show the state of runs (without --address or --url, it reads run directories only)."""
     from headrace.actors.engine_group.members_file import read_roster
     from headrace.actors.errors import RunMissing
     from headrace.actors.run.launch import reopen
     from headrace.actors.run.run_status import RunState, status_of
 
+    if (cluster := access(url, key_file, address, owner)) is not None:
+        if run_dir is None:
+            show_runs(cluster, json=json)
+        else:
+            show_run(cluster, str(run_dir), json=json)
+        return
     paths = [run_dir] if run_dir is not None else [path.parent for path in sorted(runs_dir.glob("*/config.json"))]
     found = []
     for path in paths:
@@ -235,12 +287,20 @@ def status(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")], json: Json = None
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
+    json: Json = None,
+    address: Address = None,
+    owner: Owner = "",
+    url: Url = None,
+    key_file: KeyPath = None,
 ) -> None:
     """Report the scheduling of a run: staleness, outcomes by rollout duration, saturated stations, parked tasks."""
     from headrace.actors.run.launch import reopen
     from headrace.actors.run.report import report_of
 
+    if (cluster := access(url, key_file, address, owner)) is not None:
+        show_report(cluster, str(run_dir), json=json)
+        return
     told = report_of(reopen(run_dir)[1])
     if json is not None:
         write_json(told.to_json(), json)
@@ -265,6 +325,9 @@ def doctor(json: Json = None) -> None:
     show(table, result_console(), markup=True)
 
 
+app.command()(drain)
+app.command()(stop)
+app.command()(events)
 app.command()(check)
 app.command()(simulate)
 app.command()(tune)

@@ -1,4 +1,5 @@
-"""Commands for the runs of a cluster, over its control API (`--url`). They need neither Ray nor a run directory.
+"""Commands for the runs of a cluster, over its control API (`--url`), which needs no Ray here, or over Ray on one of
+its nodes (`--address`). They need no run directory.
 
 Invariants:
 - No command ends a run unless it was asked to: one that shows the progress of a run and is interrupted only detaches.
@@ -8,12 +9,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import getpass
 import re
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar
 
 import orjson
 import typer
@@ -28,7 +30,8 @@ from headrace.buffer.core.outages import utc
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from headrace.actors.control.client import ControlClient
+    from headrace.actors.run.cluster_section import ClusterSection
+    from headrace.actors.runs.client import RunsClient
     from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 
 T = TypeVar("T")
@@ -43,15 +46,63 @@ KeyPath = Annotated[
     Path | None,
     typer.Option("--key-file", envvar="HEADRACE_KEY_FILE", help="File with your key for --url, readable by you only."),
 ]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address", help="Ray cluster, HOST:PORT of its head, or `auto` on one of its nodes (docs/cluster.md)."
+    ),
+]
+Owner = Annotated[str, typer.Option("--owner", help="Owner of the runs, with --address; by default your user name.")]
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
-_PATHS: Final = (
-    ("model", "path"),
-    ("tasks", "train"),
-    ("tasks", "heldout"),
-    ("learner", "slime", "slime_dir"),
-    ("learner", "slime", "megatron_dir"),
-)
-"""Keys of a recipe that are paths relative to it when it runs on this machine."""
+
+
+class Access(Protocol):
+    """A way to the runs of a cluster. `options` are those with which a command takes it."""
+
+    @property
+    def options(self) -> str: ...
+
+    def ask(self, work: Callable[[RunsClient], Awaitable[T]]) -> T:
+        """Return the result of `work` with a client. Raises ConfigError and the errors of the client."""
+        ...
+
+    def document(self, recipe: Path, overrides: Sequence[str]) -> Recipe:
+        """Return the tables of a recipe, as they are submitted. Raises ConfigError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnCluster:
+    """The runs of one owner, over Ray from a node of the cluster at `address`. `section` starts the actor that
+    supervises runs, for a submission."""
+
+    address: str
+    owner: str
+    quotas: Path | None = None
+    section: ClusterSection | None = None
+
+    @property
+    def options(self) -> str:
+        return f"--address {self.address} --owner {self.owner}"
+
+    def ask(self, work: Callable[[RunsClient], Awaitable[T]]) -> T:
+        """See `Access.ask`. Raises StartFailed as well."""
+        from headrace.actors.cluster.connection import connected
+        from headrace.actors.runs.client import ClusterClient, find_runs, start_runs
+
+        async def asked() -> T:
+            section = self.section
+            runs = await (find_runs() if section is None else start_runs(section, quotas=self.quotas))
+            return await work(ClusterClient(runs, self.owner))
+
+        with connected(self.address):
+            return asyncio.run(asked())
+
+    def document(self, recipe: Path, overrides: Sequence[str]) -> Recipe:
+        """See `Access.document`. Paths are relative to the recipe: this is a node of the cluster."""
+        from headrace.actors.runs.client import document_of_recipe
+
+        return document_of_recipe(recipe, overrides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +112,16 @@ class Api:
     url: str
     key_file: Path | None
 
-    def ask(self, work: Callable[[ControlClient], Awaitable[T]]) -> T:
-        """Return the result of `work` with a client. Raises ConfigError and the errors of the client."""
+    @property
+    def options(self) -> str:
+        return f"--url {self.url}"
+
+    def document(self, recipe: Path, overrides: Sequence[str]) -> Recipe:
+        """See `Access.document`. Paths must be absolute: this machine is no node of the cluster."""
+        return recipe_document(recipe, overrides)
+
+    def ask(self, work: Callable[[RunsClient], Awaitable[T]]) -> T:
+        """See `Access.ask`."""
         from headrace.actors.control.client import ControlClient, read_key
 
         if self.key_file is None:
@@ -76,12 +135,46 @@ class Api:
         return asyncio.run(asked())
 
 
+def access(url: str | None, key_file: Path | None, address: str | None, owner: str) -> Access | None:
+    """Return the way to the runs that the options name; None for the runs of this machine. Raises ConfigError."""
+    if address is not None:
+        if url is not None:
+            raise ConfigError("--url and --address name two ways to the runs: use one")
+        return OnCluster(address=address, owner=owner or getpass.getuser())
+    return None if url is None else Api(url=url, key_file=key_file)
+
+
+def submission_access(
+    recipe: Path,
+    overrides: Sequence[str],
+    url: str | None,
+    key_file: Path | None,
+    address: str | None,
+    owner: str,
+    quotas: Path | None,
+) -> Access | None:
+    """Return the way to the cluster on which a recipe is to run, by the options or by its own `cluster.address`; None
+    to run it here. Raises ConfigError."""
+    from headrace.actors.run.cluster_section import LOCAL, cluster_section
+    from headrace.actors.run.config import read_recipe
+
+    if url is not None:
+        return access(url, key_file, address, owner)
+    given = read_recipe(recipe, overrides).get("cluster", {})
+    section = cluster_section(given if address is None or not isinstance(given, dict) else given | {"address": address})
+    if section.address == LOCAL:
+        return None
+    return OnCluster(
+        address=section.address, owner=owner or getpass.getuser(), quotas=quotas and quotas.resolve(), section=section
+    )
+
+
 def submit_run(
-    api: Api, recipe: Path, *, name: str, overrides: Sequence[str], detach: bool, json: Path | None = None
+    api: Access, recipe: Path, *, name: str, overrides: Sequence[str], detach: bool, json: Path | None = None
 ) -> int:
     """Submit a recipe, and unless `detach` show the run's events until it has ended. Return the exit code. Raises
     ConfigError for a recipe that cannot run elsewhere."""
-    document = recipe_document(recipe, overrides)
+    document = api.document(recipe, overrides)
     key = uuid.uuid4().hex
     record = api.ask(lambda client: client.submit(name or recipe.stem, document, key))
     say(f"run {record.run_id} ({record.name}): {_state(record)}")
@@ -94,10 +187,10 @@ def submit_run(
 def recipe_document(recipe: Path, overrides: Sequence[str]) -> Recipe:
     """Return the tables of a recipe for a run on a cluster. Raises ConfigError, also for paths that are relative: they
     would mean nothing there."""
-    from headrace.actors.run.config import read_recipe
+    from headrace.actors.run.config import RECIPE_PATHS, read_recipe
 
     document = read_recipe(recipe, overrides)
-    for path in _PATHS:
+    for path in RECIPE_PATHS:
         value: Any = document
         for part in path:
             value = value.get(part) if isinstance(value, dict) else None
@@ -116,10 +209,10 @@ def recipe_document(recipe: Path, overrides: Sequence[str]) -> Recipe:
     return document
 
 
-def follow_run(api: Api, run: str, *, json: Path | None = None) -> int:
+def follow_run(api: Access, run: str, *, json: Path | None = None) -> int:
     """Show the events of a run until it has ended, and return its exit code. An interrupt ends only this command."""
 
-    async def follow(client: ControlClient) -> RunRecord:
+    async def follow(client: RunsClient) -> RunRecord:
         run_id = await _run_id(client, run)
         async for event in client.events(run_id):
             say(_line(event))
@@ -128,7 +221,7 @@ def follow_run(api: Api, run: str, *, json: Path | None = None) -> int:
     try:
         record = api.ask(follow)
     except KeyboardInterrupt:
-        say(f"detached; the run goes on: headrace events --url {api.url} {run}")
+        say(f"detached; the run goes on: headrace events {run} {api.options}")
         raise
     say(f"run {record.run_id} ({record.name}): {_state(record)}")
     _write(record, json)
@@ -138,17 +231,17 @@ def follow_run(api: Api, run: str, *, json: Path | None = None) -> int:
     return EXIT_FAILED if record.actual is ActualState.FAILED else EXIT_DRAINED
 
 
-def show_events(api: Api, run: str, *, after: int = 0) -> None:
+def show_events(api: Access, run: str, *, after: int = 0) -> None:
     """Print the events of a run after number `after`, one JSON object a line, until it has ended."""
 
-    async def print_all(client: ControlClient) -> None:
+    async def print_all(client: RunsClient) -> None:
         async for event in client.events(await _run_id(client, run), after=after):
             typer.echo(orjson.dumps(event))
 
     api.ask(print_all)
 
 
-def show_runs(api: Api, *, json: Path | None = None) -> None:
+def show_runs(api: Access, *, json: Path | None = None) -> None:
     """Show all runs that the key may see."""
     records = api.ask(lambda client: client.runs())
     if json is not None:
@@ -157,13 +250,13 @@ def show_runs(api: Api, *, json: Path | None = None) -> None:
         show(_runs_table(records))
 
 
-def show_run(api: Api, run: str, *, json: Path | None = None) -> None:
+def show_run(api: Access, run: str, *, json: Path | None = None) -> None:
     """Show the state of a run and its engines; as JSON, the document of `headrace status --json RUN`."""
     if json is not None:
         write_json(api.ask(_on(run, lambda client, run_id: client.status(run_id))), json)
         return
 
-    async def both(client: ControlClient, run_id: str) -> tuple[RunRecord, dict[str, Any]]:
+    async def both(client: RunsClient, run_id: str) -> tuple[RunRecord, dict[str, Any]]:
         return await client.run(run_id), await client.status(run_id)
 
     record, status = api.ask(_on(run, both))
@@ -173,27 +266,27 @@ def show_run(api: Api, run: str, *, json: Path | None = None) -> None:
             say(f"{key}: {status[key]}")
 
 
-def show_report(api: Api, run: str, *, json: Path | None = None) -> None:
+def show_report(api: Access, run: str, *, json: Path | None = None) -> None:
     """Print the report of a run as JSON."""
     write_json(api.ask(_on(run, lambda client, run_id: client.report(run_id))), json or Path("-"))
 
 
-def drain_run(api: Api, run: str, *, json: Path | None = None) -> None:
+def drain_run(api: Access, run: str, *, json: Path | None = None) -> None:
     """Let a run save a checkpoint and end."""
     _change(api, json, _on(run, lambda client, run_id: client.drain(run_id)))
 
 
-def stop_run(api: Api, run: str, *, json: Path | None = None) -> None:
+def stop_run(api: Access, run: str, *, json: Path | None = None) -> None:
     """End a run at once."""
     _change(api, json, _on(run, lambda client, run_id: client.stop(run_id)))
 
 
-def resume_run(api: Api, run: str, *, changes: Sequence[str] = (), json: Path | None = None) -> None:
+def resume_run(api: Access, run: str, *, changes: Sequence[str] = (), json: Path | None = None) -> None:
     """Queue an ended run again, with changed keys."""
     _change(api, json, _on(run, lambda client, run_id: client.resume(run_id, tuple(changes))))
 
 
-def show_engines(api: Api, run: str, *, json: Path | None = None) -> None:
+def show_engines(api: Access, run: str, *, json: Path | None = None) -> None:
     """Show the engines of a run."""
     engines = api.ask(_on(run, lambda client, run_id: client.engines(run_id)))
     if json is not None:
@@ -202,22 +295,22 @@ def show_engines(api: Api, run: str, *, json: Path | None = None) -> None:
         show(engine_table(engines))
 
 
-def add_engine(api: Api, run: str, url: str, *, timeout_s: float, json: Path | None = None) -> None:
+def add_engine(api: Access, run: str, url: str, *, timeout_s: float, json: Path | None = None) -> None:
     """Attach a server to a live run."""
     name = api.ask(_on(run, lambda client, run_id: client.add_engine(run_id, url, timeout_s)))
     _write_engine(name, "add", json)
 
 
-def remove_engine(api: Api, run: str, engine: str, *, timeout_s: float, json: Path | None = None) -> None:
+def remove_engine(api: Access, run: str, engine: str, *, timeout_s: float, json: Path | None = None) -> None:
     """Remove an engine from a live run."""
     name = api.ask(_on(run, lambda client, run_id: client.remove_engine(run_id, engine, timeout_s)))
     _write_engine(name, "remove", json)
 
 
-def print_logs(api: Api, run: str, actor: str | None = None) -> None:
+def print_logs(api: Access, run: str, actor: str | None = None) -> None:
     """Print the lines of a run's logs, or those of one actor, up to now."""
 
-    async def print_pages(client: ControlClient, run_id: str) -> None:
+    async def print_pages(client: RunsClient, run_id: str) -> None:
         page = await client.logs(run_id, actor=actor)
         while page.lines:
             typer.echo("\n".join(page.lines))
@@ -226,26 +319,26 @@ def print_logs(api: Api, run: str, actor: str | None = None) -> None:
     api.ask(_on(run, print_pages))
 
 
-def _on(run: str, work: Callable[[ControlClient, str], Awaitable[T]]) -> Callable[[ControlClient], Awaitable[T]]:
+def _on(run: str, work: Callable[[RunsClient, str], Awaitable[T]]) -> Callable[[RunsClient], Awaitable[T]]:
     """Return `work` for the run that the user named."""
 
-    async def on_run(client: ControlClient) -> T:
+    async def on_run(client: RunsClient) -> T:
         return await work(client, await _run_id(client, run))
 
     return on_run
 
 
-async def _run_id(client: ControlClient, run: str) -> str:
+async def _run_id(client: RunsClient, run: str) -> str:
     """Return the id of the run that the user named. Raises RunUnknown."""
     if _RUN_ID.fullmatch(run):
         return run
     named = [record for record in await client.runs() if record.name == run]
     if not named:
-        raise RunUnknown(f"there is no run {run!r}: `headrace status --url URL` lists the runs that your key may see")
+        raise RunUnknown(f"there is no run {run!r}: `headrace status` lists the runs that your key may see")
     return max(named, key=lambda record: record.submitted_s).run_id
 
 
-def _change(api: Api, json: Path | None, work: Callable[[ControlClient], Awaitable[RunRecord]]) -> None:
+def _change(api: Access, json: Path | None, work: Callable[[RunsClient], Awaitable[RunRecord]]) -> None:
     record = api.ask(work)
     say(f"run {record.run_id} ({record.name}): {_state(record)}, should be {record.desired}")
     _write(record, json)

@@ -36,7 +36,7 @@ class RunsFinder:
     async def __call__(self) -> RunsApi:
         """Return the actor. Raises RunsMissing, and ActorLost if the cluster does not answer in time."""
         if self._found is None:
-            self._found = cast("RunsApi", ActorProxy(ACTOR_NAME, await self._handle()))
+            self._found = cast("RunsApi", ActorProxy(ACTOR_NAME, await self._handle(), namespace=NAMESPACE))
         return self._found
 
     def forget(self) -> None:

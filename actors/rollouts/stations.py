@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.leases import Leases
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
-from headrace.actors.runtime.operations import OperationCalls, until_back
+from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.tasks import Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder
@@ -116,8 +116,7 @@ class WorkerStations(ResourceOwner):
         if self._parts.simulated_engines is not None:
             sessions = SimulatedSessions(self._parts.simulated_engines, self._holder)
         elif self._parts.gateway is not None:
-            address = await until_back(self._parts.gateway.address)
-            sessions = GatewaySessions(address)
+            sessions = GatewaySessions(self._parts.gateway)
         self._sessions: Sessions = await enter(sessions)
         self._leases = await enter(Leases(self._parts.pool, self._holder, lease_s=self._parts.rollout.lease_s))
         self._evaluate: OperationCalls[EvaluationRequest, Verdict] = await enter(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from headrace.actors.errors import ConfigError
 from headrace.actors.runtime.nodes import Bundle, Role
 from headrace.actors.runtime.operations import DEFAULT_ABSENT_S
 from headrace.actors.runtime.runtime import PLAIN, Resources
@@ -130,6 +131,16 @@ class ClusterSection(Section):
     def in_bundle(self, bundle: str, *, gpus: float = 0.0) -> Resources:
         """Return the resources of an actor in a bundle, whose CPUs and memory are reserved as a whole."""
         return Resources(gpus=gpus) if self.is_local else Resources(gpus=gpus, bundle=bundle)
+
+
+def cluster_section(given: object) -> ClusterSection:
+    """Return the section of a recipe, which may have been read without validation. Raises ConfigError."""
+    try:
+        return ClusterSection.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(("cluster", *map(str, first["loc"])))
+        raise ConfigError(f"{key}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

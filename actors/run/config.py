@@ -279,7 +279,7 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
 def absolute_paths(document: dict[str, Any], recipe: Path) -> dict[str, Any]:
     """Make the paths in a recipe absolute, which are relative to its folder; return the document."""
     base = recipe.resolve().parent
-    for *tables, key in _PATHS:
+    for *tables, key in RECIPE_PATHS:
         section: Any = document
         for table in tables:
             section = section.get(table) if isinstance(section, dict) else None
@@ -288,7 +288,7 @@ def absolute_paths(document: dict[str, Any], recipe: Path) -> dict[str, Any]:
     return document
 
 
-_PATHS = (
+RECIPE_PATHS = (
     ("model", "path"),
     ("tasks", "train"),
     ("tasks", "heldout"),

@@ -40,6 +40,7 @@ from headrace.actors.places.config import SandboxKind
 from headrace.actors.places.providers import check_provider, refuse_absent_images
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.config import RunConfig, explain, load_recipe
 from headrace.actors.run.interrupts import Interrupts
 from headrace.actors.run.older_configs import recorded, upgraded
@@ -242,6 +243,20 @@ def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
     except (KeyError, ValueError) as error:
         reason = explain(error, RunConfig) if isinstance(error, ValidationError) else error
         raise RunMissing(f"{directory.config}: not a run configuration that this version can read: {reason}") from error
+
+
+def change(path: Path, changes: Sequence[str]) -> None:
+    """Change keys of a run that is not being driven, and journal that. Raises RunMissing, RunExists, and ConfigError
+    for a key that defines the run."""
+    config, directory = reopen(path)
+    document = changed_document(config.model_dump(mode="json"), changes)
+    try:
+        changed = RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"--set: {explain(error, RunConfig)}") from error
+    with sole_driver(directory):
+        replace_file(directory.config, document_of(changed))
+        journal_changes(directory.path, changes)
 
 
 @contextmanager

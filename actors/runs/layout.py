@@ -19,7 +19,8 @@ from headrace.actors.cluster.probe import living_nodes, marked, probe, versions_
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.cluster_section import ClusterSection, RolesSection
-from headrace.actors.run.config import RunConfig, apply_override, resolve
+from headrace.actors.run.changes import changed_document
+from headrace.actors.run.config import RunConfig, resolve
 from headrace.actors.run.launch import lay_out, reopen
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.runs.records import Build, Demands
@@ -115,38 +116,6 @@ def remove_run(directory: RunDirectory) -> None:
     shutil.rmtree(directory.path, ignore_errors=True)
     if directory.shared is not None:
         shutil.rmtree(directory.shared, ignore_errors=True)
-
-
-def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> dict[str, Any]:
-    """Return a recipe with changed keys. Raises ConfigError for a key that defines the run."""
-    document: dict[str, Any] = {table: copy.deepcopy(dict(keys)) for table, keys in recipe.items()}
-    for change in changes:
-        key = change.partition("=")[0].strip()
-        for prefix in DEFINING:
-            if key == prefix or key.startswith(f"{prefix}."):
-                raise ConfigError(f"--set {change}: {prefix} defines the run and cannot change; start a new run instead")
-        apply_override(document, change)
-    return document
-
-
-DEFINING: Final = (
-    "model",
-    "tasks",
-    "agent",
-    "sampling",
-    "buffer",
-    "learner",
-    "training.rewards",
-    "evaluation.tasks",
-    "evaluation.samples",
-    "evaluation.sampling",
-    "service.seed",
-    "engines.backend",
-    "cluster.address",
-    "cluster.state",
-    "cluster.storage",
-)
-"""Tables and keys that define what a run trains, or where it is. All others may change when the run is resumed."""
 
 
 def reopened(directory: RunDirectory) -> RunConfig:

@@ -24,6 +24,7 @@ from headrace.actors.cluster.probe import living_nodes
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.requests import ask_group
 from headrace.actors.errors import ActorError, ConfigError, RunRefused
+from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.launch import document_of
 from headrace.actors.run.report import report_of
 from headrace.actors.run.restarts import RestartPolicy
@@ -33,7 +34,6 @@ from headrace.actors.runs.contract import EventPage, LogPage, Readiness
 from headrace.actors.runs.driver import RunDriver, Wishes
 from headrace.actors.runs.layout import (
     build_of,
-    changed_recipe,
     check_cluster,
     config_of,
     create_run,
@@ -144,7 +144,7 @@ class Runs(ResourceOwner):
     async def resume(self, run_id: RunId, changes: tuple[str, ...]) -> RunRecord:
         """See `RunsApi.resume`."""
         record = self._table.get(run_id)
-        recipe = changed_recipe(self._table.recipe(run_id), changes) if changes else None
+        recipe = changed_document(self._table.recipe(run_id), changes) if changes else None
         directory = self._directory(run_id)
         if recipe is None:
             config = await asyncio.to_thread(reopened, directory)
@@ -157,6 +157,7 @@ class Runs(ResourceOwner):
         resumed = self._table.requeue(run_id, build, now_s=time.time(), recipe=recipe)
         if recipe is not None:
             await asyncio.to_thread(replace_file, directory.config, document_of(config))
+            await asyncio.to_thread(journal_changes, directory.path, changes)
             self._table.note(run_id, f"changed: {', '.join(changes)}", now_s=time.time())
         self._tried.pop(run_id, None)
         self._plan()
