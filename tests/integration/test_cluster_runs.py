@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import hosts
-from support.cluster_rig import CONTROL, QUICK, ROOT, running_cluster, wait_until
+from support.cluster_rig import QUICK, ROOT, WORKERS, running_cluster, wait_until
 from support.ray_hosts import redis_folder
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def test_a_run_outlives_its_user_and_the_head_and_a_worker_node(cluster: Cluster
     options = cluster.options(*QUICK, "training.steps=24")
     client = cluster.start("run", recipe, "--name", "survivor", "--owner", "tester", *options, log=log)
     wait_until(lambda: b"running" in log.read_bytes(), "the client to report the run")
-    runs = cluster.runs(owner="tester")
-    [run] = [run for run in runs if run.record["name"] == "survivor"]
+    run = cluster.run_named("survivor")
     run.wait_for_step(2)
     client.send_signal(signal.SIGKILL)
 
@@ -43,7 +42,7 @@ def test_a_run_outlives_its_user_and_the_head_and_a_worker_node(cluster: Cluster
     run.wait_for_step(before + 3)
     cluster.boot_head()
 
-    lost = next(number for number in (12, 13) if not cluster.has_process(number, "Learner"))
+    lost = next(number for number in WORKERS if not cluster.has_actor(number, "LearnerLoop"))
     cluster.hosts[lost].kill()
     before = run.steps()
     run.wait_for_step(before + 3)
@@ -57,8 +56,3 @@ def test_a_run_outlives_its_user_and_the_head_and_a_worker_node(cluster: Cluster
     assert report.max_staleness_seen <= report.max_staleness
     assert report.checkpoints > 0
     assert cluster.left_over() == []
-    assert not [
-        line
-        for line in cluster.actors_on(CONTROL)
-        if "ray::" in line and "Runs" not in line and "NodeAgent" not in line
-    ]

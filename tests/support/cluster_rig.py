@@ -87,6 +87,18 @@ class Cluster:
         output = self.headrace("run", path, *options, *self.options(*overrides))
         return ClusterRun(self, json.loads(output[output.index("{") :])["run_id"], owner)
 
+    def run_named(self, name: str, owner: str = "tester") -> ClusterRun:
+        """Return the run of this name."""
+        words = ("status", "--address", self.ray.address, "--owner", owner, "--json", "-")
+        output = self.headrace(*words)
+        [found] = [run for run in json.loads(output[output.index("[") :]) if run["name"] == name]
+        return ClusterRun(self, found["run_id"], owner)
+
+    def has_actor(self, number: int, cls: str) -> bool:
+        """Return whether an actor of this class is on a node."""
+        commands = (Path(f"/proc/{process}/cmdline").read_bytes() for process in self.hosts[number].processes())
+        return any(command.startswith(f"ray::{cls}".encode()) for command in commands)
+
     def left_over(self) -> list[str]:
         """Return the actors and placement groups of runs that exist."""
         found: list[str] = json.loads(self.ray.run(self.hosts[13], "-m", "support.cluster_contents").splitlines()[-1])
