@@ -104,8 +104,8 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """Event: the last byte of an answer was passed to the connection at the time `at` (this host's monotonic clock, in
-    seconds)."""
+    """Event: the last byte of an answer was passed to the connection at the time `at` (this process's monotonic clock,
+    in seconds)."""
 
     turn_id: str
     at: float

@@ -4,6 +4,9 @@ Invariants:
 - A line is written with a single call before anything that depends on it is sent. It survives a crash of the process,
   but not of the host (no fsync).
 - An incomplete last line (from a process killed while writing) is treated as not written.
+- Times in a log are Unix times, since another host, or this one after a restart, has another monotonic clock. They are
+  converted when they are written and read; sessions use the monotonic clock. Logs of schema 1 have times of the
+  monotonic clock of the host that wrote them.
 - Files are private to the user; their names reveal nothing about the session tokens.
 """
 
@@ -15,9 +18,9 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +36,7 @@ from headrace.serve.errors import LogBroken
 
 logger = logging.getLogger(__name__)
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 _OPEN: Final = ".jsonl"
 _FINISHED: Final = ".finished"
 _KINDS: Final[dict[str, type[Text | Reasoning | ToolCall]]] = {
@@ -43,8 +46,8 @@ _KINDS: Final[dict[str, type[Text | Reasoning | ToolCall]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """First line of a log: the session's spec, its token and its opening time (this host's monotonic clock, in
-    seconds)."""
+    """First line of a log: the session's spec, its token and its opening time (this process's monotonic clock, in
+    seconds; before its start for a session of an earlier process)."""
 
     spec: SessionSpec
     token: str
@@ -52,19 +55,27 @@ class Opened:
 
 
 class SessionLog:
-    """One gateway's session logs, in one folder."""
+    """One gateway's session logs, in one folder. `clock` is the monotonic clock of the sessions, `wall` returns Unix
+    seconds."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> None:
+        self._folder, self._clock = folder, clock
+        # Taken once: a wall clock that is set later moves no session that is open.
+        self._offset_s = wall() - clock()
         make_missing(folder)
 
     def open(self, opened: Opened) -> None:
         """Create the log of a session. Raises LogBroken."""
-        document = {"schema": SCHEMA, "spec": asdict(opened.spec), "token": opened.token, "opened_at": opened.opened_at}
+        opened_at = opened.opened_at + self._offset_s
+        document = {"schema": SCHEMA, "spec": asdict(opened.spec), "token": opened.token, "opened_at": opened_at}
         self._write(opened.spec.session_id, document, os.O_CREAT | os.O_TRUNC)
 
     def append(self, session_id: SessionId, event: Event) -> None:
         """Write an event. If this raises LogBroken, nothing that depends on the event may be sent."""
+        if isinstance(event, Delivered):
+            event = replace(event, at=event.at + self._offset_s)
         self._write(session_id, _document(event), 0)
 
     def finish(self, session_id: SessionId) -> None:
@@ -94,7 +105,7 @@ class SessionLog:
         for path in sorted(self._folder.glob(f"*{_OPEN}")):
             try:
                 with path.open("rb") as file:
-                    yield _opened(file.readline())
+                    yield self._opened(file.readline())[0]
             except (OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning("skipping invalid session log %s: %s", path.name, error)
 
@@ -112,17 +123,33 @@ class SessionLog:
     def _load(self, path: Path) -> Session:
         try:
             lines = path.read_bytes().split(b"\n")
-            opened = _opened(lines[0] + b"\n" * (len(lines) > 1))
+            opened, offset_s = self._opened(lines[0] + b"\n" * (len(lines) > 1))
             session = Session(opened.spec, opened.opened_at)
             # The text after the last line end is empty, or a torn line.
             for line in lines[1:-1]:
-                session.apply(_event(orjson.loads(line)))
+                event = _event(orjson.loads(line))
+                session.apply(replace(event, at=event.at - offset_s) if isinstance(event, Delivered) else event)
             if lines[-1]:
                 # The next line must not continue the torn one.
                 os.truncate(path, len(b"\n".join(lines[:-1])) + 1)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise LogBroken(f"session log {path.name} cannot be read: {type(error).__name__}: {error}") from error
         return session
+
+    def _opened(self, line: bytes) -> tuple[Opened, float]:
+        """Return the first line of a log, and the difference between the times in the log and the monotonic clock."""
+        if not line.endswith(b"\n"):
+            raise ValueError("its first line is torn")
+        document = orjson.loads(line)
+        if not isinstance(document, dict) or document.get("schema") not in (1, SCHEMA):
+            raise ValueError(f"its first line does not open a session of schema {SCHEMA}")
+        spec, opened_at, offset_s = document["spec"], document["opened_at"], 0.0
+        spec |= {"sampling": Sampling(**spec["sampling"]), "budgets": Budgets(**spec["budgets"])}
+        if document["schema"] == SCHEMA:
+            offset_s = self._offset_s
+            # The wall clock of the host that opened it may be ahead of this one.
+            opened_at = min(opened_at - offset_s, self._clock())
+        return Opened(spec=SessionSpec(**spec), token=document["token"], opened_at=opened_at), offset_s
 
     def _path(self, session_id: SessionId, suffix: str = _OPEN) -> Path:
         return self._folder / f"{hashlib.sha256(session_id.encode()).hexdigest()[:32]}{suffix}"
@@ -200,17 +227,6 @@ def _event(document: dict[str, Any]) -> Event:
         case {"spent": str() as budget}:
             return Spent(budget=Exhausted(budget))
     raise ValueError(f"unknown event: {sorted(document)}")
-
-
-def _opened(line: bytes) -> Opened:
-    if not line.endswith(b"\n"):
-        raise ValueError("its first line is torn")
-    document = orjson.loads(line)
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise ValueError(f"its first line does not open a session of schema {SCHEMA}")
-    spec = document["spec"]
-    spec |= {"sampling": Sampling(**spec["sampling"]), "budgets": Budgets(**spec["budgets"])}
-    return Opened(spec=SessionSpec(**spec), token=document["token"], opened_at=document["opened_at"])
 
 
 def _encode(values: array[Any]) -> str:

@@ -71,7 +71,8 @@ class SessionTable:
             now = clock()
             for opened in list(log.known()):
                 if opened.opened_at > now:
-                    # The clock restarts with the host: this session was opened before the last boot and ended with it.
+                    # A log of schema 1 has times of a clock that restarts with the host: this session was opened before
+                    # the last boot.
                     log.remove(opened.spec.session_id)
                     continue
                 self._unread[opened.spec.session_id] = opened

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import orjson
 import pytest
 
-from headrace.serve.capture.events import Exhausted, Failed, Spent
+from headrace.serve.capture.events import Delivered, Exhausted, Failed, Spent
 from headrace.serve.capture.rows import SessionReport, report_of, tree_of
-from headrace.serve.capture.session import Sampling, Session, SessionId, SessionSpec
+from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.conversation import ToolSpec
 from headrace.serve.errors import LogBroken
@@ -63,7 +65,8 @@ def test_a_session_is_restored_from_its_log(tmp_path: Path) -> None:
     kept(tmp_path, rig)
     log = SessionLog(tmp_path)
     [opened] = log.known()
-    assert opened == Opened(spec=SPEC, token="t" * 32, opened_at=12.5)
+    assert replace(opened, opened_at=12.5) == Opened(spec=SPEC, token="t" * 32, opened_at=12.5)
+    assert opened.opened_at == pytest.approx(12.5, abs=1e-3)
     again = log.load(SPEC.session_id)
     same(report_of(again), report_of(rig.core))
     assert tree_of(again) == tree_of(rig.core)
@@ -74,6 +77,46 @@ def test_a_session_is_restored_from_its_log(tmp_path: Path) -> None:
     assert found is not None, "what was not delivered is replayed"
     assert found.answer == rig.core.trie.sampled[-1].answer
     assert (tmp_path / next(os.walk(tmp_path))[2][0]).stat().st_mode & 0o077 == 0
+
+
+def host(folder: Path, *, started_s: float, now_s: float) -> SessionLog:
+    """The logs as a gateway sees them at the Unix time `now_s`, on a host that was started at `started_s`."""
+    return SessionLog(folder, clock=lambda: now_s - started_s, wall=lambda: now_s)
+
+
+def test_a_session_goes_on_on_a_host_with_another_monotonic_clock(tmp_path: Path) -> None:
+    spec = SessionSpec(session_id=SPEC.session_id, budgets=Budgets(wall_s=600.0))
+    before = host(tmp_path, started_s=1_000.0, now_s=1_000_100.0)
+    rig = Rig(Session(spec, opened_at=999_100.0))
+    before.open(Opened(spec=spec, token="t" * 32, opened_at=999_100.0))
+    rig.turn(asks(user("a")), "on")
+    for event in rig.events:
+        before.append(spec.session_id, replace(event, at=999_130.0) if isinstance(event, Delivered) else event)
+    # 60 s later, on a host that was started 10 s ago.
+    after = host(tmp_path, started_s=1_000_150.0, now_s=1_000_160.0)
+    [opened] = after.known()
+    assert opened.opened_at == pytest.approx(-50.0)
+    session = after.load(spec.session_id)
+    assert session.wall_left_s(10.0) == pytest.approx(540.0)
+    [delivered] = session.trie.sampled
+    assert delivered.delivered_at == pytest.approx(-20.0)
+
+
+def test_a_session_of_a_host_whose_clock_is_ahead_has_just_been_opened(tmp_path: Path) -> None:
+    host(tmp_path, started_s=0.0, now_s=1_003.0).open(Opened(spec=SPEC, token="t" * 32, opened_at=1_003.0))
+    [opened] = host(tmp_path, started_s=900.0, now_s=1_000.0).known()
+    assert opened.opened_at == 100.0
+
+
+def test_a_log_of_schema_1_keeps_its_monotonic_times(tmp_path: Path) -> None:
+    kept(tmp_path, played())
+    [path] = tmp_path.iterdir()
+    first, *rest = path.read_bytes().split(b"\n")
+    document = orjson.loads(first) | {"schema": 1, "opened_at": 12.5}
+    path.write_bytes(b"\n".join([orjson.dumps(document), *rest]))
+    log = host(tmp_path, started_s=500.0, now_s=1_000.0)
+    assert [opened.opened_at for opened in log.known()] == [12.5]
+    assert log.load(SPEC.session_id).opened_at == 12.5
 
 
 def test_a_truncated_log_restores_the_session_as_of_an_earlier_event(tmp_path: Path) -> None:
