@@ -9,6 +9,8 @@ RunError
 ├── RunExists           the run directory is in use
 ├── RunMissing          the run does not exist or cannot be resumed
 ├── DiskFull            the run directory's disk is full
+├── RunFenced           a newer incarnation of the run has taken over: this one must end, and is not retried
+├── StorageLost         the run's storage could not be written for too long: transient
 ├── TasksParked         every training task is parked, so there is nothing left to train on
 ├── RunInterrupted      the run was interrupted during startup, so there is no summary yet
 ├── RunStalled          the run made no progress for too long: contains the diagnosis
@@ -58,6 +60,14 @@ class RunMissing(RunError):
 
 class DiskFull(RunError):
     """The disk of the run directory is full."""
+
+
+class RunFenced(RunError):
+    """A newer incarnation has taken over the run, so this one must end at once."""
+
+
+class StorageLost(RunError):
+    """The run's storage could not be written for so long that a newer incarnation may have taken over."""
 
 
 class TasksParked(RunError):

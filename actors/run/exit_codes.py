@@ -28,6 +28,7 @@ from headrace.actors.errors import (
     RunsMissing,
     RunStalled,
     RunUnknown,
+    StorageLost,
     SubmissionConflict,
 )
 from headrace.buffer.errors import (
@@ -72,6 +73,7 @@ HELP: Final = (
 _TRANSIENT: Final = (
     ActorError,
     DiskFull,
+    StorageLost,
     RunStalled,
     EngineNotServing,
     LedgerBroken,

@@ -14,10 +14,12 @@ from headrace.actors.errors import (
     DiskFull,
     EngineUnknown,
     RunExists,
+    RunFenced,
     RunInterrupted,
     RunMissing,
     RunStalled,
     StartFailed,
+    StorageLost,
     TasksParked,
 )
 from headrace.actors.run import exit_codes
@@ -60,6 +62,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
         (StartFailed("x"), EXIT_TRANSIENT, EXIT_TRANSIENT),
         (RunStalled("x"), EXIT_TRANSIENT, EXIT_TRANSIENT),
         (DiskFull("x"), EXIT_TRANSIENT, EXIT_TRANSIENT),
+        (StorageLost("x"), EXIT_TRANSIENT, EXIT_TRANSIENT),
+        (RunFenced("x"), EXIT_FAILED, EXIT_FAILED),
         (LedgerBroken("x"), EXIT_TRANSIENT, EXIT_TRANSIENT),
         (EngineUnavailable("x"), EXIT_TRANSIENT, EXIT_TRANSIENT),
         (SenderFailed("x"), EXIT_TRANSIENT, EXIT_TRANSIENT),

@@ -1,0 +1,321 @@
+"""Incarnations of a run: the fence that lets only the newest one act.
+
+Invariants:
+- `<storage>/incarnations/NNNNNN.json` is created exclusively; the highest number is the run's incarnation. Only its
+  holder rewrites it.
+- A holder ends when it reads a higher number, or when it has not renewed its file for `end_after_s`. Time is that of a
+  clock that runs on while the process or its machine is stopped. A renewal counts from its start.
+- A new holder writes its file and waits `takeover_s`, which is longer than the old holder can go on: it then has ended
+  or knows of its successor. The first incarnation need not wait, nor one on the same host since the same boot after its
+  predecessor ended in order.
+- Storage is touched only in daemon threads, one at a time: a file system that hangs is the same as one that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn, Self
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace.actors.errors import RunFenced, StorageLost
+from headrace.buffer.primitives.daemon_thread import start_in_thread
+from headrace.buffer.primitives.durable_files import fsync, replace_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FOLDER: Final = "incarnations"
+FILES_KEPT: Final = 5
+_NAME: Final = re.compile(r"(\d{6,})\.json")
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class FenceConfig(BaseModel):
+    """Times of the incarnation fence."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    renew_s: float = Field(default=5.0, gt=0)
+    """Time between two renewals."""
+    end_after_s: float = Field(default=30.0, gt=0)
+    """An incarnation that could not renew its file for this long ends."""
+    takeover_s: float = Field(default=45.0, gt=0)
+    """Time that a new incarnation waits before it acts."""
+    margin_s: float = Field(default=5.0, ge=0)
+    """Time that an ending incarnation may need to stop acting."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.end_after_s <= 2 * self.renew_s:
+            raise ValueError(f"end_after_s ({self.end_after_s:g}) must exceed 2 * renew_s ({2 * self.renew_s:g})")
+        least = self.end_after_s + self.renew_s + self.margin_s
+        if self.takeover_s <= least:
+            raise ValueError(
+                f"takeover_s ({self.takeover_s:g}) must exceed end_after_s + renew_s + margin_s ({least:g}): otherwise "
+                "an old incarnation may still act when a new one begins"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncarnationRecord:
+    """Contents of an incarnation's file. `boot` is the boot id of the host; `started_s` and `renewed_s` are Unix times
+    of the holder's clock, for people only. `ended` is true after an orderly end."""
+
+    number: int
+    host: str
+    boot: str
+    process_id: int
+    started_s: float
+    renewed_s: float
+    ended: bool = False
+
+
+class Fence:
+    """Decisions of one holder, without clock or files; times are of one monotonic clock, in seconds. `began_s` is the
+    time before the holder's file was written."""
+
+    def __init__(self, config: FenceConfig, number: int, began_s: float) -> None:
+        self._config, self.number = config, number
+        self._renewed_s = began_s
+        self._newer: IncarnationRecord | None = None
+        self.failure = ""
+        """Error of the last renewal, if it failed."""
+
+    def renewed(self, began_s: float, newest: IncarnationRecord) -> None:
+        """Note a renewal that began at `began_s` and then read the newest incarnation. Raises RunFenced."""
+        if newest.number > self.number:
+            self._newer = newest
+        else:
+            self._renewed_s, self.failure = max(self._renewed_s, began_s), ""
+        self.refuse_newer()
+
+    def left_s(self, now_s: float) -> float:
+        """Return how long the holder may still act without a renewal."""
+        return self._renewed_s + self._config.end_after_s - now_s
+
+    def check(self, now_s: float) -> None:
+        """Raise RunFenced or StorageLost if the holder must not act any more."""
+        self.refuse_newer()
+        if self.left_s(now_s) <= 0:
+            why = f" ({self.failure})" if self.failure else ", or this process was stopped"
+            raise StorageLost(
+                f"incarnation {self.number} of the run could not be renewed in storage for "
+                f"{now_s - self._renewed_s:.0f} s{why}: check the storage, then resume the run"
+            )
+
+    def refuse_newer(self) -> None:
+        """Raise RunFenced if a newer incarnation is known."""
+        if self._newer is not None:
+            raise fenced(self.number, self._newer)
+
+
+class Incarnation:
+    """One incarnation of a run, made with `take`. `acquire` returns when the holder may act; `hold` renews until the
+    holder must end, and has to run from the beginning."""
+
+    def __init__(
+        self,
+        folder: Path,
+        record: IncarnationRecord,
+        fence: Fence,
+        config: FenceConfig,
+        *,
+        waits: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._folder, self.record, self._fence, self._config = folder, record, fence, config
+        self._waits, self._clock = waits, clock
+        self._began_s = clock()
+        self._renewing: asyncio.Future[IncarnationRecord] | None = None
+
+    @classmethod
+    async def take(
+        cls,
+        storage: Path,
+        config: FenceConfig | None = None,
+        *,
+        after: int | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> Self:
+        """Write the file of a new incarnation, which must still be acquired. `after` is the number that the caller held
+        before: if there is a newer one, the run has moved. Raises RunFenced, StorageLost."""
+        config, clock = config or FenceConfig(), clock or running_time
+        folder, began_s = storage / FOLDER, clock()
+
+        def create() -> tuple[IncarnationRecord, IncarnationRecord | None]:
+            if after is not None:
+                refuse_fenced(storage, after)
+            return _create(folder, storage)
+
+        writing = start_in_thread(create, name="incarnation")
+        try:
+            async with asyncio.timeout(config.end_after_s):
+                record, previous = await writing
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or f"no answer within {config.end_after_s:g} s"
+            raise StorageLost(
+                f"{folder} cannot be written ({reason}): check the storage, then start the run again"
+            ) from error
+        clean = previous is not None and previous.ended and (previous.host, previous.boot) == (record.host, record.boot)
+        waits = previous is not None and not clean
+        return cls(folder, record, Fence(config, record.number, began_s), config, waits=waits, clock=clock)
+
+    @property
+    def number(self) -> int:
+        return self.record.number
+
+    @property
+    def failure(self) -> str:
+        """Error of the last renewal; empty if it succeeded."""
+        return self._fence.failure
+
+    async def acquire(self) -> None:
+        """Return when every earlier incarnation has ended. Raises RunFenced, StorageLost."""
+        while self._waits:
+            left_s = self._began_s + self._config.takeover_s - self._clock()
+            self.check()
+            if left_s <= 0:
+                self._waits = False
+                return
+            await asyncio.sleep(min(left_s, self._config.renew_s))
+
+    def check(self) -> None:
+        """Raise RunFenced or StorageLost if this incarnation must not act any more; reads only memory."""
+        self._fence.check(self._clock())
+
+    async def hold(self) -> NoReturn:
+        """Renew until this incarnation must end. Raises RunFenced, StorageLost."""
+        try:
+            while True:
+                now_s = self._clock()
+                # Not longer than until the next look at the clock, which a renewal that hangs must not outlast.
+                await self._renew(within_s=self._config.renew_s)
+                self.check()
+                await asyncio.sleep(max(0.0, now_s + self._config.renew_s - self._clock()))
+                self.check()
+        except StorageLost:
+            # A process that was stopped for long has probably been replaced, and must not take the run back.
+            await self._renew(within_s=self._config.margin_s)
+            raise
+
+    async def end(self) -> None:
+        """Record that nothing acts for this incarnation any more, so that its successor on this host need not wait.
+        Does nothing if it was fenced or storage is away."""
+        with suppress(RunFenced, StorageLost):
+            self.check()
+            self.record = replace(self.record, ended=True)
+            await self._renew(within_s=self._config.renew_s)
+
+    async def _renew(self, *, within_s: float) -> None:
+        """Rewrite the file and look for newer ones, for at most `within_s`. A renewal that hangs goes on, and is waited
+        for next time. Raises RunFenced."""
+        if self._renewing is None:
+            self._started_s = self._clock()
+            self.record = replace(self.record, renewed_s=time.time())
+            folder, record = self._folder, self.record
+            self._renewing = start_in_thread(lambda: _rewrite(folder, record), name="incarnation")
+        renewing = self._renewing
+        if not (await asyncio.wait([renewing], timeout=within_s))[0]:
+            self._fence.failure = f"{self._folder} does not answer"
+            return
+        self._renewing = None
+        try:
+            newest = renewing.result()
+        except OSError as error:
+            self._fence.failure = str(error)
+        else:
+            self._fence.renewed(self._started_s, newest)
+
+
+def refuse_fenced(storage: Path, number: int) -> None:
+    """Raise RunFenced if a newer incarnation than `number` has been written, for a process that is about to change
+    storage; OSError if that cannot be read."""
+    newest = newest_incarnation(storage)
+    if newest is not None and newest.number > number:
+        raise fenced(number, newest)
+
+
+def newest_incarnation(storage: Path) -> IncarnationRecord | None:
+    """Return the newest incarnation of a run; None if there is none yet. Raises OSError."""
+    return _newest(storage / FOLDER)
+
+
+def fenced(number: int, newer: IncarnationRecord) -> RunFenced:
+    """Return the error for a holder that read a newer incarnation."""
+    return RunFenced(
+        f"incarnation {newer.number} on {newer.host} has taken over the run: incarnation {number} ends; follow the run "
+        "there"
+    )
+
+
+def running_time() -> float:
+    """Return seconds of a clock that also runs while the machine is suspended, where there is one."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
+
+
+def _numbers(folder: Path) -> list[int]:
+    return sorted(int(found[1]) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name)))
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.json"
+
+
+def _newest(folder: Path) -> IncarnationRecord | None:
+    if not folder.is_dir():
+        return None
+    numbers = _numbers(folder)
+    if not numbers:
+        return None
+    number = numbers[-1]
+    try:
+        return replace(IncarnationRecord(**orjson.loads(_path(folder, number).read_bytes())), number=number)
+    except (FileNotFoundError, TypeError, ValueError):
+        # It is just being created, or its creator died: its name alone fences.
+        return IncarnationRecord(
+            number=number, host="an unknown host", boot="", process_id=0, started_s=0.0, renewed_s=0.0
+        )
+
+
+def _create(folder: Path, storage: Path) -> tuple[IncarnationRecord, IncarnationRecord | None]:
+    """Create the file of the next incarnation. Return its record and that of the one before it. Raises OSError."""
+    # Not `parents`: a storage folder that is absent must not be created on a local disk in its place.
+    folder.mkdir(exist_ok=True)
+    fsync(storage)
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    while True:
+        previous, now_s = _newest(folder), time.time()
+        record = IncarnationRecord(
+            number=previous.number + 1 if previous else 1,
+            host=socket.gethostname(),
+            boot=boot,
+            process_id=os.getpid(),
+            started_s=now_s,
+            renewed_s=now_s,
+        )
+        path = _path(folder, record.number)
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        except FileExistsError:
+            continue
+        replace_file(path, orjson.dumps(asdict(record)) + b"\n")
+        for number in _numbers(folder)[:-FILES_KEPT]:
+            _path(folder, number).unlink(missing_ok=True)
+        return record, previous
+
+
+def _rewrite(folder: Path, record: IncarnationRecord) -> IncarnationRecord:
+    """Rewrite the file of an incarnation, then return the newest one. Raises OSError."""
+    replace_file(_path(folder, record.number), orjson.dumps(asdict(record)) + b"\n")
+    return _newest(folder) or record
