@@ -13,6 +13,7 @@ ReplayError
 │   ├── LedgerBroken      a write failed, and the store has ended
 │   └── LedgerMismatch    ledger and checkpoint have different histories
 │       ├── CheckpointMissing  the ledger recorded a checkpoint, but the learner has none
+│       ├── CheckpointLate  a replaced learner finished the checkpoint after a newer epoch had been opened
 │       └── LedgerBehind  the checkpoint contains batches that are not in the ledger
 ├── TaskNotParked         a task that is to be released is not parked
 ├── ExportRefused         the export cannot be written: no pyarrow, or a folder that cannot be used
@@ -73,6 +74,10 @@ class LedgerMismatch(LedgerError):
 
 class CheckpointMissing(LedgerMismatch):
     """The ledger recorded a checkpoint, but a learner was about to begin without one; nothing was changed."""
+
+
+class CheckpointLate(LedgerMismatch):
+    """A replaced learner finished the checkpoint after a newer epoch had been opened; nothing was changed."""
 
 
 class LedgerBehind(LedgerMismatch):

@@ -83,11 +83,15 @@ class ResumePreparation:
         aside = self._set_aside()
         for one in aside:
             self._say(f"CHECKPOINT {one.name} IS LEFT OUT: {one.reason}; it is kept as {one.kept_as}")
-        report = resume_report(
-            self._directory.path,
-            max_staleness=self._config.buffer.max_staleness,
-            batch_tries=self._config.buffer.batch_tries,
-        )
+        report = self._report()
+        while report.checkpoint_is_late and not self._from_start:
+            late = set_aside(
+                self._directory.checkpoints / str(report.checkpoint),
+                "a replaced learner finished it after a newer epoch had been opened",
+            )
+            self._say(f"CHECKPOINT {late.name} IS LEFT OUT: {late.reason}; it is kept as {late.kept_as}")
+            aside = (*self._set_aside(), late, *aside)
+            report = self._report()
         self._refuse_without_checkpoint(report, aside)
         for line in report.lines():
             self._say(line)
@@ -109,6 +113,13 @@ class ResumePreparation:
                 f"files, e.g. from a copy of the run, or issue the rollouts again with `headrace ledger retry-lost "
                 f"{path}`"
             )
+
+    def _report(self) -> ResumeReport:
+        return resume_report(
+            self._directory.path,
+            max_staleness=self._config.buffer.max_staleness,
+            batch_tries=self._config.buffer.batch_tries,
+        )
 
     def _set_aside(self) -> tuple[SetAside, ...]:
         """Rename the checkpoints that the learner must not use: damaged ones, and all of them with `--from-start`."""

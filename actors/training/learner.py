@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
@@ -38,11 +39,11 @@ from headrace.actors.runtime.recording import record
 from headrace.actors.runtime.runtime import end_actor
 from headrace.actors.training.slime_learner import SlimeLearner
 from headrace.buffer.core.classification import stale_kv_tokens
-from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch
+from headrace.buffer.errors import BatchUntrainable, CheckpointLate, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.policies.errors import LearnerNotOpen, NonFiniteRun, RankFailed, RowUnusable
-from headrace.policies.learners.checkpoints import usable_checkpoint
+from headrace.policies.learners.checkpoints import set_aside, usable_checkpoint
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
 
@@ -262,12 +263,11 @@ class LearnerLoop:
         async with self._opening:
             if self._version is not None:
                 return
-            checkpoint = await self._newest_checkpoint()
-            version = await until_back(lambda: self._replay.open_epoch(checkpoint))
+            checkpoint, version = await self._open_epoch()
             with self._in(Stage.OPENING):
                 await self._learner.open(checkpoint, epoch=version.epoch)
             self._saved_at = version.step if checkpoint is not None else -1
-            self._catching_up = await self._engines_are_ahead()
+            self._catching_up = await self._engines_are_ahead(version.epoch)
             if not self._catching_up:
                 await self._send(await self._learner.snapshot())
             self._version = version
@@ -298,6 +298,18 @@ class LearnerLoop:
         finally:
             self._stage, self._stage_since_s = Stage.WAITING, _now()
 
+    async def _open_epoch(self) -> tuple[CheckpointRef | None, PolicyVersion]:
+        """Open an epoch at the newest checkpoint of the surviving path. Those that a replaced learner finished after it
+        had been replaced are set aside."""
+        while True:
+            checkpoint = await self._newest_checkpoint()
+            try:
+                return checkpoint, await until_back(partial(self._replay.open_epoch, checkpoint))
+            except CheckpointLate as error:
+                assert checkpoint is not None
+                aside = set_aside(Path(checkpoint.path), str(error))
+                logger.error("%s; it is kept as %s", aside.reason, aside.kept_as)
+
     async def _newest_checkpoint(self) -> CheckpointRef | None:
         folder = self._learner_config.checkpoint_dir
         if folder is None:
@@ -317,13 +329,13 @@ class LearnerLoop:
             )
         return usable.checkpoint
 
-    async def _engines_are_ahead(self) -> bool:
+    async def _engines_are_ahead(self, epoch: int) -> bool:
         """Return whether the engines serve weights that this learner will reach by repeating steps. Also reports their
         version to the buffer, whose process may be new."""
         served = await until_back(self._engines.served_version)
         if served is None or not await until_back(lambda: self._replay.lies_ahead(served)):
             return False
-        await until_back(lambda: self._replay.served(served))
+        await until_back(lambda: self._replay.served(served, epoch=epoch))
         return True
 
     async def _step(self, batch: Batch) -> StepReport | None:
@@ -395,7 +407,7 @@ class LearnerLoop:
             if self._pushing is not None:
                 await self._pushing
             self._clock.push_s += _now() - start
-            if self._catching_up and await self._engines_are_ahead():
+            if self._catching_up and await self._engines_are_ahead(report.version.epoch):
                 return
             self._catching_up = False
             self._pushing = pushes.create_task(self._send(await self._learner.snapshot()))
@@ -403,7 +415,7 @@ class LearnerLoop:
     async def _send(self, snapshot: WeightsSnapshot) -> None:
         in_flight = (await until_back(self._replay.status)).inventory.in_flight
         await until_back(lambda: self._engines.push(snapshot, rollouts_in_flight=in_flight))
-        await until_back(lambda: self._replay.served(snapshot.version))
+        await until_back(lambda: self._replay.served(snapshot.version, epoch=snapshot.version.epoch))
 
     async def _save(self) -> None:
         assert self._version is not None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from headrace.actors.errors import TasksParked
 from headrace.actors.record.metrics import UNRECORDED, RolloutPhasesMetric
 from headrace.actors.runtime.runtime import end_actor
-from headrace.buffer.errors import LedgerBroken
+from headrace.buffer.errors import LedgerBroken, StaleEpoch
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks import Task, TaskId, load_tasks
@@ -242,9 +242,13 @@ class Replay:
         with self._ending():
             return self._store.lies_ahead(version)
 
-    async def served(self, version: PolicyVersion) -> None:
-        """Record that the engines are now serving this version: attempts issued from now on begin with it."""
+    async def served(self, version: PolicyVersion, *, epoch: int) -> None:
+        """Record that the engines are now serving this version: attempts issued from now on begin with it. `epoch` is
+        that of the learner that reports it. Raises StaleEpoch when a newer one has been opened."""
         with self._ending():
+            current = _head(self._store).epoch
+            if epoch != current:
+                raise StaleEpoch(f"epoch {epoch} is not the current one ({current}): this learner must end")
             self._orders.serve(version, always_interrupt=self._config.mode != "async")
 
     async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 
 from headrace.buffer.audit.joined_rows import GroupHistory, JoinedRows, histories_of
 from headrace.buffer.codec import decode
+from headrace.buffer.core.epochs import EPOCHS_RESERVED
 from headrace.buffer.core.records import (
     AttemptRecord,
     BatchRecord,
@@ -64,7 +65,8 @@ class Witness:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """Contents of a run directory other than groups and batches. `files` maps an attempt to the number of the
-    trajectory file it was written to. `damage` describes each defect in a plain sentence."""
+    trajectory file it was written to. No epoch up to `epochs_reserved` is opened any more. `damage` describes each
+    defect in a plain sentence."""
 
     run_dir: Path
     epochs: tuple[EpochRecord, ...]
@@ -74,6 +76,7 @@ class Steps:
     interventions: tuple[InterventionRecord, ...]
     files: dict[tuple[RolloutId, int], int]
     witnesses: tuple[Witness, ...]
+    epochs_reserved: int
     damage: tuple[str, ...]
 
     @property
@@ -343,6 +346,7 @@ def _steps(
     damage += [f"ledger.db: {row[0]}" for row in database.execute("PRAGMA main.quick_check") if row[0] != "ok"]
     dangling = database.execute("PRAGMA main.foreign_key_check")
     damage += [f"ledger.db: dangling reference in {row[0]}" for row in dangling]
+    reserved = database.execute("SELECT value FROM main.counters WHERE name = ?", (EPOCHS_RESERVED,)).fetchone()
     commits = tuple(rows.of(CommitRecord, "sequence"))
     # Of closed groups only those trained in undone steps need their files.
     files, these = _files(JoinedRows(database, attached=False)), "IN (SELECT value FROM json_each(?))"
@@ -360,6 +364,7 @@ def _steps(
         "interventions": tuple(rows.of(InterventionRecord, "sequence")),
         "files": files,
         "witnesses": tuple(witnesses),
+        "epochs_reserved": 0 if reserved is None else int(reserved[0]),
         "damage": tuple(damage),
     }
 

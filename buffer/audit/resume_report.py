@@ -25,6 +25,7 @@ from typing import Any
 from headrace.buffer.audit.evidence import Evidence, read_open
 from headrace.buffer.audit.verify import VerifyReport, audit
 from headrace.buffer.core.batch_queue import untrainable
+from headrace.buffer.core.epochs import finished_late
 from headrace.buffer.core.records import BatchState, RolloutState
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.core.training_path import UndoneSteps, digest_of
@@ -54,13 +55,15 @@ class ResumeReport:
     are run again or evicted.
 
     `checkpoint` is None when the run starts from the beginning. `checkpoint_is_foreign` means that it holds steps that
-    are not in the ledger. `recorded` is the newest checkpoint in the ledger. `untrainable` names the batch that
+    are not in the ledger; `checkpoint_is_late`, that a replaced learner finished it after a newer epoch had been
+    opened. `recorded` is the newest checkpoint in the ledger. `untrainable` names the batch that
     would crash the learner again, with the reason; it is empty when there is none. `epoch` is the learner incarnation
     that will be opened."""
 
     run: str
     checkpoint: str | None
     checkpoint_is_foreign: bool
+    checkpoint_is_late: bool
     recorded: str | None
     untrainable: str
     epoch: int
@@ -161,6 +164,7 @@ class _Plan:
             run=str(self.evidence.run_dir),
             checkpoint=str(self.checkpoint.version) if self.checkpoint else None,
             checkpoint_is_foreign=bool(ahead),
+            checkpoint_is_late=self._is_late(),
             recorded=str(max(recorded)) if recorded else None,
             untrainable=blocking,
             epoch=self._epoch,
@@ -183,7 +187,14 @@ class _Plan:
 
     @property
     def _epoch(self) -> int:
-        return max((epoch.epoch for epoch in self.evidence.epochs), default=0) + 1
+        opened = max((epoch.epoch for epoch in self.evidence.epochs), default=0)
+        return max(opened, self.evidence.epochs_reserved) + 1
+
+    def _is_late(self) -> bool:
+        found, evidence = self.checkpoint, self.evidence
+        if found is None or (found.version, found.chain) in {(one.version, one.chain) for one in evidence.checkpoints}:
+            return False
+        return finished_late(found.version, evidence.epochs, reserved=evidence.epochs_reserved)
 
     def _over_bound(self) -> int:
         """Return how many rollouts of `batches` are over the staleness bound when their batch's turn comes, that is,

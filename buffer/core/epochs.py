@@ -10,17 +10,32 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.core.records import CheckpointRecord, EpochRecord
-from headrace.buffer.errors import CheckpointMissing, LedgerBehind, LedgerMismatch, StaleEpoch
+from headrace.buffer.errors import CheckpointLate, CheckpointMissing, LedgerBehind, LedgerMismatch, StaleEpoch
 from headrace.buffer.sanitizer import plain_checkpoint
 from headrace.buffer.versions import PolicyVersion
 
+EPOCHS_RESERVED: Final = "epochs_reserved"
+"""Counter of a ledger that was restored from a copy: epochs up to this number may have been opened after the copy."""
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from headrace.buffer.core.batch_queue import BatchQueue
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.types import CheckpointRef, RolloutId
+
+
+def finished_late(version: PolicyVersion, epochs: Iterable[EpochRecord], *, reserved: int) -> bool:
+    """Return whether the checkpoint of a version that is not on the surviving path was finished by a learner that had
+    been replaced: the epoch after its own would have been opened at it if it had existed then. Epochs up to `reserved`
+    were those of a lost ledger."""
+    later = min((one for one in epochs if one.epoch > version.epoch), key=lambda one: one.epoch, default=None)
+    if later is None:
+        return version.epoch <= reserved
+    return version > (later.parent or PolicyVersion(1, 0))
 
 
 class Epochs:
@@ -43,8 +58,8 @@ class Epochs:
 
     def open(self, checkpoint: CheckpointRef | None, now: float, *, from_start: bool = False) -> PolicyVersion:
         """Open an epoch at `checkpoint` (None: from the start), and undo the steps after it. If a checkpoint has been
-        recorded, None is accepted only with `from_start`. Raises LedgerMismatch, LedgerBehind, CheckpointMissing, in
-        which case nothing is changed.
+        recorded, None is accepted only with `from_start`. Raises LedgerMismatch, LedgerBehind, CheckpointLate,
+        CheckpointMissing, in which case nothing is changed.
         """
         checkpoint = checkpoint and plain_checkpoint(checkpoint)
         if checkpoint is None and not from_start:
@@ -53,7 +68,7 @@ class Epochs:
         if self.needs_history(checkpoint):
             raise LedgerMismatch("this undoes steps on forgotten batches: recall them from the ledger's archive first")
         path = self._state.path
-        epoch = path.epoch + 1
+        epoch = max(path.epoch, self._state.counters[EPOCHS_RESERVED]) + 1
         undone = [commit for number, commit in sorted(path.commits.items()) if number > sequence]
         again = [path.batches[commit.batch_id] for commit in undone] + self.queue.left_behind()
         for commit in undone:
@@ -116,11 +131,20 @@ class Epochs:
         self._state.close_covered(sequence)
 
     def _sequence_of(self, checkpoint: CheckpointRef) -> int:
-        """Return the last step that `checkpoint` covers; 0 if it covers none. Raises LedgerBehind, LedgerMismatch."""
+        """Return the last step that `checkpoint` covers; 0 if it covers none. Raises LedgerBehind, CheckpointLate,
+        LedgerMismatch."""
         path = self._state.path
         covered = [number for number, commit in path.commits.items() if commit.chain == checkpoint.chain]
         sequence = covered[0] if covered else 0
+        reserved = self._state.counters[EPOCHS_RESERVED]
+        is_late = finished_late(checkpoint.version, path.epochs.values(), reserved=reserved)
+        late = CheckpointLate(
+            f"checkpoint {checkpoint.path} was finished after another learner had taken over: it is set aside, and the "
+            "run continues from the one before"
+        )
         if checkpoint.chain and not covered:
+            if is_late:
+                raise late
             known = [commit.batch_id for commit in path.commits.values()]
             # Batches older than those known here are in the ledger's archive.
             oldest = known[0] if known and path.steps_closed else ""
@@ -145,6 +169,8 @@ class Epochs:
             if record.parent in names and record.chain == (commit.chain if commit else ""):
                 names.add(PolicyVersion(record.epoch, record.parent.step))
         if checkpoint.version not in names:
+            if is_late:
+                raise late
             raise LedgerMismatch(
                 f"checkpoint {checkpoint.path} has version {checkpoint.version}, but the ledger has another there: "
                 "it is from a path that was rolled back; use another checkpoint"

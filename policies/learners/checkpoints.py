@@ -9,6 +9,7 @@ Invariants:
 - Checkpoints are ordered by version: those of a later epoch come later.
 - `headrace.json` is written last and lists every other file with its size and SHA-256, so that missing, truncated or
   altered files are found before anything is loaded. A damaged directory is renamed to `aside-<name>`, never removed.
+  So is one that a replaced learner finished after a newer epoch had been opened.
 - It also records what was trained (architecture, vocabulary, objective): a learner refuses a checkpoint of another
   kind instead of loading it.
 - Manifests of format 1 have CRC-32 checksums or none, and do not record what was trained. They remain readable.
@@ -41,7 +42,8 @@ READ_FORMATS = (1, FORMAT)
 MANIFEST = "headrace.json"
 MEGATRON_STATE = "megatron"
 ASIDE = "aside-"
-"""Prefix of damaged checkpoints, which are kept for inspection only."""
+"""Prefix of checkpoints that no run resumes from, because they are damaged or belong to a lost or replaced life of the
+run; they are kept for inspection only."""
 KEPT = "kept-"
 """Prefix of checkpoints that are kept although they are not among the newest, see `checkpoint_retention`."""
 OBJECTIVE = "objective"
@@ -249,9 +251,11 @@ def list_checkpoints(root: Path) -> list[Path]:
 def stage(root: Path, version: PolicyVersion) -> Path:
     """Return a new, empty directory for the checkpoint of `version`, and remove those of interrupted saves."""
     root.mkdir(parents=True, exist_ok=True)
-    # No other save can be running, because `root` has one learner.
     for leftover in root.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover)
+        # `root` has one learner, but one that was replaced may not know it yet: it leaves the save of its successor.
+        name = leftover.name.removeprefix(_UNFINISHED)
+        if not _COMPLETE.fullmatch(name) or PolicyVersion.parse(name).epoch <= version.epoch:
+            shutil.rmtree(leftover)
     staged = root / f"{_UNFINISHED}{version}"
     staged.mkdir()
     return staged

@@ -20,7 +20,7 @@ async def step(replay, version):
     batch = await replay.take(version, timeout_s=GUARD_S)
     after = PolicyVersion(version.epoch, version.step + 1)
     await replay.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=after, skipped=False))
-    await replay.served(after)
+    await replay.served(after, epoch=after.epoch)
     chain = (await replay.status()).chain
     return CheckpointRef(path="elsewhere", version=after, batch_ids=(batch.lease.batch_id,), chain=chain)
 
@@ -36,12 +36,12 @@ async def test_after_a_resume_orders_wait_for_weights_that_will_be_within_the_bo
         opened = await replay.open_epoch(saved)
         await replay.offer([cases.ended(order, Cause.CANCELLED) for order in running])
         assert await replay.lies_ahead(PolicyVersion(1, 4))
-        await replay.served(opened)
+        await replay.served(opened, epoch=opened.epoch)
         assert (await replay.issue(2, "dispatcher", timeout_s=0.0)).orders == (), "2.1 is three updates before 1.4"
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(replay.issue(2, "dispatcher", timeout_s=10 * GUARD_S))
             await asyncio.sleep(0)
-            await replay.served(PolicyVersion(1, 4))
+            await replay.served(PolicyVersion(1, 4), epoch=opened.epoch)
         issued = await replay.issue(2, "dispatcher", timeout_s=0.0)
         assert {order.attempt for order in issued.orders} == {2}
         assert issued.to_cancel == ()

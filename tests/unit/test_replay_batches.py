@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace.buffer.core.epochs import EPOCHS_RESERVED
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import (
     BatchUntrainable,
+    CheckpointLate,
     LeaseError,
     LedgerBehind,
     LedgerMismatch,
@@ -476,11 +478,33 @@ def test_a_checkpoint_on_an_undone_path_is_refused(stocked):
     _, version = cases.step(stocked, FIRST)
     dead = cases.checkpoint(stocked, version)
     stocked.open_epoch(None, 1.0)
-    with pytest.raises(LedgerMismatch):
+    with pytest.raises(CheckpointLate):
         stocked.open_epoch(dead, 2.0)
     cases.step(stocked, PolicyVersion(2, 0), epoch=2)
-    with pytest.raises(LedgerMismatch, match="rolled back"):
+    with pytest.raises(CheckpointLate, match="was finished after another learner had taken over"):
         stocked.open_epoch(dead, 3.0)
+    assert stocked.state.path.epoch == 2
+
+
+def test_a_checkpoint_that_an_epoch_passed_over_is_not_late(stocked):
+    """Epoch 2 was opened at 1.2, so 1.1 existed then: its contents are wrong for another reason."""
+    _, version = cases.step(stocked, FIRST)
+    older = cases.checkpoint(stocked, version)
+    _, version = cases.step(stocked, version)
+    stocked.open_epoch(cases.checkpoint(stocked, version), 1.0)
+    with pytest.raises(LedgerMismatch, match="was trained on other batches") as refused:
+        stocked.open_epoch(replace(older, chain="00" * 32), 2.0)
+    assert not isinstance(refused.value, CheckpointLate)
+
+
+def test_epochs_that_a_lost_ledger_may_have_opened_are_not_opened_again(stocked):
+    _, version = cases.step(stocked, FIRST)
+    saved = cases.checkpoint(stocked, version)
+    stocked.state.count(EPOCHS_RESERVED, 104)
+    with pytest.raises(CheckpointLate):
+        stocked.open_epoch(replace(saved, chain="00" * 32, version=PolicyVersion(3, 9)), 1.0)
+    assert stocked.open_epoch(None, 1.0) == PolicyVersion(105, 0)
+    assert stocked.open_epoch(None, 2.0) == PolicyVersion(106, 0)
 
 
 def test_a_checkpoint_at_the_start_of_an_epoch_is_accepted(stocked):
