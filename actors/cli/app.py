@@ -274,6 +274,13 @@ def status(
     for state in states:
         if state["held"]:
             say(f"{state['run']} is holding back orders: {state['held']}")
+        if state["ledger_copy"] and state["ledger_copy"]["error"]:
+            copied = state["ledger_copy"]
+            newest = copied["version"] or "none"
+            say(
+                f"{state['run']}: the ledger was not copied to storage for checkpoint {copied['failed']} "
+                f"({copied['error']}); the newest copy is {newest}"
+            )
         if state["parked"]:
             say(f"{state['run']} has {state['parked']} parked tasks: headrace tasks parked {state['run']}")
         if state["checkpoints_left_out"]:

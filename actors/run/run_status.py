@@ -10,6 +10,7 @@ import orjson
 
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.record.metrics import each_metric, last_metric
+from headrace.actors.storage.ledger_copies import read_outcome
 from headrace.buffer.audit.condition import read_condition
 from headrace.buffer.core.outages import utc
 from headrace.buffer.errors import LedgerRefused
@@ -70,6 +71,7 @@ def status_of(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
         "engines": [asdict(engine) for engine in read_roster(directory.engines).engines],
         "finished": state is RunState.FINISHED,
         "checkpoints_left_out": sorted(path.name for path in directory.checkpoints.glob(f"{ASIDE}*")),
+        "ledger_copy": None if (copied := read_outcome(directory.path)) is None else asdict(copied),
         "held": held,
         "parked": parked,
     }

@@ -14,12 +14,13 @@ import asyncio
 import logging
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.actors.errors import TasksParked
 from headrace.actors.record.metrics import UNRECORDED, RolloutPhasesMetric
 from headrace.actors.runtime.runtime import end_actor
+from headrace.actors.storage.ledger_copies import LedgerCopies
 from headrace.buffer.errors import LedgerBroken, StaleEpoch
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
@@ -102,7 +103,9 @@ NEVER_EVALUATED = Evaluated(attempts=0, reward=None)
 
 class Replay:
     """Sole owner of the run's ledger, and of its `metrics`. Without a directory, the ledger is in memory and covers
-    `tasks`; `clock` returns Unix seconds. Results that exceed the `limits` of the learner count as its failures."""
+    `tasks`; `clock` returns Unix seconds. Results that exceed the `limits` of the learner count as its failures. With
+    each checkpoint the ledger is copied to the storage folder `copies`; None if the directory itself is the run's
+    storage."""
 
     def __init__(
         self,
@@ -114,9 +117,12 @@ class Replay:
         clock: Callable[[], float] = time.time,
         limits: RowLimits | None = None,
         metrics: MetricsLog = UNRECORDED,
+        copies: Path | None = None,
     ) -> None:
         self._config = config
         self._metrics = metrics
+        self._copies_to = copies
+        self._copies: LedgerCopies | None = None
         self._limits = limits
         self._directory = directory
         self._seed = seed
@@ -138,6 +144,9 @@ class Replay:
             limits=self._limits,
         )
         self._store = await self._stack.enter_async_context(await store)
+        if directory is not None and self._copies_to is not None:
+            copies = LedgerCopies(self._store, directory.path, self._copies_to, self._clock)
+            self._copies = await self._stack.enter_async_context(copies)
         self._orders = _Orders(self._store)
         if self._store.head is not None:
             self._opened.set()
@@ -228,7 +237,9 @@ class Replay:
 
     async def checkpointed(self, checkpoint: CheckpointRef) -> None:
         with self._ending():
-            await self._store.checkpointed(checkpoint)
+            await self._store.checkpointed(checkpoint, copied_elsewhere=self._copies is not None)
+        if self._copies is not None:
+            self._copies.request(checkpoint)
 
     async def open_epoch(self, checkpoint: CheckpointRef | None) -> PolicyVersion:
         with self._ending():
@@ -286,7 +297,8 @@ class Replay:
 
     async def status(self) -> BufferStatus:
         with self._ending():
-            return self._store.status()
+            status = self._store.status()
+        return status if self._copies is None else replace(status, ledger_copy=self._copies.outcome)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:

@@ -71,6 +71,18 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOutcome:
+    """Copies of the ledger to storage so far. `version` is the checkpoint of the newest complete copy, None before the
+    first; `error` says why the copy for `failed` has failed since, and is empty otherwise. Times are Unix seconds."""
+
+    version: str | None = None
+    at_s: float | None = None
+    failed: str | None = None
+    failed_at_s: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStatus:
     """Counts for people and metrics. `rollouts` counts all rollouts of the run by state; `counters` counts events:
     offers refused, rollouts filtered, batches rolled back and others. `parked` are tasks that are no longer issued,
@@ -92,6 +104,8 @@ class BufferStatus:
     """Reason why no attempts may begin now; empty while they may."""
     suspects: Mapping[str, str] = field(default_factory=dict)
     """Hosts that fail significantly more often than the others, with the reason; they get one attempt a minute."""
+    ledger_copy: CopyOutcome | None = None
+    """Copies of the ledger; None if the run makes none."""
 
 
 class ReplayBuffer:

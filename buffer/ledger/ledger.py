@@ -15,7 +15,7 @@ import json
 import shutil
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,13 +242,15 @@ class Ledger:
             found.append(decode(data))
         return found
 
-    def drop_covered(self) -> tuple[int, ...]:
+    def drop_covered(self, checkpoints: Collection[str] | None = None) -> tuple[int, ...]:
         """Delete the trajectory files that are needed neither by an open group nor to resume from any checkpoint
         directory that still exists. Return the numbers of the deleted files. If there is no checkpoint directory,
-        nothing is deleted."""
-        # Recorded paths are not used: the run directory may have been moved since.
-        folder = self._path.with_name("checkpoints")
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        nothing is deleted. `checkpoints` are the names of the directories; by default, those beside the ledger."""
+        names = checkpoints
+        if names is None:
+            # Recorded paths are not used: the run directory may have been moved since.
+            folder = self._path.with_name("checkpoints")
+            names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         steps = [step for name in names if (step := self._archive.checkpoint_step(name)) is not None]
         if not steps:
             return ()

@@ -219,9 +219,10 @@ class ReplayStore:
         """Give a batch back before its step began. Raises StaleEpoch, LeaseError."""
         await self._writer.change(lambda: self._core.batches.release(lease))
 
-    async def checkpointed(self, ref: CheckpointRef) -> None:
-        """Record a durable checkpoint directory, then archive the rows that this closes. Raises StaleEpoch,
-        LedgerMismatch."""
+    async def checkpointed(self, ref: CheckpointRef, *, copied_elsewhere: bool = False) -> None:
+        """Record a durable checkpoint directory, then archive the rows that this closes. Unless the caller copies the
+        ledger (`copied_elsewhere`), it is copied to that directory, and trajectory files that are no longer needed are
+        deleted. Raises StaleEpoch, LedgerMismatch."""
         writer, ledger = self._writer, self._writer.ledger
         await writer.change(lambda: self._core.epochs.checkpointed(ref, self._clock()))
         # A little at a time, so that offers are written in between.
@@ -229,6 +230,9 @@ class ReplayStore:
             pass
         self._core.state.path.forget_steps(*await writer.write_alone(ledger.archive_steps))
         self._core.state.forget_evaluations(await writer.write_alone(ledger.archive_evaluations))
+        if copied_elsewhere:
+            # The directory may be on a network disk that hangs: the thread of the ledger never touches it.
+            return
 
         def back_up() -> None:
             # A copy beside the checkpoint, for a node whose disk is lost. It may fail: the checkpoint itself is whole.
@@ -243,9 +247,15 @@ class ReplayStore:
         if not self._core.config.keep_trajectories:
             await writer.write_alone(ledger.drop_covered)
 
+    async def drop_covered(self, checkpoints: Collection[str]) -> None:
+        """Delete the trajectory files that no open group and none of the checkpoint directories `checkpoints` (their
+        names) needs, unless the run keeps all trajectories."""
+        if not self._core.config.keep_trajectories:
+            await self._writer.write_alone(lambda: self._writer.ledger.drop_covered(checkpoints))
+
     async def open_epoch(self, checkpoint: CheckpointRef | None, *, from_start: bool = False) -> PolicyVersion:
         """Open a learner incarnation at `checkpoint`; return its first version. Raises LedgerMismatch, LedgerBehind,
-        CheckpointMissing."""
+        CheckpointLate, CheckpointMissing."""
         return await _open_epoch(self._writer, checkpoint, from_start=from_start)
 
     def status(self) -> BufferStatus:

@@ -8,6 +8,7 @@ Invariants:
 - The recorded best checkpoint, and the one nearest to the start of an evaluation in progress, are never removed: a lock
   beside the folder keeps a change of the record and a removal apart. While the record cannot be read, nothing is
   removed.
+- The checkpoint of a ledger copy in storage is never removed: the run resumes there after the loss of its ledger.
 - A checkpoint that is kept although it is not among the newest is renamed to `kept-<version>`: no run resumes from it,
   so the ledger need not keep the trajectories of all steps after it.
 
@@ -24,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from headrace.buffer.ledger.copies import copied_versions
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.versions import PolicyVersion
@@ -115,8 +117,10 @@ def remove_old(root: Path, *, newest: int) -> None:
         except (ValueError, OSError) as error:
             logger.warning("no old checkpoint is removed, because the best one is not known: %s", error)
             return
-        wanted = _wanted(root, record)
+        wanted, copied = _wanted(root, record), set(copied_versions(root.parent))
         for path in (*kept_checkpoints(root), *list_checkpoints(root)[:-newest]):
+            if version_of(path) in copied:
+                continue
             if str(version_of(path)) not in wanted:
                 remove(path)
             elif not path.name.startswith(KEPT):

@@ -1,0 +1,63 @@
+"""A run whose ledger disk is lost again and again: it is restored from storage and trains to its end."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.storage.restore import restore_run
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.resume_report import resume_report
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.ledger.copies import newest_copy
+from headrace.buffer.versions import PolicyVersion
+from support.simulated_lives import CONFIG, SAVE_EVERY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GUARD_S = 120
+STEPS = 14
+
+
+def live(state: Path, storage: Path, saves: int) -> tuple[int, list[str]]:
+    """One life of the run; return its exit code and what it printed."""
+    command = [sys.executable, "-m", "support.simulated_lives", str(state), str(storage), str(STEPS), str(saves)]
+    done = subprocess.run(command, capture_output=True, timeout=GUARD_S, check=False, text=True)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
+    return done.returncode, done.stdout.split()
+
+
+@pytest.mark.timeout(GUARD_S)
+def test_a_run_that_loses_its_ledger_twice_trains_to_the_end(tmp_path: Path) -> None:
+    state, storage = tmp_path / "state", tmp_path / "storage"
+    storage.mkdir()
+    for saves in (2, 4):
+        code, [copied, reached] = live(state, storage, saves)
+        assert code == -signal.SIGKILL
+        copy = newest_copy(storage)
+        assert copy is not None
+        shutil.rmtree(state)
+        report = restore_run(state, storage)
+        assert report.version == str(copy.version)
+        assert copy.version >= PolicyVersion.parse(copied)
+        assert 0 < int(reached) - copy.version.step <= SAVE_EVERY, "only the steps since the checkpoint are lost"
+        assert report.issued_again >= 1
+        plan = resume_report(state, max_staleness=CONFIG.max_staleness)
+        assert (plan.checkpoint, plan.lost, plan.checkpoint_is_foreign) == (report.version, 0, False)
+        assert plan.restarted == report.issued_again
+        assert verify(state).clean
+    assert live(state, storage, 0) == (0, [])
+    end = verify(state)
+    assert end.clean, end.problems
+    assert (end.steps, end.trained_twice, end.lost) == (STEPS, 0, 0)
+    assert end.max_staleness_seen <= CONFIG.max_staleness
+    assert [epoch.epoch for epoch in read_evidence(state).epochs] == [1, 102, 203]
+    last = newest_copy(storage)
+    assert last is not None
+    assert last.version == PolicyVersion(203, STEPS)
