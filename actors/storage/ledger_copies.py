@@ -125,7 +125,7 @@ class LedgerCopies:
         except OSError as error:
             logger.warning("no trajectories are deleted, because %s cannot be read: %s", folder, error)
             return
-        await self._store.drop_covered(kept)
+        await self._store.trajectory_files.drop_covered(kept)
 
     async def _fail(self, version: str, error: str) -> None:
         logger.error("the ledger was not copied to %s for checkpoint %s: %s", self._storage, version, error)

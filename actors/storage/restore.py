@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from headrace.policies.learners.checkpoints import SetAside
 
 _VERSION = re.compile(r"\d+\.\d+")
-_CHECKPOINTS, _WEIGHTS = "checkpoints", "weights"
+_CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,12 @@ def _restore_newest(state: Path, storage: Path, reserved: int, aside: list[SetAs
 def _versions_in(storage: Path) -> Iterator[PolicyVersion]:
     """Yield the versions that the names of checkpoints, weights and copies contain, also of unfinished ones and those
     that were set aside."""
-    for folder in (storage / _CHECKPOINTS, storage / _WEIGHTS, copies_folder(storage)):
+    for folder in (
+        storage / _CHECKPOINTS,
+        storage / "weights",
+        storage / "engines" / "weights",
+        copies_folder(storage),
+    ):
         for path in folder.iterdir() if folder.is_dir() else ():
             for text in _VERSION.findall(path.name):
                 with suppress(ValueError):

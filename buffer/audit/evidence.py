@@ -38,7 +38,7 @@ from headrace.buffer.core.records import (
 )
 from headrace.buffer.errors import CodecError, LedgerRefused
 from headrace.buffer.ledger.archive import ARCHIVE, SKIPPED, STEPS, closed_rollouts, totals_of
-from headrace.buffer.ledger.ledger import check_schema, unreadable
+from headrace.buffer.ledger.ledger import check_schema, newest_copy_of, unreadable
 from headrace.buffer.ledger.migration import migrate
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.types import BatchId, RolloutId, Trajectory, batch_digest
@@ -174,8 +174,8 @@ def has_begun(run_dir: Path) -> bool:
     left = next(iter((*checkpoints, *sorted((run_dir / "trajectories").glob("*.db")))), None)
     if left is not None:
         raise LedgerRefused(
-            f"{path} is missing or empty, but there is {left}: restore the ledger; the newest checkpoint has a copy "
-            "(ledger.db)"
+            f"{path} is missing or empty, but there is {left}: restore the ledger, "
+            f"from its newest copy: {newest_copy_of(path)}"
         )
     return False
 

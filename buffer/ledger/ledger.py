@@ -96,8 +96,8 @@ class Ledger:
             if archive.exists() and not (path.exists() and path.stat().st_size):
                 # A new ledger would empty the archive of the lost one.
                 raise LedgerRefused(
-                    f"{path} is missing or empty, but there is {archive}: restore the ledger; the newest checkpoint "
-                    "has a copy (ledger.db)"
+                    f"{path} is missing or empty, but there is {archive}: restore the ledger, "
+                    f"from its newest copy: {newest_copy_of(path)}"
                 )
             database = connect(path)
             _prepare(database, identity, path)
@@ -438,8 +438,18 @@ def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:
         return LedgerRefused(f"{path} is not readable: {error}")
     return LedgerRefused(
         f"{path} is not readable: {error}: remove it with its -wal and -shm files, and put the newest copy in its "
-        f"place: ledger.db of the newest directory in {path.parent / 'checkpoints'}"
+        f"place: {newest_copy_of(path)}"
     )
+
+
+def newest_copy_of(path: Path) -> str:
+    """Return where the newest copy of the ledger at `path` is, as the end of an error message."""
+    checkpoints = path.with_name("checkpoints")
+    if checkpoints.is_symlink():
+        # With storage elsewhere the copies are there, with their trajectories.
+        folder = checkpoints.readlink().parent / "ledger"
+        return f"it is in {folder}; restore it to an empty folder with `headrace resume --from-storage`"
+    return f"ledger.db of the newest directory in {checkpoints}"
 
 
 def check_schema(schema: int, application: int, path: Path) -> None:

@@ -50,12 +50,14 @@ logger = logging.getLogger(__name__)
 
 class ReplayStore:
     """Replay buffer of one run, created with `open`; an async context manager. `evaluations` records held-out
-    evaluations; `operators` makes the changes that operators order in a stopped run."""
+    evaluations, `trajectory_files` deletes those no longer needed, and `operators` makes the changes that operators
+    order in a stopped run."""
 
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer, self._core, self._clock = writer, writer.core, writer.clock
         self._untrainable = 0
         self.evaluations = EvaluationStore(writer)
+        self.trajectory_files = TrajectoryFiles(writer)
         self.operators = Operators(writer)
 
     @classmethod
@@ -247,12 +249,6 @@ class ReplayStore:
         if not self._core.config.keep_trajectories:
             await writer.write_alone(ledger.drop_covered)
 
-    async def drop_covered(self, checkpoints: Collection[str]) -> None:
-        """Delete the trajectory files that no open group and none of the checkpoint directories `checkpoints` (their
-        names) needs, unless the run keeps all trajectories."""
-        if not self._core.config.keep_trajectories:
-            await self._writer.write_alone(lambda: self._writer.ledger.drop_covered(checkpoints))
-
     async def open_epoch(self, checkpoint: CheckpointRef | None, *, from_start: bool = False) -> PolicyVersion:
         """Open a learner incarnation at `checkpoint`; return its first version. Raises LedgerMismatch, LedgerBehind,
         CheckpointLate, CheckpointMissing."""
@@ -333,6 +329,19 @@ class EvaluationStore:
     async def ended(self) -> dict[str, float | None]:
         """Return the success rates of evaluations that have ended, by tag."""
         return await self._writer.write_alone(self._writer.ledger.ended_evaluations)
+
+
+class TrajectoryFiles:
+    """Trajectory files of a run whose checkpoints are not beside its ledger."""
+
+    def __init__(self, writer: LedgerWriter) -> None:
+        self._writer = writer
+
+    async def drop_covered(self, checkpoints: Collection[str]) -> None:
+        """Delete the files that no open group and none of the checkpoint directories `checkpoints` (their names) needs,
+        unless the run keeps all trajectories."""
+        if not self._writer.core.config.keep_trajectories:
+            await self._writer.write_alone(lambda: self._writer.ledger.drop_covered(checkpoints))
 
 
 class Operators:

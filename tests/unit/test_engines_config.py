@@ -137,7 +137,8 @@ def run(tmp_path: Path) -> Path:
         reason="it hangs",
     )
     Roster(engines=(status,)).write(directory.engines)
-    assert status_of(config, directory)["engines"][0]["state"] == "quarantined"
+    state = status_of(config, directory)
+    assert (state["engines"][0]["state"], state["ledger_copy"]) == ("quarantined", None)
     return directory.path
 
 

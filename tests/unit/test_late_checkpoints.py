@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.resume import ResumePreparation
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import verify
-from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.errors import CheckpointLate, StaleEpoch
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners import checkpoints
+from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.simulated import SimulatedEnginesConfig, SimulatedLearner, SimulatedLearnerConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 from support import replay_cases as cases
-from support.simulated_lives import feed
+from support.simulated_lives import CONFIG, feed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +87,7 @@ async def test_every_learner_opens_beside_a_checkpoint_that_was_finished_late(
     observing = ActorTelemetry(config=TelemetryConfig(), run_dir=directory.path)
     async with (
         asyncio.timeout(GUARD_S),
-        Replay(BufferConfig.model_validate(cases.SMALL.model_dump()), directory=directory, seed=3) as replay,
+        Replay(CONFIG, directory=directory, seed=3) as replay,
         SimulatedEngineGroup(SimulatedEnginesConfig(push_s=0.0), observing=observing, directory=directory) as engines,
     ):
         learner = await replaced_learner(replay, directory)
@@ -116,19 +118,29 @@ async def test_every_learner_opens_beside_a_checkpoint_that_was_finished_late(
 async def test_a_resume_reports_the_checkpoint_and_goes_on_from_the_one_before(directory: RunDirectory) -> None:
     async with (
         asyncio.timeout(GUARD_S),
-        Replay(BufferConfig.model_validate(cases.SMALL.model_dump()), directory=directory, seed=3) as replay,
+        Replay(CONFIG, directory=directory, seed=3) as replay,
     ):
         learner = await replaced_learner(replay, directory)
         assert not resume_report(directory.path, max_staleness=2).checkpoint_is_late
         await learner.save()
     report = resume_report(directory.path, max_staleness=2)
     assert (report.checkpoint, report.checkpoint_is_late) == ("1.2", True)
+    said: list[str] = []
+    learner_config = LearnerConfig(model_dir="model", checkpoint_dir="checkpoints", snapshot_dir="weights")
+    config = SimpleNamespace(buffer=CONFIG, learner=learner_config, service=SimpleNamespace(seed=3))
+    preparation = ResumePreparation(config, directory, say=said.append)  # type: ignore[arg-type]
+    preparation.prepare()
+    assert any(line.startswith("CHECKPOINT 1.2 IS LEFT OUT: a replaced learner finished it") for line in said)
+    assert preparation.report is not None
+    assert (preparation.report["checkpoint"], preparation.report["lost"]) == ("1.1", 0)
+    assert list(preparation.report["checkpoints_left_out"]) == ["1.2"]
+    assert not (directory.checkpoints / "1.2").exists()
 
 
 async def test_an_old_epoch_cannot_say_what_the_engines_serve(directory: RunDirectory) -> None:
     async with (
         asyncio.timeout(GUARD_S),
-        Replay(BufferConfig.model_validate(cases.SMALL.model_dump()), directory=directory, seed=3) as replay,
+        Replay(CONFIG, directory=directory, seed=3) as replay,
     ):
         await replaced_learner(replay, directory)
         await replay.served(PolicyVersion(2, 1), epoch=2)

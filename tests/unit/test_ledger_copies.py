@@ -55,8 +55,8 @@ class Life:
         self.unsaved: list[SteppedBatch] = []
         self.previous = ""
 
-    async def open(self) -> ReplayStore:
-        self.store = await ReplayStore.open(self.state, CONFIG, cases.tasks(), run_id="run", seed=3)
+    async def open(self, **settings: int) -> ReplayStore:
+        self.store = await ReplayStore.open(self.state, CONFIG, cases.tasks(), run_id="run", seed=3, **settings)
         return self.store
 
     async def begin(self, checkpoint: CheckpointRef | None) -> None:
@@ -239,6 +239,18 @@ async def test_a_restoration_is_refused_over_a_ledger_and_without_a_copy(life: L
         restore_run(life.state, life.storage / "absent")
 
 
+async def test_a_lost_ledger_is_named_with_the_folder_of_its_copies(life: Life) -> None:
+    async with await life.open():
+        await life.begin(None)
+        await life.step()
+        await life.save()
+    await life.lose()
+    restore_run(life.state, life.storage)
+    (life.state / "ledger.db").unlink()
+    with pytest.raises(LedgerRefused, match=r"it is in .*storage/ledger; restore it to an empty folder with `headrace"):
+        verify(life.state)
+
+
 async def test_an_interrupted_restoration_can_be_repeated(life: Life) -> None:
     async with await life.open():
         await life.begin(None)
@@ -352,6 +364,33 @@ async def test_the_last_checkpoint_is_copied_before_the_buffer_closes(directory:
     copy = newest_copy(storage)
     assert copy is not None
     assert copy.version == PolicyVersion(1, 2)
+
+
+async def test_trajectories_that_no_checkpoint_in_storage_needs_are_deleted(life: Life) -> None:
+    def files() -> set[str]:
+        return {path.name for path in (life.state / "trajectories").glob("*.db")}
+
+    async with (
+        asyncio.timeout(GUARD_S),
+        await life.open(trajectory_file_bytes=1) as store,
+        LedgerCopies(store, life.state, life.storage, lambda: 9.0) as copies,
+    ):
+        await life.begin(None)
+        for _ in range(4):
+            await life.step()
+            copies.request(await life.save(copied=False))
+            await copies.idle()
+        before = files()
+        shutil.rmtree(life.storage / "checkpoints" / "1.1")
+        shutil.rmtree(life.storage / "checkpoints" / "1.2")
+        shutil.rmtree(life.storage / "checkpoints" / "1.3")
+        await life.step()
+        copies.request(await life.save(copied=False))
+        await copies.idle()
+        assert before - files()
+    report = verify(life.state)
+    # The directories of this test are not beside the ledger.
+    assert (report.lost, report.trained_twice) == (0, 0)
 
 
 async def test_storage_that_hangs_delays_no_step_and_the_newest_checkpoint_is_copied_afterwards(life: Life) -> None:
