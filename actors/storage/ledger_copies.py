@@ -132,12 +132,12 @@ class LedgerCopies:
         await self._record(replace(self.outcome, failed=version, failed_at_s=self._clock(), error=error))
 
     async def _record(self, outcome: CopyOutcome) -> None:
-        self.outcome = outcome
         data = orjson.dumps(asdict(outcome)) + b"\n"
         try:
             await asyncio.to_thread(replace_file, self._run_dir / OUTCOME, data)
         except OSError as error:
             logger.warning("the outcome of the last copy of the ledger cannot be recorded: %s", error)
+        self.outcome = outcome
 
 
 def read_outcome(run_dir: Path) -> CopyOutcome | None:
