@@ -111,6 +111,16 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def to_restore(self) -> Path:
+        """Exists while the ledger is still to be restored from the storage."""
+        return self.path / "to_restore"
+
+    @property
+    def submission(self) -> Path:
+        """What was submitted, for a control node that has lost its disk."""
+        return self.storage / "submission.json"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -150,9 +160,6 @@ class RunDirectory:
         """Create the state folder of a run whose storage folder exists. Idempotent. Raises OSError, RunMissing."""
         assert self.shared is not None
         self.path.mkdir(parents=True, exist_ok=True)
-        if not (link := self.path / "checkpoints").is_symlink():
-            # Readers of the ledger find the checkpoints beside it, which bear witness to what was trained.
-            link.symlink_to(self.checkpoints)
         replace_file(self.path / STORAGE_POINTER, str(self.shared).encode())
         replace_file(self.identity, RunDirectory(path=self.shared).run_id().encode())
 

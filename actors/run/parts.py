@@ -175,6 +175,7 @@ class ServiceParts(ResourceOwner):
             clock=self._externals.clock,
             limits=row_limits(self._config.learner),
             metrics=self._observing.metrics(),
+            copies=None if self._directory is None else self._directory.shared,
             resources=self._control,
         )
 
@@ -270,7 +271,7 @@ class ServiceParts(ResourceOwner):
             runtime=self._runtime,
             key_file=self._directory.engine_key,
             snapshots=(self._directory.weights, self._directory.checkpoints),
-            published=None if self._directory.shared is None else self._directory.shared / "published",
+            published=self._directory.storage / "engines" / "weights",
             resources=replace(self._control, gpus=local_gpus(config.engines, config.push)),
         )
 

@@ -37,6 +37,7 @@ from headrace.actors.run.parts import (
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
+from headrace.actors.runtime.nodes import this_process
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
 from headrace.actors.training.learner import ENDING_STAGES
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.group import EngineGroup
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
+    from headrace.actors.runtime.nodes import Process
     from headrace.actors.runtime.runtime import Runtime
     from headrace.buffer.types import StepReport
 
@@ -134,6 +136,10 @@ class Service(ServiceParts):
             self._end_steps()
         self._phase = "done" if done else "drained"
         return done
+
+    async def processes(self) -> list[Process]:
+        """Return the processes of the run's actors that are known, wherever they are."""
+        return [this_process(), *self._runtime.processes()]
 
     async def identity(self) -> tuple[str, str]:
         """Return the version of headrace and the digest of the configuration with which this service runs."""

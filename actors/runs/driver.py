@@ -5,7 +5,8 @@ Invariants:
   and a new one continues in a new epoch.
 - When this driver ends a run, all actors, bundles and sandboxes of the run are gone. When the driver itself is
   cancelled or killed, they stay, and the next driver adopts them.
-- Only one driver holds a run's lock, which is in its state folder.
+- Only one driver holds a run's lock, which is in its state folder. Only the newest incarnation of a run acts: one that
+  was replaced, or cannot renew its file in the storage, kills the run's processes on its own node and ends.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import orjson
 
-from headrace.actors.errors import ActorError, first_cause
+from headrace.actors.errors import ActorError, RunFenced, StorageLost, first_cause
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import draw, run_guarded, sole_driver
 from headrace.actors.run.parts import recipe_digest
@@ -30,9 +31,11 @@ from headrace.actors.run.summary import summarize
 from headrace.actors.runs.records import ActualState
 from headrace.actors.runs.sweep import sweep_run
 from headrace.actors.runtime.call_guard import keep_running
-from headrace.actors.runtime.nodes import Role
+from headrace.actors.runtime.nodes import Role, kill_here, this_process
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
+from headrace.actors.storage.incarnation import Incarnation
+from headrace.actors.storage.restore import restore_run
 from headrace.buffer.primitives.durable_files import replace_file
 
 if TYPE_CHECKING:
@@ -40,7 +43,11 @@ if TYPE_CHECKING:
 
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
+    from headrace.actors.runtime.nodes import Process
 
+KNOW_S: Final = 5.0
+SWEEP_S: Final = 60.0
+"""Time limit for the removal of what an ended run left; the sweep of `runs` repeats it."""
 ADOPTION_S: Final = 120.0
 """Time limit for a service that has outlived its driver to answer; it may be restarting."""
 
@@ -83,6 +90,8 @@ class RunDriver:
         self._directory = directory
         self._wishes = wishes
         self._moved = moved
+        self._service: Service | None = None
+        self._own: list[Process] = []
         self._runtime = RayRuntime(
             namespace=namespace_of(run_id), roles=config.cluster.labels(), absent_s=config.cluster.absent_s
         )
@@ -94,7 +103,6 @@ class RunDriver:
         with sole_driver(self._directory):
             self._directory.append_session(began_s, None)
             ending = await self._try()
-            await self._end()
             self._directory.append_session(began_s, time.time())
             if ending.state in (ActualState.FINISHED, ActualState.DRAINED):
                 await asyncio.to_thread(self._summarize, completed=ending.state is ActualState.FINISHED)
@@ -103,35 +111,71 @@ class RunDriver:
     async def _try(self) -> Ending:
         began_s = time.monotonic()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                trying = tasks.create_task(self._completed())
-                stopping = tasks.create_task(self._wishes.stopped.wait())
-                await asyncio.wait([trying, stopping], return_when=asyncio.FIRST_COMPLETED)
-                stopping.cancel()
-                if not trying.done():
-                    trying.cancel()
-            if trying.cancelled():
-                return Ending(state=ActualState.STOPPED, exit_code=EXIT_DRAINED)
-            if trying.result():
-                return Ending(state=ActualState.FINISHED, exit_code=0)
-            return Ending(state=ActualState.DRAINED, exit_code=EXIT_DRAINED)
+            return await self._fenced()
         except Exception as group:  # noqa: BLE001 - the one boundary: how a run ended is data
             error = first_cause(group)
             assert isinstance(error, Exception)
             logger.exception("run %s failed", self._run_id, exc_info=error)
+            if isinstance(error, (RunFenced, StorageLost)):
+                # Another incarnation may act soon, and the cluster may be out of reach: first what a signal can end.
+                await self._kill_own()
+            await self._end()
             code = exit_code_of_run(error)
-            reason = f"{type(error).__name__}: {error}"
             return Ending(
                 state=ActualState.FAILED,
                 exit_code=code,
-                reason=reason,
+                reason=f"{type(error).__name__}: {error}",
                 is_transient=code == EXIT_TRANSIENT,
                 lasted_s=time.monotonic() - began_s,
             )
 
+    async def _fenced(self) -> Ending:
+        """Run as the newest incarnation of the run; end what it started, and then the incarnation. Raises RunFenced,
+        StorageLost, and the error that ended the run."""
+        incarnation = await Incarnation.take(self._directory.storage, sole_on_host=True)
+        async with asyncio.TaskGroup() as tasks:
+            holding = tasks.create_task(incarnation.hold())
+            knowing = tasks.create_task(self._know_own())
+            await incarnation.acquire()
+            ending = await self._until_stopped()
+            await self._end()
+            holding.cancel()
+            knowing.cancel()
+        await incarnation.end()
+        return ending
+
+    async def _until_stopped(self) -> Ending:
+        async with asyncio.TaskGroup() as tasks:
+            trying = tasks.create_task(self._completed())
+            stopping = tasks.create_task(self._wishes.stopped.wait())
+            await asyncio.wait([trying, stopping], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not trying.done():
+                trying.cancel()
+        if trying.cancelled():
+            return Ending(state=ActualState.STOPPED, exit_code=EXIT_DRAINED)
+        if trying.result():
+            return Ending(state=ActualState.FINISHED, exit_code=0)
+        return Ending(state=ActualState.DRAINED, exit_code=EXIT_DRAINED)
+
+    async def _know_own(self) -> NoReturn:
+        """Keep the list of the run's processes on this node up to date, for the day on which only signals reach
+        them."""
+        while True:
+            if self._service is not None:
+                with suppress(ActorError, TimeoutError):
+                    async with asyncio.timeout(KNOW_S):
+                        here = this_process().node
+                        self._own = [one for one in await self._service.processes() if one.node == here]
+            await asyncio.sleep(KNOW_S)
+
+    async def _kill_own(self) -> None:
+        for process in self._own:
+            kill_here(process)
+
     async def _completed(self) -> bool:
         """Run the service to its end; return False if it was drained."""
-        service = await self._adopted() or await self._started()
+        service = self._service = await self._adopted() or await self._started()
         self._moved(ActualState.RUNNING, "")
         async with asyncio.TaskGroup() as tasks:
             draining = tasks.create_task(self._drain(service))
@@ -164,6 +208,8 @@ class RunDriver:
     async def _started(self) -> Service:
         # What is left of an earlier service holds the ledger.
         await sweep_run(self._run_id)
+        if self._directory.to_restore.exists():
+            await asyncio.to_thread(self._restore)
         resuming = ResumePreparation(self._config, self._directory, say=self._say)
         await asyncio.to_thread(resuming.prepare)
         return await self._runtime.spawn(
@@ -175,16 +221,27 @@ class RunDriver:
             resources=self._config.cluster.on(Role.CONTROL),
         )
 
+    def _restore(self) -> None:
+        assert self._directory.shared is not None
+        report = restore_run(self._directory.path, self._directory.shared)
+        for line in report.lines():
+            self._say(line)
+        replace_file(self._directory.path / "restored.json", orjson.dumps(report.to_json()))
+        self._directory.to_restore.unlink()
+
     def _say(self, line: str) -> None:
         logger.info("run %s: %s", self._run_id, line)
 
     async def _end(self) -> None:
         """Let the service close what it started, in order, and remove whatever is left."""
         with suppress(TimeoutError, ActorError):
-            service = await self._runtime.find(Service, "service")
             async with asyncio.timeout(self._config.service.drain_s):
+                service = await self._runtime.find(Service, "service")
                 await self._runtime.stop(service)
-        await sweep_run(self._run_id)
+        # Ray's calls block while the head is away.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SWEEP_S):
+                await sweep_run(self._run_id)
 
     def _summarize(self, *, completed: bool) -> None:
         summary = summarize(self._directory, completed=completed)

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import copy
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import orjson
+
 from headrace.actors.cluster.checks import refuse_absent_roles, refuse_too_large, refuse_unfit
 from headrace.actors.cluster.probe import living_nodes, marked, probe, versions_here
-from headrace.actors.errors import ConfigError
+from headrace.actors.errors import ConfigError, RunMissing, RunRefused
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.cluster_section import ClusterSection, RolesSection
 from headrace.actors.run.changes import changed_document
 from headrace.actors.run.config import RunConfig, resolve
 from headrace.actors.run.launch import lay_out, reopen
 from headrace.actors.run.parts import recipe_digest
-from headrace.actors.runs.records import Build, Demands
+from headrace.actors.runs.records import Build, Demands, Submission
 from headrace.actors.runtime.nodes import Bundle, Role
+from headrace.actors.storage.restore import link_checkpoints
+from headrace.buffer.audit.evidence import has_begun
+from headrace.buffer.primitives.durable_files import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,13 +107,29 @@ async def rollout_nodes(terms: ClusterTerms) -> Sequence[Node]:
     return [node for node in await living_nodes() if node.role == terms.roles.rollout]
 
 
-def create_run(config: RunConfig, directory: RunDirectory) -> None:
+def create_run(config: RunConfig, directory: RunDirectory, submission: Submission) -> None:
     """Check what the configuration names, and create the run's folders. Blocks. Raises ConfigError and the errors of
     tasks, model and sandboxes."""
     assert directory.shared is not None
     directory.shared.parent.mkdir(parents=True, exist_ok=True)
     lay_out(config, RunDirectory(path=directory.shared))
+    replace_file(directory.submission, orjson.dumps(asdict(submission)))
     directory.write_state()
+    link_checkpoints(directory.path, directory.shared)
+
+
+def recovered(directory: RunDirectory) -> Submission:
+    """Prepare the state folder of a run whose control node has lost its disk, and return what was submitted. Blocks.
+    Raises RunMissing, RunRefused."""
+    if has_begun(directory.path) or (directory.path / "ledger.db").exists():
+        raise RunRefused(f"{directory.path} has the ledger of the run: resume it without --from-storage")
+    try:
+        submission = Submission(**orjson.loads(directory.submission.read_bytes()))
+    except (OSError, TypeError, ValueError) as error:
+        raise RunMissing(f"{directory.submission} cannot be read ({error}): is this the storage of the run?") from error
+    directory.write_state()
+    directory.to_restore.touch()
+    return submission
 
 
 def remove_run(directory: RunDirectory) -> None:

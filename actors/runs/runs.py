@@ -37,6 +37,7 @@ from headrace.actors.runs.layout import (
     check_cluster,
     config_of,
     create_run,
+    recovered,
     remove_run,
     reopened,
     rollout_nodes,
@@ -113,7 +114,7 @@ class Runs(ResourceOwner):
             return self._table.submit(submission, build, run_id=run_id, now_s=time.time())
         await check_cluster(config)
         directory = self._terms.directory(run_id)
-        await asyncio.to_thread(create_run, config, directory)
+        await asyncio.to_thread(create_run, config, directory, submission)
         try:
             record = self._table.submit(submission, build, run_id=run_id, now_s=time.time())
         except BaseException:
@@ -162,6 +163,22 @@ class Runs(ResourceOwner):
         self._tried.pop(run_id, None)
         self._plan()
         return resumed
+
+    async def recover(self, run_id: RunId) -> RunRecord:
+        """Continue a run whose control node has lost its disk from its storage, in a new incarnation. Raises RunMissing
+        without such a run in the storage, and RunRefused if its ledger is here."""
+        directory = self._terms.directory(run_id)
+        submission = await asyncio.to_thread(recovered, directory)
+        config = await asyncio.to_thread(reopened, directory)
+        await check_cluster(config)
+        build = build_of(config)
+        if any(record.run_id == run_id for record in self._table.runs()):
+            record = self._table.requeue(run_id, build, now_s=time.time())
+        else:
+            record = self._table.submit(submission, build, run_id=run_id, now_s=time.time())
+        self._table.note(run_id, "recovered from the storage", now_s=time.time())
+        self._plan()
+        return record
 
     async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
         """See `RunsApi.events`."""

@@ -153,6 +153,10 @@ class Runtime(Protocol):
         """Kill the process of a hung actor; a new one is started. Idempotent."""
         ...
 
+    def processes(self) -> list[Process]:
+        """Return the processes of the actors that `stats` has seen last."""
+        ...
+
     async def reserve(self, name: str, bundle: Bundle) -> None:
         """Reserve resources on one node, for the actors whose `Resources` name this bundle. Idempotent. Raises
         StartFailed."""
@@ -192,6 +196,9 @@ class InlineRuntime:
 
     async def restart(self, actor: object, process_id: int) -> None:
         """Do nothing: an instance in this process cannot hang on its own."""
+
+    def processes(self) -> list[Process]:
+        return []
 
     async def reserve(self, name: str, bundle: Bundle) -> None:
         """Do nothing: all actors share the resources of this process."""
@@ -506,6 +513,9 @@ class RayRuntime:
         if exists:
             self._found.add(name)
         return cast("T", ActorProxy(name, handle, namespace=self._namespace))
+
+    def processes(self) -> list[Process]:
+        return list(self._processes.values())
 
     @property
     def is_cluster(self) -> bool:

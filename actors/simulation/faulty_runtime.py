@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Coroutine, Iterator
 
-    from headrace.actors.runtime.nodes import Bundle
+    from headrace.actors.runtime.nodes import Bundle, Process
 
 T = TypeVar("T")
 
@@ -288,6 +288,9 @@ class FaultyRuntime:
         if cell.current is None:
             raise ActorLost(f"actor {cell.name} is down")
         return cell.lives, 0
+
+    def processes(self) -> list[Process]:
+        return []
 
     async def reserve(self, name: str, bundle: Bundle) -> None:
         """Do nothing: all actors share the resources of this process."""

@@ -145,10 +145,12 @@ class Incarnation:
         config: FenceConfig | None = None,
         *,
         after: int | None = None,
+        sole_on_host: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> Self:
         """Write the file of a new incarnation, which must still be acquired. `after` is the number that the caller held
-        before: if there is a newer one, the run has moved. Raises RunFenced, StorageLost."""
+        before: if there is a newer one, the run has moved. With `sole_on_host` the caller knows, by a lock of the
+        kernel, that no other holder of this host is alive. Raises RunFenced, StorageLost."""
         config, clock = config or FenceConfig(), clock or running_time
         folder, began_s = storage / FOLDER, clock()
 
@@ -166,7 +168,8 @@ class Incarnation:
             raise StorageLost(
                 f"{folder} cannot be written ({reason}): check the storage, then start the run again"
             ) from error
-        clean = previous is not None and previous.ended and (previous.host, previous.boot) == (record.host, record.boot)
+        here = previous is not None and (previous.host, previous.boot) == (record.host, record.boot)
+        clean = here and (sole_on_host or (previous is not None and previous.ended))
         waits = previous is not None and not clean
         return cls(folder, record, Fence(config, record.number, began_s), config, waits=waits, clock=clock)
 

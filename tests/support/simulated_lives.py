@@ -61,7 +61,7 @@ async def live(state: Path, storage: Path, steps: int, saves: int) -> None:
     observing = ActorTelemetry(config=TelemetryConfig(), run_dir=state)
     async with (
         Replay(CONFIG, directory=directory, seed=3, copies=storage) as replay,
-        SimulatedEngineGroup(SimulatedEnginesConfig(push_s=0.0), observing=observing, directory=directory) as engines,
+        SimulatedEngineGroup(SimulatedEnginesConfig(push_s=0.0), directory=directory) as engines,
         LearnerLoop(
             LearnerLoopConfig(steps=steps, save_every=SAVE_EVERY),
             SimulatedLearnerConfig(step_s=0.2, checkpoint_dir=storage / CHECKPOINTS),
