@@ -111,6 +111,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def incarnation(self) -> Path:
+        """Number of the run's incarnation that acted in this state folder last."""
+        return self.path / "incarnation"
+
+    @property
     def to_restore(self) -> Path:
         """Exists while the ledger is still to be restored from the storage."""
         return self.path / "to_restore"

@@ -132,7 +132,11 @@ class RunDriver:
     async def _fenced(self) -> Ending:
         """Run as the newest incarnation of the run; end what it started, and then the incarnation. Raises RunFenced,
         StorageLost, and the error that ended the run."""
-        incarnation = await Incarnation.take(self._directory.storage, sole_on_host=True)
+        held = self._directory.incarnation
+        # The number that this folder had last: if another folder had the run since, it must not come back here.
+        after = int(held.read_text()) if held.exists() else None
+        incarnation = await Incarnation.take(self._directory.storage, after=after, sole_on_host=True)
+        replace_file(held, str(incarnation.number).encode())
         async with asyncio.TaskGroup() as tasks:
             holding = tasks.create_task(incarnation.hold())
             knowing = tasks.create_task(self._know_own())
