@@ -165,7 +165,7 @@ class ControlClient:
                     async for message in _messages(response):
                         if message.kind == END:
                             return
-                        if message.number is not None and message.number > after:
+                        if message.number is not None:
                             after = message.number
                             yield run_event(orjson.loads(message.data))
                 if after == before:

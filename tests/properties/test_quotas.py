@@ -16,8 +16,8 @@ from headrace.actors.runs.records import ActualState, Demands, RunId, RunRecord
 if TYPE_CHECKING:
     from pathlib import Path
 
-OWNERS = ("alice", "bob", "carol")
-LIMITS = st.one_of(st.none(), st.integers(0, 12))
+OWNERS = ("alice", "bob")
+LIMITS = st.one_of(st.none(), st.integers(0, 8))
 QUOTA = st.builds(Quota, runs=LIMITS, rollouts=LIMITS, engines=LIMITS)
 QUOTAS = st.builds(Quotas, default=QUOTA, owners=st.dictionaries(st.sampled_from(OWNERS), QUOTA))
 NOW_S = 100.0
@@ -153,6 +153,15 @@ def test_what_fits_alone_starts_in_the_end(runs: list[RunRecord], quotas: Quotas
         if queue:
             with pytest.raises(QuotaExceeded, match="raise the quota"):
                 refuse_oversized(owner, queue[0].demands, quotas)
+
+
+def test_runs_that_start_together_share_the_quota() -> None:
+    waiting = [record(number, "alice", ActualState.WAITING, Demands(rollouts=4), None) for number in range(4)]
+    assert next_to_start(waiting, Quotas(default=Quota(runs=2)), now_s=0.0).start == tuple(
+        run.run_id for run in waiting[:2]
+    )
+    assert len(next_to_start(waiting, Quotas(default=Quota(rollouts=12)), now_s=0.0).start) == 3
+    assert len(next_to_start(waiting, Quotas(), now_s=0.0).start) == 4
 
 
 def test_the_reason_names_the_limit_and_who_holds_it() -> None:
