@@ -161,13 +161,14 @@ class ControlClient:
                     return
                 before = after
                 # It may be cut at any byte: the replica or the proxy is gone.
-                with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+                with suppress(aiohttp.ClientError, TimeoutError):
                     async for message in _messages(response):
                         if message.kind == END:
                             return
                         if message.number is not None:
+                            event = run_event(orjson.loads(message.data))
                             after = message.number
-                            yield run_event(orjson.loads(message.data))
+                            yield event
                 if after == before:
                     await asyncio.sleep(AGAIN_S)
 
@@ -248,6 +249,9 @@ async def _messages(response: aiohttp.ClientResponse) -> AsyncIterator[_Message]
     """Yield the complete messages of a stream of events; comments and other fields are left out."""
     kind, number, data = "message", None, ""
     async for raw in response.content:
+        if not raw.endswith(b"\n"):
+            # The stream was cut in this line.
+            return
         field, _, value = raw.decode().rstrip("\r\n").partition(":")
         value = value.removeprefix(" ")
         if raw.strip(b"\r\n"):

@@ -50,22 +50,19 @@ class ActualState(StrEnum):
 ENDED: Final = frozenset({ActualState.FINISHED, ActualState.DRAINED, ActualState.STOPPED, ActualState.FAILED})
 """States without actors, engines and sandboxes."""
 
-_ENDS: Final = frozenset({ActualState.DRAINED, ActualState.STOPPED, ActualState.FAILED})
+RESUMABLE: Final = frozenset({ActualState.DRAINED, ActualState.STOPPED, ActualState.FAILED})
+"""States of ended runs that have something left to do."""
 
 TRANSITIONS: Final[Mapping[ActualState, frozenset[ActualState]]] = {
-    ActualState.WAITING: _ENDS | {ActualState.STARTING},
+    ActualState.WAITING: RESUMABLE | {ActualState.STARTING},
     ActualState.STARTING: ENDED | {ActualState.RUNNING, ActualState.DRAINING, ActualState.WAITING},
     # STARTING: a lost or replaced service. WAITING: the next try comes later.
     ActualState.RUNNING: ENDED | {ActualState.DRAINING, ActualState.STARTING, ActualState.WAITING},
     # STARTING: the service was lost while it drained, and a new one completes that.
     ActualState.DRAINING: ENDED | {ActualState.STARTING, ActualState.WAITING},
-    ActualState.FINISHED: frozenset(),
-    # WAITING: the run was resumed.
-    ActualState.DRAINED: frozenset({ActualState.WAITING}),
-    ActualState.STOPPED: frozenset({ActualState.WAITING}),
-    ActualState.FAILED: frozenset({ActualState.WAITING}),
+    **{state: frozenset() for state in ENDED},
 }
-"""States that may follow each state."""
+"""States that may follow each state. An ended run is only queued again, by `RunsTable.requeue`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

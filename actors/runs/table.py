@@ -27,6 +27,7 @@ import orjson
 from headrace.actors.errors import ConfigError, RunRefused, RunUnknown, SubmissionConflict
 from headrace.actors.runs.records import (
     ENDED,
+    RESUMABLE,
     TRANSITIONS,
     ActualState,
     DesiredState,
@@ -246,7 +247,7 @@ class RunsTable:
         RunUnknown, and RunRefused if the run is live, finished, or another live run has its name."""
         with transaction(self._database):
             record = self.get(run_id)
-            if ActualState.WAITING not in TRANSITIONS[record.actual] or record.is_live:
+            if record.actual not in RESUMABLE:
                 fix = "it has nothing left to do" if record.actual is ActualState.FINISHED else "drain or stop it first"
                 raise RunRefused(f"run {run_id} is {record.actual} and cannot be resumed: {fix}")
             self._refuse_taken_name(record.owner, record.name)
