@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -31,7 +32,7 @@ class RetentionConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     file_bytes: int = Field(default=64 * 2**20, ge=4096)
-    """Size at which `metrics.jsonl`, `engines/pushes.jsonl` and the logs of engines and senders are rotated."""
+    """Size at which `metrics.jsonl`, `engines/pushes.jsonl` and the logs of actors, engines and senders are rotated."""
     metrics_bytes: int = Field(default=2**30, ge=4096)
     """Limit for the total size of the older files of `metrics.jsonl`; beyond it, the oldest are removed. Only `report`
     and the plot use these files, and then cover only what is left of them."""
@@ -56,15 +57,20 @@ class RotatingFile:
         self._keep_bytes = keep_bytes
 
     def append(self, line: bytes) -> None:
-        """Append a line in a single write. Raises OSError."""
+        """Append a line in a single write, and rotate the file if it is full. Raises OSError."""
+        if self.write(line):
+            self.rotate()
+
+    def write(self, line: bytes) -> bool:
+        """Append a line in a single write, and return True if the file is then due to be rotated. Raises OSError, also
+        if only a part of the line could be written."""
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, line)
-            full = self._retention is not None and os.fstat(descriptor).st_size >= self._retention.file_bytes
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            return self._retention is not None and os.fstat(descriptor).st_size >= self._retention.file_bytes
         finally:
             os.close(descriptor)
-        if full:
-            self.rotate()
 
     def rotate(self) -> None:
         """Start a new file if this one is full, and remove older files beyond the limits. Raises OSError."""
