@@ -23,6 +23,7 @@ from typing import Self
 from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
+from headrace.actors.record.logs import ROLLOUT_ATTEMPT
 from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
@@ -198,6 +199,8 @@ class RolloutWorker:
         self._has_finished.set()
 
     async def _run(self, order: RolloutOrder) -> Outcome:
+        # In the context of this rollout's task only.
+        ROLLOUT_ATTEMPT.set((order.rollout_id, order.attempt))
         span = start_rollout_span(tracer, order.rollout_id, order.attempt, {names.TASK_ID: order.task_id})
         with trace.use_span(span, end_on_exit=True):
             task, folders = self._known_tasks[order.purpose, order.task_id], self._parts.evaluations

@@ -38,6 +38,7 @@ from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.repository import REPOSITORY_RUNS
 from headrace.actors.places.config import SandboxKind
 from headrace.actors.places.providers import check_provider, refuse_absent_images
+from headrace.actors.record.logs import LogTerms
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
@@ -336,7 +337,8 @@ async def _drive(
     beside: Callable[[Service], Coroutine[Any, Any, None]] | None,
 ) -> bool:
     ABSENCE.seconds = config.cluster.absent_s
-    runtime = RayRuntime()
+    logs = LogTerms(run_id=directory.run_id(), folder=directory.logs, retention=config.retention, json_stderr=False)
+    runtime = RayRuntime(logs=logs)
     with starting("engines, sandboxes, gateway and learner", quiet=quiet):
         async with asyncio.TaskGroup() as tasks:
             spawning = tasks.create_task(runtime.spawn(Service, config, directory, runtime, name="service"))

@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+from headrace.actors.record.logs import leave_rollout
+
 Q = TypeVar("Q")
 R = TypeVar("R")
 
@@ -55,6 +57,8 @@ class Batcher(Generic[Q, R]):
         return await answer
 
     async def _flush(self, before: asyncio.Task[None] | None) -> None:
+        # The task began in the context of the first caller, but works for all.
+        leave_rollout()
         await asyncio.sleep(self._window_s)
         if before is not None:
             await asyncio.wait([before], timeout=TOGETHER_S)

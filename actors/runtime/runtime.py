@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
+from headrace.actors.record.logs import LogTerms, begin_logs
 from headrace.actors.runtime.nodes import (
     AGENT_TIMEOUT_S,
     NAMESPACE,
@@ -284,7 +285,10 @@ class Host:
 
     def __init__(self, pickled: bytes) -> None:
         # As bytes, because Ray cannot restart an actor whose arguments hold object references.
-        ABSENCE.seconds, cls, args, kwargs = pickle.loads(pickled)
+        ABSENCE.seconds, logs, name, cls, args, kwargs = pickle.loads(pickled)
+        if logs is not None:
+            begin_logs(logs, actor=name, node=this_process().node)
+        logger.info("%s starts", cls.__name__)
         self._instance: Any = cls(*args, **kwargs)
         self._life: _Life | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -331,6 +335,7 @@ class Host:
         life, self._life = self._life, None
         if life is not None:
             await life.close()
+        logger.info("%s is closed", type(self._instance).__name__)
 
     async def _opened(self) -> None:
         if self._closed:
@@ -450,11 +455,14 @@ class RayRuntime:
         namespace: str = "",
         roles: Mapping[Role, str] | None = None,
         absent_s: float | None = None,
+        logs: LogTerms | None = None,
     ) -> None:
         """`namespace` is the Ray namespace of the actors (empty: that of the process). `roles` has the value of the
         label `headrace/role` for each role, on a cluster; None on a local Ray, whose one node has all roles. `absent_s`
-        is the time for which the actors wait for lost ones (None: as this process)."""
+        is the time for which the actors wait for lost ones (None: as this process). Without `logs` the actors log to
+        standard error only."""
         self._absent_s = absent_s
+        self._logs = logs
         self._prefix = prefix
         self._namespace = namespace
         self._roles = roles
@@ -493,7 +501,7 @@ class RayRuntime:
                 **({"memory": resources.memory_bytes} if resources.memory_bytes else {}),
                 **self._place(resources),
             )
-            .remote(cloudpickle.dumps((self._absent_s or ABSENCE.seconds, cls, args, kwargs)))
+            .remote(cloudpickle.dumps((self._absent_s or ABSENCE.seconds, self._logs, name, cls, args, kwargs)))
         )
         try:
             # An actor of another spawner may be restarting; a new one that dies is not retried.

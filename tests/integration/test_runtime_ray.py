@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Self
 import pytest
 
 from headrace.actors.errors import ActorLost, ConfigError, StartFailed
+from headrace.actors.record.logs import LogTerms
 from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime, _unless_forgotten
+from headrace.serve.observing.retention import RetentionConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -197,6 +200,26 @@ async def test_a_killed_actor_is_restarted_and_entered_again() -> None:
     assert await until_back(lambda: counter.add(1)) == 8, "the constructor's arguments are those of before"
     assert await counter.entered()
     await runtime.stop(counter)
+
+
+async def test_a_restarted_actor_continues_the_log_of_its_name(tmp_path: Path) -> None:
+    import ray
+
+    terms = LogTerms(run_id="a" * 32, folder=tmp_path / "logs", retention=RetentionConfig(), json_stderr=False)
+    runtime = RayRuntime("logged-", logs=terms)
+    counter = await runtime.spawn(Counter, 7, name="counter")
+    before = await counter.pid()
+    os.kill(before, signal.SIGKILL)
+    after = await until_back(counter.pid)
+    await runtime.stop(counter)
+    events = [json.loads(line) for line in (terms.folder / "logged-counter.jsonl").read_bytes().splitlines()]
+    assert [(event["pid"], event["message"]) for event in events] == [
+        (before, "Counter starts"),
+        (after, "Counter starts"),
+        (after, "Counter is closed"),
+    ]
+    assert {event["node"] for event in events} == {ray.get_runtime_context().get_node_id()}
+    assert {(event["run"], event["actor"]) for event in events} == {("a" * 32, "logged-counter")}
 
 
 @pytest.mark.slow

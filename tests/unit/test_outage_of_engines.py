@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import re
 
+from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
@@ -11,6 +15,7 @@ from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
+from headrace.serve.observing.retention import RetentionConfig
 
 BEGINS_S, AWAY_S = 60.0, 600.0
 PLAN = SimulationPlan(
@@ -53,3 +58,20 @@ def test_a_ten_minute_engine_outage_parks_and_charges_no_task(tmp_path):
     attempts = read_evidence(tmp_path).attempts
     assert {attempt.charged_to for attempt in attempts} == {None, "outage"}, "turns did fail meanwhile"
     assert not [attempt for attempt in attempts if BEGINS_S < attempt.issued_at_s < BEGINS_S + AWAY_S]
+
+
+def test_the_events_of_a_rollout_name_it_and_its_attempt(tmp_path):
+    log = tmp_path / "logs" / "worker-0.jsonl"
+    handler = LogFile(log, RetentionConfig(), EventFormatter({"actor": "worker-0"}, Redaction({})))
+    logger = logging.getLogger("headrace.actors.rollouts.rollout")
+    logger.addHandler(handler)
+    try:
+        run_virtual(run_through_outage(tmp_path), seed=0)
+    finally:
+        logger.removeHandler(handler)
+    events = [json.loads(line) for line in log.read_bytes().splitlines()]
+    failed = [(re.match(r"rollout (\S+) attempt (\d+) is infra", event["message"]), event) for event in events]
+    assert len(failed) > 1
+    for match, event in failed:
+        assert match is not None
+        assert (event["rollout"], str(event["attempt"])) == match.groups()

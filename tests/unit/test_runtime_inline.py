@@ -163,7 +163,7 @@ class FailsOnce:
 
 async def test_the_next_call_retries_entering_an_actor_that_failed_to_enter() -> None:
     FailsOnce.tried = asyncio.Event()
-    host = Host(pickle.dumps((ABSENCE.seconds, FailsOnce, (), {})))
+    host = Host(pickle.dumps((ABSENCE.seconds, None, "host", FailsOnce, (), {})))
     await host.stats(begin=True)
     await FailsOnce.tried.wait()
     await host.stats(begin=True)
