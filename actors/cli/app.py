@@ -18,6 +18,7 @@ from headrace.actors.cli.cluster import drain, events, stop
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.engine import serve
 from headrace.actors.cli.ledger import drop_batch, retry_lost
+from headrace.actors.cli.logs import logs
 from headrace.actors.cli.output import (
     EXIT_BAD_INPUT,
     EXIT_DIRTY,
@@ -335,6 +336,7 @@ def doctor(json: Json = None) -> None:
 app.command()(drain)
 app.command()(stop)
 app.command()(events)
+app.command()(logs)
 app.command()(check)
 app.command()(simulate)
 app.command()(tune)

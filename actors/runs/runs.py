@@ -42,6 +42,7 @@ from headrace.actors.runs.layout import (
     reopened,
     rollout_nodes,
 )
+from headrace.actors.runs.log_pages import read_logs
 from headrace.actors.runs.quotas import Quotas, load_quotas, next_to_start, refuse_oversized
 from headrace.actors.runs.records import ActualState, DesiredState, RunId
 from headrace.actors.runs.sweep import sweep_unowned
