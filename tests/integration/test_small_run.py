@@ -18,6 +18,7 @@ from headrace.actors.rollouts.answers import read_answers
 from headrace.actors.run.launch import reopen
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
+from headrace.actors.runs.log_pages import logged_actors, read_logs
 from headrace.buffer.audit.evidence import read_evidence, read_only
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.tasks import load_tasks, tasks_digest
@@ -96,6 +97,18 @@ def test_an_attempts_trace_has_the_documented_span_tree(finished_run: RunDirecto
     [finish] = [span for span in spans if span["name"] == "session.finish"]
     assert finish["attributes"]["headrace.session.sampled_tokens"] > 0
     assert finish["attributes"]["headrace.session.rows"] == 1
+
+
+def test_each_actor_has_a_log_from_its_start_to_its_end(finished_run: RunDirectory) -> None:
+    actors = "dispatcher engines evaluator gateway learner replay sandbox-pool service worker-0"
+    assert " ".join(logged_actors(finished_run.logs)) == actors
+    page = read_logs(finished_run.logs, None, after="", limit_bytes=1 << 30)
+    events = [json.loads(line) for line in page.lines]
+    assert {event["run"] for event in events} == {finished_run.run_id()}
+    for actor in actors.split():
+        its = [event["message"] for event in events if event["actor"] == actor]
+        assert its[0].endswith(" starts")
+        assert its[-1].endswith(" is closed")
 
 
 def test_the_summary_agrees_with_the_ledger(finished_run: RunDirectory) -> None:
