@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,27 @@ def test_pages_have_every_line_once_while_files_rotate(tmp_path: Path, seed: int
     assert len(older_files(tmp_path / "pool.jsonl")) > 3
     for which, lines in written.items():
         assert [line for line in read if line.startswith(f"{which} ")] == lines
+
+
+def test_no_line_is_missed_while_another_thread_writes_and_rotates(tmp_path: Path) -> None:
+    log, expected = actor_log(tmp_path, "pool"), [f"event {number}" for number in range(4000)]
+
+    def write() -> None:
+        for message in expected:
+            log.info("%s", message)
+
+    read: list[str] = []
+    cursor = ""
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        while True:
+            was_done = writing.done()
+            page = read_logs(tmp_path, None, after=cursor, limit_bytes=ALL)
+            read += messages(page)
+            cursor = page.cursor
+            if was_done:
+                break
+    assert read == expected
 
 
 def test_a_position_whose_file_is_removed_continues_with_the_oldest_line_left(tmp_path: Path) -> None:
