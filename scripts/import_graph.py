@@ -45,7 +45,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "actors": (
         *("errors", "section", "in_sandbox", "record", "storage", "runtime", "simulated", "agents", "places"),
-        *("engine_group", "evaluation", "training", "rollouts", "run", "cluster", "runs", "control", "held_out"),
+        *("engine_group", "evaluation", "training", "rollouts", "cluster", "run", "runs", "control", "held_out"),
         *("simulation", "tuning", "cli"),
     ),
 }

@@ -30,7 +30,7 @@ from headrace.buffer.core.outages import utc
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from headrace.actors.run.cluster_section import ClusterSection
+    from headrace.actors.cluster.section import ClusterSection
     from headrace.actors.runs.client import RunsClient
     from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 
@@ -155,7 +155,7 @@ def submission_access(
 ) -> Access | None:
     """Return the way to the cluster on which a recipe is to run, by the options or by its own `cluster.address`; None
     to run it here. Raises ConfigError."""
-    from headrace.actors.run.cluster_section import LOCAL, cluster_section
+    from headrace.actors.cluster.section import LOCAL, cluster_section
     from headrace.actors.run.config import read_recipe
 
     if url is not None:

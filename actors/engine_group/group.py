@@ -65,10 +65,9 @@ SUPERVISION_S = 2.0
 
 
 class EngineGroup:
-    """Actor that owns a run's engines. `key_file` has the key of those that it starts, by default `engines/key` in the
-    run directory; it is made if missing. They may load weights from `snapshots`, the folders that learners write to,
-    and from `published`, which has the snapshots that they read by disk: by default it is in the run directory. The
-    nodes of engines must see all of these folders."""
+    """Actor that owns a run's engines. The folder `shared`, by default `engines` in the run directory, has the key of
+    those that it starts and the snapshots that engines read by disk; they may also load weights from `snapshots`, which
+    learners write to. Their nodes must see all of these."""
 
     def __init__(
         self,
@@ -81,31 +80,26 @@ class EngineGroup:
         seed: int,
         observing: ActorTelemetry,
         runtime: RayRuntime | None = None,
-        published: Path | None = None,
-        key_file: Path | None = None,
+        shared: Path | None = None,
         snapshots: tuple[Path, ...] = (),
     ) -> None:
         if observing.run_dir is None:
             raise ValueError("the engine group writes logs and journals: pass a run directory")
-        if runtime is not None and runtime.is_cluster and is_loopback(push_config.host):
-            # The engines are on other nodes.
-            push_config = push_config.model_copy(update={"host": node_address()})
-        self._config = config
-        self._push_config = push_config
-        self._observing = observing
+        push_config = reachable(push_config, runtime)
+        self._config, self._push_config, self._observing = config, push_config, observing
         self._directory = observing.run_dir / "engines"
-        self._key_file, self._snapshots = key_file or self._directory / "key", snapshots
+        shared = shared or self._directory
+        self._key_file, self._published = shared / "key", shared / "weights"
+        self._readable = (self._published, *snapshots)
         self._context = EngineContext(
             model_dir=model_dir, directory=self._directory, seed=seed, push=push_config, runtime=runtime
         )
         self._stack = AsyncExitStack()
         self._registry = EngineRegistry()
         self._gate = GatewayGate(gateways, self._registry)
-        self._metrics = metrics
-        self._published = published or self._directory / "weights"
+        self._metrics, self._lock = metrics, asyncio.Lock()
         self._journal = PushJournal(self._directory, observing.retention)
         self._requests = RequestBox(self._directory / "requests")
-        self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("engines"))
@@ -116,9 +110,7 @@ class EngineGroup:
             devices = plan_devices(self._config, self._push_config, visible_devices())
             self._senders = Senders(SenderConfig(log_path=self._directory / "sender.log", devices=devices.sender))
             keys = EngineKeyFiles(own=self._key_file, attached=self._config.key_file)
-            context = replace(
-                self._context, devices=devices.engines, keys=keys, snapshots=(self._published, *self._snapshots)
-            )
+            context = replace(self._context, devices=devices.engines, keys=keys, snapshots=self._readable)
             self._fleet = Fleet(self._config, self._registry, context, self._http)
             members = self._fleet.members
             readers = DirectoryReaders(is_member=lambda engine_id: engine_id in members)
@@ -374,6 +366,13 @@ class EngineGroup:
                 await self._bring_up_to_date()
             except PolicyError:
                 logger.exception("engines could not be brought up to date; the next supervision pass will try again")
+
+
+def reachable(push: PushConfig, runtime: RayRuntime | None) -> PushConfig:
+    """Return the config with an address of the sender that engines on other nodes of a cluster can reach."""
+    if runtime is None or not runtime.is_cluster or not is_loopback(push.host):
+        return push
+    return push.model_copy(update={"host": node_address()})
 
 
 async def _repeat(action: Callable[[], Awaitable[object]]) -> None:

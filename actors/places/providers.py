@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.actors.record.run_directory import sandbox_owner
 from headrace.buffer.primitives.registry import PartRefused, Registry
 from headrace.sandboxes.e2b.provider import E2bProvider
 from headrace.sandboxes.errors import ImageUnknown, PermanentSandboxError, ProviderUnreachable, SpecRefused
@@ -205,7 +206,7 @@ async def _subprocess(_: SandboxSection, directory: RunDirectory) -> SandboxProv
 
 async def _e2b(section: SandboxSection, directory: RunDirectory) -> SandboxProvider:
     # Sandboxes of other runs of the same account are not this pool's.
-    run = {"headrace_run": directory.sandbox_owner()}
+    run = {"headrace_run": sandbox_owner(directory)}
     return E2bProvider(section.e2b.model_copy(update={"metadata": {**section.e2b.metadata, **run}}))
 
 

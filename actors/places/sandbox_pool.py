@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.providers import start_hosts
+from headrace.actors.record.run_directory import sandbox_owner
 from headrace.actors.runtime.operations import Operations, Results
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.sandboxes.local.provider import LocalProvider
@@ -57,7 +58,7 @@ class SandboxPool(ResourceOwner):
         given = self._provider and {str(self._section.provider): self._provider}
         hosts = given or await start_hosts(self._section, self._directory)
         self._local = [host for host in hosts.values() if isinstance(host, LocalProvider)]
-        label = "" if self._directory is None else self._directory.sandbox_owner()
+        label = "" if self._directory is None else sandbox_owner(self._directory)
         enter = self._stack.enter_async_context
         self._pool = await enter(Pool(hosts, self._section.pool, ledger=ledger, owner=label, clock=self._clock))
         self._leases: Operations[LeaseRequest, Lease] = await enter(

@@ -319,6 +319,17 @@ class MetricsLog:
         self.write(lines)
 
 
+class RecordsMetrics:
+    """Base of the actors that write a run's metrics."""
+
+    def __init__(self, metrics: MetricsLog) -> None:
+        self._metrics = metrics
+
+    async def record(self, lines: Sequence[bytes]) -> None:
+        """Append lines to the run's metrics, of which this actor is the only writer."""
+        self._metrics.write(lines)
+
+
 UNRECORDED = MetricsLog(None)
 """Writer of metrics that nobody keeps."""
 

@@ -111,21 +111,6 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
-    def incarnation(self) -> Path:
-        """Number of the run's incarnation that acted in this state folder last."""
-        return self.path / "incarnation"
-
-    @property
-    def to_restore(self) -> Path:
-        """Exists while the ledger is still to be restored from the storage."""
-        return self.path / "to_restore"
-
-    @property
-    def submission(self) -> Path:
-        """What was submitted, for a control node that has lost its disk."""
-        return self.storage / "submission.json"
-
-    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -168,13 +153,6 @@ class RunDirectory:
         replace_file(self.path / STORAGE_POINTER, str(self.shared).encode())
         replace_file(self.identity, RunDirectory(path=self.shared).run_id().encode())
 
-    def sandbox_owner(self) -> str:
-        """Return the label of the run's sandboxes. On a cluster it depends on the run's id alone, since another node
-        may continue the run in another folder; a local launcher belongs to one folder of one host."""
-        if self.shared is None:
-            return run_label(self.path)
-        return hashlib.sha256(self.run_id().encode()).hexdigest()[:16]
-
     def run_id(self) -> str:
         """Return the identity of the run. Raises RunMissing if the identity file is missing, as after an incomplete
         copy."""
@@ -213,3 +191,11 @@ class RunDirectory:
         except BlockingIOError:
             return True
         return False
+
+
+def sandbox_owner(directory: RunDirectory) -> str:
+    """Return the label of the run's sandboxes. On a cluster it depends on the run's id alone, since another node
+    may continue the run in another folder; a local launcher belongs to one folder of one host."""
+    if directory.shared is None:
+        return run_label(directory.path)
+    return hashlib.sha256(directory.run_id().encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.actors.record.metrics import UNRECORDED
+from headrace.actors.record.metrics import UNRECORDED, RecordsMetrics
 from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated, Issued
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ class RolloutStore(Protocol):
     async def evaluated(self, tag: GroupId) -> dict[RolloutId, Evaluated]: ...
 
 
-class EvaluationRecords:
+class EvaluationRecords(RecordsMetrics):
     """In-memory record of one evaluation's attempts, where a restarted dispatcher finds them, and writer of its
     `metrics`."""
 
     def __init__(self, metrics: MetricsLog = UNRECORDED) -> None:
-        self._metrics = metrics
+        super().__init__(metrics)
         self._known: dict[GroupId, dict[RolloutId, Evaluated]] = {}
 
     async def issue(self, limit: int, dispatcher: str, *, timeout_s: float) -> Issued:
@@ -60,9 +60,6 @@ class EvaluationRecords:
 
     async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]:
         raise RuntimeError("an evaluation without training accepts no training rollouts")
-
-    async def record(self, lines: Sequence[bytes]) -> None:
-        self._metrics.write(lines)
 
     async def abandon(self, attempts: list[tuple[RolloutId, int]]) -> int:
         return 0

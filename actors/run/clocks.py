@@ -19,9 +19,9 @@ from headrace.actors.rollouts.rollout import ANSWER_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from headrace.actors.cluster.section import ClusterSection
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.rollouts.rollout import RolloutConfig
-    from headrace.actors.run.cluster_section import ClusterSection
     from headrace.actors.run.sections import ServiceSection
     from headrace.actors.training.learner import LearnerLoopConfig
     from headrace.policies.learners.config import LearnerConfig

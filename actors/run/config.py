@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from pydantic import BaseModel, ValidationError, model_validator
 
 from headrace.actors.agents.config import AgentKind, AgentSection
+from headrace.actors.cluster.section import ClusterSection
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.registry import address
 from headrace.actors.errors import ConfigError
@@ -25,7 +27,6 @@ from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run import clocks
-from headrace.actors.run.cluster_section import ClusterSection
 from headrace.actors.run.sections import (
     EvaluationSection,
     ModelSection,
@@ -33,7 +34,6 @@ from headrace.actors.run.sections import (
     ServiceSection,
     TasksSection,
 )
-from headrace.actors.run.suggestions import suggestion
 from headrace.actors.section import Section
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
@@ -317,13 +317,38 @@ def explain(error: ValidationError, model: type[BaseModel], *, page: str = "docs
     key = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        meant = suggestion(model, [str(part) for part in first["loc"]])
+        meant = _suggestion(model, [str(part) for part in first["loc"]])
         advice = f"did you mean {meant}?" if meant else "remove it or check its spelling"
         return f"unknown key {key}; {advice} ({page} lists the keys)"
     if first["type"] == "missing":
         return f"{key} is missing; set it"
     given = "" if first["type"] == "value_error" else f" (given: {first['input']!r})"
     return f"{key}: {reason}{given}" if key else reason
+
+
+def _suggestion(model: type[BaseModel], path: Sequence[str]) -> str | None:
+    """Return the dotted key of `model` that is nearest to the unknown one, or None if no key is similar. Similar keys
+    of the same table come first, then keys of the same name, then similar keys of other tables."""
+    *table, name = path
+    keys = list(_keys(model))
+    beside = [key for key in keys if key[:-1] == tuple(table)]
+    for among in (beside, keys):
+        # The same name in another table is better than a similar name: `steps` means `training.steps`.
+        if named := [key for key in among if key[-1] == name]:
+            return ".".join(named[0]) if len(named) == 1 else None
+        names = {key[-1]: key for key in reversed(among)}
+        if near := get_close_matches(name, names, n=1, cutoff=0.75):
+            return ".".join(names[near[0]])
+    return None
+
+
+def _keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all keys, tables included."""
+    for name, field in model.model_fields.items():
+        yield (*above, name)
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _keys(kind, (*above, name))
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:

@@ -14,11 +14,13 @@ import shutil
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import orjson
 
 from headrace.actors.agents.registry import make_agent
+from headrace.actors.cluster.section import LEARNER_BUNDLE
 from headrace.actors.engine_group.devices import local_gpus
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import DiskFull, first_cause
@@ -31,11 +33,10 @@ from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.stations import SessionTerms, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
-from headrace.actors.run.cluster_section import LEARNER_BUNDLE
 from headrace.actors.run.config import slime_terms
 from headrace.actors.run.supervision import SupervisedActors
 from headrace.actors.runtime.call_guard import guard
-from headrace.actors.runtime.nodes import Role
+from headrace.actors.runtime.nodes import Role, this_process
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import PLAIN, Resources
 from headrace.actors.simulated.engines import SimulatedEngineGroup
@@ -50,11 +51,12 @@ from headrace.serve.gateway.config import GatewayConfig
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
+    from headrace.actors.cluster.section import Unit
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.stations import TaskCatalog
-    from headrace.actors.run.cluster_section import Unit
     from headrace.actors.run.config import RunConfig
+    from headrace.actors.runtime.nodes import Process
     from headrace.actors.runtime.runtime import Runtime
     from headrace.buffer.tasks import Task
     from headrace.policies.learners.config import LearnerConfig
@@ -115,6 +117,14 @@ class ServiceParts(ResourceOwner):
     async def process_ids(self) -> dict[str, int]:
         """Return the process id of each actor by name, for operators and fault tests."""
         return {name: (await self._runtime.stats(actor))[0] for name, actor in self._actors.items()}
+
+    async def processes(self) -> list[Process]:
+        """Return the processes of the run's actors that are known, wherever they are."""
+        return [this_process(), *self._runtime.processes()]
+
+    async def identity(self) -> tuple[str, str]:
+        """Return the version of headrace and the digest of the configuration with which this service runs."""
+        return version("headrace"), recipe_digest(self._config)
 
     @asynccontextmanager
     async def _starting(self) -> AsyncIterator[None]:
@@ -269,9 +279,8 @@ class ServiceParts(ResourceOwner):
             seed=config.service.seed,
             observing=self._observing,
             runtime=self._runtime,
-            key_file=self._directory.engine_key,
             snapshots=(self._directory.weights, self._directory.checkpoints),
-            published=self._directory.storage / "engines" / "weights",
+            shared=self._directory.storage / "engines",
             resources=replace(self._control, gpus=local_gpus(config.engines, config.push)),
         )
 

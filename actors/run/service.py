@@ -19,8 +19,7 @@ import time
 from collections import deque
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.errors import RunStalled
@@ -31,16 +30,13 @@ from headrace.actors.run.parts import (
     Externals,
     ServiceParts,
     periodic_evaluations,
-    recipe_digest,
     supervised_actors,
 )
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
-from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none
+from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none, readiness_of
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
-from headrace.actors.runtime.nodes import this_process
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
-from headrace.actors.training.learner import ENDING_STAGES
 from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import load_tasks
@@ -49,10 +45,8 @@ from headrace.policies.learners.checkpoint_retention import begin_evaluation, en
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.group import EngineGroup
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
-    from headrace.actors.runtime.nodes import Process
     from headrace.actors.runtime.runtime import Runtime
     from headrace.buffer.types import StepReport
 
@@ -76,11 +70,10 @@ class Service(ServiceParts):
         externals: Externals | None = None,
     ) -> None:
         evaluations = None if directory is None else periodic_evaluations(config, directory)
+        given = () if externals is None else externals.tasks
+        tasks = TaskCatalog(train=given, evaluation=given)
         if directory is not None:
             tasks = TaskCatalog(train=directory.train_tasks, evaluation=directory.heldout_tasks)
-        else:
-            given = () if externals is None else externals.tasks
-            tasks = TaskCatalog(train=given, evaluation=given)
         super().__init__(config, directory, runtime, evaluations=evaluations, tasks=tasks, externals=externals)
         self._started_s = time.monotonic()
         self._phase = "starting"
@@ -91,8 +84,7 @@ class Service(ServiceParts):
         self._success: float | None = None
         self._ended: dict[str, float | None] | None = None
         self._rewards: deque[float] = deque(maxlen=32)
-        self._last_tokens = (time.monotonic(), 0)
-        self._tokens_per_s = 0.0
+        self._last_tokens, self._tokens_per_s = (time.monotonic(), 0), 0.0
 
     async def __aenter__(self) -> Self:
         heldout = () if self._directory is None else load_tasks(self._directory.heldout_tasks)
@@ -137,14 +129,6 @@ class Service(ServiceParts):
         self._phase = "done" if done else "drained"
         return done
 
-    async def processes(self) -> list[Process]:
-        """Return the processes of the run's actors that are known, wherever they are."""
-        return [this_process(), *self._runtime.processes()]
-
-    async def identity(self) -> tuple[str, str]:
-        """Return the version of headrace and the digest of the configuration with which this service runs."""
-        return version("headrace"), recipe_digest(self._config)
-
     async def progress(self) -> Progress:
         """Return the current progress; for an actor that is restarting, its last known value is used, if any."""
         replay, learner, dispatcher, pool, gateway = await asyncio.gather(
@@ -181,23 +165,7 @@ class Service(ServiceParts):
 
     async def readiness(self) -> dict[str, Any]:
         """Return the fields of `runs.contract.Readiness`."""
-        replay, learner = await asyncio.gather(or_none(self.replay.status), or_none(self.learner.status))
-        serving: bool | None = True
-        if self.gateways:
-            serving = await or_none(partial(cast("EngineGroup", self.engines).serving, unlike=False, timeout_s=0.0))
-        limit_s = self._config.training.stage_timeout_s
-        checks = {
-            "ledger_writable": replay is not None,
-            "engine_serving": bool(serving),
-            "learner_in_time": learner is not None
-            and (learner.stage not in ENDING_STAGES or learner.stage_s <= limit_s),
-        }
-        problems = {
-            "ledger_writable": "the replay buffer, which writes the ledger, does not answer",
-            "engine_serving": "no engine serves the newest weights",
-            "learner_in_time": f"the learner does not answer, or a stage takes longer than {limit_s:g} s",
-        }
-        return {**checks, "problems": tuple(problems[name] for name, passed in checks.items() if not passed)}
+        return await readiness_of(supervised_actors(self, self.learner), self.replay, self._config)
 
     async def drain(self) -> None:
         """Stop issuing rollouts, save after the current step, and make `run` return False."""

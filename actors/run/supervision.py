@@ -13,7 +13,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.errors import ActorLost
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
     from headrace.actors.training.learner import LearnerLoop, LearnerStatus
+    from headrace.actors.training.replay import Replay
     from headrace.sandboxes.pool.pool import PoolStatus
     from headrace.serve.gateway.gateway import GatewayStats
 
@@ -227,3 +228,22 @@ async def or_none(call: Callable[[], Awaitable[R]] | None) -> R | None:
             return await call()
     except (ActorLost, TimeoutError):
         return None
+
+
+async def readiness_of(actors: SupervisedActors, replay: Replay, config: RunConfig) -> dict[str, Any]:
+    """Return whether the run can make progress now, as the fields of `runs.contract.Readiness`."""
+    stored, learner, serving = await asyncio.gather(
+        or_none(replay.status),
+        or_none(None if actors.learner is None else actors.learner.status),
+        or_none(None if actors.engines is None else partial(actors.engines.serving, unlike=False, timeout_s=0.0)),
+    )
+    limit_s = config.training.stage_timeout_s
+    in_time = learner is not None and (learner.stage not in ENDING_STAGES or learner.stage_s <= limit_s)
+    checks = {
+        "ledger_writable": (stored is not None, "the replay buffer, which writes the ledger, does not answer"),
+        # Simulated engines always serve.
+        "engine_serving": (actors.engines is None or bool(serving), "no engine serves the newest weights"),
+        "learner_in_time": (in_time, f"the learner does not answer, or a stage takes longer than {limit_s:g} s"),
+    }
+    problems = tuple(problem for passed, problem in checks.values() if not passed)
+    return {name: passed for name, (passed, _) in checks.items()} | {"problems": problems}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.engine_group.members_file import EngineStatus
-    from headrace.actors.run.cluster_section import ClusterSection
+    from headrace.actors.cluster.section import ClusterSection
     from headrace.actors.runs.contract import LogPage, Readiness, RunsApi
     from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 

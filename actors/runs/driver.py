@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import orjson
 
+from headrace.actors.record.logs import LogTerms
 from headrace.actors.errors import ActorError, RunFenced, StorageLost, first_cause
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import draw, run_guarded, sole_driver
@@ -28,6 +29,7 @@ from headrace.actors.run.parts import recipe_digest
 from headrace.actors.run.resume import ResumePreparation
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import summarize
+from headrace.actors.runs.layout import TO_RESTORE
 from headrace.actors.runs.records import ActualState
 from headrace.actors.runs.sweep import sweep_run
 from headrace.actors.runtime.call_guard import keep_running
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.nodes import Process
 
+INCARNATION: Final = "incarnation"
+"""File in the state folder with the number of the incarnation that acted there last."""
 KNOW_S: Final = 5.0
 SWEEP_S: Final = 60.0
 """Time limit for the removal of what an ended run left; the sweep of `runs` repeats it."""
@@ -93,7 +97,10 @@ class RunDriver:
         self._service: Service | None = None
         self._own: list[Process] = []
         self._runtime = RayRuntime(
-            namespace=namespace_of(run_id), roles=config.cluster.labels(), absent_s=config.cluster.absent_s
+            namespace=namespace_of(run_id),
+            roles=config.cluster.labels(),
+            absent_s=config.cluster.absent_s,
+            logs=LogTerms(run_id=run_id, folder=directory.logs, retention=config.retention, json_stderr=True),
         )
 
     async def drive(self) -> Ending:
@@ -132,7 +139,7 @@ class RunDriver:
     async def _fenced(self) -> Ending:
         """Run as the newest incarnation of the run; end what it started, and then the incarnation. Raises RunFenced,
         StorageLost, and the error that ended the run."""
-        held = self._directory.incarnation
+        held = self._directory.path / INCARNATION
         # The number that this folder had last: if another folder had the run since, it must not come back here.
         after = int(held.read_text()) if held.exists() else None
         incarnation = await Incarnation.take(self._directory.storage, after=after, sole_on_host=True)
@@ -212,7 +219,7 @@ class RunDriver:
     async def _started(self) -> Service:
         # What is left of an earlier service holds the ledger.
         await sweep_run(self._run_id)
-        if self._directory.to_restore.exists():
+        if (self._directory.path / TO_RESTORE).exists():
             await asyncio.to_thread(self._restore)
         resuming = ResumePreparation(self._config, self._directory, say=self._say)
         await asyncio.to_thread(resuming.prepare)
@@ -231,7 +238,7 @@ class RunDriver:
         for line in report.lines():
             self._say(line)
         replace_file(self._directory.path / "restored.json", orjson.dumps(report.to_json()))
-        self._directory.to_restore.unlink()
+        (self._directory.path / TO_RESTORE).unlink()
 
     def _say(self, line: str) -> None:
         logger.info("run %s: %s", self._run_id, line)

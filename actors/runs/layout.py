@@ -20,7 +20,7 @@ from headrace.actors.cluster.checks import refuse_absent_roles, refuse_too_large
 from headrace.actors.cluster.probe import living_nodes, marked, probe, versions_here
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.run.cluster_section import ClusterSection, RolesSection
+from headrace.actors.cluster.section import ClusterSection, RolesSection
 from headrace.actors.run.changes import changed_document
 from headrace.actors.run.config import RunConfig, resolve
 from headrace.actors.run.launch import lay_out, reopen
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from headrace.actors.runs.records import Recipe
 
 AUTO: Final = "auto"
+SUBMISSION: Final = "submission.json"
+"""File in the storage with what was submitted, for a control node that has lost its disk."""
+TO_RESTORE: Final = "to_restore"
+"""File in the state folder that exists until the ledger is restored from the storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +117,7 @@ def create_run(config: RunConfig, directory: RunDirectory, submission: Submissio
     assert directory.shared is not None
     directory.shared.parent.mkdir(parents=True, exist_ok=True)
     lay_out(config, RunDirectory(path=directory.shared))
-    replace_file(directory.submission, orjson.dumps(asdict(submission)))
+    replace_file(directory.storage / SUBMISSION, orjson.dumps(asdict(submission)))
     directory.write_state()
     link_checkpoints(directory.path, directory.shared)
 
@@ -124,11 +128,11 @@ def recovered(directory: RunDirectory) -> Submission:
     if has_begun(directory.path) or (directory.path / "ledger.db").exists():
         raise RunRefused(f"{directory.path} has the ledger of the run: resume it without --from-storage")
     try:
-        submission = Submission(**orjson.loads(directory.submission.read_bytes()))
+        submission = Submission(**orjson.loads((directory.storage / SUBMISSION).read_bytes()))
     except (OSError, TypeError, ValueError) as error:
-        raise RunMissing(f"{directory.submission} cannot be read ({error}): is this the storage of the run?") from error
+        raise RunMissing(f"{directory.storage / SUBMISSION} cannot be read ({error}): is this the storage of the run?") from error
     directory.write_state()
-    directory.to_restore.touch()
+    (directory.path / TO_RESTORE).touch()
     return submission
 
 

@@ -43,6 +43,7 @@ from headrace.actors.runs.layout import (
     rollout_nodes,
 )
 from headrace.actors.runs.log_pages import read_logs
+from headrace.actors.runs.queries import RunQueries
 from headrace.actors.runs.quotas import Quotas, load_quotas, next_to_start, refuse_oversized
 from headrace.actors.runs.records import ActualState, DesiredState, RunId
 from headrace.actors.runs.sweep import sweep_unowned
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
     from headrace.actors.runs.layout import ClusterTerms
     from headrace.actors.runs.records import RunRecord, Submission
 
-READY_S: Final = 10.0
-"""Time limit for a service to report whether it is ready."""
 TEND_S: Final = 2.0
 """Interval between two looks at the queue."""
 NODES_S: Final = 10.0
@@ -73,17 +72,15 @@ CLUSTER_ABSENT_S: Final = 1800.0
 logger = logging.getLogger(__name__)
 
 
-class Runs(ResourceOwner):
+class Runs(RunQueries):
     """Actor with the table of runs; implements `contract.RunsApi`. Without a `quotas` file there are no limits."""
 
     def __init__(self, terms: ClusterTerms, *, quotas: Path | None = None) -> None:
-        super().__init__()
-        self._terms = terms
+        super().__init__(terms)
         self._quotas_file = quotas
         self._wishes: dict[RunId, Wishes] = {}
         self._driving: dict[RunId, asyncio.Task[None]] = {}
         self._tried: dict[RunId, RestartPolicy] = {}
-        self._changed = asyncio.Event()
         self._runtime = RayRuntime(namespace=NAMESPACE, roles=terms.roles.labels())
         self._agents: set[str] = set()
 
@@ -126,14 +123,6 @@ class Runs(ResourceOwner):
             await asyncio.to_thread(remove_run, directory)
         self._plan()
         return self._table.get(record.run_id)
-
-    async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
-        """See `RunsApi.runs`."""
-        return self._table.runs(owner)
-
-    async def run(self, run_id: RunId) -> RunRecord:
-        """See `RunsApi.run`."""
-        return self._table.get(run_id)
 
     async def drain(self, run_id: RunId) -> RunRecord:
         """See `RunsApi.drain`."""
@@ -180,61 +169,6 @@ class Runs(ResourceOwner):
         self._table.note(run_id, "recovered from the storage", now_s=time.time())
         self._plan()
         return record
-
-    async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
-        """See `RunsApi.events`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not self._table.events(run_id, after=after) and self._table.get(run_id).is_live:
-                    await self._changed.wait()
-        return EventPage(
-            events=self._table.events(run_id, after=after), ended=not self._table.get(run_id).is_live
-        )
-
-    async def status(self, run_id: RunId) -> dict[str, Any]:
-        """See `RunsApi.status`."""
-        record, directory = self._table.get(run_id), self._directory(run_id)
-        document = await asyncio.to_thread(lambda: status_of(reopened(directory), directory))
-        return document | {"run": record.name, "run_id": run_id, "owner": record.owner} | _stands(record)
-
-    async def report(self, run_id: RunId) -> dict[str, Any]:
-        """See `RunsApi.report`."""
-        return (await asyncio.to_thread(report_of, self._directory(run_id))).to_json()
-
-    async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
-        """See `RunsApi.engines`."""
-        return (await asyncio.to_thread(read_roster, self._directory(run_id).engines)).engines
-
-    async def add_engine(self, run_id: RunId, url: str, timeout_s: float) -> str:
-        """See `RunsApi.add_engine`."""
-        box = self._live(run_id).engine_requests
-        return await asyncio.to_thread(partial(ask_group, box, "add", url, timeout_s=timeout_s))
-
-    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float) -> str:
-        """See `RunsApi.remove_engine`."""
-        box = self._live(run_id).engine_requests
-        return await asyncio.to_thread(partial(ask_group, box, "remove", engine_id, timeout_s=timeout_s))
-
-    async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
-        """See `RunsApi.logs`."""
-        folder = self._directory(run_id).logs
-        return await asyncio.to_thread(read_logs, folder, actor, after=after, limit_bytes=limit_bytes)
-
-    async def ready(self, run_id: RunId) -> Readiness:
-        """See `RunsApi.ready`."""
-        record = self._table.get(run_id)
-        try:
-            runtime = RayRuntime(namespace=namespace_of(run_id))
-            async with asyncio.timeout(READY_S):
-                found = await (await runtime.find(Service, "service")).readiness()
-        except (ActorError, TimeoutError):
-            return Readiness(
-                ledger_writable=False,
-                engine_serving=False,
-                learner_in_time=False,
-                problems=(f"the service does not answer; the run is {record.actual}",),
-            )
-        return Readiness(**found)
 
     # What the actor does on its own.
 
@@ -306,11 +240,6 @@ class Runs(ResourceOwner):
             self._table.move(run_id, state, now_s=time.time(), reason=reason)
             self._tell()
 
-    def _tell(self) -> None:
-        """Wake everyone who waits for events."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
     async def _keep_agents(self) -> NoReturn:
         """Keep an agent on every living node that has a role."""
         labels = set(self._terms.roles.labels().values())
@@ -335,24 +264,3 @@ class Runs(ResourceOwner):
 
     def _quotas(self) -> Quotas:
         return Quotas() if self._quotas_file is None else load_quotas(self._quotas_file)
-
-    def _directory(self, run_id: RunId) -> RunDirectory:
-        return self._terms.directory(self._table.get(run_id).run_id)
-
-    def _live(self, run_id: RunId) -> RunDirectory:
-        record = self._table.get(run_id)
-        if not record.is_live:
-            raise RunRefused(f"run {run_id} is {record.actual}, so its engines cannot be changed: resume it first")
-        return self._directory(run_id)
-
-
-def _stands(record: RunRecord) -> dict[str, Any]:
-    """Return the state of a run for its status: that of the table, which knows more than its folder."""
-    return {
-        "state": record.actual.value,
-        "desired": record.desired.value,
-        "reason": record.reason,
-        "exit_code": record.exit_code,
-        "restarts_left": record.restarts_left,
-        "demands": asdict(record.demands),
-    }

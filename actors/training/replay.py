@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.actors.errors import TasksParked
-from headrace.actors.record.metrics import UNRECORDED, RolloutPhasesMetric
+from headrace.actors.record.metrics import UNRECORDED, RecordsMetrics, RolloutPhasesMetric
 from headrace.actors.runtime.runtime import end_actor
 from headrace.actors.storage.ledger_copies import LedgerCopies
 from headrace.buffer.errors import LedgerBroken, StaleEpoch
@@ -101,7 +101,7 @@ class Evaluated:
 NEVER_EVALUATED = Evaluated(attempts=0, reward=None)
 
 
-class Replay:
+class Replay(RecordsMetrics):
     """Sole owner of the run's ledger, and of its `metrics`. Without a directory, the ledger is in memory and covers
     `tasks`; `clock` returns Unix seconds. Results that exceed the `limits` of the learner count as its failures. With
     each checkpoint the ledger is copied to the storage folder `copies`; None if the directory itself is the run's
@@ -119,8 +119,8 @@ class Replay:
         metrics: MetricsLog = UNRECORDED,
         copies: Path | None = None,
     ) -> None:
+        super().__init__(metrics)
         self._config = config
-        self._metrics = metrics
         self._copies_to = copies
         self._copies: LedgerCopies | None = None
         self._limits = limits
@@ -190,10 +190,6 @@ class Replay:
         ]:
             self._metrics.append(mean_phases(ran))
         return receipts
-
-    async def record(self, lines: Sequence[bytes]) -> None:
-        """Append lines to the run's metrics, of which this actor is the only writer."""
-        self._metrics.write(lines)
 
     async def abandon(self, attempts: list[tuple[RolloutId, int]]) -> int:
         with self._ending():

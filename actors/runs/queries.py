@@ -1,0 +1,136 @@
+"""The questions that the actor of runs answers from its table, from files, and from the services of runs.
+
+Invariants:
+- No question changes a run, except those about its engines, which the run's engine group answers.
+- A service that does not answer in time is a result, not an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.engine_group.requests import ask_group
+from headrace.actors.errors import ActorError, RunRefused
+from headrace.actors.run.report import report_of
+from headrace.actors.run.run_status import status_of
+from headrace.actors.run.service import Service
+from headrace.actors.runs.contract import EventPage, LogPage, Readiness
+from headrace.actors.runs.layout import reopened
+from headrace.actors.runs.log_pages import read_logs
+from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.runtime.runtime import RayRuntime, namespace_of
+
+if TYPE_CHECKING:
+    from headrace.actors.engine_group.members_file import EngineStatus
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.runs.layout import ClusterTerms
+    from headrace.actors.runs.records import RunId, RunRecord
+    from headrace.actors.runs.table import RunsTable
+
+READY_S: Final = 10.0
+"""Time limit for a service to report whether it is ready."""
+
+
+class RunQueries(ResourceOwner):
+    """Questions about runs; the class below opens `_table` when it is entered."""
+
+    _table: RunsTable
+
+    def __init__(self, terms: ClusterTerms) -> None:
+        super().__init__()
+        self._terms = terms
+        self._changed = asyncio.Event()
+
+    async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
+        """See `RunsApi.runs`."""
+        return self._table.runs(owner)
+
+    async def run(self, run_id: RunId) -> RunRecord:
+        """See `RunsApi.run`."""
+        return self._table.get(run_id)
+
+    async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
+        """See `RunsApi.events`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._table.events(run_id, after=after) and self._table.get(run_id).is_live:
+                    await self._changed.wait()
+        return EventPage(
+            events=self._table.events(run_id, after=after), ended=not self._table.get(run_id).is_live
+        )
+
+    async def status(self, run_id: RunId) -> dict[str, Any]:
+        """See `RunsApi.status`."""
+        record, directory = self._table.get(run_id), self._directory(run_id)
+        document = await asyncio.to_thread(lambda: status_of(reopened(directory), directory))
+        return document | {"run": record.name, "run_id": run_id, "owner": record.owner} | _stands(record)
+
+    async def report(self, run_id: RunId) -> dict[str, Any]:
+        """See `RunsApi.report`."""
+        return (await asyncio.to_thread(report_of, self._directory(run_id))).to_json()
+
+    async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
+        """See `RunsApi.engines`."""
+        return (await asyncio.to_thread(read_roster, self._directory(run_id).engines)).engines
+
+    async def add_engine(self, run_id: RunId, url: str, timeout_s: float) -> str:
+        """See `RunsApi.add_engine`."""
+        box = self._live(run_id).engine_requests
+        return await asyncio.to_thread(partial(ask_group, box, "add", url, timeout_s=timeout_s))
+
+    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float) -> str:
+        """See `RunsApi.remove_engine`."""
+        box = self._live(run_id).engine_requests
+        return await asyncio.to_thread(partial(ask_group, box, "remove", engine_id, timeout_s=timeout_s))
+
+    async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
+        """See `RunsApi.logs`."""
+        folder = self._directory(run_id).logs
+        return await asyncio.to_thread(read_logs, folder, actor, after=after, limit_bytes=limit_bytes)
+
+    async def ready(self, run_id: RunId) -> Readiness:
+        """See `RunsApi.ready`."""
+        record = self._table.get(run_id)
+        try:
+            runtime = RayRuntime(namespace=namespace_of(run_id))
+            async with asyncio.timeout(READY_S):
+                found = await (await runtime.find(Service, "service")).readiness()
+        except (ActorError, TimeoutError):
+            return Readiness(
+                ledger_writable=False,
+                engine_serving=False,
+                learner_in_time=False,
+                problems=(f"the service does not answer; the run is {record.actual}",),
+            )
+        return Readiness(**found)
+
+    def _tell(self) -> None:
+        """Wake everyone who waits for events."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _directory(self, run_id: RunId) -> RunDirectory:
+        return self._terms.directory(self._table.get(run_id).run_id)
+
+    def _live(self, run_id: RunId) -> RunDirectory:
+        record = self._table.get(run_id)
+        if not record.is_live:
+            raise RunRefused(f"run {run_id} is {record.actual}, so its engines cannot be changed: resume it first")
+        return self._directory(run_id)
+
+
+def _stands(record: RunRecord) -> dict[str, Any]:
+    """Return the state of a run for its status: that of the table, which knows more than its folder."""
+    return {
+        "state": record.actual.value,
+        "desired": record.desired.value,
+        "reason": record.reason,
+        "exit_code": record.exit_code,
+        "restarts_left": record.restarts_left,
+        "demands": asdict(record.demands),
+    }
