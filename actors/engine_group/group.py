@@ -85,17 +85,15 @@ class EngineGroup:
     ) -> None:
         if observing.run_dir is None:
             raise ValueError("the engine group writes logs and journals: pass a run directory")
-        push_config = reachable(push_config, runtime)
-        self._config, self._push_config, self._observing = config, push_config, observing
+        self._config, self._observing = config, observing
+        self._push_config = push_config = reachable(push_config, runtime)
         self._directory = observing.run_dir / "engines"
-        shared = shared or self._directory
-        self._key_file, self._published = shared / "key", shared / "weights"
+        self._key_file, self._published = ((shared or self._directory) / name for name in ("key", "weights"))
         self._readable = (self._published, *snapshots)
         self._context = EngineContext(
             model_dir=model_dir, directory=self._directory, seed=seed, push=push_config, runtime=runtime
         )
-        self._stack = AsyncExitStack()
-        self._registry = EngineRegistry()
+        self._stack, self._registry = AsyncExitStack(), EngineRegistry()
         self._gate = GatewayGate(gateways, self._registry)
         self._metrics, self._lock = metrics, asyncio.Lock()
         self._journal = PushJournal(self._directory, observing.retention)
