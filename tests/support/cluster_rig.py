@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.record.metrics import last_metric
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.buffer.audit.verify import VerifyReport, verify
 from support.hosts import Network
 from support.ray_hosts import RayHosts
 
@@ -144,8 +143,13 @@ class ClusterRun:
         self.cluster.headrace(*words)
         return self.status()
 
-    def verified(self) -> VerifyReport:
-        return verify(self.directory.path)
+    def verified(self) -> dict[str, Any]:
+        """Return the report of `headrace ledger verify`, run on the control node: SQLite does not open files of another
+        host's disk from outside."""
+        words = ("ledger", "verify", str(STATE / self.run_id), "--json", "-")
+        output = self.cluster.headrace(*words, host=CONTROL)
+        report: dict[str, Any] = json.loads(output[output.index("{") :])
+        return report
 
 
 @contextmanager
