@@ -39,6 +39,8 @@ from headrace.actors.cli.remote_runs import (
     Owner,
     Url,
     access,
+    recover_run,
+    required_access,
     resume_run,
     show_report,
     show_run,
@@ -151,6 +153,13 @@ def resume(
             "--from-start", help="Discard all steps and checkpoints, and train again from the initial policy."
         ),
     ] = False,
+    from_storage: Annotated[
+        bool,
+        typer.Option(
+            "--from-storage",
+            help="With --address: continue a run whose control node has lost its disk, from its storage.",
+        ),
+    ] = False,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", help="Change a key that does not define the run (table.key=value); may be repeated."),
@@ -164,6 +173,9 @@ def resume(
     from headrace.actors.run.launch import change, drive, reopen
     from headrace.actors.run.resume import ResumePreparation
 
+    if from_storage:
+        recover_run(required_access(url, key_file, address, owner), str(run_dir), json=json)
+        return
     if (cluster := access(url, key_file, address, owner)) is not None:
         resume_run(cluster, str(run_dir), changes=changes or (), json=json)
         return

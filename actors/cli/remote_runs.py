@@ -144,6 +144,13 @@ def access(url: str | None, key_file: Path | None, address: str | None, owner: s
     return None if url is None else Api(url=url, key_file=key_file)
 
 
+def required_access(url: str | None, key_file: Path | None, address: str | None, owner: str) -> Access:
+    """Return the way to the runs that the options name. Raises ConfigError if they name none."""
+    if (found := access(url, key_file, address, owner)) is None:
+        raise ConfigError("this is for runs of a cluster: name it with --address or --url")
+    return found
+
+
 def submission_access(
     recipe: Path,
     overrides: Sequence[str],
@@ -284,6 +291,18 @@ def stop_run(api: Access, run: str, *, json: Path | None = None) -> None:
 def resume_run(api: Access, run: str, *, changes: Sequence[str] = (), json: Path | None = None) -> None:
     """Queue an ended run again, with changed keys."""
     _change(api, json, _on(run, lambda client, run_id: client.resume(run_id, tuple(changes))))
+
+
+def recover_run(api: Access, run: str, *, json: Path | None = None) -> None:
+    """Continue a run whose control node has lost its disk from its storage."""
+    from headrace.actors.runs.client import ClusterClient
+
+    async def recover(client: RunsClient) -> RunRecord:
+        if not isinstance(client, ClusterClient) or not _RUN_ID.fullmatch(run):
+            raise ConfigError("--from-storage needs --address, on a node of the cluster, and the whole id of the run")
+        return await client.recover(run)
+
+    _change(api, json, recover)
 
 
 def show_engines(api: Access, run: str, *, json: Path | None = None) -> None:

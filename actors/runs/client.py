@@ -88,8 +88,9 @@ class ClusterClient:
     Whoever has the token of a cluster can do everything there: the owner is a name that keeps users apart, and no
     protection."""
 
-    def __init__(self, runs: RunsApi, owner: str) -> None:
-        self._runs, self._owner = runs, owner
+    def __init__(self, runs: Runs, owner: str) -> None:
+        self._actor, self._owner = runs, owner
+        self._runs: RunsApi = runs
 
     async def submit(self, name: str, recipe: Recipe, idempotency_key: str) -> RunRecord:
         """Submit a run."""
@@ -125,6 +126,10 @@ class ClusterClient:
         """Queue an ended run again, with changed keys. It is asked once: after a lost answer, a second request would be
         refused."""
         return await self._runs.resume((await self.run(run_id)).run_id, changes)
+
+    async def recover(self, run_id: str) -> RunRecord:
+        """Continue a run whose control node has lost its disk from its storage."""
+        return await until_back(lambda: self._actor.recover(RunId(run_id), self._owner), deadline_s=PATIENCE_S)
 
     async def engines(self, run_id: str) -> tuple[EngineStatus, ...]:
         """Return the engines of a run."""

@@ -18,7 +18,7 @@ import orjson
 
 from headrace.actors.cluster.checks import refuse_absent_roles, refuse_too_large, refuse_unfit
 from headrace.actors.cluster.probe import living_nodes, marked, probe, versions_here
-from headrace.actors.errors import ConfigError, RunMissing, RunRefused
+from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.cluster.section import ClusterSection, RolesSection
 from headrace.actors.run.changes import changed_document
@@ -122,15 +122,17 @@ def create_run(config: RunConfig, directory: RunDirectory, submission: Submissio
     link_checkpoints(directory.path, directory.shared)
 
 
-def recovered(directory: RunDirectory) -> Submission:
+def recovered(directory: RunDirectory, owner: str) -> Submission:
     """Prepare the state folder of a run whose control node has lost its disk, and return what was submitted. Blocks.
-    Raises RunMissing, RunRefused."""
+    Raises RunMissing, RunRefused, RunUnknown."""
     if has_begun(directory.path) or (directory.path / "ledger.db").exists():
         raise RunRefused(f"{directory.path} has the ledger of the run: resume it without --from-storage")
     try:
         submission = Submission(**orjson.loads((directory.storage / SUBMISSION).read_bytes()))
     except (OSError, TypeError, ValueError) as error:
         raise RunMissing(f"{directory.storage / SUBMISSION} cannot be read ({error}): is this the storage of the run?") from error
+    if submission.owner != owner:
+        raise RunUnknown(f"the run in {directory.storage} belongs to {submission.owner}, not to {owner}")
     directory.write_state()
     (directory.path / TO_RESTORE).touch()
     return submission

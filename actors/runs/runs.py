@@ -154,11 +154,11 @@ class Runs(RunQueries):
         self._plan()
         return resumed
 
-    async def recover(self, run_id: RunId) -> RunRecord:
+    async def recover(self, run_id: RunId, owner: str) -> RunRecord:
         """Continue a run whose control node has lost its disk from its storage, in a new incarnation. Raises RunMissing
-        without such a run in the storage, and RunRefused if its ledger is here."""
+        without such a run in the storage, RunRefused if its ledger is here, and RunUnknown for another owner's."""
         directory = self._terms.directory(run_id)
-        submission = await asyncio.to_thread(recovered, directory)
+        submission = await asyncio.to_thread(recovered, directory, owner)
         config = await asyncio.to_thread(reopened, directory)
         await check_cluster(config)
         build = build_of(config)
