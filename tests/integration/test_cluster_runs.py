@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
 from support import hosts
-from support.cluster_rig import QUICK, ROOT, WORKERS, running_cluster, wait_until
+from support.cluster_rig import CONTROL, QUICK, ROOT, WORKERS, running_cluster, wait_until
 from support.ray_hosts import redis_folder
 
 if TYPE_CHECKING:
@@ -56,4 +57,43 @@ def test_a_run_outlives_its_user_and_the_head_and_a_worker_node(cluster: Cluster
     assert (report["trained_twice"], report["lost"], report["steps"]) == (0, 0, 40)
     assert report["max_staleness_seen"] <= report["max_staleness"]
     assert report["checkpoints"] > 0
+    assert cluster.left_over() == []
+
+
+@pytest.mark.slow
+def test_a_run_continues_from_its_storage_when_the_control_node_loses_its_disk(cluster: Cluster) -> None:
+    run = cluster.submit("simulated.toml", *QUICK, "training.steps=24", name="lost-disk")
+    run.wait_for_step(10)
+    steps = run.steps()
+    cluster.hosts[cluster.control].kill()
+    cluster.boot(CONTROL)
+    run.recover()
+    ended = run.wait_for_end()
+    assert (ended["state"], ended["steps"]) == ("finished", 24)
+    restored = json.loads((run.directory.path / "restored.json").read_bytes())
+    assert restored["steps_lost"] <= steps - 8 + 1, "at most the steps since the last checkpoint"
+    report = run.verified()
+    assert report["clean"], report["problems"]
+    assert (report["trained_twice"], report["lost"]) == (0, 0)
+    assert cluster.left_over() == []
+
+
+@pytest.mark.slow
+def test_a_control_node_that_is_cut_off_ends_its_run_before_another_continues_it(cluster: Cluster) -> None:
+    run = cluster.submit("simulated.toml", *QUICK, "training.steps=24", name="cut-off")
+    run.wait_for_step(6)
+    old, elsewhere = cluster.control, 14
+    cut = cluster.hosts[old]
+    cut.cut()
+    cluster.boot(elsewhere, control=True)
+    run.recover()
+    # The old incarnation reads the newer one, and ends what it has, though nobody can reach it.
+    wait_until(lambda: not cluster.has_actor(old, "Replay"), "the cut-off replay buffer to end")
+    assert run.steps() == 0, "the new incarnation waits until the old one has ended"
+    ended = run.wait_for_end()
+    assert (ended["state"], ended["steps"]) == ("finished", 24)
+    report = run.verified()
+    assert report["clean"], report["problems"]
+    assert (report["trained_twice"], report["lost"]) == (0, 0)
+    cut.join()
     assert cluster.left_over() == []

@@ -53,13 +53,17 @@ class Cluster:
         self.ray = ray
         self.storage = network.shared / "storage"
         self.hosts: dict[int, Host] = {}
+        self.control = CONTROL
 
     def boot_head(self) -> None:
         self.hosts[10] = self.ray.head()
 
-    def boot(self, number: int) -> None:
-        role = "control" if number == CONTROL else SHARED_ROLE
-        self.hosts[number] = self.ray.node(number, role=role)
+    def boot(self, number: int, *, control: bool = False) -> None:
+        """Boot a node, with an empty disk. A new control node takes the place of the last one."""
+        control = control or number == CONTROL
+        self.hosts[number] = self.ray.node(number, role="control" if control else SHARED_ROLE)
+        if control:
+            self.control = number
 
     def headrace(self, *words: str, host: int = 13, timeout_s: float = GUARD_S) -> str:
         """Run a command of headrace on a node, and return its output."""
@@ -120,7 +124,7 @@ class ClusterRun:
     @property
     def directory(self) -> RunDirectory:
         """The run's folders, as seen from outside the hosts."""
-        root = Path(f"/proc/{self.cluster.hosts[CONTROL].process_id}/root")
+        root = Path(f"/proc/{self.cluster.hosts[self.cluster.control].process_id}/root")
         return RunDirectory(path=root / STATE.relative_to("/") / self.run_id, shared=self.cluster.storage / self.run_id)
 
     def steps(self) -> int:
@@ -137,6 +141,11 @@ class ClusterRun:
         found: dict[str, Any] = json.loads(output[output.index("{") :])
         return found
 
+    def recover(self) -> None:
+        """Continue the run from its storage, on a control node without its ledger."""
+        words = ("resume", self.run_id, "--from-storage", "--address", self.cluster.ray.address, "--owner", self.owner)
+        self.cluster.headrace(*words)
+
     def wait_for_end(self) -> dict[str, Any]:
         """Return the status of the ended run."""
         words = ("events", self.run_id, "--address", self.cluster.ray.address, "--owner", self.owner)
@@ -147,7 +156,7 @@ class ClusterRun:
         """Return the report of `headrace ledger verify`, run on the control node: SQLite does not open files of another
         host's disk from outside."""
         words = ("ledger", "verify", str(STATE / self.run_id), "--json", "-")
-        output = self.cluster.headrace(*words, host=CONTROL)
+        output = self.cluster.headrace(*words, host=self.cluster.control)
         report: dict[str, Any] = json.loads(output[output.index("{") :])
         return report
 
