@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import hosts
-from support.cluster_rig import CONTROL, QUICK, ROOT, WORKERS, running_cluster, wait_until
+from support.cluster_rig import CONTROL, LIMITED, QUICK, ROOT, WORKERS, running_cluster, wait_until
 from support.ray_hosts import redis_folder
 
 if TYPE_CHECKING:
@@ -57,6 +57,30 @@ def test_a_run_outlives_its_user_and_the_head_and_a_worker_node(cluster: Cluster
     assert (report["trained_twice"], report["lost"], report["steps"]) == (0, 0, 40)
     assert report["max_staleness_seen"] <= report["max_staleness"]
     assert report["checkpoints"] > 0
+    assert cluster.left_over() == []
+
+
+@pytest.mark.slow
+def test_owners_do_not_touch_each_other_and_wait_for_their_own_quota(cluster: Cluster) -> None:
+    urls = [cluster.serve_sandboxes(number) for number in WORKERS]
+    short = (
+        *("training.steps=2", "evaluation.tasks=4", "evaluation.samples=1", "buffer.batch_size=16"),
+        *("engines.cpus=0.2", "engines.count=1", "cluster.unit_cpus=0.2", "cluster.learner_cpus=0.2"),
+        *("sandbox.provider=remote", f"sandbox.remote.urls={json.dumps(urls)}"),
+        f"sandbox.remote.key_file={cluster.storage.parent / 'key'}",
+    )
+    others = cluster.submit("quickstart.toml", *short, name="same", owner="other")
+    first = cluster.submit("quickstart.toml", *short, name="same", owner=LIMITED)
+    second = cluster.submit("simulated.toml", *QUICK, "training.steps=2", name="next", owner=LIMITED)
+    waiting = second.status()
+    assert waiting["state"] == "waiting"
+    assert first.run_id[:8] in waiting["reason"], "the reason names the run that holds the quota"
+    for run in (others, first, second):
+        ended = run.wait_for_end()
+        assert (ended["state"], ended["steps"]) == ("finished", 2)
+        report = run.verified()
+        assert report["clean"], report["problems"]
+        assert (report["trained_twice"], report["lost"], report["infra"]) == (0, 0, 0)
     assert cluster.left_over() == []
 
 

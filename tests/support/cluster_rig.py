@@ -29,6 +29,9 @@ STATE: Final = Path("/tmp/state")
 CONTROL: Final = 11
 WORKERS: Final = (12, 13)
 SHARED_ROLE: Final = "work"
+LIMITED: Final = "limited"
+"""Owner with a quota of one run."""
+SANDBOX_PORT: Final = 5000
 GUARD_S: Final = 300.0
 POLL_S: Final = 0.1
 QUICK: Final = (
@@ -81,7 +84,24 @@ class Cluster:
             *(f"cluster.roles.{role}={SHARED_ROLE}" for role in ("rollout", "engine", "learner")),
             *overrides,
         )
-        return ["--address", self.ray.address, *(word for override in given for word in ("--set", override))]
+        quotas = self.storage.parent / "quotas.toml"
+        quotas.write_text(f"[owners.{LIMITED}]\nruns = 1\n", encoding="utf-8")
+        options = ("--address", self.ray.address, "--quotas", str(quotas))
+        return [*options, *(word for override in given for word in ("--set", override))]
+
+    def serve_sandboxes(self, number: int) -> str:
+        """Start a sandbox server on a node, and return its URL. The key of its only user is in the file `key`."""
+        folder, url = self.storage.parent, f"http://{self.hosts[number].address}:{SANDBOX_PORT}"
+        for name, text in (("keys", "team:one-key\n"), ("key", "one-key\n")):
+            (folder / name).touch(mode=0o600)
+            (folder / name).write_text(text, encoding="utf-8")
+        log = folder / f"sandboxes-{number}.log"
+        log.write_bytes(b"")
+        options = ("--host", self.hosts[number].address, "--port", str(SANDBOX_PORT), "--keys", str(folder / "keys"))
+        server = self.start("sandbox", "serve", *options, "--state", "/tmp/sandboxes", log=log, host=number)
+        wait_until(lambda: url in log.read_text(encoding="utf-8") or server.poll() is not None, "the sandbox server")
+        assert server.poll() is None, log.read_text(encoding="utf-8")
+        return url
 
     def submit(self, recipe: str, *overrides: str, name: str, owner: str = "tester") -> ClusterRun:
         """Submit a recipe and return its run."""
