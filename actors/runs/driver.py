@@ -187,7 +187,8 @@ class RunDriver:
     async def _completed(self) -> bool:
         """Run the service to its end; return False if it was drained."""
         service = self._service = await self._adopted() or await self._started()
-        self._moved(ActualState.RUNNING, "")
+        if not self._wishes.drained.is_set():
+            self._moved(ActualState.RUNNING, "")
         async with asyncio.TaskGroup() as tasks:
             draining = tasks.create_task(self._drain(service))
             completed = await run_guarded(
@@ -204,6 +205,9 @@ class RunDriver:
 
     async def _adopted(self) -> Service | None:
         """Return the service that outlived its driver, or None if there is none with this version and configuration."""
+        if (self._directory.path / TO_RESTORE).exists():
+            # What Ray started again on this node has no ledger.
+            return None
         try:
             service = await self._runtime.find(Service, "service")
             found = await until_back(service.identity, deadline_s=ADOPTION_S)

@@ -45,7 +45,7 @@ from headrace.actors.runs.layout import (
 from headrace.actors.runs.log_pages import read_logs
 from headrace.actors.runs.queries import RunQueries
 from headrace.actors.runs.quotas import Quotas, load_quotas, next_to_start, refuse_oversized
-from headrace.actors.runs.records import ActualState, DesiredState, RunId
+from headrace.actors.runs.records import TRANSITIONS, ActualState, DesiredState, RunId
 from headrace.actors.runs.sweep import sweep_unowned
 from headrace.actors.runs.table import RunsTable
 from headrace.actors.runtime.nodes import NAMESPACE, NodeAgent, agent_name
@@ -65,6 +65,8 @@ TEND_S: Final = 2.0
 """Interval between two looks at the queue."""
 NODES_S: Final = 10.0
 """Interval between two looks at the nodes."""
+AGENT_START_S: Final = 60.0
+"""Time limit for the agent of a node to start; the node may be lost meanwhile."""
 SWEEP_S: Final = 60.0
 """Interval between two removals of what no run owns."""
 CLUSTER_ABSENT_S: Final = 1800.0
@@ -77,7 +79,9 @@ class Runs(RunQueries):
 
     def __init__(self, terms: ClusterTerms, *, quotas: Path | None = None) -> None:
         super().__init__(terms)
-        self._quotas_file = quotas
+        self._quotas_file, self._quotas_problem = quotas, ""
+        # A file that is wrong from the beginning is refused.
+        self._last_quotas = Quotas() if quotas is None else load_quotas(quotas)
         self._wishes: dict[RunId, Wishes] = {}
         self._driving: dict[RunId, asyncio.Task[None]] = {}
         self._tried: dict[RunId, RestartPolicy] = {}
@@ -236,7 +240,7 @@ class Runs(RunQueries):
         self._tell()
 
     def _moved(self, run_id: RunId, state: ActualState, reason: str) -> None:
-        if self._table.get(run_id).actual is not state:
+        if state in TRANSITIONS[self._table.get(run_id).actual]:
             self._table.move(run_id, state, now_s=time.time(), reason=reason)
             self._tell()
 
@@ -248,10 +252,11 @@ class Runs(RunQueries):
                 nodes = {node.node for node in await living_nodes() if node.role in labels}
                 self._agents &= nodes
                 for node in nodes - self._agents:
-                    with suppress(ActorError):
-                        await self._runtime.spawn(
-                            NodeAgent, self._terms.state, name=agent_name(node), resources=Resources(node=node)
-                        )
+                    with suppress(ActorError, TimeoutError):
+                        async with asyncio.timeout(AGENT_START_S):
+                            await self._runtime.spawn(
+                                NodeAgent, self._terms.state, name=agent_name(node), resources=Resources(node=node)
+                            )
                         self._agents.add(node)
             await asyncio.sleep(NODES_S)
 
@@ -263,4 +268,12 @@ class Runs(RunQueries):
             await sweep_unowned(live)
 
     def _quotas(self) -> Quotas:
-        return Quotas() if self._quotas_file is None else load_quotas(self._quotas_file)
+        """Return the quotas in the file, or those that were read last while it cannot be read."""
+        if self._quotas_file is not None:
+            try:
+                self._last_quotas = load_quotas(self._quotas_file)
+            except ConfigError as error:
+                if str(error) != self._quotas_problem:
+                    logger.error("the quotas stay as they are: %s", error)
+                self._quotas_problem = str(error)
+        return self._last_quotas
