@@ -6,8 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +33,7 @@ from support.manifests import (
     ray_cluster,
     strings,
 )
-from support.ray_hosts import HEALTH_CHECKS, redis_folder
+from support.ray_hosts import HEALTH_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -336,35 +334,6 @@ def test_the_control_api_is_that_of_serve_deploy_on_the_nodes_with_its_keys() ->
     volume = PODS["control"].volume(str(arguments.key_file.parent))
     assert volume["secret"]["secretName"] == "headrace-control-keys"
     assert arguments.key_file.name in secrets_listed()["headrace-control-keys"]
-
-
-def test_redis_starts_with_the_password_of_its_file_alone(tmp_path: Path) -> None:
-    if (programs := redis_folder()) is None:
-        pytest.skip("scripts/install_redis could not install Redis here")
-    for folder in ("data", "run/redis", "etc/redis/secret"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "etc/redis/secret/password").write_text("of-the-secret")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    config = (FOLDER / "redis.conf").read_text().replace("6379", port).replace("/data", f"{tmp_path}/data")
-    (tmp_path / "etc/redis/redis.conf").write_text(config.replace("bind *", "bind 127.0.0.1"))
-    [script] = PODS[REDIS].container["args"]
-    [*_, probe] = PODS[REDIS].container["livenessProbe"]["exec"]["command"]
-    script, probe = (re.sub(r"/(etc|run)/redis", rf"{tmp_path}/\1/redis", text) for text in (script, probe))
-    probe = probe.replace("redis-cli", f"redis-cli -p {port}").replace("timeout 4", "timeout 1")
-    path = {"PATH": os.pathsep.join((str(programs), os.environ["PATH"]))}
-    with subprocess.Popen(["sh", "-ec", script], env=path, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert any("Ready to accept connections" in line for line in process.stdout)
-            assert "of-the-secret" not in Path(f"/proc/{process.pid}/cmdline").read_text()
-            assert subprocess.run(["sh", "-ec", probe], env=path, check=False).returncode == 0
-            other = probe.replace("secret/password", "redis.conf")
-            assert subprocess.run(["sh", "-ec", other], env=path, capture_output=True, check=False).returncode != 0
-            process.send_signal(signal.SIGSTOP)
-            assert subprocess.run(["sh", "-ec", probe], env=path, check=False).returncode != 0
-        finally:
-            process.kill()
 
 
 @pytest.mark.parametrize("page", ["docs/cluster.md", "scripts/kubernetes/README.md"])
