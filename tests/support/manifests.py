@@ -126,16 +126,17 @@ def _allows(
 ) -> bool:
     """Return whether the policies of one direction allow a connection of pods with the labels `of`."""
     specs = [policy["spec"] for policy in policies]
-    ours = [spec for spec in specs if direction in spec["policyTypes"] and _selects(spec["podSelector"], of)]
+    ours = [spec for spec in specs if direction in spec["policyTypes"] and selects(spec["podSelector"], of)]
     return not ours or any(
-        any("namespaceSelector" not in place and _selects(place["podSelector"], peer) for place in rule[peers])
+        any("namespaceSelector" not in place and selects(place["podSelector"], peer) for place in rule[peers])
         and ("ports" not in rule or any(allowed["port"] == port for allowed in rule["ports"]))
         for spec in ours
         for rule in spec.get(rules, ())
     )
 
 
-def _selects(selector: Manifest, labels: Mapping[str, str]) -> bool:
+def selects(selector: Manifest, labels: Mapping[str, str]) -> bool:
+    """Return whether a label selector selects pods with these labels."""
     if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
         return False
     for term in selector.get("matchExpressions", ()):

@@ -31,6 +31,7 @@ from support.manifests import (
     may_reach,
     pods,
     ray_cluster,
+    selects,
     strings,
 )
 from support.ray_hosts import HEALTH_CHECKS
@@ -246,12 +247,12 @@ def test_only_named_connections_are_allowed(source: str, target: str, port: int,
     assert may_reach(labels[source], labels[target], port, documents(FOLDER / "network.yaml")) is allowed
 
 
-def test_no_other_namespace_is_reached_but_for_names() -> None:
-    for policy in documents(FOLDER / "network.yaml"):
-        rules = policy["spec"].get("egress", []) + policy["spec"].get("ingress", [])
-        if policy["metadata"]["name"] != "names":
-            assert "namespaceSelector" not in set(strings(rules))
-            assert "ipBlock" not in set(strings(rules))
+def test_other_namespaces_are_reached_only_to_look_up_names_and_not_by_sandbox_hosts() -> None:
+    policies = {policy["metadata"]["name"]: policy["spec"] for policy in documents(FOLDER / "network.yaml")}
+    names = policies.pop("names")
+    assert {name for name, pod in PODS.items() if selects(names["podSelector"], pod.labels)} == {*PODS} - {SANDBOXES}
+    assert {port["port"] for rule in names["egress"] for port in rule["ports"]} == {53}
+    assert not {"namespaceSelector", "ipBlock"} & set(strings(policies))
 
 
 def test_only_sandbox_hosts_are_privileged() -> None:
