@@ -17,6 +17,7 @@ from rich.table import Table
 from headrace.actors.cli.cluster import drain, events, stop
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.engine import serve
+from headrace.actors.cli.engine_table import engine_table
 from headrace.actors.cli.ledger import drop_batch, retry_lost
 from headrace.actors.cli.logs import logs
 from headrace.actors.cli.output import (
@@ -49,7 +50,7 @@ from headrace.actors.cli.remote_runs import (
     submit_run,
 )
 from headrace.actors.cli.restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
-from headrace.actors.cli.run_engines import add_engine, engine_table, list_engines, remove_engine
+from headrace.actors.cli.run_engines import add_engine, list_engines, remove_engine
 from headrace.actors.cli.simulation import check, simulate, tune
 from headrace.actors.cli.tasks import tasks_app
 from headrace.actors.run import exit_codes

@@ -13,6 +13,7 @@ import orjson
 import typer
 
 from headrace.actors.cli.output import say
+from headrace.actors.cli.remote_runs import Address, KeyPath, Owner, Url, access, print_logs
 from headrace.actors.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ PAGE_BYTES: Final = 1 << 20
 
 
 def logs(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
     actor: Annotated[str | None, typer.Argument(metavar="[ACTOR]", help="Actor; by default all, by name.")] = None,
     limit_bytes: Annotated[
         int | None, typer.Option("--limit-bytes", min=1, help="Print at most this many bytes of the log files.")
@@ -32,10 +33,20 @@ def logs(
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the JSON lines to this file ('-' is standard output).")
     ] = None,
+    address: Address = None,
+    owner: Owner = "",
+    url: Url = None,
+    key_file: KeyPath = None,
 ) -> None:
-    """Print the logs of a run's actors, the oldest line of each first (reads the run directory of this host only)."""
+    """Print the logs of a run's actors, the oldest line of each first (those in the run directory of this host, or of
+    the control node of a cluster)."""
     from headrace.actors.run.launch import reopen
 
+    if (cluster := access(url, key_file, address, owner)) is not None:
+        if json is not None or limit_bytes is not None:
+            raise ConfigError("--json and --limit-bytes need the run directory: leave them out with --address or --url")
+        print_logs(cluster, str(run_dir), actor, render=as_text)
+        return
     directory = reopen(run_dir)[1]
     count = 0
     with _output(json) as file:

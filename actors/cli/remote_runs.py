@@ -21,8 +21,8 @@ import orjson
 import typer
 from rich.table import Table
 
+from headrace.actors.cli.engine_table import engine_table
 from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, say, show, write_json
-from headrace.actors.cli.run_engines import engine_table
 from headrace.actors.errors import ConfigError, RunUnknown
 from headrace.actors.runs.records import ActualState
 from headrace.buffer.core.outages import utc
@@ -326,13 +326,15 @@ def remove_engine(api: Access, run: str, engine: str, *, timeout_s: float, json:
     _write_engine(name, "remove", json)
 
 
-def print_logs(api: Access, run: str, actor: str | None = None) -> None:
-    """Print the lines of a run's logs, or those of one actor, up to now."""
+def print_logs(
+    api: Access, run: str, actor: str | None = None, *, render: Callable[[str], str] = lambda line: line
+) -> None:
+    """Print the lines of a run's logs, or those of one actor, up to now, as `render` returns each."""
 
     async def print_pages(client: RunsClient, run_id: str) -> None:
         page = await client.logs(run_id, actor=actor)
         while page.lines:
-            typer.echo("\n".join(page.lines))
+            typer.echo("\n".join(map(render, page.lines)))
             page = await client.logs(run_id, actor=actor, after=page.cursor)
 
     api.ask(_on(run, print_pages))

@@ -1,4 +1,5 @@
-"""The commands `headrace engine list|add|remove`, which show and change a run's engines through its directory."""
+"""The commands `headrace engine list|add|remove`, which show and change a run's engines through its directory, or
+through the cluster that has it."""
 
 from __future__ import annotations
 
@@ -7,19 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
+from headrace.actors.cli import remote_runs
+from headrace.actors.cli.engine_table import engine_table
 from headrace.actors.cli.output import Json, say, show, write_json
+from headrace.actors.cli.remote_runs import Address, KeyPath, Owner, Url, access
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.record.run_directory import RunDirectory
 
-__all__ = ["add_engine", "engine_table", "list_engines", "remove_engine"]
+__all__ = ["add_engine", "list_engines", "remove_engine"]
 
-Run = Annotated[Path, typer.Option("--run", metavar="RUN", help="Directory of the run.")]
+Run = Annotated[Path, typer.Option("--run", metavar="RUN", help="Directory of the run, or its id on a cluster.")]
 Timeout = Annotated[
     float,
     typer.Option(
@@ -30,10 +30,20 @@ Timeout = Annotated[
 ]
 
 
-def list_engines(run: Run, json: Json = None) -> None:
+def list_engines(
+    run: Run,
+    json: Json = None,
+    address: Address = None,
+    owner: Owner = "",
+    url: Url = None,
+    key_file: KeyPath = None,
+) -> None:
     """List the engines of a run: state, version, load (running+waiting), URL, and why an engine is not serving."""
     from headrace.actors.engine_group.members_file import read_roster
 
+    if (cluster := access(url, key_file, address, owner)) is not None:
+        remote_runs.show_engines(cluster, str(run), json=json)
+        return
     directory = _directory(run)
     roster = read_roster(directory.engines)
     if json is not None:
@@ -47,9 +57,17 @@ def add_engine(
     run: Run,
     timeout_s: Timeout = 120.0,
     json: Json = None,
+    address: Address = None,
+    owner: Owner = "",
+    api_url: Url = None,
+    key_file: KeyPath = None,
 ) -> None:
     """Attach a server to a live run; it starts serving once it has the latest weights. Idempotent."""
-    _ask(run, "add", url, timeout_s, json)
+    cluster = access(api_url, key_file, address, owner)
+    if cluster is not None:
+        remote_runs.add_engine(cluster, str(run), url, timeout_s=timeout_s, json=json)
+    else:
+        _ask(run, "add", url, timeout_s, json)
 
 
 def remove_engine(
@@ -57,26 +75,18 @@ def remove_engine(
     run: Run,
     timeout_s: Timeout = 120.0,
     json: Json = None,
+    address: Address = None,
+    owner: Owner = "",
+    url: Url = None,
+    key_file: KeyPath = None,
 ) -> None:
     """Remove an engine from a live run permanently; turns in progress there end or continue on other engines.
     Idempotent."""
-    _ask(run, "remove", engine, timeout_s, json)
-
-
-def engine_table(engines: Iterable[EngineStatus]) -> Table:
-    """Return the engines as a table."""
-    table = Table("engine", "from", "state", "version", "load", "url", "why not", box=None)
-    for engine in engines:
-        table.add_row(
-            engine.engine_id,
-            engine.origin.value,
-            engine.state.value,
-            engine.version or "-",
-            engine.load,
-            engine.url or "-",
-            engine.reason,
-        )
-    return table
+    cluster = access(url, key_file, address, owner)
+    if cluster is not None:
+        remote_runs.remove_engine(cluster, str(run), engine, timeout_s=timeout_s, json=json)
+    else:
+        _ask(run, "remove", engine, timeout_s, json)
 
 
 def _ask(run: Path, kind: Literal["add", "remove"], what: str, timeout_s: float, json: Path | None) -> None:
