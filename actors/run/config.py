@@ -165,6 +165,20 @@ def rollouts_fit_the_sandboxes(config: RunConfig) -> str | None:
     )
 
 
+def all_nodes_reach_the_sandboxes(config: RunConfig) -> str | None:
+    if config.cluster.is_local:
+        return None
+    if config.sandbox.provider in (SandboxKind.LOCAL, SandboxKind.OCI, SandboxKind.SUBPROCESS):
+        return (
+            f"sandbox.provider {config.sandbox.provider} has its sandboxes on one host, which the other nodes of a "
+            "cluster do not reach; set sandbox.provider to remote"
+        )
+    key_file = config.sandbox.remote.key_file
+    if key_file is not None and not key_file.is_absolute():
+        return f"sandbox.remote.key_file {key_file} is relative; on a cluster, write a path that all nodes have"
+    return None
+
+
 def remote_hosts_are_named(config: RunConfig) -> str | None:
     if config.sandbox.provider is not SandboxKind.REMOTE or config.sandbox.remote.urls:
         return None
@@ -209,6 +223,7 @@ CHECKS = (
     other_hosts_reach_the_sender,
     clocks.problem,
     rollouts_fit_the_sandboxes,
+    all_nodes_reach_the_sandboxes,
     remote_hosts_are_named,
     programs_fit_the_sandboxes,
     enough_held_out_tasks,

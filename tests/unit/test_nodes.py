@@ -1,0 +1,72 @@
+"""Processes of a node by id and start time, the agent's folder, and the counts of several gateways."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.runtime.nodes import NodeAgent, Process, kill_here, started
+from headrace.serve.gateway.gateway import GatewayStats
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_only_the_process_with_this_start_time_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = Process(node="", id=child.pid, started=started(child.pid))
+        assert not kill_here(replace(process, started=process.started + 1))
+        assert child.poll() is None
+        assert kill_here(process)
+        assert child.wait(timeout=30) == -9
+    assert not kill_here(process)
+
+
+async def test_an_agent_removes_folders_of_runs_only(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    (state / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    agent = NodeAgent(state)
+    await agent.remove("run")
+    await agent.remove("run")
+    assert not (state / "run").exists()
+    for name in ("../other", "", ".", "..", "/etc", "run/logs"):
+        with pytest.raises(ValueError, match="not the name of a folder"):
+            await agent.remove(name)
+    assert (tmp_path / "other").exists()
+
+
+def test_gateways_are_counted_together() -> None:
+    first = GatewayStats(
+        sessions=2,
+        turns_in_flight={"a": 1, "b": 2},
+        sampled_tokens=10,
+        tokens_by_version={"1.1": 10},
+        turns=3,
+        silent={"a": 2},
+        closed=("b",),
+        table_version=7,
+    )
+    second = GatewayStats(
+        sessions=1,
+        turns_in_flight={"a": 4},
+        sampled_tokens=5,
+        tokens_by_version={"1.1": 1, "1.2": 4},
+        turns=1,
+        parser_fails=True,
+        silent={"a": 1, "b": 3},
+        closed=("a", "b"),
+        table_version=6,
+    )
+    assert GatewayStats.together([first]) == first
+    together = GatewayStats.together([first, second])
+    assert (together.sessions, together.turns, together.sampled_tokens) == (3, 4, 15)
+    assert together.turns_in_flight == {"a": 5, "b": 2}
+    assert together.tokens_by_version == {"1.1": 11, "1.2": 4}
+    assert (together.silent, together.closed) == ({"a": 2, "b": 3}, ("a", "b"))
+    assert together.parser_fails
+    assert together.table_version == 7
