@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import getpass
 import re
+import signal
+import threading
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -220,6 +222,7 @@ def follow_run(api: Access, run: str, *, json: Path | None = None) -> int:
     """Show the events of a run until it has ended, and return its exit code. An interrupt ends only this command."""
 
     async def follow(client: RunsClient) -> RunRecord:
+        _cancel_on_signals()
         run_id = await _run_id(client, run)
         async for event in client.events(run_id):
             say(_line(event))
@@ -227,15 +230,24 @@ def follow_run(api: Access, run: str, *, json: Path | None = None) -> int:
 
     try:
         record = api.ask(follow)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         say(f"detached; the run goes on: headrace events {run} {api.options}")
-        raise
+        raise KeyboardInterrupt from None
     say(f"run {record.run_id} ({record.name}): {_state(record)}")
     _write(record, json)
     if record.exit_code is not None:
         return record.exit_code
     # It ended without a service that could tell one.
     return EXIT_FAILED if record.actual is ActualState.FAILED else EXIT_DRAINED
+
+
+def _cancel_on_signals() -> None:
+    """Cancel the current task on Ctrl-C and SIGTERM, which Ray handles otherwise."""
+    task = asyncio.current_task()
+    assert task is not None
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
 def show_events(api: Access, run: str, *, after: int = 0) -> None:

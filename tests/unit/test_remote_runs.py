@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from typing import TYPE_CHECKING
 
 import orjson
@@ -11,7 +13,7 @@ import pytest
 from headrace.actors.cli import remote_runs
 from headrace.actors.cli.remote_runs import Api
 from headrace.actors.errors import ConfigError, RunUnknown
-from headrace.actors.run.config import resolve
+from headrace.actors.run.config import RECIPE_PATHS, resolve
 from headrace.actors.runs.records import ActualState
 from support.control_rig import ControlRig
 from support.runs_without_services import serving
@@ -60,6 +62,26 @@ async def test_a_detached_run_is_submitted_under_the_name_of_its_recipe(
     [record] = await rig.runs.runs("alice")
     assert record.name == "small"
     assert orjson.loads(out.read_bytes())["run_id"] == record.run_id
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_client_that_is_interrupted_only_detaches(
+    rig: ControlRig, api: Api, recipe: Path, number: signal.Signals
+) -> None:
+    options = ("--url", api.url, "--key-file", str(api.key_file))
+    command = ("-c", "from headrace.actors.cli.app import main; main()", "run", str(recipe), *options)
+    client = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
+    assert client.stderr is not None
+    async with asyncio.timeout(WAIT_S):
+        # Its first event follows the line about the submission.
+        assert b"(small)" in await client.stderr.readline()
+        assert await client.stderr.readline()
+        client.send_signal(number)
+        told = await client.stderr.read()
+        assert await client.wait() == 130
+    assert b"detached; the run goes on: headrace events" in told
+    [record] = await rig.runs.runs("alice")
+    assert record.is_live
 
 
 @pytest.mark.parametrize(
@@ -140,11 +162,11 @@ async def test_the_newest_run_of_a_name_is_meant(rig: ControlRig, api: Api, reci
     await submit(api, recipe, "a")
     await asyncio.to_thread(remote_runs.drain_run, api, "a")
     assert [record.actual.value for record in await rig.runs.runs("alice")] == ["stopped", "stopped", "drained"]
-    with pytest.raises(RunUnknown, match="headrace status --url"):
+    with pytest.raises(RunUnknown, match="headrace status"):
         await asyncio.to_thread(remote_runs.drain_run, api, "b")
 
 
-@pytest.mark.parametrize("path", remote_runs._PATHS, ids=".".join)
+@pytest.mark.parametrize("path", RECIPE_PATHS, ids=".".join)
 def test_relative_paths_are_refused(tmp_path: Path, path: tuple[str, ...]) -> None:
     key = ".".join(path)
     recipe = tmp_path / "recipe.toml"
@@ -164,11 +186,12 @@ def test_exactly_the_relative_paths_of_a_recipe_are_known(tmp_path: Path) -> Non
     document = {
         "model": {"path": "data"},
         "tasks": {"train": "data", "heldout": "data"},
+        "engines": {"key_file": "data"},
         "learner": {"slime": {"slime_dir": "data", "megatron_dir": "data"}},
     }
     config = resolve(document, tmp_path / "recipe.toml", tmp_path / "run")
     values = config.model_dump(mode="json")
-    for path in remote_runs._PATHS:
+    for path in RECIPE_PATHS:
         value = values
         for part in path:
             value = value[part]
