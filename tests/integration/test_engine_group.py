@@ -247,7 +247,7 @@ async def test_an_in_place_push_works_through_the_group_and_the_gateway(models: 
         await rig.push(models[1], 1)
         [name] = await rig.until_serving(1, "1.1")
         routed: list[str | None] = []
-        pool = rig.group._gate._gateway._gateway._pool
+        pool = rig.group._gate._gateways[0]._gateway._pool
 
         turns: list[asyncio.Task[Any]] = []
 
