@@ -47,6 +47,6 @@ def test_every_listener_of_a_cluster_is_documented_and_refuses_strangers(tmp_pat
             output = cluster.ray.run(cluster.hosts[number], "-m", "support.listeners")
             found |= {Listener(*row[:3]) for row in json.loads(output.splitlines()[-1])}
         table = documented()
-        assert found <= table, found - table
+        assert found <= table, "\n".join(map(str, sorted(found - table)))
         ours = {"engine", "gateway", "sandbox server"}
         assert ours <= {listener.process for listener in found}, "each of our servers was there to be looked at"

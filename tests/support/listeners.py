@@ -25,6 +25,7 @@ RAY_CALLS = (
     "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
     "/ray.rpc.CoreWorkerService/NumPendingTasks",
     "/ray.rpc.ReporterService/GetTraceback",
+    "/ray.rpc.RayletDriver/ClusterInfo",
 )
 RAY_TOKEN = "Ray's token"
 ENGINE_CALLS = (
