@@ -44,9 +44,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("gateway", "e2b_sandboxes", "e2b", "exec"),
     ),
     "actors": (
-        *("errors", "section", "in_sandbox", "record", "storage", "runtime", "simulated", "agents", "places"),
-        *("engine_group", "evaluation", "training", "rollouts", "cluster", "run", "runs", "control", "held_out"),
-        *("simulation", "tuning", "cli"),
+        *("errors", "section", "version", "in_sandbox", "record", "storage", "runtime", "simulated", "agents"),
+        *("places", "engine_group", "evaluation", "training", "rollouts", "cluster", "run", "runs", "control"),
+        *("held_out", "simulation", "tuning", "cli"),
     ),
 }
 """Modules and folders of each package, lowest first: each may import those before it."""

@@ -14,13 +14,13 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.cluster.checks import Node, NodeFacts, Versions
 from headrace.actors.errors import ConfigError
 from headrace.actors.runtime.nodes import ROLE_LABEL
+from headrace.actors.version import RUNNING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,7 @@ def _node(entry: Mapping[str, Any]) -> Node:
 def versions_here() -> Versions:
     import ray
 
-    return Versions(ray=ray.__version__, headrace=version("headrace"), python=".".join(map(str, sys.version_info[:3])))
+    return Versions(ray=ray.__version__, headrace=RUNNING, python=".".join(map(str, sys.version_info[:3])))
 
 
 @contextmanager

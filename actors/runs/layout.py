@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import shutil
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +27,7 @@ from headrace.actors.run.parts import recipe_digest
 from headrace.actors.runs.records import Build, Demands, Submission
 from headrace.actors.runtime.nodes import Bundle, Role
 from headrace.actors.storage.restore import link_checkpoints
+from headrace.actors.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file
 
@@ -84,7 +84,7 @@ def build_of(config: RunConfig) -> Build:
     rollouts = dispatcher.slots_per_worker * config.service.workers * cluster.rollout_units
     return Build(
         config_digest=recipe_digest(config),
-        headrace_version=version("headrace"),
+        headrace_version=RUNNING,
         demands=Demands(rollouts=rollouts + dispatcher.evaluation_slots, engines=config.engines.count),
         restarts=cluster.restarts,
     )
