@@ -130,7 +130,9 @@ class ClusterSection(Section):
 
     def in_bundle(self, bundle: str, *, gpus: float = 0.0) -> Resources:
         """Return the resources of an actor in a bundle, whose CPUs and memory are reserved as a whole."""
-        return Resources(gpus=gpus) if self.is_local else Resources(gpus=gpus, bundle=bundle)
+        if self.is_local:
+            return Resources(gpus=gpus)
+        return Resources(gpus=gpus, bundle=bundle, role=Role.LEARNER if bundle == LEARNER_BUNDLE else Role.ROLLOUT)
 
 
 def cluster_section(given: object) -> ClusterSection:

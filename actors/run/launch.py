@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.engine_group.config import EnginesConfig
+    from headrace.actors.record.absences import Absences
     from headrace.actors.runtime.runtime import Runtime
     from headrace.buffer.tasks import Task
     from headrace.policies.learners.config import LearnerConfig
@@ -372,9 +373,15 @@ async def _drive(
     return completed
 
 
-async def run_guarded(runtime: Runtime, service: Service, hang_s: float, draining: asyncio.Event | None = None) -> bool:
+async def run_guarded(
+    runtime: Runtime,
+    service: Service,
+    hang_s: float,
+    draining: asyncio.Event | None = None,
+    absences: Absences | None = None,
+) -> bool:
     """Call `Service.run` until it returns, even if the service's process dies or hangs. If `draining` is set, the new
-    process drains as well."""
+    process drains as well. While the service is lost it is listed in `absences`."""
 
     async def ready() -> None:
         await service.progress()
@@ -382,7 +389,7 @@ async def run_guarded(runtime: Runtime, service: Service, hang_s: float, drainin
             await service.drain()
 
     async with asyncio.TaskGroup() as tasks:
-        guarding = tasks.create_task(guard(runtime, "service", service, hang_s))
+        guarding = tasks.create_task(guard(runtime, "service", service, hang_s, absences=absences))
         completed = await keep_running(service.run, ready)
         guarding.cancel()
     return completed

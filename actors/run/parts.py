@@ -12,10 +12,8 @@ import asyncio
 import hashlib
 import shutil
 import time
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import orjson
 
@@ -23,10 +21,11 @@ from headrace.actors.agents.registry import make_agent
 from headrace.actors.cluster.section import LEARNER_BUNDLE
 from headrace.actors.engine_group.devices import local_gpus
 from headrace.actors.engine_group.group import EngineGroup
-from headrace.actors.errors import DiskFull, first_cause
+from headrace.actors.errors import DiskFull
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.absences import OF_ACTORS, Absences
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
@@ -35,13 +34,12 @@ from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.config import slime_terms
 from headrace.actors.run.supervision import SupervisedActors
-from headrace.actors.runtime.call_guard import guard
-from headrace.actors.runtime.nodes import Role, this_process
-from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.runtime import PLAIN, Resources
+from headrace.actors.runtime.guarded_actors import GuardedActors
+from headrace.actors.runtime.nodes import Role
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
+from headrace.actors.version import RUNNING
 from headrace.policies.engine import PauseMode
 from headrace.policies.learners.config import row_limits
 from headrace.policies.processes.engine_keys import EngineKeyFiles
@@ -49,15 +47,14 @@ from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import Callable
 
     from headrace.actors.cluster.section import Unit
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.stations import TaskCatalog
     from headrace.actors.run.config import RunConfig
-    from headrace.actors.runtime.nodes import Process
-    from headrace.actors.runtime.runtime import Runtime
+    from headrace.actors.runtime.runtime import Resources, Runtime
     from headrace.buffer.tasks import Task
     from headrace.policies.learners.config import LearnerConfig
     from headrace.policies.learners.simulated import SimulatedLearnerConfig
@@ -81,7 +78,7 @@ class Externals:
     """Interval between the supervision's checks, in seconds."""
 
 
-class ServiceParts(ResourceOwner):
+class ServiceParts(GuardedActors):
     """Base class of the services, which starts the actors that they share.
 
     Without a directory, which requires simulated engines and sandboxes, the ledgers of rollouts and sandboxes are in
@@ -98,11 +95,12 @@ class ServiceParts(ResourceOwner):
         tasks: TaskCatalog,
         externals: Externals | None = None,
     ) -> None:
-        super().__init__()
+        self._externals = externals or Externals()
+        path = None if directory is None else directory.path / OF_ACTORS
+        absences = Absences(path, clock=self._externals.clock)
+        super().__init__(runtime, hang_s=config.service.hang_s, absences=absences)
         self._config = config
         self._directory = directory
-        self._runtime = runtime
-        self._externals = externals or Externals()
         self._evaluations = evaluations
         self._tasks = tasks
         self._observing = ActorTelemetry(
@@ -111,52 +109,10 @@ class ServiceParts(ResourceOwner):
             retention=config.retention,
         )
         self.gateways: list[GatewayActor] = []
-        self._actors: dict[str, object] = {}
-        self._failed_to_start = False
-
-    async def process_ids(self) -> dict[str, int]:
-        """Return the process id of each actor by name, for operators and fault tests."""
-        return {name: (await self._runtime.stats(actor))[0] for name, actor in self._actors.items()}
-
-    async def processes(self) -> list[Process]:
-        """Return the processes of the run's actors that are known, wherever they are."""
-        return [this_process(), *self._runtime.processes()]
 
     async def identity(self) -> tuple[str, str]:
         """Return the version of headrace and the digest of the configuration with which this service runs."""
-        return version("headrace"), recipe_digest(self._config)
-
-    @asynccontextmanager
-    async def _starting(self) -> AsyncIterator[None]:
-        """If the block fails, stop the actors that it started, and raise the first cause. Actors that were already
-        running stay alive: they belong to the run, and the next service finds them."""
-        try:
-            yield
-        except BaseException as error:
-            self._failed_to_start = True
-            await self._stack.aclose()
-            if isinstance(error, BaseExceptionGroup):
-                raise first_cause(error) from error
-            raise
-
-    @asynccontextmanager
-    async def _guarded(self, supervision: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[asyncio.TaskGroup]:
-        """Guard every actor and run `supervision` during the block. Raises DiskFull if the disk is full, whatever
-        failed because of that, and otherwise the first cause."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(supervision)]
-                if self._runtime.isolates_actors:
-                    beside += [
-                        tasks.create_task(guard(self._runtime, name, actor, self._config.service.hang_s))
-                        for name, actor in self._actors.items()
-                    ]
-                yield tasks
-                for task in beside:
-                    task.cancel()
-        except BaseExceptionGroup as group:
-            self._refuse_full_disk()
-            raise first_cause(group) from group
+        return RUNNING, recipe_digest(self._config)
 
     @property
     def _control(self) -> Resources:
@@ -194,7 +150,7 @@ class ServiceParts(ResourceOwner):
         are in the workers."""
         cluster = self._config.cluster
         for unit in cluster.units():
-            await self._runtime.reserve(unit.bundle, cluster.unit_bundle)
+            await self._reserve(unit.bundle, cluster.unit_bundle)
         if self._config.engines.is_simulated:
             return
         async with asyncio.TaskGroup() as starting:
@@ -311,7 +267,7 @@ class ServiceParts(ResourceOwner):
             }
             learner = self._config.learner.simulated.model_copy(update=changes)
         cluster = self._config.cluster
-        await self._runtime.reserve(LEARNER_BUNDLE, cluster.learner_bundle(self._config.learner))
+        await self._reserve(LEARNER_BUNDLE, cluster.learner_bundle(self._config.learner))
         self.learner = await self._spawn(
             "learner",
             LearnerLoop,
@@ -353,16 +309,6 @@ class ServiceParts(ResourceOwner):
                 f"the disk of {self._directory.path} has {free_bytes >> 20} MiB left, less than service.min_free_bytes "
                 f"({self._config.service.min_free_bytes >> 20} MiB): free some space, then resume the run"
             )
-
-    async def _spawn(self, name: str, cls: type[R], *args: object, resources: Resources = PLAIN, **kwargs: object) -> R:
-        actor = await self._runtime.spawn(cls, *args, name=name, resources=resources, **kwargs)
-        self._actors[name] = actor
-        self._stack.push_async_callback(self._stop, actor)
-        return actor
-
-    async def _stop(self, actor: object) -> None:
-        if not (self._failed_to_start and self._runtime.found(actor)):
-            await self._runtime.stop(actor)
 
 
 def supervised_actors(service: ServiceParts, learner: LearnerLoop | None = None) -> SupervisedActors:

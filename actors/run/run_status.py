@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.record.absences import read_absences
 from headrace.actors.record.metrics import each_metric, last_metric
 from headrace.actors.storage.ledger_copies import read_outcome
 from headrace.buffer.audit.condition import read_condition
@@ -72,6 +73,7 @@ def status_of(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
         "finished": state is RunState.FINISHED,
         "checkpoints_left_out": sorted(path.name for path in directory.checkpoints.glob(f"{ASIDE}*")),
         "ledger_copy": None if (copied := read_outcome(directory.path)) is None else asdict(copied),
+        "absent": [asdict(one) for one in read_absences(directory.path)] if state is RunState.RUNNING else [],
         "held": held,
         "parked": parked,
     }

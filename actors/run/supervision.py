@@ -23,6 +23,7 @@ from headrace.actors.rollouts.pacing import LatencyWatch, Pressure
 from headrace.actors.runtime.call_guard import AwakeClock
 from headrace.actors.runtime.recording import record
 from headrace.actors.training.learner import ENDING_STAGES, Stage
+from headrace.actors.training.replay import parked_line
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
     from headrace.actors.runtime.runtime import Runtime
     from headrace.actors.training.learner import LearnerLoop, LearnerStatus
     from headrace.actors.training.replay import Replay
+    from headrace.buffer.core.replay import BufferStatus
     from headrace.sandboxes.pool.pool import PoolStatus
     from headrace.serve.gateway.gateway import GatewayStats
+    from headrace.serve.observing.progress import Progress
 
 R = TypeVar("R")
 
@@ -228,6 +231,22 @@ async def or_none(call: Callable[[], Awaitable[R]] | None) -> R | None:
             return await call()
     except (ActorLost, TimeoutError):
         return None
+
+
+def diagnosis_of(progress: Progress, stored: BufferStatus | None, supervision: Supervision) -> str:
+    """Describe the state of a run that is stalled; `stored` is None for a buffer that does not answer."""
+    rollouts = f"{progress.rollouts_in_flight} rollouts in flight, {progress.sandboxes} sandboxes"
+    parts = [f"phase {progress.phase}, step {progress.step}, {rollouts}, {supervision.diagnosis()}"]
+    parts += [f"absent: {', '.join(progress.absent)}"] if progress.absent else []
+    if stored is None:
+        parts.append("the buffer is not responding")
+    else:
+        held = ", ".join(f"{count} {state}" for state, count in stored.rollouts.items() if count) or "nothing"
+        parts.append(f"the buffer holds {held} and admits {stored.admit}")
+        parts += [f"orders are held: {stored.held}"] if stored.held else []
+        suspects = [f"host {host} receives only probes: {reason}" for host, reason in stored.suspects.items()]
+        parts += [", ".join(suspects), parked_line(stored.parked)]
+    return "; ".join(part for part in parts if part)
 
 
 async def readiness_of(actors: SupervisedActors, replay: Replay, config: RunConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from headrace.actors.errors import ActorGone, ActorLost
+from headrace.actors.record.absences import Absences
 from headrace.actors.runtime.operations import ABSENCE, until_back
 
 if TYPE_CHECKING:
@@ -72,9 +73,13 @@ async def keep_running(call: Callable[[], Awaitable[R]], ready: Callable[[], Awa
             await until_back(ready)
 
 
-async def guard(runtime: Runtime, name: str, actor: object, hang_s: float) -> NoReturn:
-    """Kill an actor whenever it hangs, until cancelled. The callers that await its calls handle its death. Raises
-    ActorGone once the actor has been lost for `cluster.absent_s`."""
+async def guard(
+    runtime: Runtime, name: str, actor: object, hang_s: float, *, absences: Absences | None = None, role: str = ""
+) -> NoReturn:
+    """Kill an actor whenever it hangs, until cancelled. The callers that await its calls handle its death. While the
+    actor is lost it is listed in `absences`, with the `role` of its node. Raises ActorGone once the actor has been lost
+    for `cluster.absent_s`."""
+    absences = absences or Absences(None)
     process_id: int | None = None
     lost_s = 0.0
     while True:
@@ -82,14 +87,17 @@ async def guard(runtime: Runtime, name: str, actor: object, hang_s: float) -> No
         try:
             process_id, _ = await answered(runtime.stats(actor), hang_s)
             lost_s = 0.0
+            absences.back(name)
         except ActorLost as lost:
             process_id = None
             lost_s += GUARD_S
+            absences.lost(name, role=role)
             if lost_s > ABSENCE.seconds:
                 raise ActorGone(
                     f"{lost}; it did not come back within {ABSENCE.seconds:g} s (cluster.absent_s)"
                 ) from lost
         except TimeoutError:
+            absences.lost(name, role=role)
             if process_id is not None:
                 logger.warning("killing actor %s (process %d), which is hung", name, process_id)
                 await runtime.restart(actor, process_id)

@@ -28,7 +28,7 @@ BARS = "▁▂▃▄▅▆▇█"
 class Progress:
     """Snapshot of a run. Shares are in [0, 1]; None means that a value is not known yet. `rewards` are the mean rewards
     of the steps so far; `parser_fails` means that no tool call in the last turns with call markup could be parsed;
-    `held_up_by` is the station that is full."""
+    `held_up_by` is the station that is full; `absent` are the actors that do not answer."""
 
     phase: str
     step: int
@@ -46,6 +46,7 @@ class Progress:
     parser_fails: bool = False
     held_up_by: str = ""
     rewards: tuple[float, ...] = ()
+    absent: tuple[str, ...] = ()
 
 
 def plain_line(progress: Progress) -> str:
@@ -68,6 +69,8 @@ def plain_line(progress: Progress) -> str:
         parts.append(f"parser {PARSER_FAILS}")
     if progress.held_up_by:
         parts.append(f"full: {progress.held_up_by}")
+    if progress.absent:
+        parts.append(f"absent: {', '.join(progress.absent)}")
     return "  ".join(parts)
 
 
@@ -98,6 +101,8 @@ def panel(progress: Progress) -> RenderableType:
         cells.append(_pair("parser", PARSER_FAILS, "bold red"))
     if progress.held_up_by:
         cells.append(_pair("full", progress.held_up_by, "bold yellow"))
+    if progress.absent:
+        cells.append(_pair("absent", ", ".join(progress.absent), "bold red"))
     state.add_row(*cells)
     return Group(top, state)
 

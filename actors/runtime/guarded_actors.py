@@ -1,0 +1,111 @@
+"""The actors of a service: spawned under a name, guarded, and stopped with the service.
+
+Invariants:
+- Every actor has a name, is listed in `_actors` so that it is guarded, and is stopped when the service's context exits,
+  in reverse order.
+- An actor that does not answer, and a bundle of resources that no node has free, are listed in `_absences` for as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from headrace.actors.errors import first_cause
+from headrace.actors.runtime.call_guard import guard
+from headrace.actors.runtime.nodes import this_process
+from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.runtime.runtime import PLAIN
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine
+
+    from headrace.actors.record.absences import Absences
+    from headrace.actors.runtime.nodes import Bundle, Process
+    from headrace.actors.runtime.runtime import Resources, Runtime
+
+R = TypeVar("R")
+
+
+class GuardedActors(ResourceOwner):
+    """Actors of one service; the class below decides which there are."""
+
+    def __init__(self, runtime: Runtime, *, hang_s: float, absences: Absences) -> None:
+        super().__init__()
+        self._runtime = runtime
+        self._hang_s = hang_s
+        self._absences = absences
+        self._actors: dict[str, object] = {}
+        self._roles: dict[str, str] = {}
+        """Role of the node of each actor, on a cluster."""
+        self._failed_to_start = False
+
+    async def process_ids(self) -> dict[str, int]:
+        """Return the process id of each actor by name, for operators and fault tests."""
+        return {name: (await self._runtime.stats(actor))[0] for name, actor in self._actors.items()}
+
+    async def processes(self) -> list[Process]:
+        """Return the processes of the run's actors that are known, wherever they are."""
+        return [this_process(), *self._runtime.processes()]
+
+    @asynccontextmanager
+    async def _starting(self) -> AsyncIterator[None]:
+        """If the block fails, stop the actors that it started, and raise the first cause. Actors that were already
+        running stay alive: they belong to the run, and the next service finds them."""
+        self._absences.begin()
+        try:
+            yield
+        except BaseException as error:
+            self._failed_to_start = True
+            await self._stack.aclose()
+            if isinstance(error, BaseExceptionGroup):
+                raise first_cause(error) from error
+            raise
+
+    @asynccontextmanager
+    async def _guarded(self, supervision: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[asyncio.TaskGroup]:
+        """Guard every actor and run `supervision` during the block. Raises DiskFull if the disk is full, whatever
+        failed because of that, and otherwise the first cause."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(supervision)]
+                if self._runtime.isolates_actors:
+                    beside += [
+                        tasks.create_task(
+                            guard(
+                                self._runtime,
+                                name,
+                                actor,
+                                self._hang_s,
+                                absences=self._absences,
+                                role=self._roles[name],
+                            )
+                        )
+                        for name, actor in self._actors.items()
+                    ]
+                yield tasks
+                for task in beside:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            self._refuse_full_disk()
+            raise first_cause(group) from group
+
+    def _refuse_full_disk(self) -> None:
+        """Raise DiskFull if the disk of the run is full; the class below knows it."""
+
+    async def _reserve(self, name: str, bundle: Bundle) -> None:
+        """Reserve a bundle; while no node has its resources free, it is listed as absent."""
+        self._absences.lost(name, role=bundle.role, waits_for=bundle.described())
+        await self._runtime.reserve(name, bundle)
+        self._absences.back(name)
+
+    async def _spawn(self, name: str, cls: type[R], *args: object, resources: Resources = PLAIN, **kwargs: object) -> R:
+        actor = await self._runtime.spawn(cls, *args, name=name, resources=resources, **kwargs)
+        self._actors[name], self._roles[name] = actor, resources.role or ""
+        self._stack.push_async_callback(self._stop, actor)
+        return actor
+
+    async def _stop(self, actor: object) -> None:
+        if not (self._failed_to_start and self._runtime.found(actor)):
+            await self._runtime.stop(actor)
