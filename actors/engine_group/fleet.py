@@ -71,7 +71,8 @@ class EngineContext:
 
 
 class Fleet:
-    """Engines of one group. `started` counts all engines ever started; `retired` slots stay empty."""
+    """Engines of one group. `started` counts all engines ever started; `retired` slots stay empty; on the nodes in
+    `avoided` (Ray ids) no engines are started."""
 
     def __init__(
         self, config: EnginesConfig, registry: EngineRegistry, context: EngineContext, http: aiohttp.ClientSession
@@ -85,10 +86,16 @@ class Fleet:
         self.members: dict[EngineId, Member] = {}
         self.started = 0
         self.retired: set[str] = set()
+        self.avoided: set[str] = set()
         self._rounds = asyncio.Lock()
 
     def __getitem__(self, engine_id: EngineId) -> Member:
         return self.members[engine_id]
+
+    def placed_on(self, host: str) -> list[EngineId]:
+        """Return the engines that Ray placed on the node with this address."""
+        ours = (entry for entry in self._registry.living() if entry.origin is Origin.RAY and entry.url)
+        return [entry.engine_id for entry in ours if address(entry.url)[0] == host]
 
     async def start_missing(self, *, at_once: bool = False) -> list[EngineStartFailed]:
         """Start engines in the free slots and return the errors of those that did not start. A slot whose breaker is
@@ -241,6 +248,7 @@ class Fleet:
                 gpus=config.tensor_parallel if config.device == "cuda" else 0,
                 memory_bytes=config.memory_bytes,
                 role=Role.ENGINE,
+                avoid=tuple(sorted(self.avoided)),
                 spread=True,
                 restarts=False,
             ),

@@ -234,6 +234,15 @@ class EngineGroup:
         self._fleet.retired.add(self._registry[engine_id].place)
         await self._let_go(engine_id, "it was removed")
 
+    async def vacate(self, node: str, host: str) -> list[EngineId]:
+        """Take the engines on a node (Ray id, address) out of service, and replace them elsewhere. Idempotent."""
+        self._fleet.avoided.add(node)
+        there = self._fleet.placed_on(host)
+        async with asyncio.TaskGroup() as leaving:
+            for engine_id in there:
+                leaving.create_task(self._let_go(engine_id, "its node is drained"))
+        return there
+
     async def _let_go(self, engine_id: EngineId, reason: str) -> None:
         # Only marking it needs the lock: no later push takes it, and its requests end while pushes continue.
         async with self._lock:
@@ -343,16 +352,7 @@ class EngineGroup:
                 if entry.origin.is_ours:
                     await self._fleet.end(entry.engine_id, f"it was replaced: {entry.reason}")
             await self._publisher.publish()
-        for request in self._requests.open():
-            added, problem = request.what, ""
-            try:
-                if request.kind == "add":
-                    added = await self.add(request.what)
-                else:
-                    await self.remove(EngineId(request.what))
-            except (EngineGroupError, PolicyError) as error:
-                problem = str(error)
-            self._requests.answer(request, engine_id=added, error=problem)
+        await self._requests.answer_all(add=self.add, remove=self.remove)
         await self._follow_router()
         await self._catch_up()
         await self._publisher.publish()

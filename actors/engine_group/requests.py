@@ -15,13 +15,18 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import orjson
 
 from headrace.actors.errors import EngineGroupError
 from headrace.buffer.primitives.durable_files import write_private
+from headrace.policies.engine import EngineId
+from headrace.policies.errors import PolicyError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
 
 ANSWERED = ".done.json"
 LOOK_S = 0.2
@@ -65,6 +70,21 @@ class RequestBox:
                 if request.request_id == path.stem and request.kind in ("add", "remove"):
                     requests.append(request)
         return requests
+
+    async def answer_all(
+        self, *, add: Callable[[str], Awaitable[str]], remove: Callable[[EngineId], Awaitable[None]]
+    ) -> None:
+        """Carry out the open requests, and answer them."""
+        for request in self.open():
+            engine_id, problem = request.what, ""
+            try:
+                if request.kind == "add":
+                    engine_id = await add(request.what)
+                else:
+                    await remove(EngineId(request.what))
+            except (EngineGroupError, PolicyError) as error:
+                problem = str(error)
+            self.answer(request, engine_id=engine_id, error=problem)
 
     def answer(self, request: EngineRequest, *, engine_id: str, error: str = "") -> None:
         """Answer a request; `error` is the reason why it failed."""

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -44,6 +45,14 @@ RECONCILE_S = 60.0
 MAX_ORDERS_PER_CALL = 128
 """Maximum number of orders requested in one call: small enough that the first of many orders reach the workers while
 the rest are still being issued."""
+
+
+CANCEL_S = 15.0
+"""Time limit for the workers of a drained node to end what they were told to cancel. What they still carry then is
+issued elsewhere when the node is gone."""
+RECANCEL_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class DispatcherConfig(BaseModel):
@@ -79,6 +88,16 @@ class DispatcherStatus:
     """Current limit on training rollouts in flight."""
     slowed_by: str = ""
     """Reason for the last decrease of the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutsLeft:
+    """Rollouts of the workers on a drained node: those that ended in time, and those that were cancelled and are issued
+    elsewhere."""
+
+    workers: int = 0
+    ended: int = 0
+    cancelled: int = 0
 
 
 class Engines(Protocol):
@@ -161,6 +180,24 @@ class Dispatcher:
         """Sample `samples` answers for each task, and return once all are scored or counted as infra. Answers already
         in the ledger under this tag count. A second call with the same tag joins the running evaluation."""
         return await self._evaluations(tag, lambda: self._evaluate(tasks, samples, tag))
+
+    async def leave_node(self, node: str, *, deadline_s: float) -> RolloutsLeft:
+        """Give no further orders to the workers on a node, and wait until their rollouts have ended. After `deadline_s`
+        cancel the rest, which the buffer issues again to other workers; a cancelled attempt is no failure. Idempotent.
+
+        The workers get orders again when other processes take their places."""
+        slots = self._workers.hold(node)
+        carried = sum(len(slot.carried) for slot in slots)
+        if slots:
+            logger.info("node %s is drained: %d workers with %d rollouts", node, len(slots), carried)
+        await self._workers.emptied(slots, timeout_s=deadline_s)
+        late = sum(len(slot.carried) for slot in slots)
+        ending_s = asyncio.get_running_loop().time() + CANCEL_S
+        # Again and again: a cancel call may be lost, or arrive before its order.
+        while any(slot.carried for slot in slots) and asyncio.get_running_loop().time() < ending_s:
+            self._workers.cancel([attempt for slot in slots for attempt in slot.carried])
+            await self._workers.emptied(slots, timeout_s=RECANCEL_S)
+        return RolloutsLeft(workers=len(slots), ended=carried - late, cancelled=late)
 
     async def pace(self, pressure: Pressure) -> None:
         """Adapt the number of rollouts in flight to the load on engines and outside services."""

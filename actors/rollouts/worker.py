@@ -29,6 +29,7 @@ from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
 from headrace.actors.runtime.batching import TOGETHER_S, Batcher
+from headrace.actors.runtime.nodes import this_node
 from headrace.actors.runtime.operations import until_back
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
@@ -65,6 +66,8 @@ class WorkerStatus:
     running: int
     phases: dict[str, int]
     """Number of rollouts in each phase."""
+    node: str = ""
+    """Ray id of the node of this process; empty without Ray."""
     turns: int | None = None
     """Turns in progress at simulated engines; None with a gateway, which keeps its own count."""
     ended_turns: int | None = None
@@ -174,6 +177,7 @@ class RolloutWorker:
             assignment=self._assignment,
             running=len(self._running),
             phases=dict(self._occupied),
+            node=this_node(),
             turns=self._stations.turns,
             ended_turns=self._stations.ended_turns,
         )

@@ -6,6 +6,7 @@ Invariants:
 - When a worker dies, its training attempts are abandoned (the buffer creates new ones), its evaluations end as infra,
   and its sandboxes are released. It receives no orders until it has answered again, so a dead worker uses up no
   attempts.
+- A worker whose node is drained receives no orders. Another process that takes its place does.
 - Workers do not wait for each other: a worker that hangs or is unavailable delays only its own orders.
 """
 
@@ -47,6 +48,10 @@ class WorkerSlot:
     worker: RolloutWorker
     incarnation: str = ""
     """Identifies the worker's process; its sandboxes are released under this name."""
+    node: str = ""
+    """Node of the worker's process."""
+    held: str = ""
+    """Incarnation that receives no orders, because its node is drained."""
     assignment: str = ""
     """Identifies the worker's last reset; a new assignment means that everything the worker carried is gone."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,6 +65,15 @@ class WorkerSlot:
     training: dict[Attempt, None] = field(default_factory=dict)
     """Training attempts, in start order."""
     evaluations: dict[Attempt, RolloutOrder] = field(default_factory=dict)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the worker may receive orders."""
+        return self.ready.is_set() and self.held != self.incarnation
+
+    @property
+    def carried(self) -> list[Attempt]:
+        return [*self.training, *self.evaluations]
 
 
 class WorkerSlots:
@@ -117,6 +131,23 @@ class WorkerSlots:
         """Number of training attempts that a worker can still take, disregarding the adaptive limit."""
         return self._slots_per_worker - len(slot.training)
 
+    def hold(self, node: str) -> list[WorkerSlot]:
+        """Give no further orders to the workers on a node, until other processes take their places. Return their slots.
+        Idempotent."""
+        there = [slot for slot in self._slots if slot.node == node and slot.ready.is_set()]
+        for slot in there:
+            slot.held = slot.incarnation
+        return there
+
+    async def emptied(self, slots: Sequence[WorkerSlot], *, timeout_s: float) -> bool:
+        """Wait until these workers carry nothing; return False after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(slot.carried for slot in slots):
+                    self._freed.clear()
+                    await self._freed.wait()
+        return not any(slot.carried for slot in slots)
+
     def pace(self, pressure: Pressure) -> None:
         """Adapt the limit to the load on engines and outside services."""
         before = self.limit.limit
@@ -139,7 +170,7 @@ class WorkerSlots:
     async def evaluate(self, order: RolloutOrder) -> Answer:
         """Run an evaluation attempt on the least loaded worker."""
         slot = await self._slot_with(
-            lambda slot: len(slot.training) + len(slot.evaluations), room=lambda slot: slot.ready.is_set()
+            lambda slot: len(slot.training) + len(slot.evaluations), room=lambda slot: slot.is_ready
         )
         key = (order.rollout_id, order.attempt)
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
@@ -151,10 +182,11 @@ class WorkerSlots:
         finally:
             self._answers.pop(key, None)
             slot.evaluations.pop(key, None)
+            self._freed.set()
 
     def cancel(self, attempts: Sequence[Attempt]) -> None:
-        """Cancel training attempts on their workers. Attempts of a worker with a pending cancel call are skipped; the
-        buffer lists them again with the next orders."""
+        """Cancel attempts on their workers. Attempts of a worker with a pending cancel call are skipped; the buffer
+        lists them again with the next orders."""
 
         async def cancel_at(slot: WorkerSlot, attempts: list[Attempt]) -> None:
             slot.cancelling = True
@@ -165,7 +197,7 @@ class WorkerSlots:
                 slot.cancelling = False
 
         for slot in self._slots:
-            mine = [attempt for attempt in attempts if attempt in slot.training]
+            mine = [attempt for attempt in attempts if attempt in slot.training or attempt in slot.evaluations]
             if mine and not slot.cancelling:
                 self._call(cancel_at(slot, mine))
 
@@ -181,7 +213,7 @@ class WorkerSlots:
 
     async def _slot_with(self, load: Callable[[WorkerSlot], int], *, room: Callable[[WorkerSlot], bool]) -> WorkerSlot:
         while True:
-            ready = [slot for slot in self._slots if slot.ready.is_set() and room(slot)]
+            ready = [slot for slot in self._slots if slot.is_ready and room(slot)]
             if ready:
                 return min(ready, key=load)
             self._freed.clear()
@@ -236,7 +268,7 @@ class WorkerSlots:
                 break
             except ActorGone as error:
                 logger.warning("a worker is still unavailable: %s", error)
-        slot.incarnation, slot.assignment = status.incarnation, status.assignment
+        slot.incarnation, slot.assignment, slot.node = status.incarnation, status.assignment, status.node
         slot.seen = 0
         slot.ready.set()
         self._freed.set()

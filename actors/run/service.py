@@ -21,19 +21,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
+from headrace.actors.cluster.node_drain import RunLeft, leave_node
 from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.housekeeping import EVERY_S, keep_house, thin_out_evaluations
 from headrace.actors.record.metrics import EvaluationMetric, StallMetric
 from headrace.actors.rollouts.stations import TaskCatalog
-from headrace.actors.run.parts import (
-    Externals,
-    ServiceParts,
-    periodic_evaluations,
-    supervised_actors,
-)
+from headrace.actors.run.parts import Externals, ServiceParts, periodic_evaluations, supervised_actors
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
-from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none, readiness_of
+from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, diagnosis_of, or_none, readiness_of
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
@@ -161,11 +157,24 @@ class Service(ServiceParts):
             parser_fails=gateway.parser_fails if gateway else False,
             held_up_by=(replay.held if replay else "") or (loads.line() if loads else ""),
             rewards=tuple(self._rewards),
+            absent=tuple(absent.line(self._externals.clock()) for absent in self._absences.all()),
         )
 
     async def readiness(self) -> dict[str, Any]:
         """Return the fields of `runs.contract.Readiness`."""
         return await readiness_of(supervised_actors(self, self.learner), self.replay, self._config)
+
+    async def leave_node(self, node: str, host: str, *, deadline_s: float) -> RunLeft:
+        """See `node_drain.leave_node`."""
+        actors = supervised_actors(self, self.learner)
+        return await leave_node(
+            node,
+            host,
+            dispatcher=actors.dispatcher,
+            engines=actors.engines,
+            learner=actors.learner,
+            deadline_s=deadline_s,
+        )
 
     async def drain(self) -> None:
         """Stop issuing rollouts, save after the current step, and make `run` return False."""
@@ -333,7 +342,8 @@ class Service(ServiceParts):
                     self.replay, StallMetric(ended=reason is not None, reason=warning), deadline_s=STALL_RECORD_S
                 )
             if reason is not None:
-                raise RunStalled(f"{reason}; {await self._diagnosis()}")
+                progress, stored = await self.progress(), await or_none(self.replay.status)
+                raise RunStalled(f"{reason}; {diagnosis_of(progress, stored, self._supervision)}")
 
     def _note(self, step: int, last: StepReport | None) -> None:
         """Wake the callers of `reached` and store the reward for the display, if the step is new."""
@@ -343,18 +353,3 @@ class Service(ServiceParts):
         self._moved.set()
         if last is not None and (reward := last.metrics.get("mean_reward")) is not None:
             self._rewards.append(reward)
-
-    async def _diagnosis(self) -> str:
-        progress = await self.progress()
-        status = await or_none(self.replay.status)
-        rollouts = f"{progress.rollouts_in_flight} rollouts in flight, {progress.sandboxes} sandboxes"
-        parts = [f"phase {progress.phase}, step {progress.step}, {rollouts}, {self._supervision.diagnosis()}"]
-        if status is None:
-            parts.append("the buffer is not responding")
-        else:
-            held = ", ".join(f"{count} {state}" for state, count in status.rollouts.items() if count) or "nothing"
-            parts.append(f"the buffer holds {held} and admits {status.admit}")
-            parts += [f"orders are held: {status.held}"] if status.held else []
-            suspects = [f"host {host} receives only probes: {reason}" for host, reason in status.suspects.items()]
-            parts += [", ".join(suspects), parked_line(status.parked)]
-        return "; ".join(part for part in parts if part)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,8 +27,14 @@ from headrace.sandboxes.kernel.processes import parse_stat
 
 ROLE_LABEL: Final = "headrace/role"
 """Label of a node with its role, for `ray start --labels`."""
+NODE_LABEL: Final = "ray.io/node-id"
+"""Label that Ray gives each node, with its id."""
 NAMESPACE: Final = "headrace"
 """Ray namespace of the actors that belong to a cluster and not to one run."""
+TABLE_FILE: Final = "runs.db"
+"""File of the table of runs, on the disk of the control node."""
+RUN_FOLDER: Final = re.compile(r"[0-9a-f]{32}")
+"""Name of a run's folder: its id."""
 AGENT_TIMEOUT_S: Final = 15.0
 """Time limit for a node's agent to answer."""
 
@@ -85,6 +93,11 @@ def this_process() -> Process:
 
     node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
     return Process(node=node, id=os.getpid(), started=started(os.getpid()))
+
+
+def this_node() -> str:
+    """Return the Ray id of this node; empty in a process that does not use Ray."""
+    return this_process().node if "ray" in sys.modules else ""
 
 
 def started(process_id: int) -> int:
@@ -154,10 +167,32 @@ class NodeAgent:
             memory_bytes=memory.total,
         )
 
-    async def remove(self, folder: str) -> None:
-        """Remove a folder of the runs' files. Idempotent. Raises ValueError for a folder that is not directly below
-        `state`."""
-        path = self._state / folder
-        if path.parent != self._state or not folder or folder in (".", ".."):
-            raise ValueError(f"{folder!r} is not the name of a folder of {self._state}")
-        await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+    async def folders(self) -> tuple[str, ...]:
+        """Return the names of the folders of runs on this node's disk; none where the table of runs is, since there
+        they have the ledgers."""
+        return await asyncio.to_thread(self._folders)
+
+    def _folders(self) -> tuple[str, ...]:
+        if not self._state.is_dir() or (self._state / TABLE_FILE).exists():
+            return ()
+        return tuple(sorted(path.name for path in self._state.iterdir() if RUN_FOLDER.fullmatch(path.name)))
+
+    async def remove(self, folder: str, keep: tuple[str, ...] = ()) -> None:
+        """Remove a folder of a run's files, except what it has of the names in `keep`. Idempotent. Raises ValueError
+        for a folder that is not in `folders`."""
+        await asyncio.to_thread(self._remove, folder, keep)
+
+    def _remove(self, folder: str, keep: tuple[str, ...]) -> None:
+        if folder not in self._folders():
+            if RUN_FOLDER.fullmatch(folder) and not (self._state / folder).exists():
+                return
+            raise ValueError(f"{folder!r} is not the folder of a run in {self._state} that this node may remove")
+        for path in (self._state / folder).iterdir():
+            if path.name in keep:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if not keep:
+            shutil.rmtree(self._state / folder, ignore_errors=True)

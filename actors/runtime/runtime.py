@@ -38,6 +38,7 @@ from headrace.actors.record.logs import LogTerms, begin_logs
 from headrace.actors.runtime.nodes import (
     AGENT_TIMEOUT_S,
     NAMESPACE,
+    NODE_LABEL,
     ROLE_LABEL,
     Bundle,
     Process,
@@ -110,8 +111,9 @@ def require_async(cls: type[object]) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """Resources and place of an actor. `spread` places actors on different hosts where possible; without `restarts` a
-    dead actor is not restarted. On a cluster the actor runs on a node with this `role`, or, if it names a `bundle`
-    (see `RayRuntime.reserve`), where that bundle is, or on the `node` with this Ray id; a local Ray has one node."""
+    dead actor is not restarted. On a cluster the actor runs on a node with this `role`; if it names a `bundle`
+    (see `RayRuntime.reserve`), where that bundle is, or on the `node` with this Ray id; a local Ray has one node. An
+    actor with a role is not placed on the nodes in `avoid` (Ray ids)."""
 
     cpus: float = 0.0
     gpus: float = 0.0
@@ -119,6 +121,7 @@ class Resources:
     role: Role | None = None
     bundle: str = ""
     node: str = ""
+    avoid: tuple[str, ...] = ()
     spread: bool = False
     restarts: bool = True
 
@@ -542,8 +545,10 @@ class RayRuntime:
             group = self._bundles[resources.bundle]
             return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)}
         assert resources.role is not None
-        strategy = {"scheduling_strategy": "SPREAD"} if resources.spread else {}
-        return {"label_selector": {ROLE_LABEL: self._roles[resources.role]}, **strategy}
+        labels = {ROLE_LABEL: self._roles[resources.role]}
+        if resources.avoid:
+            labels[NODE_LABEL] = f"!in({','.join(resources.avoid)})"
+        return {"label_selector": labels, **({"scheduling_strategy": "SPREAD"} if resources.spread else {})}
 
     async def reserve(self, name: str, bundle: Bundle) -> None:
         """Reserve resources on one node with the bundle's role, for actors that stay together: when that node is lost,

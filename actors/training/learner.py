@@ -34,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.logprob_drift import mismatch_alarm
 from headrace.actors.record.metrics import StepMetric
+from headrace.actors.runtime.nodes import this_node
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
 from headrace.actors.runtime.runtime import end_actor
@@ -186,6 +187,8 @@ class LearnerLoop:
         self._catching_up = False
         self._stepping: BatchLease | None = None
         self._draining = asyncio.Event()
+        self._rest_s = 0.0
+        self._at_rest = asyncio.Event()
         self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -233,6 +236,9 @@ class LearnerLoop:
         try:
             async with asyncio.TaskGroup() as pushes:
                 while self._version.step < self._config.steps and not self._draining.is_set():
+                    if self._rest_s:
+                        await self._rest()
+                        continue
                     start = _now()
                     try:
                         batch = await until_back(partial(self._replay.take, self._version, timeout_s=TAKE_POLL_S))
@@ -254,6 +260,8 @@ class LearnerLoop:
                 with suppress(ActorError, ReplayError):
                     await self._replay.step_interrupted(lease)
             raise
+        finally:
+            self._at_rest.set()
         await self._save()
         return TrainingEnd(version=self._version, used_up=used_up)
 
@@ -275,6 +283,26 @@ class LearnerLoop:
     async def drain(self) -> None:
         """Make `run` save and return after the current step."""
         self._draining.set()
+
+    async def rest(self, node: str, seconds: float) -> bool:
+        """If this process is on the node, which will end, save a checkpoint after the current step, return True, and
+        take no batch for `seconds`: the end of the node would undo what is trained after the checkpoint."""
+        if not node or this_node() != node:
+            return False
+        self._rest_s = seconds
+        self._at_rest.clear()
+        if "run" in self._running:
+            await self._at_rest.wait()
+        return True
+
+    async def _rest(self) -> None:
+        await self._save()
+        self._at_rest.set()
+        logger.info("the node is drained: no step for %.0f s", self._rest_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._rest_s):
+                await self._draining.wait()
+        self._rest_s = 0.0
 
     async def status(self) -> LearnerStatus:
         return LearnerStatus(
