@@ -14,7 +14,7 @@ import orjson
 import typer
 from rich.table import Table
 
-from headrace.actors.cli.cluster import drain, events, stop
+from headrace.actors.cli.cluster import drain, events, node_app, stop, upgrade
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.engine import serve
 from headrace.actors.cli.engine_table import engine_table
@@ -39,6 +39,7 @@ from headrace.actors.cli.remote_runs import (
     KeyPath,
     Owner,
     Url,
+    absent_lines,
     access,
     recover_run,
     required_access,
@@ -67,6 +68,7 @@ app.add_typer(tasks_app, name="tasks")
 app.add_typer(data_app, name="data")
 app.add_typer(engine_app, name="engine")
 app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(node_app, name="node")
 
 
 def _say_version(wanted: bool) -> None:
@@ -286,6 +288,7 @@ def status(
         table.add_row(state["run"], stands, state["version"] or "-", reward, held_out or "-")
     show(table)
     for state in states:
+        say(*(f"{state['run']}: {line}" for line in absent_lines(state)))
         if state["held"]:
             say(f"{state['run']} is holding back orders: {state['held']}")
         if state["ledger_copy"] and state["ledger_copy"]["error"]:
@@ -348,6 +351,7 @@ def doctor(json: Json = None) -> None:
 
 app.command()(drain)
 app.command()(stop)
+app.command()(upgrade)
 app.command()(events)
 app.command()(logs)
 app.command()(check)

@@ -13,6 +13,7 @@ import getpass
 import re
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -26,11 +27,12 @@ from rich.table import Table
 from headrace.actors.cli.engine_table import engine_table
 from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, say, show, write_json
 from headrace.actors.errors import ConfigError, RunUnknown
+from headrace.actors.record.absences import Absent
 from headrace.actors.runs.records import ActualState
 from headrace.buffer.core.outages import utc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from headrace.actors.cluster.section import ClusterSection
     from headrace.actors.runs.client import RunsClient
@@ -280,9 +282,16 @@ def show_run(api: Access, run: str, *, json: Path | None = None) -> None:
 
     record, status = api.ask(_on(run, both))
     show(_runs_table([record]))
-    for key in ("steps", "version", "reward", "held"):
+    for key in ("steps", "version", "reward", "held", "head"):
         if status.get(key):
             say(f"{key}: {status[key]}")
+    say(*absent_lines(status))
+
+
+def absent_lines(status: Mapping[str, Any]) -> list[str]:
+    """Return a line for each part that a run waits for, from its status."""
+    now_s = time.time()
+    return [f"absent: {Absent(**one).line(now_s)}" for one in status.get("absent", ())]
 
 
 def show_report(api: Access, run: str, *, json: Path | None = None) -> None:
@@ -315,6 +324,11 @@ def recover_run(api: Access, run: str, *, json: Path | None = None) -> None:
         return await client.recover(run)
 
     _change(api, json, recover)
+
+
+def upgrade_run(api: Access, run: str, *, json: Path | None = None) -> None:
+    """Let a live run start again under what is installed."""
+    _change(api, json, _on(run, lambda client, run_id: client.upgrade(run_id)))
 
 
 def show_engines(api: Access, run: str, *, json: Path | None = None) -> None:

@@ -21,6 +21,7 @@ from starlette.responses import Response, StreamingResponse
 
 from headrace.actors.control.bodies import (
     AddEngineBody,
+    DrainNodeBody,
     ResumeBody,
     SubmitBody,
     check_query,
@@ -33,12 +34,13 @@ from headrace.actors.control.event_stream import POLL_S, event_stream
 from headrace.actors.control.keys import Role
 from headrace.actors.control.refusals import Refusal, answer, refusal_of, refused
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, RunUnknown
+from headrace.actors.runs.contract import LEAVE_S
 from headrace.actors.runs.records import Submission
 
 if TYPE_CHECKING:
     from headrace.actors.control.keys import Caller, KeyFile
     from headrace.actors.runs.contract import EventPage, RunsApi
-    from headrace.actors.runs.records import RunId
+    from headrace.actors.runs.records import RunId, RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +103,12 @@ class ControlApi:
             ("GET", f"{run}/report", on(Role.READ, self._report)),
             ("GET", f"{run}/events", on(Role.READ, self._events)),
             ("GET", f"{run}/logs", on(Role.READ, self._logs, "actor", "after", "limit_bytes")),
-            ("POST", f"{run}/drain", on(Role.OPERATE, self._drain)),
-            ("POST", f"{run}/stop", on(Role.OPERATE, self._stop)),
+            ("POST", f"{run}/drain", on(Role.OPERATE, self._wish(lambda runs, run_id: runs.drain(run_id)))),
+            ("POST", f"{run}/stop", on(Role.OPERATE, self._wish(lambda runs, run_id: runs.stop(run_id)))),
             ("POST", f"{run}/resume", on(Role.OPERATE, self._resume)),
+            ("POST", f"{run}/upgrade", on(Role.OPERATE, self._wish(lambda runs, run_id: runs.upgrade(run_id)))),
+            ("GET", "/v1/nodes", allowed(Role.ADMIN, self._nodes)),
+            ("POST", "/v1/nodes/{node}/drain", allowed(Role.ADMIN, self._drain_node)),
             ("GET", f"{run}/engines", on(Role.READ, self._engines)),
             ("POST", f"{run}/engines", on(Role.OPERATE, self._add_engine)),
             ("DELETE", f"{run}/engines/{{engine}}", on(Role.OPERATE, self._remove_engine, "timeout_s")),
@@ -209,15 +214,28 @@ class ControlApi:
     async def _report(self, request: Request, run_id: RunId) -> Response:
         return answer(await self._call(lambda runs: runs.report(run_id), timeout_s=60))
 
-    async def _drain(self, request: Request, run_id: RunId) -> Response:
-        return answer(await self._call(lambda runs: runs.drain(run_id)))
+    def _wish(self, ask: Callable[[RunsApi, RunId], Awaitable[RunRecord]]) -> RunWork:
+        """Return the work of a request that wants something else of a run."""
 
-    async def _stop(self, request: Request, run_id: RunId) -> Response:
-        return answer(await self._call(lambda runs: runs.stop(run_id)))
+        async def work(request: Request, run_id: RunId) -> Response:
+            return answer(await self._call(lambda runs: ask(runs, run_id)))
+
+        return work
 
     async def _resume(self, request: Request, run_id: RunId) -> Response:
         changes = tuple((await read_body(request, ResumeBody)).changes)
         return answer(await self._call(lambda runs: runs.resume(run_id, changes)))
+
+    async def _nodes(self, request: Request, caller: Caller) -> Response:
+        check_query(request)
+        return answer({"nodes": await self._call(lambda runs: runs.nodes())})
+
+    async def _drain_node(self, request: Request, caller: Caller) -> Response:
+        """Let the runs of all owners leave a node; the answer comes when they have."""
+        check_query(request)
+        node, deadline_s = request.path_params["node"], (await read_body(request, DrainNodeBody)).deadline_s
+        limit_s = deadline_s + LEAVE_S + CALL_S
+        return answer(await self._call(lambda runs: runs.drain_node(node, deadline_s), timeout_s=limit_s))
 
     async def _events(self, request: Request, run_id: RunId) -> Response:
         last = request.headers.get("last-event-id", "")

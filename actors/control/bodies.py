@@ -60,6 +60,12 @@ class AddEngineBody(Body):
     timeout_s: Annotated[float, Field(ge=1, le=600)] = 120.0
 
 
+class DrainNodeBody(Body):
+    """Body of `POST /v1/nodes/NODE/drain`."""
+
+    deadline_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
+
+
 async def read_body(request: Request, model: type[B]) -> B:
     """Read and check the body of a request; an empty one is an empty object. Raises Refusal."""
     chunks: list[bytes] = []

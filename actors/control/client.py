@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -25,11 +25,12 @@ import aiohttp
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
+from headrace.actors.cluster.node_drain import RunLeft
 from headrace.actors.control.event_stream import AGAIN_S, END, POLL_S
 from headrace.actors.control.refusals import error_of
 from headrace.actors.engine_group.members_file import engine_status
 from headrace.actors.errors import ActorLost, ApiRefused, ConfigError
-from headrace.actors.runs.contract import LogPage, Readiness
+from headrace.actors.runs.contract import LEAVE_S, LogPage, NodeDrained, NodeStatus, Readiness
 from headrace.actors.runs.records import run_event, run_record
 
 if TYPE_CHECKING:
@@ -120,6 +121,19 @@ class ControlClient:
         """Queue an ended run again, with changed keys. It is asked once: after a lost answer, a second request would be
         refused."""
         return run_record(await self._once("POST", _path(run_id, "resume"), {"changes": list(changes)}))
+
+    async def upgrade(self, run_id: str) -> RunRecord:
+        """Let a live run start again under what is installed."""
+        return run_record(await self._ask("POST", _path(run_id, "upgrade")))
+
+    async def nodes(self) -> tuple[NodeStatus, ...]:
+        """Return the living nodes of the cluster. Needs a key of an admin."""
+        return tuple(map(node_status, (await self._ask("GET", "/v1/nodes"))["nodes"]))
+
+    async def drain_node(self, node: str, deadline_s: float) -> NodeDrained:
+        """Let the runs of all owners leave a node. Needs a key of an admin."""
+        path, body = f"/v1/nodes/{quote(node, safe='')}/drain", {"deadline_s": deadline_s}
+        return node_drained(await self._ask("POST", path, body, answer_s=deadline_s + LEAVE_S))
 
     async def engines(self, run_id: str) -> tuple[EngineStatus, ...]:
         """Return the engines of a run."""
@@ -229,6 +243,18 @@ class ControlClient:
 
 def _path(run_id: str, *parts: str) -> str:
     return "/".join(("/v1/runs", *(quote(part, safe="") for part in (run_id, *parts))))
+
+
+def node_status(values: Mapping[str, Any]) -> NodeStatus:
+    """Return the node of decoded JSON. Unknown keys are ignored: a newer server may have more."""
+    known = {field.name: values[field.name] for field in fields(NodeStatus) if field.name in values}
+    return NodeStatus(**{**known, "runs": tuple(values["runs"])})
+
+
+def node_drained(values: Mapping[str, Any]) -> NodeDrained:
+    """Return the drained node of decoded JSON."""
+    runs = {run_id: RunLeft(**{**left, "engines": tuple(left["engines"])}) for run_id, left in values["runs"].items()}
+    return NodeDrained(node=values["node"], address=values["address"], runs=runs)
 
 
 def _lost(url: str, error: BaseException) -> ActorLost:

@@ -20,6 +20,7 @@ from headrace.actors.runs.runs import CLUSTER_ABSENT_S, Runs
 from headrace.actors.runtime.nodes import NAMESPACE, Role
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.version import RUNNING
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.cluster.section import ClusterSection
-    from headrace.actors.runs.contract import LogPage, Readiness, RunsApi
+    from headrace.actors.runs.contract import LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
     from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 
 T = TypeVar("T")
@@ -41,11 +42,16 @@ LOG_BYTES: Final = 1 << 20
 
 async def start_runs(section: ClusterSection, *, quotas: Path | None = None) -> Runs:
     """Return the actor that supervises the runs of the cluster to which this process is connected; start it on the
-    control node if there is none. Raises CannotBePlaced, StartFailed, and errors of its table."""
+    control node if there is none, and let it start again if it runs another version of headrace than is installed there.
+    Raises CannotBePlaced, StartFailed, RunRefused if this process has another version than the control node, and errors of
+    its table."""
     terms = ClusterTerms.of(section)
     refuse_absent_roles(await living_nodes(), {Role.CONTROL: terms.roles.control})
     runtime = RayRuntime(namespace=NAMESPACE, roles=terms.roles.labels(), absent_s=CLUSTER_ABSENT_S)
-    return await runtime.spawn(Runs, terms, quotas=quotas, name=ACTOR_NAME, resources=section.on(Role.CONTROL))
+    runs = await runtime.spawn(Runs, terms, quotas=quotas, name=ACTOR_NAME, resources=section.on(Role.CONTROL))
+    # An actor of another version ends its process, and its successor answers.
+    await until_back(lambda: runs.renew(RUNNING), deadline_s=PATIENCE_S)
+    return runs
 
 
 async def find_runs() -> Runs:
@@ -74,6 +80,9 @@ class RunsClient(Protocol):
     async def drain(self, run_id: str) -> RunRecord: ...
     async def stop(self, run_id: str) -> RunRecord: ...
     async def resume(self, run_id: str, changes: tuple[str, ...] = ()) -> RunRecord: ...
+    async def upgrade(self, run_id: str) -> RunRecord: ...
+    async def nodes(self) -> tuple[NodeStatus, ...]: ...
+    async def drain_node(self, node: str, deadline_s: float) -> NodeDrained: ...
     async def engines(self, run_id: str) -> tuple[EngineStatus, ...]: ...
     async def add_engine(self, run_id: str, url: str, timeout_s: float) -> str: ...
     async def remove_engine(self, run_id: str, engine_id: str, timeout_s: float) -> str: ...
@@ -130,6 +139,19 @@ class ClusterClient:
     async def recover(self, run_id: str) -> RunRecord:
         """Continue a run whose control node has lost its disk from its storage."""
         return await until_back(lambda: self._actor.recover(RunId(run_id), self._owner), deadline_s=PATIENCE_S)
+
+
+    async def upgrade(self, run_id: str) -> RunRecord:
+        """Let a live run start again under what is installed."""
+        return await self._on(run_id, self._runs.upgrade)
+
+    async def nodes(self) -> tuple[NodeStatus, ...]:
+        """Return the living nodes of the cluster."""
+        return await until_back(self._runs.nodes, deadline_s=PATIENCE_S)
+
+    async def drain_node(self, node: str, deadline_s: float) -> NodeDrained:
+        """Let the runs of all owners leave a node."""
+        return await until_back(lambda: self._runs.drain_node(node, deadline_s), deadline_s=PATIENCE_S)
 
     async def engines(self, run_id: str) -> tuple[EngineStatus, ...]:
         """Return the engines of a run."""

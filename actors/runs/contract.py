@@ -8,15 +8,20 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.members_file import EngineStatus
+    from headrace.actors.cluster.node_drain import RunLeft
     from headrace.actors.runs.records import RunEvent, RunId, RunRecord, Submission
 
 NAMESPACE: Final = "headrace"
 """Ray namespace of the actor."""
+LEAVE_S: Final = 60.0
+"""Time beyond its deadline within which a run must have left a drained node: engines end their requests, a learner its
+step."""
 ACTOR_NAME: Final = "runs"
 
 
@@ -51,6 +56,31 @@ class Readiness:
         return self.ledger_writable and self.engine_serving and self.learner_in_time
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """A living node: its resources in total, the free disk of its state folder and its free memory as its agent reports
+    them (None without an agent), and the live runs with actors there."""
+
+    node: str
+    address: str
+    role: str
+    cpus: float
+    gpus: float
+    memory_bytes: int
+    free_disk_bytes: int | None
+    free_memory_bytes: int | None
+    runs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDrained:
+    """A drained node, and what each run had there, by its id."""
+
+    node: str
+    address: str
+    runs: Mapping[str, RunLeft]
+
+
 class RunsApi(Protocol):
     """The actor, as its callers see it."""
 
@@ -79,6 +109,21 @@ class RunsApi(Protocol):
     async def resume(self, run_id: RunId, changes: tuple[str, ...]) -> RunRecord:
         """Queue an ended run again, with changed keys (`table.key=value`). Raises RunRefused if it is live or finished,
         and ConfigError for a key that may not change."""
+        ...
+
+    async def upgrade(self, run_id: RunId) -> RunRecord:
+        """Let a live run save a checkpoint, end, and start again under what is installed. Returns at once. Raises
+        RunRefused if it has ended, or is being drained or stopped."""
+        ...
+
+    async def nodes(self) -> tuple[NodeStatus, ...]:
+        """Return the living nodes."""
+        ...
+
+    async def drain_node(self, node: str, deadline_s: float) -> NodeDrained:
+        """Let all runs leave a node, named by its address or Ray id: no new rollouts and engines there. Returns once no
+        rollout runs there; those that have not ended after `deadline_s` are issued elsewhere. Raises ConfigError for an
+        unknown node and the control node."""
         ...
 
     async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:

@@ -1,8 +1,8 @@
 """Driver of one run on a cluster: from the start or the adoption of its service to the end of its last actor.
 
 Invariants:
-- A service that outlived its driver is adopted if it has the same version and configuration. Any other is ended first,
-  and a new one continues in a new epoch.
+- A service that outlived its driver is adopted if it has the same version and configuration. Any other is drained and
+  ended first, and a new one continues in a new epoch.
 - When this driver ends a run, all actors, bundles and sandboxes of the run are gone. When the driver itself is
   cancelled or killed, they stay, and the next driver adopts them.
 - Only one driver holds a run's lock, which is in its state folder. Only the newest incarnation of a run acts: one that
@@ -16,13 +16,13 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import orjson
 
-from headrace.actors.record.logs import LogTerms
 from headrace.actors.errors import ActorError, RunFenced, StorageLost, first_cause
+from headrace.actors.record.absences import OF_THE_DRIVER, Absences
+from headrace.actors.record.logs import LogTerms
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import draw, run_guarded, sole_driver
 from headrace.actors.run.parts import recipe_digest
@@ -38,6 +38,7 @@ from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
 from headrace.actors.storage.incarnation import Incarnation
 from headrace.actors.storage.restore import restore_run
+from headrace.actors.version import RUNNING
 from headrace.buffer.primitives.durable_files import replace_file
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class RunDriver:
         self._moved = moved
         self._service: Service | None = None
         self._own: list[Process] = []
+        self._absences = Absences(directory.path / OF_THE_DRIVER)
         self._runtime = RayRuntime(
             namespace=namespace_of(run_id),
             roles=config.cluster.labels(),
@@ -108,6 +110,7 @@ class RunDriver:
         result."""
         began_s = time.time()
         with sole_driver(self._directory):
+            self._absences.begin()
             self._directory.append_session(began_s, None)
             ending = await self._try()
             self._directory.append_session(began_s, time.time())
@@ -192,7 +195,7 @@ class RunDriver:
         async with asyncio.TaskGroup() as tasks:
             draining = tasks.create_task(self._drain(service))
             completed = await run_guarded(
-                self._runtime, service, self._config.service.hang_s, self._wishes.drained
+                self._runtime, service, self._config.service.hang_s, self._wishes.drained, self._absences
             )
             draining.cancel()
         return completed
@@ -204,7 +207,8 @@ class RunDriver:
         await keep_running(service.drain, service.progress)
 
     async def _adopted(self) -> Service | None:
-        """Return the service that outlived its driver, or None if there is none with this version and configuration."""
+        """Return the service that outlived its driver, or None if there is none with this version and configuration.
+        One that is to drain is adopted in any case, since nothing will be started with it."""
         if (self._directory.path / TO_RESTORE).exists():
             # What Ray started again on this node has no ledger.
             return None
@@ -213,11 +217,20 @@ class RunDriver:
             found = await until_back(service.identity, deadline_s=ADOPTION_S)
         except ActorError:
             return None
-        if found == (version("headrace"), recipe_digest(self._config)):
+        if found == (RUNNING, recipe_digest(self._config)) or self._wishes.drained.is_set():
             logger.info("run %s: the service is adopted", self._run_id)
             return service
-        logger.warning("run %s: the service has another version or configuration and is replaced", self._run_id)
+        reason = f"its service has another configuration or headrace ({found[0]}, now {RUNNING}) and is replaced"
+        self._moved(ActualState.DRAINING, reason)
+        try:
+            async with asyncio.timeout(self._config.service.drain_s):
+                await keep_running(service.drain, service.progress)
+                await service.run()
+        except Exception:
+            # Whatever it is: the next service continues from the last checkpoint.
+            logger.exception("run %s: the service could not save a checkpoint", self._run_id)
         await self._runtime.stop(service)
+        self._moved(ActualState.STARTING, "")
         return None
 
     async def _started(self) -> Service:

@@ -15,19 +15,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.requests import ask_group
-from headrace.actors.errors import ActorError, RunRefused
+from headrace.actors.errors import ActorError, ActorLost, RunRefused
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.run.service import Service
 from headrace.actors.runs.contract import EventPage, LogPage, Readiness
 from headrace.actors.runs.layout import reopened
 from headrace.actors.runs.log_pages import read_logs
+from headrace.actors.runs.records import ActualState
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.members_file import EngineStatus
+    from headrace.actors.cluster.head_watch import HeadWatch
     from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.runs.cluster_nodes import ClusterNodes
+    from headrace.actors.runs.contract import NodeStatus
     from headrace.actors.runs.layout import ClusterTerms
     from headrace.actors.runs.records import RunId, RunRecord
     from headrace.actors.runs.table import RunsTable
@@ -40,6 +44,8 @@ class RunQueries(ResourceOwner):
     """Questions about runs; the class below opens `_table` when it is entered."""
 
     _table: RunsTable
+    _nodes: ClusterNodes
+    _head: HeadWatch
 
     def __init__(self, terms: ClusterTerms) -> None:
         super().__init__()
@@ -68,11 +74,16 @@ class RunQueries(ResourceOwner):
         """See `RunsApi.status`."""
         record, directory = self._table.get(run_id), self._directory(run_id)
         document = await asyncio.to_thread(lambda: status_of(reopened(directory), directory))
-        return document | {"run": record.name, "run_id": run_id, "owner": record.owner} | _stands(record)
+        return document | {"run": record.name, "run_id": run_id, "owner": record.owner} | _stands(record, self._head)
 
     async def report(self, run_id: RunId) -> dict[str, Any]:
         """See `RunsApi.report`."""
         return (await asyncio.to_thread(report_of, self._directory(run_id))).to_json()
+
+    async def nodes(self) -> tuple[NodeStatus, ...]:
+        """See `RunsApi.nodes`."""
+        self._require_head()
+        return await self._nodes.statuses(self._with_service())
 
     async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
         """See `RunsApi.engines`."""
@@ -114,6 +125,15 @@ class RunQueries(ResourceOwner):
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def _with_service(self) -> list[RunRecord]:
+        """Return the runs that may have actors on nodes."""
+        return [record for record in self._table.runs() if record.is_live and record.actual is not ActualState.WAITING]
+
+    def _require_head(self) -> None:
+        """Raise ActorLost while calls of the head would block."""
+        if self._head.problem:
+            raise ActorLost(f"{self._head.problem}: try again when it is back")
+
     def _directory(self, run_id: RunId) -> RunDirectory:
         return self._terms.directory(self._table.get(run_id).run_id)
 
@@ -124,12 +144,13 @@ class RunQueries(ResourceOwner):
         return self._directory(run_id)
 
 
-def _stands(record: RunRecord) -> dict[str, Any]:
+def _stands(record: RunRecord, head: HeadWatch) -> dict[str, Any]:
     """Return the state of a run for its status: that of the table, which knows more than its folder."""
     return {
         "state": record.actual.value,
         "desired": record.desired.value,
         "reason": record.reason,
+        "head": head.problem,
         "exit_code": record.exit_code,
         "restarts_left": record.restarts_left,
         "demands": asdict(record.demands),

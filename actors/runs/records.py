@@ -29,6 +29,8 @@ class DesiredState(StrEnum):
     """The run saves a checkpoint and ends; it can be resumed."""
     STOPPED = "stopped"
     """The run ends at once; it can be resumed from its last checkpoint."""
+    UPGRADED = "upgraded"
+    """The run saves a checkpoint, ends, and starts again under the version that is installed then."""
 
 
 class ActualState(StrEnum):
@@ -58,7 +60,8 @@ TRANSITIONS: Final[Mapping[ActualState, frozenset[ActualState]]] = {
     ActualState.STARTING: ENDED | {ActualState.RUNNING, ActualState.DRAINING, ActualState.WAITING},
     # STARTING: a lost or replaced service. WAITING: the next try comes later.
     ActualState.RUNNING: ENDED | {ActualState.DRAINING, ActualState.STARTING, ActualState.WAITING},
-    # STARTING: the service was lost while it drained, and a new one completes that.
+    # STARTING: the service was lost while it drained, and a new one completes that; or it was replaced. WAITING: it was
+    # drained for an upgrade.
     ActualState.DRAINING: ENDED | {ActualState.STARTING, ActualState.WAITING},
     **{state: frozenset() for state in ENDED},
 }

@@ -5,7 +5,8 @@ Invariants:
 - A run has at most one driver. The drivers and everything that they start survive this actor.
 - A failure is followed by another try only if its exit code says that one may succeed, after a wait that doubles.
 - Every node with a role has an agent. Actors and bundles of runs that are not live are removed.
-- Calls are answered from the table and from files; none waits for a node.
+- Calls are answered from the table and from files. Only those about nodes wait for nodes, and none for a head that does
+  not answer.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
-from headrace.actors.cluster.probe import living_nodes
+from headrace.actors.cluster.head_watch import HeadWatch
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.requests import ask_group
 from headrace.actors.errors import ActorError, ConfigError, RunRefused
+from headrace.actors.record.absences import read_absences
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.launch import document_of
 from headrace.actors.run.report import report_of
 from headrace.actors.run.restarts import RestartPolicy
 from headrace.actors.run.run_status import status_of
 from headrace.actors.run.service import Service
-from headrace.actors.runs.contract import EventPage, LogPage, Readiness
+from headrace.actors.runs.cluster_nodes import ClusterNodes
 from headrace.actors.runs.driver import RunDriver, Wishes
 from headrace.actors.runs.layout import (
     build_of,
@@ -48,16 +50,17 @@ from headrace.actors.runs.quotas import Quotas, load_quotas, next_to_start, refu
 from headrace.actors.runs.records import TRANSITIONS, ActualState, DesiredState, RunId
 from headrace.actors.runs.sweep import sweep_unowned
 from headrace.actors.runs.table import RunsTable
-from headrace.actors.runtime.nodes import NAMESPACE, NodeAgent, agent_name
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.runtime import RayRuntime, Resources, namespace_of
+from headrace.actors.runtime.runtime import end_actor
+from headrace.actors.version import RUNNING, installed
 from headrace.buffer.primitives.durable_files import replace_file
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.runs.driver import Ending
+    from headrace.actors.runs.contract import NodeDrained
     from headrace.actors.runs.layout import ClusterTerms
     from headrace.actors.runs.records import RunRecord, Submission
 
@@ -70,6 +73,9 @@ AGENT_START_S: Final = 60.0
 SWEEP_S: Final = 60.0
 """Interval between two removals of what no run owns."""
 CLUSTER_ABSENT_S: Final = 1800.0
+PLACED_S: Final = 5.0
+"""A bundle that waits for longer than this is the reason why its run does not get on."""
+PLACEMENT: Final = "waits for placement: "
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +91,8 @@ class Runs(RunQueries):
         self._wishes: dict[RunId, Wishes] = {}
         self._driving: dict[RunId, asyncio.Task[None]] = {}
         self._tried: dict[RunId, RestartPolicy] = {}
-        self._runtime = RayRuntime(namespace=NAMESPACE, roles=terms.roles.labels())
-        self._agents: set[str] = set()
+        self._nodes = ClusterNodes(terms)
+        self._head = HeadWatch(self._head_changed)
 
     async def __aenter__(self) -> Self:
         # A service that is lost with its node is waited for as long as its own parts would be.
@@ -97,7 +103,7 @@ class Runs(RunQueries):
         for record in self._table.runs():
             if record.is_live and record.actual is not ActualState.WAITING:
                 self._drive(record)
-        loops = (self._tend, self._keep_agents, self._sweep)
+        loops = (self._tend, self._keep_agents, self._sweep, self._head.watch)
         tasks = [self._tasks.create_task(loop()) for loop in loops]
         self._stack.callback(lambda: [task.cancel() for task in (*tasks, *self._driving.values())])
         return self
@@ -106,6 +112,7 @@ class Runs(RunQueries):
 
     async def submit(self, submission: Submission) -> RunRecord:
         """See `RunsApi.submit`."""
+        self._require_head()
         run_id = RunId(uuid.uuid4().hex)
         known = {record.idempotency_key for record in self._table.runs(submission.owner)}
         nodes = await rollout_nodes(self._terms)
@@ -158,6 +165,42 @@ class Runs(RunQueries):
         self._plan()
         return resumed
 
+    async def upgrade(self, run_id: RunId) -> RunRecord:
+        """See `RunsApi.upgrade`."""
+        record = self._table.get(run_id)
+        if not record.is_live:
+            raise RunRefused(
+                f"run {run_id} is {record.actual}: `headrace resume` starts it under what is installed, if it can go on"
+            )
+        if record.actual is not ActualState.WAITING:
+            self._want(run_id, DesiredState.UPGRADED)
+        if installed() != RUNNING:
+            # The actor itself must run what is installed. Its successor finds the wish in the table, and is asked again.
+            end_actor()
+        if record.actual is ActualState.WAITING:
+            await self._renew(run_id, record.desired)
+        return self._table.get(run_id)
+
+    async def drain_node(self, node: str, deadline_s: float) -> NodeDrained:
+        """See `RunsApi.drain_node`."""
+        self._require_head()
+        drained = await self._nodes.drain(node, self._with_service(), deadline_s=deadline_s)
+        for run_id, left in drained.runs.items():
+            self._table.note(run_id, f"node {drained.address} is drained: {left.line()}", now_s=time.time())
+        self._tell()
+        return drained
+
+    async def renew(self, wanted: str) -> None:
+        """Return if this actor runs the `wanted` version of headrace; if that is installed, end this process, so that
+        Ray starts one that does. Raises RunRefused if it is not installed."""
+        if wanted == RUNNING:
+            return
+        if installed() != wanted:
+            raise RunRefused(
+                f"the control node has headrace {installed()} and this client {wanted}: install the same on all nodes"
+            )
+        end_actor()
+
     async def recover(self, run_id: RunId, owner: str) -> RunRecord:
         """Continue a run whose control node has lost its disk from its storage, in a new incarnation. Raises RunMissing
         without such a run in the storage, RunRefused if its ledger is here, and RunUnknown for another owner's."""
@@ -185,8 +228,24 @@ class Runs(RunQueries):
 
     async def _tend(self) -> NoReturn:
         while True:
+            await self._explain_placement()
             self._plan()
             await asyncio.sleep(TEND_S)
+
+    async def _explain_placement(self) -> None:
+        """Record which runs with a service wait for nodes that can take them, and for what."""
+        for record in self._with_service():
+            absent = await asyncio.to_thread(read_absences, self._directory(record.run_id).path)
+            waiting = [one for one in absent if one.waits_for and time.time() - one.since_s > PLACED_S]
+            needs = "; ".join(f"{one.name} needs {one.waits_for} on a {one.role} node" for one in waiting)
+            if needs or record.reason.startswith(PLACEMENT):
+                self._table.explain(record.run_id, f"{PLACEMENT}{needs}" if needs else "", now_s=time.time())
+
+    def _head_changed(self, line: str) -> None:
+        for record in self._table.runs():
+            if record.is_live:
+                self._table.note(record.run_id, line, now_s=time.time())
+        self._tell()
 
     def _plan(self) -> None:
         """Start the runs whose turn it is, and record why the others wait."""
@@ -209,7 +268,7 @@ class Runs(RunQueries):
             directory = self._directory(run_id)
             config = await asyncio.to_thread(reopened, directory)
             driver = RunDriver(run_id, config, directory, wishes=wishes, moved=partial(self._moved, run_id))
-            self._settle(run_id, await driver.drive())
+            await self._settle(run_id, await driver.drive())
         except Exception as error:
             # Such as a state folder that is gone: nothing that another try would change.
             logger.exception("run %s cannot be driven", run_id)
@@ -219,8 +278,20 @@ class Runs(RunQueries):
             self._wishes.pop(run_id, None)
         self._plan()
 
-    def _settle(self, run_id: RunId, ending: Ending) -> None:
+    async def _renew(self, run_id: RunId, wanted: DesiredState) -> None:
+        """Give a run without a service the build of what is installed, unless users want something else meanwhile."""
+        build = build_of(await asyncio.to_thread(reopened, self._directory(run_id)))
+        if self._table.get(run_id).desired is wanted:
+            self._table.renew(run_id, build, now_s=time.time())
+            self._tell()
+
+    async def _settle(self, run_id: RunId, ending: Ending) -> None:
         """Record how a try ended, and whether there is another one."""
+        if ending.is_transient or ending.state is ActualState.DRAINED:
+            if self._table.get(run_id).desired is DesiredState.UPGRADED:
+                await self._renew(run_id, DesiredState.UPGRADED)
+            if self._table.get(run_id).actual is ActualState.WAITING:
+                return
         record, now_s = self._table.get(run_id), time.time()
         if ending.is_transient and record.desired is DesiredState.RUNNING and record.restarts_left:
             policy = self._tried.setdefault(run_id, RestartPolicy(record.restarts_left))
@@ -245,24 +316,17 @@ class Runs(RunQueries):
             self._tell()
 
     async def _keep_agents(self) -> NoReturn:
-        """Keep an agent on every living node that has a role."""
-        labels = set(self._terms.roles.labels().values())
         while True:
+            await self._head.answers()
             with suppress(ConfigError):
-                nodes = {node.node for node in await living_nodes() if node.role in labels}
-                self._agents &= nodes
-                for node in nodes - self._agents:
-                    with suppress(ActorError, TimeoutError):
-                        async with asyncio.timeout(AGENT_START_S):
-                            await self._runtime.spawn(
-                                NodeAgent, self._terms.state, name=agent_name(node), resources=Resources(node=node)
-                            )
-                        self._agents.add(node)
+                await self._nodes.keep_agents()
             await asyncio.sleep(NODES_S)
 
     async def _sweep(self) -> NoReturn:
         while True:
             await asyncio.sleep(SWEEP_S)
+            await self._head.answers()
+            await self._nodes.remove_folders(self._table.runs())
             # Those that are being driven clean up themselves.
             live = {record.run_id for record in self._table.runs() if record.is_live} | set(self._driving)
             await sweep_unowned(live)

@@ -35,6 +35,7 @@ from headrace.actors.runs.records import (
     RunRecord,
     run_record,
 )
+from headrace.actors.runtime.nodes import TABLE_FILE
 from headrace.buffer.errors import LedgerInUse, LedgerRefused
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.primitives.database import connect, transaction
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.runs.records import Build, Recipe, RunId, Submission
 
-FILE_NAME: Final = "runs.db"
+FILE_NAME: Final = TABLE_FILE
 EVENTS_KEPT: Final = 1000
 NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 """Names of runs and owners."""
@@ -67,6 +68,14 @@ _DDL: Final = (
   run_id TEXT NOT NULL REFERENCES runs, number INTEGER NOT NULL, time_s REAL NOT NULL, state TEXT NOT NULL,
   text TEXT NOT NULL, PRIMARY KEY (run_id, number)) STRICT, WITHOUT ROWID""",
 )
+_VERBS: Final = {DesiredState.DRAINED: "drain", DesiredState.STOPPED: "stop", DesiredState.UPGRADED: "upgrade"}
+_EFFECT: Final = {
+    state: number
+    for number, state in enumerate(
+        (DesiredState.RUNNING, DesiredState.UPGRADED, DesiredState.DRAINED, DesiredState.STOPPED)
+    )
+}
+"""Order of what users want: a wish only gives way to one with a larger effect."""
 _COLUMNS: Final = tuple(field.name for field in fields(RunRecord))
 _SELECT: Final = f"SELECT {', '.join(_COLUMNS)} FROM runs"
 
@@ -192,21 +201,23 @@ class RunsTable:
         return recipe
 
     def want(self, run_id: str, desired: DesiredState, *, now_s: float) -> RunRecord:
-        """Record that a user wants the run to be drained or stopped. A run that waits ends at once; for an ended run
-        this changes nothing. Raises RunUnknown, and RunRefused for a drain of a run that is being stopped."""
-        if desired is DesiredState.RUNNING:
+        """Record that a user wants the run to be drained, stopped or upgraded. A run that waits ends at once; for an
+        ended run this changes nothing. Raises RunUnknown, and RunRefused for a drain of a run that is being stopped and
+        an upgrade of one that is being drained or stopped."""
+        if desired not in _VERBS:
             raise ValueError("a run is resumed with `requeue`")
         with transaction(self._database):
             record = self.get(run_id)
             if not record.is_live or record.desired is desired:
                 return record
-            if record.desired is DesiredState.STOPPED:
-                raise RunRefused(f"run {run_id} is being stopped and cannot be drained any more: wait until it has ended")
-            verb = "drain" if desired is DesiredState.DRAINED else "stop"
+            if _EFFECT[desired] < _EFFECT[record.desired]:
+                raise RunRefused(
+                    f"run {run_id} is to be {record.desired} and cannot be {desired} any more: wait until it has ended"
+                )
             changed = replace(record, desired=desired)
             if record.actual is ActualState.WAITING:
                 changed = replace(changed, actual=ActualState(desired), reason="", next_try_s=None)
-            return self._save(changed, f"{verb} requested", now_s)
+            return self._save(changed, f"{_VERBS[desired]} requested", now_s)
 
     def move(
         self,
@@ -226,7 +237,7 @@ class RunsTable:
             record = self.get(run_id)
             if actual not in TRANSITIONS[record.actual]:
                 raise RunRefused(f"run {run_id} is {record.actual}, so it cannot become {actual}")
-            if actual is ActualState.WAITING and record.desired is not DesiredState.RUNNING:
+            if actual is ActualState.WAITING and record.desired in (DesiredState.DRAINED, DesiredState.STOPPED):
                 # Its service was lost while it drained or stopped.
                 actual, uses_restart = ActualState(record.desired), False
             if uses_restart and not record.restarts_left:
@@ -270,6 +281,27 @@ class RunsTable:
                 demands=build.demands,
             )
             return self._save(changed, "resumed", now_s)
+
+    def renew(self, run_id: str, build: Build, *, now_s: float) -> RunRecord:
+        """Let a live run whose service has ended, or that has none yet, start with another build. It keeps its place in
+        the queue, and its share of the quota if it has one. Raises RunUnknown, and RunRefused if the run has ended."""
+        with transaction(self._database):
+            record = self.get(run_id)
+            if not record.is_live:
+                raise RunRefused(f"run {run_id} is {record.actual}: resume it, and it starts under what is installed")
+            had_service = record.actual is not ActualState.WAITING
+            changed = replace(
+                record,
+                desired=DesiredState.RUNNING,
+                actual=ActualState.WAITING,
+                reason="",
+                restarts_left=build.restarts,
+                next_try_s=now_s if had_service else record.next_try_s,
+                config_digest=build.config_digest,
+                headrace_version=build.headrace_version,
+                demands=build.demands,
+            )
+            return self._save(changed, f"starts under headrace {build.headrace_version}", now_s)
 
     def explain(self, run_id: str, reason: str, *, now_s: float) -> RunRecord:
         """Record why a run is in its state. An unchanged reason changes nothing. Raises RunUnknown."""

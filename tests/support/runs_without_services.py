@@ -12,16 +12,18 @@ import hashlib
 import time
 import uuid
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from headrace.actors.cluster.node_drain import RunLeft
 from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import EngineState, Origin
-from headrace.actors.errors import EngineUnknown, RunRefused
+from headrace.actors.errors import ConfigError, EngineUnknown, RunRefused
 from headrace.actors.run.config import apply_override, resolve
-from headrace.actors.runs.contract import EventPage, LogPage, Readiness
+from headrace.actors.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness
 from headrace.actors.runs.quotas import Quotas, next_to_start, refuse_oversized
 from headrace.actors.runs.records import ActualState, Build, Demands, DesiredState, RunId
 from headrace.actors.runs.table import RunsTable
@@ -38,6 +40,18 @@ RECIPE: dict[str, dict[str, Any]] = {
     "learner": {"kind": "simulated"},
     "agent": {"kind": "simulated"},
 }
+
+
+NODE = NodeStatus(
+    node="ab" * 28,
+    address="10.0.0.1",
+    role="rollout",
+    cpus=2.0,
+    gpus=0.0,
+    memory_bytes=1 << 30,
+    free_disk_bytes=1 << 30,
+    free_memory_bytes=1 << 29,
+)
 
 
 def build_of(recipe: Recipe) -> Build:
@@ -78,6 +92,23 @@ class RunsWithoutServices:
 
     async def stop(self, run_id: RunId) -> RunRecord:
         return await self._end(run_id, DesiredState.STOPPED)
+
+    async def upgrade(self, run_id: RunId) -> RunRecord:
+        # Without a service there is nothing to save.
+        self._table.renew(run_id, build_of(self._table.recipe(run_id)), now_s=time.time())
+        await self._start_next()
+        return self._table.get(run_id)
+
+    async def nodes(self) -> tuple[NodeStatus, ...]:
+        """Return one node, which has all live runs."""
+        live = tuple(record.run_id for record in self._table.runs() if record.is_live)
+        return (replace(NODE, runs=live),)
+
+    async def drain_node(self, node: str, deadline_s: float) -> NodeDrained:
+        if node not in (NODE.node, NODE.address):
+            raise ConfigError(f"no living node has the address or id {node!r}")
+        left = {run_id: RunLeft(workers=1, ended=2) for run_id in (await self.nodes())[0].runs}
+        return NodeDrained(node=NODE.node, address=NODE.address, runs=left)
 
     async def resume(self, run_id: RunId, changes: tuple[str, ...]) -> RunRecord:
         recipe = {table: dict(keys) for table, keys in self._table.recipe(run_id).items()}
@@ -237,4 +268,4 @@ async def serving(app: Any) -> AsyncIterator[str]:
                 server.should_exit = True
 
 
-__all__ = ["RECIPE", "FoundRuns", "RunsWithoutServices", "build_of", "serving"]
+__all__ = ["NODE", "RECIPE", "FoundRuns", "RunsWithoutServices", "build_of", "serving"]

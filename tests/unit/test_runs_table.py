@@ -160,7 +160,7 @@ def test_a_stop_wins_over_a_drain(table: RunsTable) -> None:
     lead(table, IDS[0], ActualState.STARTING, ActualState.RUNNING)
     assert table.want(IDS[0], DesiredState.DRAINED, now_s=2.0).actual is ActualState.RUNNING
     assert table.want(IDS[0], DesiredState.STOPPED, now_s=3.0).desired is DesiredState.STOPPED
-    with pytest.raises(RunRefused, match="being stopped"):
+    with pytest.raises(RunRefused, match="to be stopped and cannot be drained"):
         table.want(IDS[0], DesiredState.DRAINED, now_s=4.0)
     events = table.events(IDS[0])
     assert table.want(IDS[0], DesiredState.STOPPED, now_s=5.0).desired is DesiredState.STOPPED
