@@ -18,7 +18,7 @@ from headrace.actors.runs.records import ActualState, RunId
 from headrace.buffer.errors import LedgerRefused
 from headrace.policies.errors import ModelInvalid
 from support.control_rig import ControlRig, malformed
-from support.runs_without_services import RECIPE
+from support.runs_without_services import NODE, RECIPE
 
 if TYPE_CHECKING:
     from support.control_rig import Answer
@@ -73,6 +73,7 @@ async def test_the_owner_is_that_of_the_key(rig: ControlRig) -> None:
         ("POST", "/drain"),
         ("POST", "/stop"),
         ("POST", "/resume"),
+        ("POST", "/upgrade"),
         ("POST", "/engines"),
         ("DELETE", "/engines/e"),
     ],
@@ -316,6 +317,21 @@ def test_the_page_lists_every_route_and_every_code(rig: ControlRig) -> None:
     codes |= {code for _, _, code in refusals.CODES} | {refusals.INTERNAL}
     errors = page.split("## Errors")[1].split("## Quotas")[0]
     assert codes == set(re.findall(r"`([a-z]+_[a-z_]+|internal|unavailable)`", errors))
+
+
+async def test_only_admins_see_and_drain_nodes(rig: ControlRig) -> None:
+    run = await submit(rig)
+    for method, path in (("GET", "/v1/nodes"), ("POST", f"/v1/nodes/{NODE.address}/drain")):
+        refused = await rig.call(method, path)
+        assert (refused.status, refused.code) == (403, "role_too_small")
+    [node] = (await rig.call("GET", "/v1/nodes", key="root")).document["nodes"]
+    assert (node["address"], node["runs"]) == (NODE.address, [run])
+    drained = await rig.call("POST", f"/v1/nodes/{NODE.address}/drain", {"deadline_s": 5}, key="root")
+    assert list(drained.document["runs"]) == [run]
+    unknown = await rig.call("POST", "/v1/nodes/10.9.9.9/drain", {}, key="root")
+    assert (unknown.status, unknown.code) == (400, "config_invalid")
+    for wrong in ({"deadline_s": -1}, {"deadline_s": "x"}, {"until": 1}):
+        assert (await rig.call("POST", f"/v1/nodes/{NODE.node}/drain", wrong, key="root")).code == "body_invalid"
 
 
 async def test_ten_thousand_malformed_bodies_are_all_refused(rig: ControlRig) -> None:

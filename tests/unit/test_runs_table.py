@@ -298,3 +298,41 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, damage: str) -> None:
         with pytest.raises(LedgerRefused, match="move"):
             RunsTable.open(tmp_path)
     assert path.read_bytes() == before
+
+
+def test_an_upgrade_is_durable_and_ends_with_a_start_under_another_build(tmp_path: Path) -> None:
+    table = RunsTable.open(tmp_path)
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0)
+    lead(table, IDS[0], ActualState.STARTING, ActualState.RUNNING)
+    assert table.want(IDS[0], DesiredState.UPGRADED, now_s=2.0).actual is ActualState.RUNNING
+    table.close()
+    table = RunsTable.open(tmp_path)
+    assert table.get(IDS[0]).desired is DesiredState.UPGRADED
+    lead(table, IDS[0], ActualState.DRAINING)
+    newer = Build(config_digest="e", headrace_version="0.2", demands=Demands(rollouts=4), restarts=3)
+    record = table.renew(IDS[0], newer, now_s=3.0)
+    assert (record.desired, record.actual, record.next_try_s) == (DesiredState.RUNNING, ActualState.WAITING, 3.0)
+    assert (record.config_digest, record.headrace_version, record.restarts_left) == ("e", "0.2", 3)
+    assert record.position == 1, "it keeps its place"
+    texts = [event.text for event in table.events(IDS[0])][-3:]
+    assert texts == ["upgrade requested", "draining", "starts under headrace 0.2"]
+    table.close()
+
+
+def test_an_upgrade_gives_way_to_a_drain_and_not_the_other_way_round(table: RunsTable) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0)
+    lead(table, IDS[0], ActualState.STARTING, ActualState.RUNNING)
+    table.want(IDS[0], DesiredState.UPGRADED, now_s=2.0)
+    assert table.want(IDS[0], DesiredState.DRAINED, now_s=3.0).desired is DesiredState.DRAINED
+    with pytest.raises(RunRefused, match="to be drained and cannot be upgraded"):
+        table.want(IDS[0], DesiredState.UPGRADED, now_s=4.0)
+    lead(table, IDS[0], ActualState.DRAINED)
+    with pytest.raises(RunRefused, match="resume it"):
+        table.renew(IDS[0], BUILD, now_s=5.0)
+
+
+def test_a_run_whose_service_is_lost_in_an_upgrade_is_tried_again(table: RunsTable) -> None:
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0)
+    lead(table, IDS[0], ActualState.STARTING, ActualState.RUNNING)
+    table.want(IDS[0], DesiredState.UPGRADED, now_s=2.0)
+    assert table.move(IDS[0], ActualState.WAITING, now_s=3.0, next_try_s=4.0).actual is ActualState.WAITING
