@@ -83,6 +83,9 @@ def http_credential(base: str) -> str:
         return "the engines' key"
     if status == 401:
         return RAY_TOKEN
+    if (listed := answer(base, "GET", "/sandboxes"))[0] == 401:
+        assert answer(base, "POST", "/sandboxes")[0] == 401, listed
+        return "a key of `--keys`"
     if b"session is unknown" in answer(base, "POST", "/v1/messages")[1]:
         assert {answer(base, *call, key="0123456789abcdef")[0] for call in ADMIN_CALLS} == {401}
         return "the session's token"
@@ -104,7 +107,7 @@ def answer(base: str, method: str, path: str, key: str | None = None) -> tuple[i
         return 0, b""
 
 
-UNKNOWN_PROTOCOLS = ("learner", "sender of weights", "Redis")
+_OTHERWISE = {"learner": "-", "sender of weights": "-", "Ray client server": "not shown"}
 """Stores and gloo answer no stranger, and count whoever connects."""
 _NAMES = {
     "gcs_server": "control service",
@@ -128,9 +131,10 @@ def name_of(process: psutil.Process, address: str) -> str:
         if mark == process.name() or mark in command:
             return name
     if command.startswith("ray::"):
-        if "libtorch" in Path(f"/proc/{process.pid}/maps").read_text():
-            return "learner"
-        return "gateway" if address == "loopback" else "raylet"
+        if address != "loopback":
+            # Each worker of Ray has a port for calls of its actor.
+            return "raylet"
+        return "learner" if "libtorch" in Path(f"/proc/{process.pid}/maps").read_text() else "gateway"
     return command
 
 
@@ -144,7 +148,7 @@ def main() -> None:
                     continue
                 ip, port = connection.laddr
                 name = name_of(process, address_of(ip))
-                credential = "-" if name in UNKNOWN_PROTOCOLS else credential_of(ip, port)
+                credential = _OTHERWISE.get(name) or credential_of(ip, port)
                 found.append((name, address_of(ip), credential, port))
         except (psutil.Error, OSError, AssertionError) as error:
             print(f"{process}: {error!r}", file=sys.stderr)
