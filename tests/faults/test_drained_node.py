@@ -11,22 +11,26 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from benches.orchestration import immediate_parts, prepare_directory, without_spans
 
+from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.cluster.node_drain import leave_node
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.logs import ROLLOUT_ATTEMPT
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.types import RolloutId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from headrace.buffer.types import Outcome, RolloutOrder
+    from headrace.actors.agents.agent import AgentReport
+    from headrace.actors.rollouts.stations import WorkerParts
 
 WAIT_S = 30.0
 HELD_OUT = (
@@ -34,14 +38,29 @@ HELD_OUT = (
 )
 
 
-class OnNode(RolloutWorker):
-    """A worker on a node, whose rollouts wait for `go`."""
+class Waits(ImmediateAgent):
+    """An agent that waits for `go`."""
 
-    def __init__(self, parts: Any, node: str) -> None:
-        super().__init__(parts)
-        self.node = node
+    def __init__(self) -> None:
+        super().__init__()
         self.go = asyncio.Event()
-        self.begun: asyncio.Queue[RolloutOrder] = asyncio.Queue()
+        self.begun: asyncio.Queue[tuple[RolloutId, int]] = asyncio.Queue()
+
+    async def run(self, **given: Any) -> AgentReport:
+        attempt = ROLLOUT_ATTEMPT.get()
+        assert attempt is not None
+        self.begun.put_nowait((RolloutId(attempt[0]), attempt[1]))
+        await self.go.wait()
+        return await super().run(**given)
+
+
+class OnNode(RolloutWorker):
+    """A worker on a node."""
+
+    def __init__(self, parts: WorkerParts, node: str) -> None:
+        self.agent = Waits()
+        super().__init__(replace(parts, agent=self.agent))
+        self.node = node
 
     async def status(self) -> WorkerStatus:
         return replace(await super().status(), node=self.node)
@@ -50,11 +69,6 @@ class OnNode(RolloutWorker):
         """Become another process, for its dispatcher."""
         self._incarnation = uuid.uuid4().hex
         await self.reset()
-
-    async def _run(self, order: RolloutOrder) -> Outcome:
-        self.begun.put_nowait(order)
-        await self.go.wait()
-        return await super()._run(order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +102,9 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
             yield Run(replay=replay, dispatcher=dispatcher, here=here, elsewhere=elsewhere)
 
 
-async def first(worker: OnNode, count: int) -> list[RolloutOrder]:
+async def first(worker: OnNode, count: int) -> list[tuple[RolloutId, int]]:
     async with asyncio.timeout(WAIT_S):
-        return [await worker.begun.get() for _ in range(count)]
+        return [await worker.agent.begun.get() for _ in range(count)]
 
 
 async def test_rollouts_end_before_the_deadline_and_no_new_ones_start(run: Run) -> None:
@@ -99,13 +113,13 @@ async def test_rollouts_end_before_the_deadline_and_no_new_ones_start(run: Run) 
         await first(run.here, 2)
         leaving = tasks.create_task(run.dispatcher.leave_node("n1", deadline_s=WAIT_S))
         assert not (await asyncio.wait([leaving], timeout=0.2))[0], "two rollouts are there"
-        run.here.go.set()
+        run.here.agent.go.set()
         left = await leaving
         assert (left.workers, left.ended, left.cancelled) == (1, 2, 0)
-        run.elsewhere.go.set()
+        run.elsewhere.agent.go.set()
         # As many as the buffer has room for.
         await first(run.elsewhere, 3)
-        assert run.here.begun.empty()
+        assert run.here.agent.begun.empty()
         assert await run.dispatcher.leave_node("n1", deadline_s=0) == replace(left, ended=0), "again"
         running.cancel()
     assert (await run.dispatcher.status()).infra == 0
@@ -114,15 +128,15 @@ async def test_rollouts_end_before_the_deadline_and_no_new_ones_start(run: Run) 
 async def test_rollouts_that_do_not_end_in_time_are_issued_elsewhere(run: Run) -> None:
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.dispatcher.run())
-        mine = {order.rollout_id for order in await first(run.here, 2)}
+        mine = {rollout for rollout, _ in await first(run.here, 2)}
         await first(run.elsewhere, 2)
-        run.elsewhere.go.set()
+        run.elsewhere.agent.go.set()
         left = await run.dispatcher.leave_node("n1", deadline_s=0.05)
         assert (left.ended, left.cancelled) == (0, 2)
         again = {}
         while not mine <= again.keys():
-            [order] = await first(run.elsewhere, 1)
-            again[order.rollout_id] = order.attempt
+            [(rollout, attempt)] = await first(run.elsewhere, 1)
+            again[rollout] = attempt
         assert {again[rollout] for rollout in mine} == {2}
         running.cancel()
     assert (await run.dispatcher.status()).infra == 0
@@ -132,7 +146,7 @@ async def test_an_evaluation_goes_on_elsewhere(run: Run) -> None:
     async with asyncio.TaskGroup() as tasks:
         evaluating = tasks.create_task(run.dispatcher.evaluate(HELD_OUT, samples=1, tag="base"))
         await first(run.here, 1)
-        run.elsewhere.go.set()
+        run.elsewhere.agent.go.set()
         assert (await run.dispatcher.leave_node("n1", deadline_s=0.05)).cancelled == 1
         async with asyncio.timeout(WAIT_S):
             summary = await evaluating
@@ -140,13 +154,13 @@ async def test_an_evaluation_goes_on_elsewhere(run: Run) -> None:
 
 
 async def test_another_process_in_the_place_of_the_worker_gets_orders(run: Run) -> None:
-    run.here.go.set()
-    run.elsewhere.go.set()
+    run.here.agent.go.set()
+    run.elsewhere.agent.go.set()
     await run.dispatcher.leave_node("n1", deadline_s=WAIT_S)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.dispatcher.run())
         await first(run.elsewhere, 2)
-        assert run.here.begun.empty()
+        assert run.here.agent.begun.empty()
         await run.here.is_replaced()
         await first(run.here, 1)
         running.cancel()
