@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -37,7 +36,7 @@ def test_a_run_outlives_its_user_and_the_head_and_a_worker_node(cluster: Cluster
     assert client.poll() is None, log.read_text()
     run = cluster.run_named("survivor")
     run.wait_for_step(2)
-    client.send_signal(signal.SIGKILL)
+    cluster.hosts[13].kill_program(client)
 
     cluster.hosts[10].kill()
     before = run.steps()
@@ -90,7 +89,7 @@ def test_a_run_continues_from_its_storage_when_the_control_node_loses_its_disk(c
     run.wait_for_step(10)
     steps = run.steps()
     cluster.hosts[cluster.control].kill()
-    cluster.boot(CONTROL)
+    cluster.boot(CONTROL, with_disk=False)
     run.recover()
     ended = run.wait_for_end()
     assert (ended["state"], ended["steps"]) == ("finished", 24)

@@ -1,12 +1,13 @@
 """Runs on a Ray cluster over hosts of namespaces: their submission, and what can be read of them from outside.
 
 Hosts 11 (control), 12 and 13 (everything else) have a head beside them, whose state is in Redis. The state of the runs
-is on the disk of host 11; the storage is a folder that all hosts see.
+is on the disk of host 11, which outlives the host; the storage is a folder that all hosts see.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.record.metrics import last_metric
 from headrace.actors.record.run_directory import RunDirectory
-from support.hosts import Network
+from support.hosts import DISK, Network
 from support.ray_hosts import RayHosts
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from support.hosts import Host
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-STATE: Final = Path("/tmp/state")
+STATE: Final = DISK / "state"
 CONTROL: Final = 11
 WORKERS: Final = (12, 13)
 SHARED_ROLE: Final = "work"
@@ -52,21 +53,34 @@ QUICK: Final = (
 class Cluster:
     """A running cluster."""
 
-    def __init__(self, ray: RayHosts, network: Network) -> None:
+    def __init__(self, ray: RayHosts, network: Network, *, cpus: int = 2) -> None:
         self.ray = ray
         self.storage = network.shared / "storage"
+        self._disks = network.shared.parent
         self.hosts: dict[int, Host] = {}
+        self._cpus = cpus
         self.control = CONTROL
 
     def boot_head(self) -> None:
         self.hosts[10] = self.ray.head()
 
-    def boot(self, number: int, *, control: bool = False) -> None:
-        """Boot a node, with an empty disk. A new control node takes the place of the last one."""
-        control = control or number == CONTROL
-        self.hosts[number] = self.ray.node(number, role="control" if control else SHARED_ROLE)
-        if control:
-            self.control = number
+    def boot(self, number: int, *, control: bool = False, with_disk: bool = True) -> None:
+        """Boot a node, or boot it again. A control node has its files of before, unless it comes without its disk; a new
+        one takes the place of the last one."""
+        if not control and number != CONTROL:
+            self.hosts[number] = self.ray.node(number, role=SHARED_ROLE, cpus=self._cpus)
+            return
+        disk = self._disks / f"disk-{number}"
+        if not with_disk:
+            shutil.rmtree(disk)
+        disk.mkdir(exist_ok=True)
+        self.control = number
+        self.hosts[number] = self.ray.node(number, role="control", cpus=self._cpus, disk=disk)
+
+    @property
+    def disk(self) -> Path:
+        """The disk of the control node, as seen from outside the hosts."""
+        return self._disks / f"disk-{self.control}"
 
     def headrace(self, *words: str, host: int = 13, timeout_s: float = GUARD_S) -> str:
         """Run a command of headrace on a node, and return its output."""
@@ -144,8 +158,8 @@ class ClusterRun:
     @property
     def directory(self) -> RunDirectory:
         """The run's folders, as seen from outside the hosts."""
-        root = Path(f"/proc/{self.cluster.hosts[self.cluster.control].process_id}/root")
-        return RunDirectory(path=root / STATE.relative_to("/") / self.run_id, shared=self.cluster.storage / self.run_id)
+        state = self.cluster.disk / STATE.relative_to(DISK)
+        return RunDirectory(path=state / self.run_id, shared=self.cluster.storage / self.run_id)
 
     def steps(self) -> int:
         """Return the number of the newest step in the metrics."""
@@ -166,15 +180,14 @@ class ClusterRun:
         words = ("resume", self.run_id, "--from-storage", "--address", self.cluster.ray.address, "--owner", self.owner)
         self.cluster.headrace(*words)
 
-    def wait_for_end(self) -> dict[str, Any]:
+    def wait_for_end(self, timeout_s: float = GUARD_S) -> dict[str, Any]:
         """Return the status of the ended run."""
         words = ("events", self.run_id, "--address", self.cluster.ray.address, "--owner", self.owner)
-        self.cluster.headrace(*words)
+        self.cluster.headrace(*words, timeout_s=timeout_s)
         return self.status()
 
     def verified(self) -> dict[str, Any]:
-        """Return the report of `headrace ledger verify`, run on the control node: SQLite does not open files of another
-        host's disk from outside."""
+        """Return the report of `headrace ledger verify`, run on the control node."""
         words = ("ledger", "verify", str(STATE / self.run_id), "--json", "-")
         output = self.cluster.headrace(*words, host=self.cluster.control)
         report: dict[str, Any] = json.loads(output[output.index("{") :])
@@ -182,11 +195,11 @@ class ClusterRun:
 
 
 @contextmanager
-def running_cluster(folder: Path, redis: Path) -> Iterator[Cluster]:
-    """Start the cluster; it is gone at the end of the block."""
+def running_cluster(folder: Path, redis: Path, *, cpus: int = 2) -> Iterator[Cluster]:
+    """Start the cluster, with CPUs as Ray counts them on each node; it is gone at the end of the block."""
     network = Network(folder)
     with RayHosts(network, redis) as ray:
-        cluster = Cluster(ray, network)
+        cluster = Cluster(ray, network, cpus=cpus)
         cluster.boot_head()
         for number in (CONTROL, *WORKERS):
             cluster.boot(number)

@@ -8,6 +8,7 @@ Invariants:
 - The bridge and all hosts have fixed MAC addresses. A bridge otherwise takes a new one whenever a host comes or goes,
   which stalls connections through it for a minute.
 - `kill` is a loss of power: all processes end at once, and nobody gets a packet about it. `cut` takes the link down.
+- A host's files are gone when it is booted again, but for those of its disk at `DISK`, if it was booted with one.
 
 A folder that all hosts see, `shared`, stays reachable over a cut link.
 """
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 START_S: Final = 20.0
+DISK: Final = Path("/tmp/disk")
+"""Path in a host of the folder that outlives it."""
 FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 """Inode of the outermost pid namespace, in which all processes are visible."""
 _GROUP: Final = re.compile(r"headrace-(\d+)-\d+-\d+")
@@ -40,6 +43,7 @@ _FIRST_PROCESS: Final = r"""
 set -e
 mount -t tmpfs -o size=2g,mode=1777 tmpfs /mnt
 case "$SHARED" in /tmp/*) mkdir -p "/mnt/${SHARED#/tmp/}"; mount --bind "$SHARED" "/mnt/${SHARED#/tmp/}";; esac
+if [ -n "$DISK" ]; then mkdir /mnt/disk; mount --bind "$DISK" /mnt/disk; fi
 mount --move /mnt /tmp
 mount -t tmpfs -o size=256m,mode=1777 tmpfs /dev/shm
 mount --bind "$HOSTS" /etc/hosts
@@ -61,7 +65,7 @@ class HostNotStarted(RuntimeError):
 class Host:
     """One host of a `Network`."""
 
-    def __init__(self, network: Network, number: int) -> None:
+    def __init__(self, network: Network, number: int, disk: Path | None) -> None:
         self.address = f"{network.prefix}.{number}"
         self.name = f"{network.tag}-{number}"
         self._link = f"{network.tag}v{number}"
@@ -76,6 +80,7 @@ class Host:
             "ADDRESS": self.address,
             "HOSTS": str(network.names),
             "READY": str(ready),
+            "DISK": str(disk or ""),
         }
         namespaces = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc", "--kill-child")
         with (network.shared / f"{self.name}.log").open("wb") as log:
@@ -99,6 +104,13 @@ class Host:
         process = self._enter(command, environment, log=log)
         self._inside.append(process)
         return process
+
+    def kill_program(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a program that `start` started. (A signal to `process` reaches the one that entered the host.)"""
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        process.wait(timeout=START_S)
 
     def run(self, *command: str, timeout_s: float = 60, **environment: str) -> str:
         """Run a command inside, and return its output. Raises CalledProcessError with the output, TimeoutExpired."""
@@ -193,11 +205,12 @@ class Network:
         _run("ip", "address", "add", f"{prefix}.1/24", "dev", self.bridge)
         _run("ip", "link", "set", self.bridge, "up")
 
-    def boot(self, number: int) -> Host:
-        """Start a host; one of this number is killed before, and comes back with an empty disk."""
+    def boot(self, number: int, *, disk: Path | None = None) -> Host:
+        """Start a host; one of this number is killed before. Its files are those of `disk`, a folder of this machine
+        that it sees as `DISK`, or none."""
         if (old := self._hosts.get(number)) is not None:
             old.kill()
-        self._hosts[number] = host = Host(self, number)
+        self._hosts[number] = host = Host(self, number, disk)
         return host
 
     def close(self) -> None:

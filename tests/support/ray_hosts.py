@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -66,9 +67,11 @@ class RayHosts:
             "RAY_ENABLE_AUTO_CONNECT": "0",
         }
         self._redis: subprocess.Popen[bytes] | None = None
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
-        self._redis = self._start_redis()
+        shutil.rmtree(self._folder / "redis", ignore_errors=True)
+        self.start_redis()
         return self
 
     def __exit__(
@@ -104,15 +107,26 @@ class RayHosts:
         self._start(host, options, redis)
         return host
 
-    def node(self, number: int, *, role: str, cpus: int = 2) -> Host:
+    def node(self, number: int, *, role: str, cpus: int = 2, disk: Path | None = None) -> Host:
         """Boot a node. Nodes start one after another, since Ray gives a start 30 s."""
-        host = self._network.boot(number)
+        host = self._network.boot(number, disk=disk)
         self._start(host, ("--address", self.address, "--num-cpus", str(cpus), "--labels", f"headrace/role={role}"), {})
         return host
 
     def run(self, host: Host, *words: str, timeout_s: float = START_S) -> str:
         """Run this environment's Python in a host, as a driver of the cluster, and return its output."""
         return host.run(sys.executable, *words, timeout_s=timeout_s, RAY_ADDRESS=self.address, **self.environment)
+
+    def has_ended(self, host: Host) -> bool:
+        """Return whether Ray has ended on a host, which must then be booted again."""
+        return self._started[host.name].poll() is not None
+
+    def signal_redis(self, number: signal.Signals) -> None:
+        """Send a signal to Redis, such as SIGSTOP and SIGCONT, or SIGKILL."""
+        assert self._redis is not None
+        self._redis.send_signal(number)
+        if number is signal.SIGKILL:
+            self._redis.wait()
 
     def _start(self, host: Host, options: tuple[str, ...], environment: dict[str, str]) -> None:
         log = self._folder / f"{host.name}-ray.log"
@@ -122,16 +136,17 @@ class RayHosts:
             "--disable-usage-stats",
         )
         process = host.start("ray", "start", *options, *common, log=log, **self.environment, **environment)
+        self._started[host.name] = process
         end_s = time.monotonic() + START_S
         while _STARTED not in (text := log.read_text(encoding="utf-8", errors="replace")):
             if process.poll() is not None or time.monotonic() > end_s:
                 raise RuntimeError(f"ray did not start on {host.name}: {_without_password(text, self._password)}")
             time.sleep(0.05)
 
-    def _start_redis(self) -> subprocess.Popen[bytes]:
+    def start_redis(self) -> None:
+        """Start Redis, or start it again with what it has written."""
         data = self._folder / "redis"
-        shutil.rmtree(data, ignore_errors=True)
-        data.mkdir(mode=0o700)
+        data.mkdir(mode=0o700, exist_ok=True)
         config = data / "redis.conf"
         lines = (
             f"bind {self._network.prefix}.1",
@@ -150,7 +165,7 @@ class RayHosts:
             if process.poll() is not None or time.monotonic() > end_s:
                 raise RuntimeError(f"Redis did not start, see {data / 'redis.log'}")
             time.sleep(0.02)
-        return process
+        self._redis = process
 
 
 def _without_password(text: str, password: str) -> str:
