@@ -205,6 +205,26 @@ def months(
 
 
 @app.command()
+def cluster(
+    json: Json = True,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer updates of each run.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs on the cluster, and locally.")] = 3,
+    quickstart: Annotated[
+        bool, typer.Option("--quickstart", help="Run the quickstart too, with sandbox servers on two nodes.")
+    ] = False,
+) -> None:
+    """Compare the simulated recipe on a Ray cluster of namespace hosts (a head and three nodes; needs root) with a
+    local Ray: wall time, and CPU time of Ray itself for each rollout. Exit code 3: a figure exceeds its limit."""
+    from benches.cluster.figures import measure, misses
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        figures = measure(Path(folder), steps=steps, repeats=repeats, quickstart=quickstart, say=say)
+    _print({**figures, "misses": misses(figures)})
+    if misses(figures):
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
 def control(
     json: Json = True,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the run.")] = 0,

@@ -363,10 +363,22 @@ def main(
             min=0, help="Resume a generated run of this many days and restart each actor, instead of killing processes."
         ),
     ] = 0,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Soak a run on a cluster of namespace hosts (needs root).")
+    ] = False,
+    minutes: Annotated[float, typer.Option(min=0, help="With --cluster: least length of the soak.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
     """Kill actors, learner and driver of simulated runs over Ray, make engines unavailable, stop processes and damage
-    files, and check the ledger after each fault."""
+    files, and check the ledger after each fault. With --cluster: kill hosts, the cluster's own processes, Redis,
+    clients and actors, and cut links."""
+    if cluster:
+        from benches.cluster.faults import FaultKind
+        from benches.cluster.soak import ClusterSoakPlan, soak_cluster
+
+        with tempfile.TemporaryDirectory(prefix="headrace-soak-") as folder:
+            soaked = ClusterSoakPlan(kills=kills, seed=seed, minutes=minutes, kinds=tuple(FaultKind))
+            soak_cluster(soaked, Path(folder), json, typer.echo)
     if days:
         from benches.months_bench import main as soak_months
 
