@@ -52,7 +52,7 @@ from headrace.actors.runs.sweep import sweep_unowned
 from headrace.actors.runs.table import RunsTable
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.runtime import end_actor
+from headrace.actors.runtime.runtime import BeginsUnasked, end_actor
 from headrace.actors.version import RUNNING, installed
 from headrace.buffer.primitives.durable_files import replace_file
 
@@ -80,7 +80,7 @@ PLACEMENT: Final = "waits for placement: "
 logger = logging.getLogger(__name__)
 
 
-class Runs(RunQueries):
+class Runs(RunQueries, BeginsUnasked):
     """Actor with the table of runs; implements `contract.RunsApi`. Without a `quotas` file there are no limits."""
 
     def __init__(self, terms: ClusterTerms, *, quotas: Path | None = None) -> None:

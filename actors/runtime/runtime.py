@@ -66,6 +66,8 @@ START_TRIES = 2
 PING_TIMEOUT_S = 5.0
 """Time within which an actor that is being stopped must report its process id; otherwise it counts as hung and is
 killed."""
+BEGIN_S = 2.0
+"""Wait after an actor that begins unasked could not be entered."""
 WATCH_S = 15.0
 """Interval at which the actor that runs a long call is polled."""
 RAY_SOCKET: Final = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
@@ -283,6 +285,11 @@ def _end_process(life: asyncio.Task[None]) -> None:
     os._exit(BROKEN_EXIT_CODE)
 
 
+class BeginsUnasked:
+    """Base of actors that Ray restarts with nobody left to call them: they are entered as soon as their process has
+    started. Other actors are entered by the first call."""
+
+
 class Host:
     """Ray actor that owns one instance, enters it once, and returns errors as values."""
 
@@ -298,6 +305,21 @@ class Host:
         self._closed = False
         self._calls = 0
         self._running: set[str] = set()
+        if issubclass(cls, BeginsUnasked):
+            import ray
+
+            ray.get_runtime_context().current_actor.begin.remote()
+
+    async def begin(self) -> None:
+        """Enter the instance's context, again after failures, until it is open or closed."""
+        while not self._closed:
+            try:
+                await self._opened()
+            except Exception:
+                logger.exception("%s does not open; next try in %g s", type(self._instance).__name__, BEGIN_S)
+                await asyncio.sleep(BEGIN_S)
+            else:
+                return
 
     async def open(self) -> object:
         """Enter the instance's context unless it is open. Returns None, or the error from entering it."""

@@ -18,7 +18,7 @@ from headrace.actors.errors import ActorLost, ConfigError, StartFailed
 from headrace.actors.record.logs import LogTerms
 from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import RayRuntime, _unless_forgotten
+from headrace.actors.runtime.runtime import BeginsUnasked, RayRuntime, _unless_forgotten
 from headrace.serve.observing.retention import RetentionConfig
 
 if TYPE_CHECKING:
@@ -220,6 +220,41 @@ async def test_a_restarted_actor_continues_the_log_of_its_name(tmp_path: Path) -
     ]
     assert {event["node"] for event in events} == {ray.get_runtime_context().get_node_id()}
     assert {(event["run"], event["actor"]) for event in events} == {("a" * 32, "logged-counter")}
+
+
+class Keeper(BeginsUnasked):
+    """Notes each of its lives in a folder. It cannot be entered while `closed` exists there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def __aenter__(self) -> Self:
+        if (self._folder / "closed").exists():
+            (self._folder / "closed").unlink()
+            raise ConfigError("closed")
+        (self._folder / str(os.getpid())).touch()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+async def test_an_actor_that_begins_unasked_is_entered_again_without_a_call(tmp_path: Path) -> None:
+    runtime = RayRuntime("unasked-")
+    keeper = await runtime.spawn(Keeper, tmp_path, name="keeper")
+    (tmp_path / "closed").touch()
+    os.kill(await keeper.pid(), signal.SIGKILL)
+
+    def lives() -> list[str]:
+        return [path.name for path in tmp_path.iterdir() if path.name != "closed"]
+
+    async with asyncio.timeout(60):
+        while len(await asyncio.to_thread(lives)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    await runtime.stop(keeper)
 
 
 @pytest.mark.slow
