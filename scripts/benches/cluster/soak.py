@@ -130,7 +130,10 @@ class ClusterSoak:
             time.sleep(max(0.0, began + fault.lasts_s - time.monotonic()))
             injector.undo()
             undone_s = time.time()
-            wait_until(lambda: self._has_gone_on(run, injector, undone_s), f"a step after {fault.kind}: {target}")
+            wait_until(
+                lambda: _has_gone_on(run, injector, began_s=began_s, since_s=undone_s),
+                f"a step and an answered order after {fault.kind}: {target}",
+            )
         except TimeoutError as error:
             self._problem(str(error))
         recovered = recovery(read_orders(run.directory.path, after_s=began_s), read_steps(run.directory.path), began_s)
@@ -148,10 +151,6 @@ class ClusterSoak:
         )
         self._injected.append(injected)
         self._say(f"    step {injected.steps}, {'clean' if injected.clean else 'NOT CLEAN'}, {_rounded(recovered)}")
-
-    def _has_gone_on(self, run: ClusterRun, injector: Injector, since_s: float) -> bool:
-        injector.mend()
-        return injector.is_whole and read_steps(run.directory.path)[-1] > since_s
 
     def _end(self, run: ClusterRun, growth: dict[HostProcess, float]) -> ClusterSoakReport:
         self._problems += grown(growth)
@@ -217,6 +216,14 @@ class ClusterSoak:
     def _problem(self, problem: str) -> None:
         self._problems.append(problem)
         self._say(f"PROBLEM: {problem}")
+
+
+def _has_gone_on(run: ClusterRun, injector: Injector, *, began_s: float, since_s: float) -> bool:
+    """Mend the cluster; return whether it is whole, there is a step since one time, and an answered order since the
+    beginning of the fault."""
+    injector.mend()
+    run_dir = run.directory.path
+    return injector.is_whole and read_steps(run_dir)[-1] > since_s and bool(read_orders(run_dir, after_s=began_s))
 
 
 def worst_by_kind(injected: list[Injected]) -> dict[str, dict[str, float | None]]:
