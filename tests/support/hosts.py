@@ -94,6 +94,8 @@ class Host:
         self.process_id = self._first_process()
         self._pid_namespace = Path(f"/proc/{self.process_id}/ns/pid").stat().st_ino
         peer, mac = f"{self._link}p", f"{network.mac}:00:{number:02x}"
+        # Left by a maker that was killed: the kernel removes it some time after the host's last process.
+        _run("ip", "link", "del", self._link, check=False)
         _run("ip", "link", "add", self._link, "type", "veth", "peer", "name", peer, "address", mac)
         _run("ip", "link", "set", self._link, "master", network.bridge, "up")
         _run("ip", "link", "set", peer, "netns", str(self.process_id), "name", "eth0")
