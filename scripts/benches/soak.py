@@ -379,6 +379,7 @@ def main(
         with tempfile.TemporaryDirectory(prefix="headrace-soak-") as folder:
             soaked = ClusterSoakPlan(kills=kills, seed=seed, minutes=minutes, kinds=tuple(FaultKind))
             soak_cluster(soaked, Path(folder), json, typer.echo)
+        return
     if days:
         from benches.months_bench import main as soak_months
 

@@ -255,7 +255,8 @@ def soak_cluster(plan: ClusterSoakPlan, folder: Path, json: Path | None, say: Ca
     if json is not None:
         json.write_bytes(document + b"\n")
     say(document.decode())
-    raise typer.Exit(1 if report.problems else 0)
+    if report.problems:
+        raise typer.Exit(1)
 
 
 def _rounded(recovered: Recovery) -> str:
