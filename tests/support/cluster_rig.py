@@ -65,8 +65,8 @@ class Cluster:
         self.hosts[10] = self.ray.head()
 
     def boot(self, number: int, *, control: bool = False, with_disk: bool = True) -> None:
-        """Boot a node, or boot it again. A control node has its files of before, unless it comes without its disk; a new
-        one takes the place of the last one."""
+        """Boot a node, or boot it again. A control node has its files of before, unless it comes without its disk; a
+        new one takes the place of the last one."""
         if not control and number != CONTROL:
             self.hosts[number] = self.ray.node(number, role=SHARED_ROLE, cpus=self._cpus)
             return

@@ -87,11 +87,6 @@ class RayHosts:
         """The head's address, for `ray.init` and RAY_ADDRESS."""
         return f"{self._network.prefix}.{HEAD}:{HEAD_PORT}"
 
-    def signal_redis(self, number: int) -> None:
-        """Send a signal to Redis, such as SIGSTOP: it then hangs, with its connections open."""
-        assert self._redis is not None
-        self._redis.send_signal(number)
-
     def head(self) -> Host:
         """Boot the head, or boot it again with an empty disk: its state comes from Redis."""
         host = self._network.boot(HEAD)
