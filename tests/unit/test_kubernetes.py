@@ -15,9 +15,9 @@ import typer
 import yaml
 
 from headrace.actors.cli.app import app
+from headrace.actors.cluster.section import ClusterSection
 from headrace.actors.control import ControlArguments
 from headrace.actors.control.keys import KeyFile, Role
-from headrace.actors.run.cluster_section import ClusterSection
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.sections import ServiceSection
 from headrace.serve.e2b_sandboxes.images import load_images
@@ -45,6 +45,8 @@ README = (FOLDER / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "cluster.md").read_text()
 PODS = pods()
 RAY_PODS = [name for name, pod in PODS.items() if "ray.io/cluster" in pod.labels]
+RAY_DRAIN_S = 30
+"""Time that `ray start --block` waits after SIGTERM."""
 NODES = [name for name in RAY_PODS if name != "head"]
 SANDBOXES = "headrace-sandbox"
 REDIS = "headrace-redis"
@@ -177,21 +179,26 @@ def test_nodes_wait_for_the_head_longer_than_it_may_take_to_be_restarted() -> No
 @pytest.mark.parametrize("name", NODES)
 def test_the_grace_period_is_longer_than_both_drains(name: str) -> None:
     pod = PODS[name]
-    ray_s = float(pod.variable("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S") or 30)
-    assert ray_s == 30
+    ray_s = float(pod.variable("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S") or RAY_DRAIN_S)
+    assert ray_s == RAY_DRAIN_S
     assert pod.spec["terminationGracePeriodSeconds"] > ray_s + ServiceSection().drain_s
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_the_command_of_pre_stop_is_one_of_ray(name: str) -> None:
+def test_pre_stop_lets_runs_leave_and_then_drains_the_node_of_ray(name: str) -> None:
     from ray.scripts.scripts import cli
 
-    command = PODS[name].container["lifecycle"]["preStop"]["exec"]["command"]
-    # Without this the command does not find its own node, since the pods set it to 0.
-    assert command[:3] == ["env", "RAY_ENABLE_AUTO_CONNECT=1", "ray"]
-    context = cli.commands[command[3]].make_context(command[3], list(command[4:]))
-    deadline_s = context.params["deadline_remaining_seconds"]
-    assert deadline_s < PODS[name].spec["terminationGracePeriodSeconds"]
+    shell, option, script = PODS[name].container["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, option) == ("sh", "-c")
+    ours, theirs = (shlex.split(part) for part in script.split(";"))
+    assert ours[:6] == ["headrace", "node", "drain", "self", "--address", "auto"]
+    deadline_s = float(ours[ours.index("--deadline-s") + 1])
+    # Without the variable the command does not find its own node, since the pods set it to 0.
+    assert theirs[:4] == ["exec", "env", "RAY_ENABLE_AUTO_CONNECT=1", "ray"]
+    context = cli.commands[theirs[4]].make_context(theirs[4], theirs[5:])
+    assert context.params["deadline_remaining_seconds"] > RAY_DRAIN_S
+    # Then SIGTERM, and Ray's own wait.
+    assert deadline_s + RAY_DRAIN_S + ServiceSection().drain_s < PODS[name].spec["terminationGracePeriodSeconds"]
 
 
 def test_the_probes_ask_what_answers_without_a_credential() -> None:
