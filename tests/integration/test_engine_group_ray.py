@@ -16,7 +16,8 @@ from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.engine_group.host import EngineHost
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.nodes import this_node
+from headrace.actors.runtime.runtime import RayRuntime, node_address
 from headrace.policies.push.contract import PushConfig
 from support import group_rig as kit
 
@@ -105,3 +106,25 @@ async def test_a_new_group_takes_over_engines_that_ray_placed(tmp_path: Path) ->
         after = lasting(await second.status())
         assert after == before
         assert {engine.state for engine in after.values()} == {EngineState.SERVING}
+
+
+async def test_engines_of_a_drained_node_are_replaced_in_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local Ray has one node, so their replacements are there again."""
+    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+    runtime = RayRuntime(f"vacated-{os.getpid()}-")
+    model = kit.write_weights(tmp_path / "model", 1)
+    async with (
+        kit.gateway_of(model, tmp_path) as gateway,
+        placed(model, tmp_path, gateway, runtime) as group,
+    ):
+        rig = kit.Rig(group=group, client=None, http=None)
+        await rig.push(model, 1)
+        before = await rig.until_serving(2, "1.1")
+        places = {engine.place for engine in (await rig.engines()).values()}
+        assert await group.vacate("another", "192.0.2.1") == []
+        assert sorted(await group.vacate(this_node(), node_address())) == sorted(before)
+        await rig.until(lambda now: len(now) == 2 and not set(before) & set(now))
+        assert {engine.place for engine in (await rig.engines()).values()} == places
+        await rig.until_serving(2, "1.1")
