@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.actors.errors import ActorGone, ActorLost
+from headrace.actors.record.absences import Absences
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import load_recipe
@@ -54,11 +55,11 @@ def pause(seconds: float) -> None:
     loop._now_s += seconds
 
 
-async def watch(*changes: tuple[float, Any]) -> Watched:
+async def watch(*changes: tuple[float, Any], absences: Absences | None = None) -> Watched:
     """A guarded actor, to which these changes happen at these times."""
     watched = Watched()
     async with asyncio.TaskGroup() as tasks:
-        guarding = tasks.create_task(guard(watched, "replay", object(), HANG_S))
+        guarding = tasks.create_task(guard(watched, "replay", object(), HANG_S, absences=absences, role="control"))
         for at_s, change in changes:
             await asyncio.sleep(at_s - asyncio.get_running_loop().time())
             change(watched)
@@ -71,6 +72,24 @@ def test_a_hung_actor_is_killed_once() -> None:
     watched = run_virtual(watch((10.0, lambda watched: watched.become("hangs"))))
     assert len(watched.killed_s) == 1
     assert HANG_S - 1 <= watched.killed_s[0] - 10.0 <= HANG_S + 5
+
+
+def test_a_lost_actor_is_listed_as_absent_until_it_is_back() -> None:
+    absences, listed = Absences(None, clock=lambda: 7.0), {}
+
+    def look(at_s: int) -> Any:
+        return lambda _: listed.update({at_s: [one.line(19.0) for one in absences.all()]})
+
+    run_virtual(
+        watch(
+            (10.0, lambda watched: watched.become("lost")),
+            (20.0, look(20)),
+            (21.0, lambda watched: watched.become("well")),
+            (30.0, look(30)),
+            absences=absences,
+        )
+    )
+    assert listed == {20: ["replay (since 12 s, on a control node)"], 30: []}
 
 
 @pytest.mark.parametrize("seconds", [HANG_S + 1, 3600.0])

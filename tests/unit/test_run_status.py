@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from headrace.actors.cli.app import app
 from headrace.actors.engine_group.members_file import EngineStatus, Roster
 from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.record.absences import OF_ACTORS, Absences
 from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.actors.run.run_status import RunState, run_state
 from headrace.policies.engine import EngineId
@@ -102,3 +104,10 @@ def test_a_run_from_another_version_does_not_hide_other_runs(run: RunDirectory, 
     assert result.exit_code == 0
     assert "0 of 60, new" in result.output
     assert "not a run configuration that this version can read" in result.output
+
+
+def test_a_live_run_names_what_it_waits_for(run: RunDirectory) -> None:
+    Absences(run.path / OF_ACTORS, clock=lambda: time.time() - 12).lost("worker-1", role="rollout")
+    with sole_driver(run):
+        assert "run: absent: worker-1 (since 12 s, on a rollout node)" in " ".join(told(run).split())
+    assert "absent" not in told(run), "nobody waits any more"

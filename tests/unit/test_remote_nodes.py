@@ -1,0 +1,77 @@
+"""The commands of nodes and upgrades, over HTTP against a control API."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+
+from headrace.actors.cli import remote_nodes, remote_runs
+from headrace.actors.cli.remote_runs import Api
+from headrace.actors.errors import ApiRefused, ConfigError, RunRefused
+from headrace.actors.runs.records import ActualState, Submission
+from support.control_rig import ControlRig
+from support.runs_without_services import NODE, RECIPE, serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> ControlRig:
+    return ControlRig(tmp_path)
+
+
+@pytest.fixture
+async def url(rig: ControlRig) -> AsyncIterator[str]:
+    async with serving(rig.app) as url:
+        yield url
+
+
+def api(url: str, folder: Path, key: str) -> Api:
+    path = folder / f"{key}.key"
+    path.touch(mode=0o600)
+    path.write_text(f"{key}\n")
+    return Api(url=url, key_file=path)
+
+
+async def test_nodes_are_listed_and_drained_by_admins(
+    rig: ControlRig, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submission = Submission(name="a", owner="alice", recipe=RECIPE, idempotency_key="k")
+    run_id = (await rig.runs.submit(submission)).run_id
+    root, out = api(url, tmp_path, "root"), tmp_path / "out.json"
+
+    def session() -> None:
+        remote_nodes.show_nodes(root)
+        remote_nodes.leave_node(root, NODE.address, deadline_s=5, json=out)
+        with pytest.raises(ConfigError, match="`self` needs --address"):
+            remote_nodes.leave_node(root, "self", deadline_s=5)
+        with pytest.raises(ConfigError, match="no living node"):
+            remote_nodes.leave_node(root, "10.9.9.9", deadline_s=5)
+        with pytest.raises(ApiRefused, match="admin is needed"):
+            remote_nodes.show_nodes(api(url, tmp_path, "alice"))
+
+    await asyncio.to_thread(session)
+    printed = capsys.readouterr()
+    assert NODE.address in printed.out + printed.err
+    assert f"run {run_id}: 1 workers there get no orders, 2 rollouts ended, 0 are issued elsewhere" in printed.err
+    assert f"node {NODE.address} can end" in printed.err
+    assert orjson.loads(out.read_bytes())["runs"][run_id]["ended"] == 2
+
+
+async def test_a_live_run_is_upgraded_and_an_ended_one_is_not(
+    rig: ControlRig, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submission = Submission(name="a", owner="alice", recipe=RECIPE, idempotency_key="k")
+    run_id = (await rig.runs.submit(submission)).run_id
+    alice = api(url, tmp_path, "alice")
+    await asyncio.to_thread(remote_runs.upgrade_run, alice, "a")
+    assert f"run {run_id} (a): starting, should be running" in capsys.readouterr().err
+    assert "starts under headrace 0" in [event.text for event in (await rig.runs.events(run_id, 0, 0.0)).events]
+    await rig.runs.go(run_id, ActualState.FINISHED)
+    with pytest.raises(RunRefused, match="resume it"):
+        await asyncio.to_thread(remote_runs.upgrade_run, alice, "a")
