@@ -45,11 +45,14 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group the tests for several workers (`--dist loadgroup`): a file's tests share a worker, and all files that use
-    Ray share one, since a machine has one Ray cluster for a test run. Those come first: they take longest."""
+    Ray share one, since a machine has one local Ray for a test run. Those come first, with the groups that files name
+    themselves: they take longest."""
     ray_files = {item.path for item in items if not RAY_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))}
-    items.sort(key=lambda item: item.path not in ray_files)
+    named = {item.path for item in items if item.get_closest_marker("xdist_group") is not None}
+    items.sort(key=lambda item: item.path not in ray_files | named)
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path in ray_files else item.path.stem))
+        if item.path not in named:
+            item.add_marker(pytest.mark.xdist_group("ray" if item.path in ray_files else item.path.stem))
 
 
 @functools.cache

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
     from support.hosts import Host
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())]
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
+    # A machine has one network of hosts at a time.
+    pytest.mark.xdist_group("hosts"),
+]
 
 PORT = 5000
 

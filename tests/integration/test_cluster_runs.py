@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
     from support.cluster_rig import Cluster
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
+    # A machine has one network of hosts at a time.
+    pytest.mark.xdist_group("hosts"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from support.cluster_rig import Cluster
 
-pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
+pytestmark = [
+    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
+    pytest.mark.xdist_group("hosts"),
+]
 
 
 @pytest.fixture(scope="module")
