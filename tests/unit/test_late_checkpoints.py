@@ -84,11 +84,10 @@ def loop(replay: Replay, directory: RunDirectory, engines: SimulatedEngineGroup,
 async def test_every_learner_opens_beside_a_checkpoint_that_was_finished_late(
     directory: RunDirectory, *, trained_again: bool
 ) -> None:
-    observing = ActorTelemetry(config=TelemetryConfig(), run_dir=directory.path)
     async with (
         asyncio.timeout(GUARD_S),
         Replay(CONFIG, directory=directory, seed=3) as replay,
-        SimulatedEngineGroup(SimulatedEnginesConfig(push_s=0.0), observing=observing, directory=directory) as engines,
+        SimulatedEngineGroup(SimulatedEnginesConfig(push_s=0.0), directory=directory) as engines,
     ):
         learner = await replaced_learner(replay, directory)
         if trained_again:

@@ -1,19 +1,13 @@
-"""Processes of a node by id and start time, the agent's folder, and the counts of several gateways."""
+"""Processes of a node by id and start time, and the counts of several gateways."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-import pytest
-
-from headrace.actors.runtime.nodes import NodeAgent, Process, kill_here, started
+from headrace.actors.runtime.nodes import Process, kill_here, started
 from headrace.serve.gateway.gateway import GatewayStats
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_only_the_process_with_this_start_time_is_killed() -> None:
@@ -24,20 +18,6 @@ def test_only_the_process_with_this_start_time_is_killed() -> None:
         assert kill_here(process)
         assert child.wait(timeout=30) == -9
     assert not kill_here(process)
-
-
-async def test_an_agent_removes_folders_of_runs_only(tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    (state / "run" / "logs").mkdir(parents=True)
-    (tmp_path / "other").mkdir()
-    agent = NodeAgent(state)
-    await agent.remove("run")
-    await agent.remove("run")
-    assert not (state / "run").exists()
-    for name in ("../other", "", ".", "..", "/etc", "run/logs"):
-        with pytest.raises(ValueError, match="not the name of a folder"):
-            await agent.remove(name)
-    assert (tmp_path / "other").exists()
 
 
 def test_gateways_are_counted_together() -> None:

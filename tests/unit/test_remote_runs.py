@@ -72,13 +72,18 @@ async def test_a_client_that_is_interrupted_only_detaches(
     command = ("-c", "from headrace.actors.cli.app import main; main()", "run", str(recipe), *options)
     client = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
     assert client.stderr is not None
-    async with asyncio.timeout(WAIT_S):
-        # Its first event follows the line about the submission.
-        assert b"(small)" in await client.stderr.readline()
-        assert await client.stderr.readline()
-        client.send_signal(number)
-        told = await client.stderr.read()
-        assert await client.wait() == 130
+    try:
+        async with asyncio.timeout(4 * WAIT_S):
+            # Its first event follows the line about the submission.
+            assert b"(small)" in await client.stderr.readline()
+            assert await client.stderr.readline()
+            client.send_signal(number)
+            told = await client.stderr.read()
+            assert await client.wait() == 130
+    finally:
+        if client.returncode is None:
+            client.kill()
+            await client.wait()
     assert b"detached; the run goes on: headrace events" in told
     [record] = await rig.runs.runs("alice")
     assert record.is_live
