@@ -32,6 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_after_a_killed_redis_and_a_killed_actor(cluster: Cluster) -> None:
     kinds = (FaultKind.REDIS_KILLED, FaultKind.ACTOR)

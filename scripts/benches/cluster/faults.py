@@ -30,6 +30,7 @@ class FaultKind(StrEnum):
     GCS = "gcs_server"
     """The process of the head that knows the cluster is killed; the head ends with it."""
     REDIS_KILLED = "redis killed"
+    """Redis is killed and started again; the GCS and the head end."""
     REDIS_STOPPED = "redis stopped"
     """Redis accepts connections and answers nothing (SIGSTOP)."""
     SHORT_CUT = "link cut"

@@ -50,7 +50,7 @@ class Injector:
                 return self._kill_process([one for one in self._processes() if one.name == "gcs_server"], fault)
             case FaultKind.REDIS_KILLED:
                 self._cluster.ray.signal_redis(signal.SIGKILL)
-                self._undo = self._cluster.ray.start_redis
+                self._undo = self._restart_redis
                 return "redis"
             case FaultKind.REDIS_STOPPED:
                 self._cluster.ray.signal_redis(signal.SIGSTOP)
@@ -95,6 +95,12 @@ class Injector:
 
     def _processes(self) -> list[HostProcess]:
         return processes_of(self._cluster.hosts)
+
+    def _restart_redis(self) -> None:
+        self._cluster.ray.start_redis()
+        # A GCS never connects to Redis again: it ends some seconds after it has lost it, and the head with it.
+        head = self._cluster.hosts[HEAD]
+        wait_until(lambda: self._cluster.ray.has_ended(head), "the head to notice the loss of Redis")
 
     def _kill_host(self, number: int) -> str:
         lost = sorted({one.name for one in actors(self._processes()) if one.host == number})

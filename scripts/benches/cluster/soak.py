@@ -119,6 +119,8 @@ class ClusterSoak:
                 break
         self._wait_until_s(60 * self._plan.minutes)
         growth = self._growth()
+        # A head may end long after Redis stopped.
+        injector.mend()
         return self._end(run, growth)
 
     def _strike(self, run: ClusterRun, injector: Injector, fault: Fault) -> None:
