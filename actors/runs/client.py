@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.cluster.section import ClusterSection
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.runs.contract import LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
     from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 
@@ -42,9 +42,9 @@ LOG_BYTES: Final = 1 << 20
 
 async def start_runs(section: ClusterSection, *, quotas: Path | None = None) -> Runs:
     """Return the actor that supervises the runs of the cluster to which this process is connected; start it on the
-    control node if there is none, and let it start again if it runs another version of headrace than is installed there.
-    Raises CannotBePlaced, StartFailed, RunRefused if this process has another version than the control node, and errors of
-    its table."""
+    control node if there is none, and let it start again if it runs another version of headrace than is installed
+    there. Raises CannotBePlaced, StartFailed, RunRefused if this process has another version than the control node, and
+    errors of its table."""
     terms = ClusterTerms.of(section)
     refuse_absent_roles(await living_nodes(), {Role.CONTROL: terms.roles.control})
     runtime = RayRuntime(namespace=NAMESPACE, roles=terms.roles.labels(), absent_s=CLUSTER_ABSENT_S)
@@ -139,7 +139,6 @@ class ClusterClient:
     async def recover(self, run_id: str) -> RunRecord:
         """Continue a run whose control node has lost its disk from its storage."""
         return await until_back(lambda: self._actor.recover(RunId(run_id), self._owner), deadline_s=PATIENCE_S)
-
 
     async def upgrade(self, run_id: str) -> RunRecord:
         """Let a live run start again under what is installed."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.cluster.node_drain import RunLeft
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.runs.records import RunEvent, RunId, RunRecord, Submission
 
 NAMESPACE: Final = "headrace"

@@ -122,7 +122,7 @@ class RunDriver:
         began_s = time.monotonic()
         try:
             return await self._fenced()
-        except Exception as group:  # noqa: BLE001 - the one boundary: how a run ended is data
+        except Exception as group:
             error = first_cause(group)
             assert isinstance(error, Exception)
             logger.exception("run %s failed", self._run_id, exc_info=error)

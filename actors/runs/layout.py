@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,10 +17,9 @@ import orjson
 
 from headrace.actors.cluster.checks import refuse_absent_roles, refuse_too_large, refuse_unfit
 from headrace.actors.cluster.probe import living_nodes, marked, probe, versions_here
+from headrace.actors.cluster.section import ClusterSection, RolesSection
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.cluster.section import ClusterSection, RolesSection
-from headrace.actors.run.changes import changed_document
 from headrace.actors.run.config import RunConfig, resolve
 from headrace.actors.run.launch import lay_out, reopen
 from headrace.actors.run.parts import recipe_digest
@@ -51,7 +50,7 @@ class ClusterTerms:
 
     state: Path
     storage: Path
-    roles: RolesSection = RolesSection()
+    roles: RolesSection = field(default_factory=RolesSection)
 
     @classmethod
     def of(cls, section: ClusterSection) -> ClusterTerms:
@@ -130,7 +129,9 @@ def recovered(directory: RunDirectory, owner: str) -> Submission:
     try:
         submission = Submission(**orjson.loads((directory.storage / SUBMISSION).read_bytes()))
     except (OSError, TypeError, ValueError) as error:
-        raise RunMissing(f"{directory.storage / SUBMISSION} cannot be read ({error}): is this the storage of the run?") from error
+        raise RunMissing(
+            f"{directory.storage / SUBMISSION} cannot be read ({error}): is this the storage of the run?"
+        ) from error
     if submission.owner != owner:
         raise RunUnknown(f"the run in {directory.storage} belongs to {submission.owner}, not to {owner}")
     directory.write_state()
@@ -163,11 +164,11 @@ def _bundles(config: RunConfig) -> dict[str, Bundle]:
     bundles = {"a rollout unit": cluster.unit_bundle, "the learner": cluster.learner_bundle(config.learner)}
     if Role.ENGINE in _needed(config):
         gpus = config.engines.tensor_parallel if config.engines.device == "cuda" else 0
-        bundles["an engine"] = Bundle(role=Role.ENGINE, cpus=config.engines.cpus, gpus=gpus, memory_bytes=config.engines.memory_bytes)
+        bundles["an engine"] = Bundle(
+            role=Role.ENGINE, cpus=config.engines.cpus, gpus=gpus, memory_bytes=config.engines.memory_bytes
+        )
     return bundles
 
 
 def _paths(config: RunConfig) -> list[str]:
     return [] if config.engines.is_simulated else [str(config.model.path)]
-
-

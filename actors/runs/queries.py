@@ -27,8 +27,8 @@ from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.cluster.head_watch import HeadWatch
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.runs.cluster_nodes import ClusterNodes
     from headrace.actors.runs.contract import NodeStatus
@@ -66,9 +66,7 @@ class RunQueries(ResourceOwner):
             async with asyncio.timeout(timeout_s):
                 while not self._table.events(run_id, after=after) and self._table.get(run_id).is_live:
                     await self._changed.wait()
-        return EventPage(
-            events=self._table.events(run_id, after=after), ended=not self._table.get(run_id).is_live
-        )
+        return EventPage(events=self._table.events(run_id, after=after), ended=not self._table.get(run_id).is_live)
 
     async def status(self, run_id: RunId) -> dict[str, Any]:
         """See `RunsApi.status`."""

@@ -16,22 +16,16 @@ import logging
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 from headrace.actors.cluster.head_watch import HeadWatch
-from headrace.actors.engine_group.members_file import read_roster
-from headrace.actors.engine_group.requests import ask_group
-from headrace.actors.errors import ActorError, ConfigError, RunRefused
+from headrace.actors.errors import ConfigError, RunRefused
 from headrace.actors.record.absences import read_absences
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.launch import document_of
-from headrace.actors.run.report import report_of
 from headrace.actors.run.restarts import RestartPolicy
-from headrace.actors.run.run_status import status_of
-from headrace.actors.run.service import Service
 from headrace.actors.runs.cluster_nodes import ClusterNodes
 from headrace.actors.runs.driver import RunDriver, Wishes
 from headrace.actors.runs.layout import (
@@ -44,23 +38,19 @@ from headrace.actors.runs.layout import (
     reopened,
     rollout_nodes,
 )
-from headrace.actors.runs.log_pages import read_logs
 from headrace.actors.runs.queries import RunQueries
 from headrace.actors.runs.quotas import Quotas, load_quotas, next_to_start, refuse_oversized
 from headrace.actors.runs.records import TRANSITIONS, ActualState, DesiredState, RunId
 from headrace.actors.runs.sweep import sweep_unowned
 from headrace.actors.runs.table import RunsTable
 from headrace.actors.runtime.operations import ABSENCE
-from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import BeginsUnasked, end_actor
 from headrace.actors.version import RUNNING, installed
 from headrace.buffer.primitives.durable_files import replace_file
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.members_file import EngineStatus
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.runs.driver import Ending
     from headrace.actors.runs.contract import NodeDrained
+    from headrace.actors.runs.driver import Ending
     from headrace.actors.runs.layout import ClusterTerms
     from headrace.actors.runs.records import RunRecord, Submission
 
@@ -175,7 +165,7 @@ class Runs(RunQueries, BeginsUnasked):
         if record.actual is not ActualState.WAITING:
             self._want(run_id, DesiredState.UPGRADED)
         if installed() != RUNNING:
-            # The actor itself must run what is installed. Its successor finds the wish in the table, and is asked again.
+            # The actor itself must run what is installed. Its successor finds the wish in the table and is asked again.
             end_actor()
         if record.actual is ActualState.WAITING:
             await self._renew(run_id, record.desired)
@@ -305,9 +295,7 @@ class Runs(RunQueries, BeginsUnasked):
                 uses_restart=True,
             )
         else:
-            self._table.move(
-                run_id, ending.state, now_s=now_s, reason=ending.reason, exit_code=ending.exit_code
-            )
+            self._table.move(run_id, ending.state, now_s=now_s, reason=ending.reason, exit_code=ending.exit_code)
         self._tell()
 
     def _moved(self, run_id: RunId, state: ActualState, reason: str) -> None:

@@ -166,8 +166,8 @@ class RunsTable:
             return None
         if found[1] != digest:
             raise SubmissionConflict(
-                f"the idempotency key {submission.idempotency_key!r} belongs to another request (run {found[0]}): use a "
-                "new key for a new run"
+                f"the idempotency key {submission.idempotency_key!r} belongs to another request (run {found[0]}): use "
+                "a new key for a new run"
             )
         return self.get(found[0])
 
@@ -230,9 +230,9 @@ class RunsTable:
         next_try_s: float | None = None,
         uses_restart: bool = False,
     ) -> RunRecord:
-        """Record the next state of a run, with the `reason` for it, the `exit_code` if it ended, and the time of the next
-        try if it waits for one, which may use up one of its restarts. A run that shall not run ends instead of waiting.
-        Raises RunUnknown, and RunRefused for a transition that is not allowed and when no restarts are left."""
+        """Record the next state of a run, with the `reason` for it, the `exit_code` if it ended, and the time of the
+        next try if it waits for one, which may use up one of its restarts. A run that shall not run ends instead of
+        waiting. Raises RunUnknown, and RunRefused for a transition that is not allowed or without restarts left."""
         with transaction(self._database):
             record = self.get(run_id)
             if actual not in TRANSITIONS[record.actual]:

@@ -58,7 +58,7 @@ def runs(served: Served) -> Iterator[RunsWithoutServices]:
     import ray
     from ray import cloudpickle
 
-    pickled = cloudpickle.dumps((30.0, RunsWithoutServices, (served.folder / "state",), {}))
+    pickled = cloudpickle.dumps((30.0, None, ACTOR_NAME, RunsWithoutServices, (served.folder / "state",), {}))
     handle = (
         ray.remote(Host)
         .options(name=ACTOR_NAME, namespace=NAMESPACE, num_cpus=0, max_concurrency=1000, max_restarts=-1)
