@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
 
 
-PROGRAMS = ("headrace.policies.cpu_engine", "headrace.policies.push.sender", "launcher.main", "bash", "python3")
+PROGRAMS = ("headrace.policies.cpu_engine", "headrace.policies.push.sender", "headrace-launcher", "bash", "python3")
 """Parts of the commands of processes that a run starts: engine, sender, launcher, and programs in sandboxes."""
-OF_RAY = ("ray::", "/ray/")
-"""Parts of the commands of Ray's own processes, which need its token, and of its actors."""
+OF_RAY = ("ray::", "/ray/", "/headrace run ")
+"""Parts of the commands of Ray's own processes, which need its token, of its actors, and of the driver, which a process
+has until it runs its own program."""
 
 
 def test_no_child_process_has_a_token_or_a_key(finished_run: RunDirectory) -> None:
