@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 
@@ -45,6 +45,7 @@ from headrace.actors.runtime.nodes import (
     Role,
     agent_name,
     kill_here,
+    started,
     this_process,
 )
 from headrace.actors.runtime.operations import ABSENCE, until_back
@@ -649,11 +650,16 @@ class RayRuntime:
         return process.id, calls
 
     async def restart(self, actor: object, process_id: int) -> None:
-        """Kill the process of a hung actor, on whichever node it is; Ray starts a new one. Idempotent. Does nothing if
-        the process has not been seen by `stats`."""
+        """Kill the process of a hung actor, on whichever node it is; Ray starts a new one. Idempotent. On a cluster it
+        does nothing if `stats` has not seen the process: nobody knows then on which node it is."""
         process = self._processes.get(repr(cast("ActorProxy", actor)))
         if process is None or process.id != process_id:
-            return
+            if self.is_cluster:
+                return
+            try:
+                process = replace(this_process(), id=process_id, started=started(process_id))
+            except ProcessLookupError:
+                return
         if process.node == this_process().node:
             kill_here(process)
             return
