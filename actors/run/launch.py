@@ -307,10 +307,7 @@ def drive(
         finally:
             stop_local_ray()
             directory.append_session(started, time.time())
-        summary = summarize(directory, completed=completed)
-        replace_file(directory.summary, orjson.dumps(summary.to_json(), option=orjson.OPT_INDENT_2))
-        draw(directory)
-        return summary
+        return write_summary(directory, completed=completed)
 
 
 @contextmanager
@@ -433,7 +430,15 @@ async def watch(service: ProgressSource, *, quiet: bool) -> None:
             await asyncio.sleep(PROGRESS_S)
 
 
-def draw(directory: RunDirectory) -> None:
+def write_summary(directory: RunDirectory, *, completed: bool) -> RunSummary:
+    """Write summary.json of a run whose processes have ended, and draw reward.png. Raises LedgerRefused, OSError."""
+    summary = summarize(directory, completed=completed)
+    replace_file(directory.summary, orjson.dumps(summary.to_json(), option=orjson.OPT_INDENT_2))
+    _draw(directory)
+    return summary
+
+
+def _draw(directory: RunDirectory) -> None:
     """Draw reward.png from the metrics, if matplotlib is installed."""
     from headrace.serve.observing.plots import reward_png
 

@@ -24,11 +24,10 @@ from headrace.actors.errors import ActorError, RunFenced, StorageLost, first_cau
 from headrace.actors.record.absences import OF_THE_DRIVER, Absences
 from headrace.actors.record.logs import LogTerms
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT, exit_code_of_run
-from headrace.actors.run.launch import draw, run_guarded, sole_driver
+from headrace.actors.run.launch import run_guarded, sole_driver, write_summary
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.run.resume import ResumePreparation
 from headrace.actors.run.service import Service
-from headrace.actors.run.summary import summarize
 from headrace.actors.runs.layout import TO_RESTORE
 from headrace.actors.runs.records import ActualState
 from headrace.actors.runs.sweep import sweep_run
@@ -115,7 +114,8 @@ class RunDriver:
             ending = await self._try()
             self._directory.append_session(began_s, time.time())
             if ending.state in (ActualState.FINISHED, ActualState.DRAINED):
-                await asyncio.to_thread(self._summarize, completed=ending.state is ActualState.FINISHED)
+                completed = ending.state is ActualState.FINISHED
+                await asyncio.to_thread(write_summary, self._directory, completed=completed)
         return ending
 
     async def _try(self) -> Ending:
@@ -128,7 +128,8 @@ class RunDriver:
             logger.exception("run %s failed", self._run_id, exc_info=error)
             if isinstance(error, (RunFenced, StorageLost)):
                 # Another incarnation may act soon, and the cluster may be out of reach: first what a signal can end.
-                await self._kill_own()
+                for process in self._own:
+                    kill_here(process)
             await self._end()
             code = exit_code_of_run(error)
             return Ending(
@@ -182,10 +183,6 @@ class RunDriver:
                         here = this_process().node
                         self._own = [one for one in await self._service.processes() if one.node == here]
             await asyncio.sleep(KNOW_S)
-
-    async def _kill_own(self) -> None:
-        for process in self._own:
-            kill_here(process)
 
     async def _completed(self) -> bool:
         """Run the service to its end; return False if it was drained."""
@@ -270,8 +267,3 @@ class RunDriver:
         with suppress(TimeoutError):
             async with asyncio.timeout(SWEEP_S):
                 await sweep_run(self._run_id)
-
-    def _summarize(self, *, completed: bool) -> None:
-        summary = summarize(self._directory, completed=completed)
-        replace_file(self._directory.summary, orjson.dumps(summary.to_json(), option=orjson.OPT_INDENT_2))
-        draw(self._directory)
