@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from headrace.actors.errors import ActorLost, RunsMissing
-from headrace.actors.runs.contract import ACTOR_NAME, NAMESPACE
+from headrace.actors.runs.contract import ACTOR_NAME
+from headrace.actors.runtime.nodes import NAMESPACE
 from headrace.actors.runtime.runtime import ActorProxy
 
 if TYPE_CHECKING:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from headrace.actors.cluster.checks import refuse_absent_roles
 from headrace.actors.cluster.probe import living_nodes
+from headrace.actors.cluster.section import CLUSTER_ABSENT_S
 from headrace.actors.errors import ActorLost, RunsMissing, RunUnknown
 from headrace.actors.run.config import absolute_paths, read_recipe
 from headrace.actors.runs.contract import ACTOR_NAME
 from headrace.actors.runs.layout import ClusterTerms
 from headrace.actors.runs.records import RunId, Submission
-from headrace.actors.runs.runs import CLUSTER_ABSENT_S, Runs
+from headrace.actors.runs.runs import Runs
 from headrace.actors.runtime.nodes import NAMESPACE, Role
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.runs.records import RunEvent, RunId, RunRecord, Submission
 
-NAMESPACE: Final = "headrace"
-"""Ray namespace of the actor."""
 LEAVE_S: Final = 60.0
 """Time beyond its deadline within which a run must have left a drained node: engines end their requests, a learner its
 step."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 from headrace.actors.cluster.head_watch import HeadWatch
+from headrace.actors.cluster.section import CLUSTER_ABSENT_S
 from headrace.actors.errors import ConfigError, RunRefused
 from headrace.actors.record.absences import read_absences
 from headrace.actors.run.changes import changed_document, journal_changes
@@ -62,7 +63,6 @@ AGENT_START_S: Final = 60.0
 """Time limit for the agent of a node to start; the node may be lost meanwhile."""
 SWEEP_S: Final = 60.0
 """Interval between two removals of what no run owns."""
-CLUSTER_ABSENT_S: Final = 1800.0
 PLACED_S: Final = 5.0
 """A bundle that waits for longer than this is the reason why its run does not get on."""
 PLACEMENT: Final = "waits for placement: "
