@@ -185,3 +185,19 @@ class LearnerSettingsInvalid(LearnerError):
 
 class RankFailed(LearnerError):
     """A training process died or raised; the other ranks were killed, and only a new learner can go on."""
+
+
+class BatchReleased(LearnerError):
+    """The trainer of the user gave a batch back untrained; it can be trained later."""
+
+
+class LeaseLost(LearnerError):
+    """The trainer of the user no longer has the right to its batch or version, and must ask what to load."""
+
+
+class TrainerRefused(LearnerError):
+    """A request of the user's trainer does not fit its batch or the state of the run."""
+
+
+class TrainerStateLost(LearnerError):
+    """The trainer of the user lost its state: the steps since the last checkpoint are undone in a new epoch."""

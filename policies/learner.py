@@ -62,7 +62,8 @@ class WeightsDirectory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSnapshot:
     """Weights of one version, on disk: either one shard from each trainer rank that has its own parameters, with no
-    parameter in two shards, or one Hugging Face directory. Raises ValueError for both.
+    parameter in two shards, or one Hugging Face directory. With neither, the engines have the weights already. Raises
+    ValueError for both.
 
     The files may be read until the learner writes its second snapshot after this one."""
 
@@ -73,6 +74,11 @@ class WeightsSnapshot:
     def __post_init__(self) -> None:
         if self.shards and self.directory is not None:
             raise ValueError(f"snapshot {self.version} has shards and a directory; pass one of them")
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether the weights have no files, because somebody else has pushed them to the engines."""
+        return not self.shards and self.directory is None
 
     @property
     def files(self) -> tuple[WeightsShard, ...]:
@@ -98,8 +104,9 @@ class Learner(Protocol):
         """Perform one optimizer update. Raises NonFiniteRun after too many skipped steps in a row."""
         ...
 
-    async def snapshot(self) -> WeightsSnapshot:
-        """Write and return the current weights; the next step may begin immediately afterwards."""
+    async def snapshot(self) -> WeightsSnapshot | None:
+        """Write and return the current weights; the next step may begin immediately afterwards. None if these weights
+        are not to be pushed."""
         ...
 
     async def save(self) -> CheckpointRef:

@@ -36,11 +36,13 @@ from headrace.actors.control.refusals import Refusal, answer, refusal_of, refuse
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, RunUnknown
 from headrace.actors.runs.contract import LEAVE_S
 from headrace.actors.runs.records import Submission
+from headrace.actors.training.trainer_calls import Commit, Release, Take, Weights
 
 if TYPE_CHECKING:
     from headrace.actors.control.keys import Caller, KeyFile
     from headrace.actors.runs.contract import EventPage, RunsApi
     from headrace.actors.runs.records import RunId, RunRecord
+    from headrace.actors.training.trainer_calls import TrainerCall
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ LOG_BYTES: Final = 256 << 10
 MAX_LOG_BYTES: Final = 4 << 20
 _LAST_NUMBER: Final = 10**15 - 1
 _REMOVE_S: Final = 120
+TRAINER_S: Final = 100.0
+"""Time for the learner to check the files of weights."""
 
 
 class FindRuns(Protocol):
@@ -111,6 +115,10 @@ class ControlApi:
             ("POST", "/v1/nodes/{node}/drain", allowed(Role.ADMIN, self._drain_node)),
             ("GET", f"{run}/engines", on(Role.READ, self._engines)),
             ("POST", f"{run}/engines", on(Role.OPERATE, self._add_engine)),
+            ("POST", f"{run}/take", on(Role.OPERATE, self._trainer(Take))),
+            ("POST", f"{run}/commit", on(Role.OPERATE, self._trainer(Commit))),
+            ("POST", f"{run}/release", on(Role.OPERATE, self._trainer(Release))),
+            ("POST", f"{run}/weights", on(Role.OPERATE, self._trainer(Weights))),
             ("DELETE", f"{run}/engines/{{engine}}", on(Role.OPERATE, self._remove_engine, "timeout_s")),
         ]
 
@@ -265,6 +273,17 @@ class ControlApi:
         limit_s = body.timeout_s + CALL_S
         name = await self._call(lambda runs: runs.add_engine(run_id, body.url, body.timeout_s), timeout_s=limit_s)
         return answer({"engine_id": name, "done": "add"})
+
+    def _trainer(self, model: type[TrainerCall]) -> RunWork:
+        """Return the work of a request of the user's trainer, with this body."""
+
+        async def work(request: Request, run_id: RunId) -> Response:
+            body = await read_body(request, model)
+            limit_s = (body.timeout_s if isinstance(body, Take) else TRAINER_S) + CALL_S
+            document = await self._call(lambda runs: runs.trainer(run_id, body), timeout_s=limit_s)
+            return Response(document, media_type="application/json")
+
+        return work
 
     async def _remove_engine(self, request: Request, run_id: RunId) -> Response:
         timeout_s = float(whole_number(request.query_params.get("timeout_s", ""), "timeout_s", _REMOVE_S, most=600))

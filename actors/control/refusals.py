@@ -28,6 +28,7 @@ from headrace.actors.errors import (
     SubmissionConflict,
 )
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_TRANSIENT, exit_code
+from headrace.policies.errors import LeaseLost, TrainerRefused
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ CODES: Final[tuple[tuple[type[Exception], int, str], ...]] = (
     (CannotBePlaced, 409, "cannot_be_placed"),
     (RunRefused, 409, "run_refused"),
     (EngineGroupError, 409, "engine_refused"),
+    (LeaseLost, 409, "lease_lost"),
+    (TrainerRefused, 400, "trainer_refused"),
     (QuotaExceeded, 403, "quota_exceeded"),
     (ConfigError, 400, "config_invalid"),
 )

@@ -197,6 +197,11 @@ class EngineGroup:
             newest = self._journal.newest()
             return newest.version if newest is not None and self._serves(newest) else None
 
+    async def holding(self, version: PolicyVersion) -> list[EngineId]:
+        """Return the engines that report this version of their weights, whoever pushed it."""
+        async with self._lock:
+            return await self._pusher.holding(version)
+
     async def status(self) -> list[EngineStatus]:
         """Return the status of every engine, including those that left most recently."""
         return list(self._fleet.statuses(time.monotonic()))
@@ -281,12 +286,7 @@ class EngineGroup:
         await self._publisher.publish()
         hopeful = {EngineState.WAITING, EngineState.SERVING, *([EngineState.QUARANTINED] if roster.engines else [])}
         if not self._registry.in_state(*hopeful):
-            if failures:
-                raise failures[0]
-            reasons = "; ".join(f"{entry.engine_id}: {entry.reason}" for entry in self._registry.all())
-            raise EngineStartFailed(
-                reasons or f"engines.router {self._config.router} lists no worker, and engines.count is 0"
-            )
+            raise failures[0] if failures else no_engine(self._registry, self._config.router)
 
     async def _follow_router(self) -> None:
         """Attach the router's new workers, and remove those that it no longer lists."""
@@ -364,6 +364,12 @@ class EngineGroup:
                 await self._bring_up_to_date()
             except PolicyError:
                 logger.exception("engines could not be brought up to date; the next supervision pass will try again")
+
+
+def no_engine(registry: EngineRegistry, router: str | None) -> EngineStartFailed:
+    """Return the error of a group whose engines do not answer, with the reason for each."""
+    reasons = "; ".join(f"{entry.engine_id}: {entry.reason}" for entry in registry.all())
+    return EngineStartFailed(reasons or f"engines.router {router} lists no worker, and engines.count is 0")
 
 
 def reachable(push: PushConfig, runtime: RayRuntime | None) -> PushConfig:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.gate import GatewayGate
     from headrace.actors.engine_group.journal import PushJournal
     from headrace.actors.record.metrics import MetricsWriter
-    from headrace.policies.engine import EngineId
+    from headrace.buffer.versions import PolicyVersion
+    from headrace.policies.engine import EngineId, EngineInfo
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.push.contract import EnginePush, PushConfig, PushReport
     from headrace.policies.push.directories import SnapshotDirectories
@@ -143,9 +144,14 @@ class Pusher:
     async def push(
         self, engines: Sequence[EngineId], snapshot: WeightsSnapshot, rollouts_in_flight: int | None = None
     ) -> None:
-        """Push to the engines, wave by wave, and once more to those that a dead sender did not reach. Raises
-        ModelInvalid, SenderFailed."""
+        """Push to the engines, wave by wave, and once more to those that a dead sender did not reach. Weights that
+        somebody else has pushed are only looked for. Raises ModelInvalid, SenderFailed."""
         if not engines:
+            return
+        if snapshot.is_pushed:
+            for engine_id in await self.holding(snapshot.version):
+                self._registry.serves(engine_id, snapshot.version)
+            self._settled()
             return
         report = await self._once(engines, snapshot)
         await self._record(report, rollouts_in_flight)
@@ -153,9 +159,32 @@ class Pusher:
         if behind:
             await self._record(await self._once(behind, snapshot), rollouts_in_flight)
 
+    async def holding(self, version: PolicyVersion) -> list[EngineId]:
+        """Return the engines in good standing that report this version and are not paused."""
+        entries = self._registry.in_state(EngineState.WAITING, EngineState.SERVING)
+        infos = await asyncio.gather(*(self._info(entry.engine_id) for entry in entries))
+        return [
+            entry.engine_id
+            for entry, info in zip(entries, infos, strict=True)
+            if info is not None
+            and info.version == version
+            and not info.paused
+            # It may have been removed meanwhile.
+            and self._registry.stands(entry.engine_id, EngineState.WAITING, EngineState.SERVING)
+        ]
+
+    async def _info(self, engine_id: EngineId) -> EngineInfo | None:
+        try:
+            async with asyncio.timeout(self._config.phase_timeout_s):
+                return await self._fleet[engine_id].client.info()
+        except (EngineError, TimeoutError):
+            return None
+
     async def readmit(self, engine_id: EngineId, snapshot: WeightsSnapshot) -> None:
-        """Push the newest weights to one engine whose weights are unknown, and record the result in the registry.
-        Raises ModelInvalid, SenderFailed."""
+        """Push the newest weights to one engine whose weights are unknown, and record the result in the registry. It
+        stays in quarantine if somebody else pushes them. Raises ModelInvalid, SenderFailed."""
+        if snapshot.is_pushed:
+            return
         self._registry.trying(engine_id, time.monotonic())
         try:
             await self.untangle(engine_id)

@@ -72,6 +72,10 @@ class Absences:
     def all(self) -> tuple[Absent, ...]:
         return tuple(self._absent.values())
 
+    def lines(self, now_s: float) -> list[str]:
+        """Describe the absent parts at this time, in Unix seconds."""
+        return [absent.line(now_s) for absent in self.all()]
+
     def _write(self) -> None:
         if self._path is None:
             return

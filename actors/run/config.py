@@ -209,6 +209,15 @@ def enough_held_out_tasks(config: RunConfig) -> str | None:
     )
 
 
+def external_trainers_reach_the_run(config: RunConfig) -> str | None:
+    if config.learner.kind != "external" or not config.cluster.is_local:
+        return None
+    return (
+        'learner.kind "external" takes batches over the control API, which only a cluster has; submit the recipe with '
+        "--address or to the API"
+    )
+
+
 def slime_trains_the_recipe(config: RunConfig) -> str | None:
     return slime.problem(slime_terms(config)) if config.learner.kind == "slime" else None
 
@@ -228,6 +237,7 @@ CHECKS = (
     programs_fit_the_sandboxes,
     enough_held_out_tasks,
     slime_trains_the_recipe,
+    external_trainers_reach_the_run,
 )
 """Checks for combinations that cannot work. Each returns the problem with the key to change, or None."""
 

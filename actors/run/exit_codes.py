@@ -53,6 +53,7 @@ from headrace.policies.errors import (
     PushError,
     RequestInvalid,
     RowUnusable,
+    TrainerRefused,
 )
 from headrace.sandboxes.errors import PermanentSandboxError, TransientSandboxError
 from headrace.serve.errors import GatewayUnreachable, InfraError, ServeError
@@ -95,6 +96,7 @@ _BAD_INPUT: Final = (
     QuotaExceeded,
     CannotBePlaced,
     ApiRefused,
+    TrainerRefused,
     EngineGroupError,
     TaskFileError,
     ModelInvalid,

@@ -37,6 +37,7 @@ from headrace.actors.run.supervision import SupervisedActors
 from headrace.actors.runtime.guarded_actors import GuardedActors
 from headrace.actors.runtime.nodes import Role
 from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
 from headrace.actors.version import RUNNING
@@ -269,8 +270,8 @@ class ServiceParts(GuardedActors):
         cluster = self._config.cluster
         await self._reserve(LEARNER_BUNDLE, cluster.learner_bundle(self._config.learner))
         self.learner = await self._spawn(
-            "learner",
-            LearnerLoop,
+            LEARNER,
+            ExternalTrainerLoop if self._config.learner.kind == "external" else LearnerLoop,
             self._config.training,
             learner,
             replay=self.replay,

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.registry import EngineState
@@ -62,6 +63,9 @@ def signs_of(status: StatusSnapshot, longest: WorkClocks) -> ProgressSigns:
             results["steps"] = learner.version.step
         if learner.stage in ENDING_STAGES:
             under_way[f"learner {learner.stage}"] = longest.stage_s
+        if learner.stage is Stage.ABSENT:
+            # However long it takes: nothing else goes on without batches being trained.
+            under_way["trainer away"] = inf
     if status.dispatcher is not None:
         results |= {"scored rollouts": status.dispatcher.scored, "answers": status.dispatcher.answered}
     intermediate: dict[str, int] = {}

@@ -99,7 +99,8 @@ class StatusSnapshot:
             if any("simulator" in phase for phase in phases):
                 found[Station.SIMULATOR] = sum(phase.get("simulator", 0) for phase in phases)
         if self.learner is not None:
-            found[Station.LEARNER] = 0.0 if self.learner.stage is Stage.WAITING else 1.0
+            is_idle = self.learner.stage in (Stage.WAITING, Stage.ABSENT)
+            found[Station.LEARNER] = 0.0 if is_idle else 1.0
         return found
 
 

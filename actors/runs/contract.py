@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headrace.actors.cluster.node_drain import RunLeft
     from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.runs.records import RunEvent, RunId, RunRecord, Submission
+    from headrace.actors.training.trainer_calls import TrainerCall
 
 LEAVE_S: Final = 60.0
 """Time beyond its deadline within which a run must have left a drained node: engines end their requests, a learner its
@@ -148,6 +149,12 @@ class RunsApi(Protocol):
     async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float) -> str:
         """Remove an engine from a live run, and return its name. Raises RunRefused if the run is not live, and
         EngineGroupError."""
+        ...
+
+    async def trainer(self, run_id: RunId, call: TrainerCall) -> bytes:
+        """Return the JSON answer of the run's learner to the user's trainer, whose question for an order may wait.
+        Raises RunRefused if the run is not live or trains by itself, LeaseLost, TrainerRefused, ModelInvalid, and
+        ActorLost while the learner starts."""
         ...
 
     async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.requests import ask_group
-from headrace.actors.errors import ActorError, ActorLost, RunRefused
+from headrace.actors.errors import ActorError, ActorGone, ActorLost, RunRefused
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.run.service import Service
@@ -25,6 +25,7 @@ from headrace.actors.runs.log_pages import read_logs
 from headrace.actors.runs.records import ActualState
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
+from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 
 if TYPE_CHECKING:
     from headrace.actors.cluster.head_watch import HeadWatch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.actors.runs.layout import ClusterTerms
     from headrace.actors.runs.records import RunId, RunRecord
     from headrace.actors.runs.table import RunsTable
+    from headrace.actors.training.trainer_calls import TrainerCall
 
 READY_S: Final = 10.0
 """Time limit for a service to report whether it is ready."""
@@ -51,6 +53,8 @@ class RunQueries(ResourceOwner):
         super().__init__()
         self._terms = terms
         self._changed = asyncio.Event()
+        # Kept: calls over them go on while the head is away, and look-ups do not.
+        self._learners: dict[RunId, ExternalTrainerLoop] = {}
 
     async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
         """See `RunsApi.runs`."""
@@ -97,6 +101,22 @@ class RunQueries(ResourceOwner):
         box = self._live(run_id).engine_requests
         return await asyncio.to_thread(partial(ask_group, box, "remove", engine_id, timeout_s=timeout_s))
 
+    async def trainer(self, run_id: RunId, call: TrainerCall) -> bytes:
+        """See `RunsApi.trainer`."""
+        directory = self._live(run_id)
+        if (learner := self._learners.get(run_id)) is None:
+            if (await asyncio.to_thread(reopened, directory)).learner.kind != "external":
+                raise RunRefused(f'run {run_id} trains by itself: only with learner.kind "external" it has a trainer')
+            self._require_head()
+            learner = await RayRuntime(namespace=namespace_of(run_id)).find(ExternalTrainerLoop, LEARNER)
+            self._learners = {run: found for run, found in self._learners.items() if self._table.get(run).is_live}
+            self._learners[run_id] = learner
+        try:
+            return await learner.call(call)
+        except (ActorLost, ActorGone):
+            self._learners.pop(run_id, None)
+            raise
+
     async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
         """See `RunsApi.logs`."""
         folder = self._directory(run_id).logs
@@ -138,7 +158,7 @@ class RunQueries(ResourceOwner):
     def _live(self, run_id: RunId) -> RunDirectory:
         record = self._table.get(run_id)
         if not record.is_live:
-            raise RunRefused(f"run {run_id} is {record.actual}, so its engines cannot be changed: resume it first")
+            raise RunRefused(f"run {run_id} is {record.actual}: resume it first")
         return self._directory(run_id)
 
 

@@ -8,10 +8,10 @@ Invariants:
 - A step is committed durably before its weights are pushed. A checkpoint's directory is renamed before its ledger row
   is written.
 - The next step runs while the weights of the last one are being sent; at most one push runs at a time.
-- A batch is never given back after its step has begun. If the learner refuses rows of known rollouts, which changes
-  nothing, those rollouts are filtered and the batch is dissolved. Any other failed step is retried: in place after a
-  refused row, otherwise by a new process. After `buffer.batch_tries` tries the run ends with an error that names the
-  batch and the reason.
+- A batch is never given back after its step has begun, unless the learner says that it trained nothing. If the learner
+  refuses rows of known rollouts, which changes nothing, those rollouts are filtered and the batch is dissolved. Any
+  other failed step is retried: in place after a refused row, otherwise by a new process. After `buffer.batch_tries`
+  tries the run ends with an error that names the batch and the reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, CheckpointLate, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.policies.errors import LearnerNotOpen, NonFiniteRun, RankFailed, RowUnusable
+from headrace.policies.errors import BatchReleased, LearnerNotOpen, NonFiniteRun, RankFailed, RowUnusable
 from headrace.policies.learners.checkpoints import set_aside, usable_checkpoint
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
@@ -88,10 +88,14 @@ class Stage(StrEnum):
     """Waiting for the previous push, or taking the snapshot of the next one."""
     SAVING = "saving"
     """Writing a checkpoint."""
+    ABSENT = "absent"
+    """Waiting for a trainer of the user to ask for a batch."""
 
 
 ENDING_STAGES = frozenset({Stage.OPENING, Stage.STEPPING, Stage.SAVING})
 """Stages that end on their own, unless the learner hangs."""
+_FRUITLESS_STAGES = frozenset({Stage.OPENING, Stage.ABSENT})
+"""Stages whose end is no progress: a learner that dies repeatedly opens repeatedly."""
 
 
 class LearnerLoopConfig(BaseModel):
@@ -129,7 +133,7 @@ class LearnerStatus:
     stage_s: float = 0.0
     """Seconds spent in this stage so far."""
     stages: int = 0
-    """Number of stages that have ended, excluding openings."""
+    """Number of stages that have ended, excluding openings and absences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,13 +197,7 @@ class LearnerLoop:
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("learner"))
-        if isinstance(self._learner_config, SimulatedLearnerConfig):
-            self._learner: Learner = SimulatedLearner(self._learner_config)
-        elif isinstance(self._learner_config, SlimeTerms):
-            self._learner = SlimeLearner(self._learner_config)
-        else:
-            # In a thread: importing megatron-core takes seconds, and an actor that does not answer counts as hung.
-            self._learner = await asyncio.to_thread(_make_megatron_learner, self._learner_config)
+        self._learner = await self._make_learner()
         self._stack.push_async_callback(self._learner.close)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._running: SingleFlight[TrainingEnd] = SingleFlight(tasks)
@@ -208,6 +206,10 @@ class LearnerLoop:
     async def __aexit__(self, *_: object) -> None:
         self._running.cancel_all()
         await self._stack.aclose()
+
+    async def _make_learner(self) -> Learner:
+        # In a thread: importing megatron-core takes seconds, and an actor that does not answer counts as hung.
+        return await asyncio.to_thread(_make_learner, self._learner_config)
 
     async def run(self) -> TrainingEnd:
         """Train until `steps` updates are done, the data set has been used up, or `drain` has been called. A call made
@@ -241,7 +243,7 @@ class LearnerLoop:
                         continue
                     start = _now()
                     try:
-                        batch = await until_back(partial(self._replay.take, self._version, timeout_s=TAKE_POLL_S))
+                        batch = await self._next_batch()
                     except DataExhausted:
                         used_up = True
                         break
@@ -265,6 +267,11 @@ class LearnerLoop:
         await self._save()
         return TrainingEnd(version=self._version, used_up=used_up)
 
+    async def _next_batch(self) -> Batch | None:
+        """Return the next batch, or None if there is none yet. Raises DataExhausted."""
+        assert self._version is not None
+        return await until_back(partial(self._replay.take, self._version, timeout_s=TAKE_POLL_S))
+
     async def open(self) -> None:
         """Open a new epoch from the newest checkpoint and push its weights; does nothing if this incarnation has
         already done so."""
@@ -276,8 +283,8 @@ class LearnerLoop:
                 await self._learner.open(checkpoint, epoch=version.epoch)
             self._saved_at = version.step if checkpoint is not None else -1
             self._catching_up = await self._engines_are_ahead(version.epoch)
-            if not self._catching_up:
-                await self._send(await self._learner.snapshot())
+            if not self._catching_up and (snapshot := await self._learner.snapshot()) is not None:
+                await self._send(snapshot)
             self._version = version
 
     async def drain(self) -> None:
@@ -321,8 +328,7 @@ class LearnerLoop:
         self._stage, self._stage_since_s = stage, _now()
         try:
             yield
-            # Openings do not count: a learner that dies repeatedly opens repeatedly.
-            self._stages += stage is not Stage.OPENING
+            self._stages += stage not in _FRUITLESS_STAGES
         finally:
             self._stage, self._stage_since_s = Stage.WAITING, _now()
 
@@ -395,8 +401,8 @@ class LearnerLoop:
         return report
 
     async def _tried(self, batch: Batch) -> StepReport | None:
-        """Run the step, again if it failed. Returns None if the learner named rollouts that it cannot train: they are
-        filtered, and the others can be batched again. Raises BatchUntrainable, NonFiniteRun."""
+        """Run the step, again if it failed. Returns None if the learner gave back the batch, or named rollouts that it
+        cannot train: they are filtered, and the others can be batched again. Raises BatchUntrainable, NonFiniteRun."""
         trained = batch
         if self._config.rewards is RewardControl.SHUFFLED:
             trained = shuffle_rewards(batch, seed=self._learner_config.seed)
@@ -406,17 +412,18 @@ class LearnerLoop:
             except (NonFiniteRun, LearnerNotOpen):
                 # The batch did not cause these.
                 raise
+            except BatchReleased as error:
+                logger.info("batch %s: %s", batch.lease.batch_id, error)
+                await until_back(partial(self._replay.give_back, batch.lease, {}))
+                return None
             except Exception as error:
                 if isinstance(error, RowUnusable) and error.refused:
                     logger.error("batch %s is dissolved: the learner refused %s", batch.lease.batch_id, error)
-                    await until_back(partial(self._replay.refuse_rows, batch.lease, error.refused))
+                    await until_back(partial(self._replay.give_back, batch.lease, error.refused))
                     return None
                 # A refused row changed nothing; after any other error the state of the process is uncertain.
                 in_place = isinstance(error, RowUnusable)
-                # A step is most likely to run out of memory on its longest row.
-                rows = [(len(row.tokens_T), item.rollout_id) for item in batch.items for row in item.trajectory.rows]
-                tokens, largest = max(rows, key=lambda row: row[0])
-                reason = f"{type(error).__name__}: {error} (the longest row has {tokens} tokens, in rollout {largest})"
+                reason = f"{type(error).__name__}: {error} ({longest_row(batch)})"
                 verdict = await until_back(partial(self._replay.step_failed, batch.lease, reason, again=in_place))
                 if verdict:
                     # This try counts, so it must not be reported as interrupted.
@@ -438,7 +445,8 @@ class LearnerLoop:
             if self._catching_up and await self._engines_are_ahead(report.version.epoch):
                 return
             self._catching_up = False
-            self._pushing = pushes.create_task(self._send(await self._learner.snapshot()))
+            if (snapshot := await self._learner.snapshot()) is not None:
+                self._pushing = pushes.create_task(self._send(snapshot))
 
     async def _send(self, snapshot: WeightsSnapshot) -> None:
         in_flight = (await until_back(self._replay.status)).inventory.in_flight
@@ -457,7 +465,11 @@ class LearnerLoop:
         self._clock.step_s += _now() - start
 
 
-def _make_megatron_learner(config: LearnerConfig) -> Learner:
+def _make_learner(config: LearnerConfig | SlimeTerms | SimulatedLearnerConfig) -> Learner:
+    if isinstance(config, SimulatedLearnerConfig):
+        return SimulatedLearner(config)
+    if isinstance(config, SlimeTerms):
+        return SlimeLearner(config)
     from headrace.policies.learners.megatron import MegatronLearner
 
     if config.ranks == 1:
@@ -470,6 +482,13 @@ def _make_megatron_learner(config: LearnerConfig) -> Learner:
 def _now() -> float:
     """Return the time of the event loop, which may be virtual."""
     return asyncio.get_running_loop().time()
+
+
+def longest_row(batch: Batch) -> str:
+    """Describe the longest row of a batch, on which a step is most likely to run out of memory."""
+    rows = [(len(row.tokens_T), item.rollout_id) for item in batch.items for row in item.trajectory.rows]
+    tokens, largest = max(rows, key=lambda row: row[0])
+    return f"the longest row has {tokens} tokens, in rollout {largest}"
 
 
 def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:

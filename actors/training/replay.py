@@ -222,10 +222,14 @@ class Replay(RecordsMetrics):
         with self._ending():
             return await self._store.step_failed(lease, reason, again=again)
 
-    async def refuse_rows(self, lease: BatchLease, refused: Mapping[RolloutId, str]) -> None:
-        """Filter the members of a batch whose rows the learner refused, with its reasons, and free the others."""
+    async def give_back(self, lease: BatchLease, refused: Mapping[RolloutId, str]) -> None:
+        """Take back a batch that was not trained. If the learner refused rows of members (with its reasons), these are
+        filtered and the others free, otherwise the same batch comes again."""
         with self._ending():
-            await self._store.refuse_rows(lease, refused)
+            if refused:
+                await self._store.refuse_rows(lease, refused)
+            else:
+                await self._store.release(lease)
 
     async def step_interrupted(self, lease: BatchLease) -> None:
         with self._ending():

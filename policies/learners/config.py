@@ -68,9 +68,10 @@ class LearnerConfig(ObjectiveConfig):
     """Device of the learner. `cuda` reserves one GPU for each rank with Ray, which no engine of the run then uses."""
     seed: int = 0
     """Random seed of torch and Megatron. The model has no dropout, so steps do not depend on it."""
-    kind: Literal["megatron", "slime", "simulated"] = "megatron"
-    """Kind of learner. `slime` trains with slime's processes on the GPUs of `learner.slime`. `simulated` lets time
-    pass instead of computing, and ignores the keys above."""
+    kind: Literal["megatron", "slime", "external", "simulated"] = "megatron"
+    """Kind of learner. `slime` trains with slime's processes on the GPUs of `learner.slime`. `external` is a trainer of
+    yours, which takes its batches over the control API of a cluster; of the keys above it needs `token_budget` and
+    `keep_checkpoints`. `simulated` lets time pass instead of computing, and ignores the keys above."""
     slime: SlimeSection = SlimeSection()
     """Settings of the slime learner."""
     simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()

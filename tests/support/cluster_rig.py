@@ -206,10 +206,10 @@ def running_cluster(folder: Path, redis: Path, *, cpus: int = 2) -> Iterator[Clu
         yield cluster
 
 
-def wait_until(happened: Callable[[], bool], what: str) -> None:
+def wait_until(happened: Callable[[], bool], what: str, timeout_s: float = GUARD_S) -> None:
     """Wait for something that tells nobody. Raises TimeoutError."""
-    end_s = time.monotonic() + GUARD_S
+    end_s = time.monotonic() + timeout_s
     while not happened():
         if time.monotonic() > end_s:
-            raise TimeoutError(f"waited {GUARD_S:g} s for {what}")
+            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
         time.sleep(POLL_S)

@@ -106,6 +106,10 @@ VALID = (
     },
     {"changes": ["training.steps=3", "buffer.max_staleness=2"]},
     {"url": "http://10.0.0.1:30000", "timeout_s": 5},
+    {"version": "1.4", "timeout_s": 5},
+    {"lease": "a" * 32, "metrics": {"loss": 0.5}, "skipped": False},
+    {"lease": "a" * 32, "reason": "out of memory", "refused": {"r-1": "too long"}},
+    {"version": "1.4", "directory": "/storage/weights/1.4"},
 )
 ODD: tuple[Any, ...] = (
     *(None, True, 0, -1, 1 << 62, 10**40, 1e308, "", "\0", "x" * 3000, "é\u2028", [], {}, [[]], {"": {}}),

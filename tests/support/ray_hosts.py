@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -115,6 +116,14 @@ class RayHosts:
     def has_ended(self, host: Host) -> bool:
         """Return whether Ray has ended on a host, which must then be booted again."""
         return self._started[host.name].poll() is not None
+
+    def head_answers(self) -> bool:
+        """Return whether the head accepts connections, without which no node can start."""
+        try:
+            with socket.create_connection((f"{self._network.prefix}.{HEAD}", HEAD_PORT), timeout=1):
+                return True
+        except OSError:
+            return False
 
     def signal_redis(self, number: signal.Signals) -> None:
         """Send a signal to Redis, such as SIGSTOP and SIGCONT, or SIGKILL."""

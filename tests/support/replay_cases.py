@@ -41,7 +41,7 @@ def core(config: BufferConfig = SMALL, snapshot: Snapshot | None = None) -> Repl
     return ReplayBuffer(config, TaskStream(tasks(), seed=3), snapshot)
 
 
-def trajectory(*versions: PolicyVersion, tokens: int = 6, seed: int = 0) -> Trajectory:
+def trajectory(*versions: PolicyVersion, tokens: int = 6, seed: int = 0, vocabulary: int = 500) -> Trajectory:
     """One row: a prompt of two tokens, then `tokens` sampled ones for each version."""
     generator = np.random.default_rng(seed)
     length = 2 + tokens * len(versions)
@@ -51,7 +51,7 @@ def trajectory(*versions: PolicyVersion, tokens: int = 6, seed: int = 0) -> Traj
         for i, version in enumerate(versions)
     )
     row = Row(
-        tokens_T=generator.integers(0, 500, length).astype(np.int32),
+        tokens_T=generator.integers(0, vocabulary, length).astype(np.int32),
         loss_mask_T=mask,
         logprobs_T=np.where(mask, -generator.random(length), 0).astype(np.float32),
         versions=spans,
@@ -66,6 +66,7 @@ def result(
     solved: bool | None = None,
     trainable: bool = True,
     tokens: int = 6,
+    vocabulary: int = 500,
     host: str = "",
 ) -> RolloutResult:
     """Return a finished attempt, sampled by `versions`; solved if the reward is above 0, unless `solved` is given."""
@@ -76,7 +77,7 @@ def result(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
         outcome=outcome,
-        trajectory=trajectory(*versions, tokens=tokens) if versions else None,
+        trajectory=trajectory(*versions, tokens=tokens, vocabulary=vocabulary) if versions else None,
         phases_s=(("boot", 0.5), ("agent", 2.0)),
         turns=1,
         trace_id="abc",

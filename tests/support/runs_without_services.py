@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from headrace.actors.runs.contract import RunsApi
     from headrace.actors.runs.records import Recipe, RunRecord, Submission
+    from headrace.actors.training.external_loop import ExternalTrainerLoop
+    from headrace.actors.training.trainer_calls import TrainerCall
 
 RECIPE: dict[str, dict[str, Any]] = {
     "engines": {"backend": "simulated"},
@@ -73,6 +75,8 @@ class RunsWithoutServices:
         self._quotas = quotas or Quotas()
         self._changed = asyncio.Condition()
         self._engines: dict[str, dict[str, str]] = {}
+        self.learner: ExternalTrainerLoop | None = None
+        """Learner that trainers call, whatever their run is."""
 
     async def submit(self, submission: Submission) -> RunRecord:
         build = build_of(submission.recipe)
@@ -159,6 +163,12 @@ class RunsWithoutServices:
         if self._live_engines(run_id).pop(engine_id, None) is None:
             raise EngineUnknown(f"there is no engine {engine_id}")
         return engine_id
+
+    async def trainer(self, run_id: RunId, call: TrainerCall) -> bytes:
+        self._live_engines(run_id)
+        if self.learner is None:
+            raise RunRefused("the run trains by itself")
+        return await self.learner.call(call)
 
     async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
         """Return the events as log lines; the only actor is `service`."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = "0" * 32
+TRAINER_ROUTES = ("take", "commit", "release", "weights")
 
 
 @pytest.fixture
@@ -110,6 +111,7 @@ async def test_a_key_for_reading_changes_nothing(rig: ControlRig) -> None:
         ("POST", f"/v1/runs/{run}/resume"),
         ("POST", f"/v1/runs/{run}/engines"),
         ("DELETE", f"/v1/runs/{run}/engines/e"),
+        *(("POST", f"/v1/runs/{run}/{name}") for name in TRAINER_ROUTES),
     ):
         answer = await rig.call(method, path, key="alice-read", idempotency_key="k")
         assert (answer.status, answer.code) == (403, "role_too_small")
@@ -264,6 +266,39 @@ async def test_malformed_submissions_are_refused_in_one_line(rig: ControlRig, bo
     assert "\n" not in answer.document["error"]["message"]
 
 
+LEASE = "a" * 32
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "message"),
+    [
+        ("take", {"version": "one"}, "version: String should match"),
+        ("take", {"timeout_s": 61}, "timeout_s: Input should be less than or equal to 60"),
+        ("commit", {}, "lease is missing: set it"),
+        ("commit", {"lease": LEASE, "metrics": {"loss": "low"}}, "metrics.loss: Input should be a valid number"),
+        ("commit", {"lease": "../x"}, "lease: String should match"),
+        ("release", {"lease": LEASE, "refused": ["r-1"]}, "refused: Input should be a valid dictionary"),
+        ("weights", {"version": "1.1"}, "name a directory, or set pushed to true"),
+        ("weights", {"version": "1.1", "directory": "weights"}, "directory: String should match"),
+    ],
+)
+async def test_a_trainer_s_malformed_bodies_are_refused_in_one_line(
+    rig: ControlRig, route: str, body: Any, message: str
+) -> None:
+    run = await submit(rig)
+    answer = await rig.call("POST", f"/v1/runs/{run}/{route}", body)
+    assert (answer.status, answer.code) == (400, "body_invalid")
+    assert message in answer.document["error"]["message"]
+    assert "\n" not in answer.document["error"]["message"]
+
+
+@pytest.mark.parametrize(("key", "status", "code"), [("alice", 409, "run_refused"), ("bob", 404, "run_unknown")])
+async def test_a_run_that_trains_by_itself_has_no_trainer(rig: ControlRig, key: str, status: int, code: str) -> None:
+    run = await submit(rig)
+    answer = await rig.call("POST", f"/v1/runs/{run}/take", {}, key=key)
+    assert (answer.status, answer.code) == (status, code)
+
+
 async def test_an_unknown_key_of_a_recipe_is_named(rig: ControlRig) -> None:
     body = {"name": "a", "recipe": {**RECIPE, "buffer": {"max_stalenes": 1}}}
     answer = await rig.call("POST", "/v1/runs", body, idempotency_key="k")
@@ -340,10 +375,8 @@ async def test_ten_thousand_malformed_bodies_are_all_refused(rig: ControlRig) ->
     run = await submit(rig)
     for number in range(10_000):
         body = malformed(chance)
-        method, path = chance.choice(
-            [("POST", "/v1/runs"), ("POST", f"/v1/runs/{run}/resume"), ("POST", f"/v1/runs/{run}/engines")]
-        )
-        answer = await rig.call(method, path, body, idempotency_key=f"k{number}")
+        path = chance.choice(["", *(f"/{run}/{name}" for name in ("resume", "engines", *TRAINER_ROUTES))])
+        answer = await rig.call("POST", f"/v1/runs{path}", body, idempotency_key=f"k{number}")
         assert answer.status < 500, (number, path, body, answer.body)
         _check_error(answer, body)
 

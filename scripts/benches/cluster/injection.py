@@ -9,6 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import psutil
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
     from benches.cluster.faults import Fault
     from benches.cluster.processes import HostProcess
     from support.cluster_rig import Cluster, ClusterRun
+    from support.hosts import Host
 
 CLIENT_LOG: Final = "client.log"
+ENDS_S: Final = 30.0
+"""Time for Ray to end on a host that was declared dead."""
 
 
 class Injector:
@@ -77,6 +82,9 @@ class Injector:
         for number, host in sorted(self._cluster.hosts.items()):
             if number in self._away or not self._cluster.ray.has_ended(host):
                 continue
+            if number != HEAD and not self._cluster.ray.head_answers():
+                # A node cannot start without the head, whose end may not have been noticed yet.
+                return
             self._say(f"booting host {number}")
             try:
                 if number == HEAD:
@@ -113,8 +121,14 @@ class Injector:
         lost = sorted({one.name for one in actors(self._processes()) if one.host == number})
         self._away.add(number)
         host.cut()
-        self._undo = host.join
+        self._undo = partial(self._join, host)
         return f"host {number} ({', '.join(lost) or 'no actors'})"
+
+    def _join(self, host: Host) -> None:
+        """Join a host again. Ray has declared it dead by now, and ends there when it hears of it."""
+        host.join()
+        with suppress(TimeoutError):
+            wait_until(lambda: self._cluster.ray.has_ended(host), "Ray to end on a host that was cut off", ENDS_S)
 
     def _kill_actor(self, fault: Fault) -> str:
         found = actors(self._processes())
@@ -133,10 +147,18 @@ class Injector:
         log.write_bytes(b"")
         host = WORKERS[0]
         words = ("events", self._run.run_id, "--address", self._cluster.ray.address, "--owner", self._run.owner)
-        client = self._cluster.start(*words, log=log, host=host)
-        wait_until(lambda: b'"number"' in log.read_bytes() or _has_ended(client), "events of the run")
-        if _has_ended(client):
-            raise RuntimeError(f"headrace events ended: {log.read_text(encoding='utf-8')[-500:]}")
+        client: subprocess.Popen[bytes] | None = None
+
+        def follows() -> bool:
+            nonlocal client
+            if client is None or _has_ended(client):
+                # The host may have ended with an earlier fault, unnoticed.
+                self.mend()
+                client = self._cluster.start(*words, log=log, host=host)
+            return b'"number"' in log.read_bytes() and not _has_ended(client)
+
+        wait_until(follows, "events of the run")
+        assert client is not None
         self._cluster.hosts[host].kill_program(client)
         return f"headrace events on host {host}"
 

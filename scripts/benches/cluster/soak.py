@@ -125,10 +125,10 @@ class ClusterSoak:
 
     def _strike(self, run: ClusterRun, injector: Injector, fault: Fault) -> None:
         """Inject one fault, wait until the run has gone on and the cluster is whole, and verify the ledger."""
-        began_s, began = time.time(), time.monotonic()
-        target = injector.inject(fault)
-        self._say(f"{len(self._injected) + 1:3} of {self._plan.kills}  {fault.kind}: {target}")
+        began_s, began, target = time.time(), time.monotonic(), ""
         try:
+            target = injector.inject(fault)
+            self._say(f"{len(self._injected) + 1:3} of {self._plan.kills}  {fault.kind}: {target}")
             time.sleep(max(0.0, began + fault.lasts_s - time.monotonic()))
             injector.undo()
             undone_s = time.time()
@@ -136,8 +136,8 @@ class ClusterSoak:
                 lambda: _has_gone_on(run, injector, began_s=began_s, since_s=undone_s),
                 f"a step and an answered order after {fault.kind}: {target}",
             )
-        except TimeoutError as error:
-            self._problem(str(error))
+        except (TimeoutError, RuntimeError) as error:
+            self._problem(f"{fault.kind}: {error}")
         recovered = recovery(read_orders(run.directory.path, after_s=began_s), read_steps(run.directory.path), began_s)
         report = verify(run.directory.path)
         for problem in report.problems:

@@ -1,0 +1,142 @@
+"""The learner loop of a trainer of the user, which calls it over the control API.
+
+Invariants:
+- A batch is taken from the buffer only while a trainer that holds the current version asks for one: without a trainer
+  nothing becomes older than it has to.
+- A trainer that comes back without its state is the end of this process: its successor opens a new epoch at the last
+  checkpoint, and tells the trainer to load that.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import orjson
+
+from headrace.actors.runtime.runtime import end_actor
+from headrace.actors.training.external_learner import ExternalLearner
+from headrace.actors.training.learner import TAKE_POLL_S, LearnerLoop, Stage
+from headrace.actors.training.trainer_calls import Commit, Release, Take
+from headrace.buffer.types import RolloutId
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.errors import TrainerRefused, TrainerStateLost
+from headrace.policies.learners.config import LearnerConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.actors.engine_group.group import EngineGroup
+    from headrace.actors.training.external_learner import TrainerOrder
+    from headrace.actors.training.learner import LearnerStatus, TrainingEnd
+    from headrace.actors.training.trainer_calls import TrainerCall
+    from headrace.buffer.types import Batch, BatchItem, StepReport
+    from headrace.policies.learner import Learner
+
+LEARNER: Final = "learner"
+"""Name of the learner's actor in its run."""
+
+logger = logging.getLogger(__name__)
+
+
+class ExternalTrainerLoop(LearnerLoop):
+    """Actor between the run and the trainer of the user."""
+
+    async def call(self, call: TrainerCall) -> bytes:
+        """Return the JSON answer to a call of the trainer. Raises LeaseLost, TrainerRefused, ModelInvalid."""
+        if isinstance(call, Take):
+            return _order_document(await self._take(call))
+        if isinstance(call, Commit):
+            version = await self._trainer.commit(call.lease, call.metrics, skipped=call.skipped)
+            return orjson.dumps({"version": str(version)})
+        if isinstance(call, Release):
+            refused = {RolloutId(rollout): reason for rollout, reason in call.refused.items()}
+            await self._trainer.release(call.lease, call.reason, refused)
+        else:
+            await self._weights(PolicyVersion.parse(call.version), call.path)
+        return b"{}"
+
+    async def _weights(self, version: PolicyVersion, directory: Path | None) -> None:
+        if directory is None and not await cast("EngineGroup", self._engines).holding(version):
+            raise TrainerRefused(
+                f"no engine reports version {version}: push the weights with weight_version {version} first, and let "
+                "the engines continue"
+            )
+        await self._trainer.weights(version, directory)
+
+    async def _take(self, call: Take) -> TrainerOrder:
+        version = None if call.version is None else PolicyVersion.parse(call.version)
+        try:
+            return await self._trainer.take(version, timeout_s=call.timeout_s)
+        except TrainerStateLost as error:
+            logger.warning("%s", error)
+            end_actor()
+
+    async def _make_learner(self) -> Learner:
+        assert isinstance(self._learner_config, LearnerConfig)
+        self._trainer = ExternalLearner(self._learner_config)
+        return self._trainer
+
+    async def _train(self) -> TrainingEnd:
+        end = await super()._train()
+        await self._trainer.end()
+        return end
+
+    async def _next_batch(self) -> Batch | None:
+        if not await self._trainer.wanted(0.0):
+            with self._in(Stage.ABSENT):
+                if not await self._trainer.wanted(TAKE_POLL_S):
+                    return None
+        return await super()._next_batch()
+
+    async def _step(self, batch: Batch) -> StepReport | None:
+        report = await super()._step(batch)
+        if report is not None:
+            self._trainer.durable()
+        return report
+
+    async def _engines_are_ahead(self, epoch: int) -> bool:
+        """Return False: a trainer need not repeat undone steps exactly."""
+        return False
+
+
+def away(learner: LearnerStatus | None) -> tuple[str, ...]:
+    """Return the line that a run's status has for a trainer that does not ask, or none."""
+    is_away = learner is not None and learner.stage is Stage.ABSENT
+    return ("the trainer: it has not asked for a batch",) if is_away else ()
+
+
+def _order_document(order: TrainerOrder) -> bytes:
+    """Return the answer to `take`. The arrays of a row are aligned: `tokens`, `loss_mask` (true where sampled) and
+    `logprobs` of the behaviour policy; `versions` are `[start, end, version, stale_kv]`."""
+    document: dict[str, Any] = {
+        "order": order.order.value,
+        "version": None if order.version is None else str(order.version),
+        "directory": None if order.directory is None else str(order.directory),
+    }
+    if order.batch is not None:
+        batch = order.batch
+        items = [_item_document(item) for item in batch.items]
+        document |= {"lease": order.lease, "batch": {"batch_id": batch.lease.batch_id, "items": items}}
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _item_document(item: BatchItem) -> dict[str, Any]:
+    return {
+        "rollout_id": item.rollout_id,
+        "group_id": item.group_id,
+        "attempt": item.attempt,
+        "reward": item.reward,
+        "advantage": item.advantage,
+        "staleness": item.staleness,
+        "temperature": item.trajectory.temperature,
+        "rows": [
+            {
+                "tokens": row.tokens_T,
+                "loss_mask": row.loss_mask_T,
+                "logprobs": row.logprobs_T,
+                "versions": [span.to_json() for span in row.versions],
+            }
+            for row in item.trajectory.rows
+        ],
+    }
