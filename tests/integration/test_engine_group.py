@@ -21,8 +21,10 @@ from headrace.actors.errors import (
     EngineNotServing,
     EngineUnknown,
 )
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed
+from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.push.machine import Phase
 from headrace.sandboxes.key_files import make_key, read_key
 from support import group_rig as kit
@@ -67,6 +69,37 @@ async def test_attached_engines_receive_pushes_and_keep_running_at_shutdown(mode
             # What was pushed is known to whoever comes next: no catch-up, no wait.
             assert {engine.state for engine in (await rig.engines()).values()} == {EngineState.SERVING}
             assert kit.versions_of(await rig.turn()) == {"1.1"}
+
+
+async def test_weights_that_somebody_else_pushed_are_believed_where_an_engine_reports_them(
+    models: list[Path], tmp_path: Path
+) -> None:
+    async with (
+        kit.servers(models[0], tmp_path, "a", "b") as servers,
+        kit.open_group(models[0], tmp_path, count=0, attach=[process.url for process in servers.values()]) as rig,
+    ):
+        await rig.push(models[1], 1)
+        await rig.until_serving(2, "1.1")
+        newer = PolicyVersion(1, 2)
+        assert await rig.group.holding(newer) == []
+        first, second = (attached_id(process.url) for process in servers.values())
+        await relabel(rig, servers["a"].url, newer)
+        assert await rig.group.holding(newer) == [first]
+        await rig.group.push(WeightsSnapshot(version=newer), rollouts_in_flight=0)
+        assert await rig.group.served_version() == newer
+        # Longer than a look of the supervision: nothing is pushed to the other engine, which goes on serving.
+        await asyncio.sleep(0.5)
+        assert {name: engine.version for name, engine in (await rig.engines()).items()} == {first: "1.2", second: "1.1"}
+        await relabel(rig, servers["b"].url, newer)
+        await rig.until_serving(2, "1.2")
+        assert kit.versions_of(await rig.turn()) == {"1.2"}
+
+
+async def relabel(rig: kit.Rig, url: str, version: PolicyVersion) -> None:
+    """Change the version of an engine's weights, as a trainer does that pushes by itself."""
+    body = {"new_version": str(version), "abort_all_requests": False}
+    async with rig.http.post(f"{url}/update_weight_version", json=body) as response:
+        assert response.status == 200, await response.text()
 
 
 async def test_own_and_attached_engines_have_different_keys(models: list[Path], tmp_path: Path) -> None:
