@@ -33,7 +33,7 @@ from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, diagn
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
-from headrace.actors.training.external_loop import away
+from headrace.actors.training.external_loop import note_trainer
 from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import load_tasks
@@ -158,7 +158,7 @@ class Service(ServiceParts):
             parser_fails=gateway.parser_fails if gateway else False,
             held_up_by=(replay.held if replay else "") or (loads.line() if loads else ""),
             rewards=tuple(self._rewards),
-            absent=(*self._absences.lines(self._externals.clock()), *away(learner)),
+            absent=tuple(self._absences.lines(self._externals.clock())),
         )
 
     async def readiness(self) -> dict[str, Any]:
@@ -333,6 +333,7 @@ class Service(ServiceParts):
             await asyncio.sleep(interval_s)
             self._refuse_full_disk()
             status = await self._supervision.check()
+            note_trainer(self._absences, status.learner)
             if status.learner and status.learner.version:
                 self._note(status.learner.version.step, status.learner.last)
             now_s = clock.read(now())

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.engine_group.group import EngineGroup
+    from headrace.actors.record.absences import Absences
     from headrace.actors.training.external_learner import TrainerOrder
     from headrace.actors.training.learner import LearnerStatus, TrainingEnd
     from headrace.actors.training.trainer_calls import TrainerCall
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 LEARNER: Final = "learner"
 """Name of the learner's actor in its run."""
+TRAINER: Final = "the user's trainer"
+"""Name of the trainer among the absent parts of its run."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +103,12 @@ class ExternalTrainerLoop(LearnerLoop):
         return False
 
 
-def away(learner: LearnerStatus | None) -> tuple[str, ...]:
-    """Return the line that a run's status has for a trainer that does not ask, or none."""
-    is_away = learner is not None and learner.stage is Stage.ABSENT
-    return ("the trainer: it has not asked for a batch",) if is_away else ()
+def note_trainer(absences: Absences, learner: LearnerStatus | None) -> None:
+    """List a trainer that does not ask for batches among the absent parts of its run."""
+    if learner is not None and learner.stage is Stage.ABSENT:
+        absences.lost(TRAINER)
+    else:
+        absences.back(TRAINER)
 
 
 def _order_document(order: TrainerOrder) -> bytes:

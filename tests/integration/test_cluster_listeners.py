@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
+    # A machine has one network of hosts at a time.
+    pytest.mark.xdist_group("hosts"),
 ]
 
 

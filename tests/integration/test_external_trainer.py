@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import socket
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from headrace.policies.learners.simulated import SimulatedEnginesConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.control_rig import ControlRig
+from support.external_trainer import trainer_of_the_docs
 from support.runs_without_services import RECIPE
 
 if TYPE_CHECKING:
@@ -44,17 +44,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-DOCS: Final = Path(__file__).resolve().parents[2] / "docs" / "external_trainer.md"
 MOST_LINES: Final = 60
 STEPS: Final = 8
 SAVE_EVERY: Final = 3
 GUARD_S: Final = 240
 SMALL: Final = BufferConfig(batch_size=4, group_size=2, max_staleness=2)
-
-
-def trainer_of_the_docs() -> str:
-    [text] = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return str(text)
 
 
 def test_the_trainer_is_short() -> None:
