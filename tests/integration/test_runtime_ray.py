@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
@@ -240,6 +241,33 @@ class Keeper(BeginsUnasked):
 
     async def pid(self) -> int:
         return os.getpid()
+
+
+class LosesItsCall(Keeper):
+    """In its second life Ray loses the call by which its process enters itself."""
+
+    begins_within_s = 2.0
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        if (folder / "loses").exists():
+            (folder / "loses").unlink()
+            import ray
+
+            nobody = types.SimpleNamespace(begin=types.SimpleNamespace(remote=lambda: None))
+            ray.get_runtime_context = lambda: types.SimpleNamespace(current_actor=nobody)
+
+
+async def test_an_actor_whose_own_call_is_lost_is_started_again(tmp_path: Path) -> None:
+    runtime = RayRuntime("unasked-lost-")
+    keeper = await runtime.spawn(LosesItsCall, tmp_path, name="keeper")
+    (tmp_path / "loses").touch()
+    os.kill(await keeper.pid(), signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while len(await asyncio.to_thread(lambda: list(tmp_path.glob("[0-9]*")))) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert not (tmp_path / "loses").exists()
+    await runtime.stop(keeper)
 
 
 async def test_an_actor_that_begins_unasked_is_entered_again_without_a_call(tmp_path: Path) -> None:
