@@ -22,23 +22,33 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHORTEST: Final = 16
+LONGEST: Final = 1 << 20
+"""Maximum size of a file of keys, in bytes."""
 _KEY_BYTES: Final = 32
 
 
-def read_key(path: Path, option: str) -> str:
-    """Return the key in a file that the user named with `option`. Raises SecretRefused."""
+def read_private(path: Path, option: str, longest: int = LONGEST) -> str:
+    """Return the text of a file that the user named with `option`, if no other user can read it. Raises
+    SecretRefused."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            data = file.read(4096)
+            data = file.read(longest + 1)
     except OSError as error:
         raise SecretRefused(f"{option} {path}: {error.strerror}; name a file with the key") from error
+    if len(data) > longest:
+        raise SecretRefused(f"{option} {path}: it has more than {longest} bytes; name a file with keys only")
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in (0, os.geteuid()):
         raise SecretRefused(f"{option} {path}: it belongs to another user (id {status.st_uid}); copy it")
     if mode & (0o007 if status.st_uid == 0 != os.geteuid() else 0o077):
         raise SecretRefused(f"{option} {path}: other users can read it (mode {mode:o}); chmod 600 {path}")
-    key = data.decode("ascii", errors="replace").strip()
+    return data.decode(errors="replace")
+
+
+def read_key(path: Path, option: str) -> str:
+    """Return the key in a file that the user named with `option`. Raises SecretRefused."""
+    key = read_private(path, option).strip()
     if len(key) < SHORTEST or not all("!" <= character <= "~" for character in key) or key.startswith("-"):
         raise SecretRefused(
             f"{option} {path}: a key has at least {SHORTEST} printable ASCII characters without spaces, and no dash in "

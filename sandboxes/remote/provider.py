@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
-from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SecretRefused, SpecRefused
+from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
+from headrace.sandboxes.key_files import read_private
 from headrace.sandboxes.remote.http import RemoteHttp
 from headrace.sandboxes.remote.sandbox import RemoteSandbox, sandbox_url
 from headrace.sandboxes.retry import RetryConfig
@@ -133,10 +134,7 @@ class RemoteProvider:
     def _key(self) -> str:
         if self._config.key_file is None:
             return ""
-        try:
-            return self._config.key_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SecretRefused(f"key_file {self._config.key_file}: {error}") from error
+        return read_private(self._config.key_file, "key_file").strip()
 
     def later(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a clean-up for a caller that was cancelled; `aclose` waits for it."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.sandboxes.errors import SpecRefused
+from headrace.sandboxes.key_files import read_private
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -57,13 +58,10 @@ class ApiKeys:
 
 def load_keys(path: Path | None) -> ApiKeys:
     """Read lines of the form `name:key[:max_sandboxes]`, where 64 hexadecimal digits instead of a key are its SHA-256.
-    Raises SpecRefused."""
+    Raises SpecRefused, and SecretRefused if other users can read the file."""
     if path is None:
         return ApiKeys(None)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecRefused(f"--keys {path}: {error}") from error
+    text = read_private(path, "--keys")
     owners: dict[bytes, Owner] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):

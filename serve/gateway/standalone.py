@@ -17,8 +17,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -33,6 +31,8 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.processes.engine_keys import EngineKeyFiles, read_engine_key
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
+from headrace.sandboxes.errors import SecretRefused
+from headrace.sandboxes.key_files import make_key, read_key
 from headrace.serve.errors import OptionRefused
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
@@ -156,16 +156,12 @@ async def _context_length(routes: Sequence[EngineRoute], key: str | None) -> int
 
 
 def read_admin_token(path: Path) -> str:
-    """Return the token in the file; if the file is missing, create it with a new token. Raises OptionRefused."""
+    """Return the token in the file; if the file is missing, create it with a new token. Raises OptionRefused, also if
+    other users can read the file."""
     try:
-        token = path.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        token = secrets.token_urlsafe(32)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(token + "\n")
-    except (OSError, UnicodeDecodeError) as error:
+        make_key(path)
+        return read_key(path, "--admin-token-file")
+    except OSError as error:
         raise OptionRefused(f"--admin-token-file {path}: {error}") from error
-    if len(token) < 16:
-        raise OptionRefused(f"--admin-token-file {path}: the token must have at least 16 characters")
-    return token
+    except SecretRefused as error:
+        raise OptionRefused(str(error)) from error

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from headrace.actors.evaluation.patch import apply_patch
+from headrace.buffer.primitives.durable_files import write_private
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
@@ -78,7 +79,7 @@ async def local() -> AsyncIterator[LocalProvider]:
 @pytest.fixture
 async def url(local: LocalProvider, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
     lease_s, key = getattr(request, "param", (600.0, ""))
-    (tmp_path / "keys").write_text(f"alice:{key or 'none'}\n")
+    write_private(tmp_path / "keys", f"alice:{key or 'none'}\n".encode())
     keys = load_keys(tmp_path / "keys" if key else None)
     settings = ServerSettings(serve_e2b=False, keys=keys, images=ImageMap({"task:latest": "host"}))
     part = ExecPart(

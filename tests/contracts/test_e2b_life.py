@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from headrace.buffer.primitives.durable_files import write_private
 from headrace.sandboxes.errors import BootFailed, SandboxError
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.local.sandbox import LocalSandbox
@@ -349,7 +350,7 @@ async def test_many_sandboxes_run_concurrently(wire: Callable[..., Any], count: 
 
 def test_the_program_shuts_down_on_a_signal(tmp_path: Path) -> None:
     headrace = str(Path(sys.executable).with_name("headrace"))
-    (tmp_path / "keys").write_text("a:key-a\n")
+    write_private(tmp_path / "keys", b"a:key-a\n")
     (tmp_path / "images.toml").write_text('tools = "host"\n')
     options = ["--state", str(tmp_path / "state"), "--keys", str(tmp_path / "keys")]
     options += ["--image-map", str(tmp_path / "images.toml"), "--metadata-image-key", "acme/image"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.buffer.primitives.durable_files import write_private
 from headrace.sandboxes.base import Feature, FrozenMount, Network, SandboxId, SandboxSpec, Stream, TerminalSize
 from headrace.sandboxes.e2b.provider import E2bConfig, E2bProvider
 from headrace.sandboxes.errors import (
@@ -41,7 +42,7 @@ KEY = "e2b_" + "1" * 40
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[E2bServer]:
     keys = tmp_path / "keys"
-    keys.write_text(f"team:{KEY}:3\n")
+    write_private(keys, f"team:{KEY}:3\n".encode())
     settings = ServerSettings(keys=load_keys(keys), images=ImageMap({"task-7": "host"}, "acme/image"))
     async with LocalProvider() as local, E2bServer(local, settings) as server:
         yield server

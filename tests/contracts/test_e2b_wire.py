@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes.errors import SpecRefused
+from headrace.buffer.primitives.durable_files import write_private
+from headrace.sandboxes.errors import SecretRefused, SpecRefused
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
@@ -33,7 +34,7 @@ async def local() -> AsyncIterator[LocalProvider]:
 async def server(tmp_path: Path, local: LocalProvider) -> AsyncIterator[E2bServer]:
     keys = tmp_path / "keys"
     digest = "6ff1b1e1d8a9b2e2d7de2aa7c0ec5d9a2f2cf2b8a4ec1d9be3a25a2b1f3b9ac0"
-    keys.write_text(f"# keys\nalice:{ALICE}\nbob:{BOB}:2\ncarol:{digest}\n")
+    write_private(keys, f"# keys\nalice:{ALICE}\nbob:{BOB}:2\ncarol:{digest}\n".encode())
     settings = ServerSettings(keys=load_keys(keys), images=ImageMap({"task": "host", "lost": "no-such"}, "acme"))
     async with E2bServer(local, settings) as server:
         yield server
@@ -405,11 +406,15 @@ async def test_a_failed_boot_raises_a_typed_error_and_leaves_nothing_behind(wire
 
 def test_key_files_are_validated_at_startup(tmp_path: Path) -> None:
     for text in ("", "alice", "alice:", ":key", "a:b:c", "a:b:1\na:c", "a:b\nc:b", "na me:key"):
-        (tmp_path / "keys").write_text(text)
+        write_private(tmp_path / "keys", text.encode())
         with pytest.raises(SpecRefused):
             load_keys(tmp_path / "keys")
-    with pytest.raises(SpecRefused):
+    with pytest.raises(SecretRefused, match="No such file"):
         load_keys(tmp_path / "missing")
+    write_private(tmp_path / "keys", b"a:b")
+    (tmp_path / "keys").chmod(0o644)
+    with pytest.raises(SecretRefused, match=r"--keys .*: other users can read it \(mode 644\); chmod 600 "):
+        load_keys(tmp_path / "keys")
 
 
 async def test_without_keys_the_server_binds_to_loopback_only(local: LocalProvider, wire: Callable[..., Any]) -> None:

@@ -21,6 +21,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.places.config import RemoteSection, SandboxKind, SandboxSection
 from headrace.actors.places.providers import refuse_absent_images
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
+from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import HostPort, ImageRef, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
@@ -299,11 +300,11 @@ def task_in(image: str) -> Task:
 @asynccontextmanager
 async def keyed(local: LocalProvider, folder: Path) -> AsyncIterator[tuple[str, dict[str, RemoteProvider]]]:
     keys = folder / "keys"
-    keys.write_text(f"alice:{ALICE}\nbob:{BOB}:1\n")
+    write_private(keys, f"alice:{ALICE}\nbob:{BOB}:1\n".encode())
     async with serving(local, keys=load_keys(keys), images=ImageMap({"task": "host"})) as url:
         remotes = {}
         for name, key in (("alice", ALICE), ("bob", BOB)):
-            (folder / name).write_text(f"{key}\n")
+            write_private(folder / name, f"{key}\n".encode())
             remotes[name] = RemoteProvider(RemoteConfig(url=url, key_file=folder / name))
             await remotes[name].start()
         yield url, remotes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError
@@ -46,7 +47,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
 @asynccontextmanager
 async def serving(host: Host, folder: Path) -> AsyncIterator[RemoteProvider]:
     """Start a sandbox server in a host; yields its client."""
-    (folder / "keys").write_text("team:one-key\n", encoding="utf-8")
+    write_private(folder / "keys", b"team:one-key\n")
     (folder / "key").write_text("one-key\n", encoding="utf-8")
     for name in ("keys", "key"):
         (folder / name).chmod(0o600)

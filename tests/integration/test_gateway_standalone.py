@@ -111,6 +111,10 @@ async def test_a_startup_error_is_reported_in_one_line(model_dir: Path, tmp_path
         assert code != 0
         assert "tokenizer.json" in said
         assert "Traceback" not in said
+        (tmp_path / "token").chmod(0o644)
+        code, said = await refusal("--engine", engine.url, *common)
+        assert (code, len(said.splitlines())) == (EXIT_BAD_INPUT, 1), said
+        assert f"--admin-token-file {token}: other users can read it (mode 644); chmod 600 {token}" in said
 
 
 async def test_the_gateway_sends_the_key_of_its_engines(tmp_path: Path) -> None:

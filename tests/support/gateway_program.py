@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.buffer.primitives.durable_files import write_private
 from support.gateway_rig import ADMIN
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ async def gateway_program(
 ) -> AsyncIterator[GatewayProgram]:
     """A running one; it ends with the block."""
     token = state.with_name(f"{state.name}-token")
-    token.write_text(ADMIN)
+    write_private(token, ADMIN.encode())
     port = quiet_port()
     program = GatewayProgram(
         command=(

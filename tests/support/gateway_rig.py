@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from headrace.serve.rendering.render import Renderer
 
-ADMIN = "an admin token of enough letters"
+ADMIN = "an-admin-token-of-enough-letters"
 R1 = SessionId("rollout-1")
 SYSTEM = "You repair things."
 RESET = struct.pack("ii", 1, 0)

@@ -10,6 +10,7 @@ import e2b
 import httpx
 import pytest
 
+from headrace.buffer.primitives.durable_files import write_private
 from headrace.sandboxes.e2b.errors import Step, classify
 from headrace.sandboxes.errors import (
     BootFailed,
@@ -64,7 +65,7 @@ def test_paths_are_resolved_as_in_envd(path: str, wanted: str | None) -> None:
 
 def test_keys_can_be_plain_or_digests(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"secret-b").hexdigest()
-    (tmp_path / "keys").write_text(f"\n# people\na:secret-a\nb:{digest}:5\n")
+    write_private(tmp_path / "keys", f"\n# people\na:secret-a\nb:{digest}:5\n".encode())
     keys = load_keys(tmp_path / "keys")
     found = [keys.identify(key) for key in ("secret-a", "secret-b", digest, "", "secret-")]
     assert [owner and (owner.name, owner.max_sandboxes) for owner in found] == [("a", None), ("b", 5), None, None, None]
