@@ -13,6 +13,7 @@ from typing import Final
 
 from headrace.actors.errors import CannotBePlaced, ConfigError
 from headrace.actors.runtime.nodes import ROLE_LABEL, Bundle, Role
+from headrace.policies.processes.engine_keys import is_loopback
 
 MOST_CLOCK_OFFSET_S: Final = 5.0
 """Largest difference between the clocks of two nodes. Leases and incarnations are compared across nodes."""
@@ -28,6 +29,7 @@ class Node:
     cpus: float
     gpus: float
     memory_bytes: int
+    is_head: bool = False
 
     @property
     def named(self) -> str:
@@ -89,6 +91,15 @@ def refuse_too_large(nodes: Sequence[Node], labels: Mapping[Role, str], bundles:
 
 def _holds(node: Node, bundle: Bundle) -> bool:
     return node.cpus >= bundle.cpus and node.gpus >= bundle.gpus and node.memory_bytes >= bundle.memory_bytes
+
+
+def refuse_open_redis(head: Node, redis: str) -> None:
+    """Raise ConfigError for a Redis that the head uses without a password and that other hosts can reach."""
+    if redis and not is_loopback(redis):
+        raise ConfigError(
+            f"{head.named}: the head keeps the state of the cluster in Redis at {redis} without a password, where all "
+            "of the network can change it: set requirepass there, and start the head with --redis-password"
+        )
 
 
 def refuse_unfit(facts: Sequence[NodeFacts], versions: Versions, *, marker: str, storage: str) -> None:

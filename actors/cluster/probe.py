@@ -25,6 +25,7 @@ from headrace.actors.version import RUNNING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+HEAD_RESOURCE: Final = "node:__internal_head__"
 PROBE_TIMEOUT_S: Final = 60.0
 """Time limit for a node to answer: it starts a Python process for the first probe."""
 
@@ -50,6 +51,7 @@ def _node(entry: Mapping[str, Any]) -> Node:
         cpus=resources.get("CPU", 0.0),
         gpus=resources.get("GPU", 0.0),
         memory_bytes=int(resources.get("memory", 0)),
+        is_head=HEAD_RESOURCE in resources,
     )
 
 
@@ -84,22 +86,33 @@ async def probe(
     )
 
 
+async def open_redis(head: Node) -> str:
+    """Return the address of the Redis that the head uses without a password, "" if it needs none or has one. Raises
+    ConfigError if the head does not answer."""
+    found = await _run_on(head, open_redis_function())
+    return str(found)
+
+
 async def _probe_one(node: Node, marker: Path, paths: Sequence[str], state: str) -> NodeFacts:
+    asked_s = time.time()
+    found = await _run_on(node, _probe_function(), str(marker), list(paths), state)
+    offset_s = clock_offset_s(asked_s, time.time(), found.pop("time_s"))
+    return NodeFacts(node=node, clock_s=offset_s, **found)
+
+
+async def _run_on(node: Node, function: Callable[..., Any], *arguments: object) -> Any:
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(node.node, soft=False)
-    task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(_probe_function())
-    asked_s = time.time()
+    task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(function)
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            found = await task.remote(str(marker), list(paths), state)
+            return await task.remote(*arguments)
     except (TimeoutError, RayError) as error:
         reason = "no answer" if isinstance(error, TimeoutError) else " ".join(str(error).split())[-300:]
         raise ConfigError(f"{node.named} could not be probed within {PROBE_TIMEOUT_S:g} s: {reason}") from error
-    offset_s = clock_offset_s(asked_s, time.time(), found.pop("time_s"))
-    return NodeFacts(node=node, clock_s=offset_s, **found)
 
 
 def clock_offset_s(asked_s: float, answered_s: float, there_s: float) -> float:
@@ -108,6 +121,30 @@ def clock_offset_s(asked_s: float, answered_s: float, there_s: float) -> float:
     if there_s < asked_s:
         return there_s - asked_s
     return max(0.0, there_s - answered_s)
+
+
+def open_redis_function() -> Callable[[], str]:
+    """Return the function that looks for the head's process on its own node: the address of its Redis and the password
+    for it, if there are any, are among its arguments."""
+
+    def find_open_redis() -> str:
+        from pathlib import Path
+
+        import ray
+
+        here = f"--node-ip-address={ray.util.get_node_ip_address()}"
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if words[0].endswith("gcs_server") and here in words:
+                given = dict(word.removeprefix("--").partition("=")[::2] for word in words[1:])
+                if given.get("redis_address") and not given.get("redis_password"):
+                    return given["redis_address"]
+        return ""
+
+    return find_open_redis
 
 
 def _probe_function() -> Callable[[str, list[str], str], dict[str, Any]]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from headrace.actors.cluster.checks import refuse_absent_roles, refuse_too_large, refuse_unfit
-from headrace.actors.cluster.probe import living_nodes, marked, probe, versions_here
+from headrace.actors.cluster.checks import refuse_absent_roles, refuse_open_redis, refuse_too_large, refuse_unfit
+from headrace.actors.cluster.probe import living_nodes, marked, open_redis, probe, versions_here
 from headrace.actors.cluster.section import ClusterSection, RolesSection
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
 from headrace.actors.record.run_directory import RunDirectory
@@ -100,6 +100,8 @@ async def check_cluster(config: RunConfig) -> None:
     paths = {labels[role]: _paths(config) for role in labels}
     assert cluster.state is not None and cluster.storage is not None
     states = {labels[Role.CONTROL]: str(cluster.state)}
+    for head in (node for node in nodes if node.is_head):
+        refuse_open_redis(head, await open_redis(head))
     with marked(cluster.storage) as (marker, content):
         facts = await probe(ours, marker, paths, states)
     refuse_unfit(facts, versions_here(), marker=content, storage=str(cluster.storage))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +14,12 @@ from headrace.actors.cluster.checks import (
     NodeFacts,
     Versions,
     refuse_absent_roles,
+    refuse_open_redis,
     refuse_too_large,
     refuse_unfit,
 )
 from headrace.actors.cluster.connection import require_token
-from headrace.actors.cluster.probe import clock_offset_s
+from headrace.actors.cluster.probe import clock_offset_s, open_redis_function
 from headrace.actors.cluster.section import CLUSTER_ABSENT_S, ClusterSection, cluster_section
 from headrace.actors.errors import CannotBePlaced, ConfigError
 from headrace.actors.runtime.nodes import Bundle, Role
@@ -141,3 +144,38 @@ def test_facts_do_not_depend_on_the_order_of_nodes() -> None:
     for found in ((facts("a"), late), (late, facts("a"))):
         with pytest.raises(ConfigError, match=r"^node b"):
             refuse(*found)
+
+
+def test_a_redis_without_a_password_is_refused_off_loopback() -> None:
+    head = node("10.0.0.1", "head")
+    for harmless in ("", "127.0.0.1", "::1", "localhost"):
+        refuse_open_redis(head, harmless)
+    with pytest.raises(ConfigError, match=r"^node 10\.0\.0\.1 .* Redis at 10\.0\.0\.7 without a password.*requirepass"):
+        refuse_open_redis(head, "10.0.0.7")
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (("--redis_address=10.0.0.7", "--redis_port=6379"), "10.0.0.7"),
+        (("--redis_address=10.0.0.7", "--redis_password=secret"), ""),
+        ((), ""),
+    ],
+)
+def test_the_head_s_process_shows_whether_its_redis_has_a_password(
+    tmp_path: Path, options: tuple[str, ...], found: str
+) -> None:
+    import ray
+
+    (tmp_path / "gcs_server").symlink_to(sys.executable)
+    here = f"--node-ip-address={ray.util.get_node_ip_address()}"
+    # Its arguments are those of the head's process; it waits until it is killed.
+    waits = "import sys; print('ready', flush=True); sys.stdin.read()"
+    command = [str(tmp_path / "gcs_server"), "-c", waits, here, *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            assert open_redis_function()() == found
+        finally:
+            process.kill()
