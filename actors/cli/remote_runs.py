@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import os
 import re
 import signal
 import threading
@@ -144,8 +145,16 @@ def access(url: str | None, key_file: Path | None, address: str | None, owner: s
     if address is not None:
         if url is not None:
             raise ConfigError("--url and --address name two ways to the runs: use one")
-        return OnCluster(address=address, owner=owner or getpass.getuser())
+        return OnCluster(address=address, owner=owner or user_here())
     return None if url is None else Api(url=url, key_file=key_file)
+
+
+def user_here() -> str:
+    """Return the name of this process' user, who may have no account on this machine (in a container)."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid-{os.getuid()}"
 
 
 def required_access(url: str | None, key_file: Path | None, address: str | None, owner: str) -> Access:
@@ -176,7 +185,7 @@ def submission_access(
     if section.address == LOCAL:
         return None
     return OnCluster(
-        address=section.address, owner=owner or getpass.getuser(), quotas=quotas and quotas.resolve(), section=section
+        address=section.address, owner=owner or user_here(), quotas=quotas and quotas.resolve(), section=section
     )
 
 

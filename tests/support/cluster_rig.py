@@ -169,9 +169,9 @@ class ClusterRun:
     def wait_for_step(self, step: int) -> None:
         wait_until(lambda: self.steps() >= step, f"step {step} of run {self.run_id}")
 
-    def status(self) -> dict[str, Any]:
+    def status(self, *, host: int = 13) -> dict[str, Any]:
         words = ("status", self.run_id, "--address", self.cluster.ray.address, "--owner", self.owner, "--json", "-")
-        output = self.cluster.headrace(*words)
+        output = self.cluster.headrace(*words, host=host)
         found: dict[str, Any] = json.loads(output[output.index("{") :])
         return found
 

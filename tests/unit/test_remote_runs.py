@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pwd
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import orjson
 import pytest
@@ -216,6 +218,18 @@ def test_recipes_that_cannot_be_sent_are_refused(tmp_path: Path, text: str, mess
     recipe.write_text(text)
     with pytest.raises(ConfigError, match=message):
         remote_runs.recipe_document(recipe, [])
+
+
+def test_a_user_without_an_account_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert remote_runs.user_here() == pwd.getpwuid(os.getuid()).pw_name
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert remote_runs.user_here() == f"uid-{os.getuid()}"
 
 
 def test_a_key_file_is_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""What one machine promises holds on a cluster too: clients that die, rotated files, evaluations that are looked up,
+parts that stay away, and a ledger that is older than its checkpoints."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from headrace.actors.record.metrics import read_metrics
+from support import hosts
+from support.cluster_rig import CONTROL, QUICK, ROOT, WORKERS, running_cluster, wait_until
+from support.ray_hosts import redis_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.cluster_rig import Cluster, ClusterRun
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
+    # A machine has one network of hosts at a time.
+    pytest.mark.xdist_group("hosts"),
+]
+
+CLIENTS: Final = 5
+SEED: Final = 18
+LATEST_KILL_S: Final = 15.0
+"""A client has submitted its run after about five seconds, and follows it from then on."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if (redis := redis_folder()) is None:
+        pytest.skip("scripts/install_redis could not install Redis here")
+    with running_cluster(tmp_path_factory.mktemp("c") / "shared", redis, cpus=6) as cluster:
+        yield cluster
+
+
+def check_finished(run: ClusterRun, steps: int) -> None:
+    ended = run.wait_for_end()
+    assert (ended["state"], ended["steps"]) == ("finished", steps), ended
+    report = run.verified()
+    assert report["clean"], report["problems"]
+    assert (report["trained_twice"], report["lost"], report["steps"]) == (0, 0, steps)
+
+
+def rows(run: ClusterRun, query: str) -> list[Any]:
+    """Return rows of the run's ledger and its archive."""
+    found: list[Any] = []
+    for path in (run.directory.path / name for name in ("ledger.db", "archive.db")):
+        if path.exists():
+            with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as ledger:
+                found += ledger.execute(query).fetchall()
+    return found
+
+
+def test_clients_killed_at_five_instants_leave_runs_that_end_with_all_steps(cluster: Cluster) -> None:
+    chance = random.Random(SEED)
+    recipe = str(ROOT / "scripts" / "recipes" / "simulated.toml")
+    words = ("--owner", "tester", *cluster.options(*QUICK, "training.steps=4"))
+    for number in range(CLIENTS):
+        name, log = f"client-{number}", cluster.storage.parent / f"client-{number}.log"
+        client = cluster.start("run", recipe, "--name", name, *words, log=log)
+        # The instant is what the seed varies: before, during and after the submission.
+        time.sleep(chance.uniform(0.5, LATEST_KILL_S))
+        cluster.hosts[13].kill_program(client)
+        try:
+            run = cluster.run_named(name)
+        except ValueError:
+            # Killed before it had submitted anything: the name is free.
+            run = cluster.submit("simulated.toml", *QUICK, "training.steps=4", name=name)
+        check_finished(run, 4)
+    assert cluster.left_over() == []
+
+
+def test_files_are_rotated_on_the_control_node(cluster: Cluster) -> None:
+    run = cluster.submit("simulated.toml", *QUICK, "training.steps=24", "retention.file_bytes=4096", name="rotated")
+    check_finished(run, 24)
+    assert list(run.directory.path.glob("metrics-*.jsonl"))
+    assert run.directory.metrics.stat().st_size < 2 * 4096
+    assert {step["step"] for step in read_metrics(run.directory.metrics, ("step",))} == set(range(1, 25))
+
+
+def test_answers_of_an_evaluation_are_looked_up_after_the_loss_of_the_control_node(cluster: Cluster) -> None:
+    evaluation = ("evaluation.tasks=16", "evaluation.samples=4", "dispatcher.evaluation_slots=8")
+    run = cluster.submit("simulated.toml", *QUICK, "training.steps=2", *evaluation, name="evaluated")
+    recorded = "SELECT rollout_id FROM evaluations WHERE tag = 'base' AND reward IS NOT NULL"
+    wait_until(
+        lambda: (run.directory.path / "ledger.db").exists() and len(rows(run, recorded)) >= 16, "a third of the answers"
+    )
+    cluster.hosts[CONTROL].kill()
+    before = {rollout for (rollout,) in rows(run, recorded)}
+    assert len(before) < 64, "the evaluation was over already"
+    cluster.boot(CONTROL)
+    check_finished(run, 2)
+    answers = [rollout for (rollout,) in rows(run, recorded)]
+    assert len(set(answers)) == 64
+    assert [rollout for rollout in answers if rollout in before] == sorted(before, key=answers.index), "asked once"
+
+
+def test_parts_that_stay_away_are_named_and_end_the_try_after_absent_s(cluster: Cluster) -> None:
+    run = cluster.submit("simulated.toml", *QUICK, "training.steps=12", "cluster.absent_s=20", name="absent")
+    run.wait_for_step(3)
+    for number in WORKERS:
+        cluster.hosts[number].kill()
+    wait_until(lambda: {"learner", "worker-0"} <= absent(cluster, run), "the absent parts to be named")
+    wait_until(lambda: "cluster.absent_s" in status(cluster, run)["reason"], "the try to end")
+    for number in WORKERS:
+        cluster.boot(number)
+    check_finished(run, 12)
+
+
+def status(cluster: Cluster, run: ClusterRun) -> dict[str, Any]:
+    """Return the status as the control node tells it: the other nodes may be away."""
+    return run.status(host=CONTROL)
+
+
+def absent(cluster: Cluster, run: ClusterRun) -> set[str]:
+    return {one["name"] for one in status(cluster, run)["absent"]}
+
+
+def test_a_ledger_older_than_its_checkpoints_is_refused(cluster: Cluster) -> None:
+    run = cluster.submit("simulated.toml", *QUICK, "training.steps=400", name="older-ledger")
+    run.wait_for_step(5)
+    words = (run.run_id, "--address", cluster.ray.address, "--owner", run.owner)
+    cluster.headrace("drain", *words)
+    assert run.wait_for_end()["state"] == "drained"
+    state = run.directory.path
+    older = state.with_name("older")
+    shutil.copytree(state, older, symlinks=True)
+    cluster.headrace("resume", *words)
+    run.wait_for_step(run.steps() + 6)
+    cluster.headrace("drain", *words)
+    assert run.wait_for_end()["state"] == "drained"
+    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm", "archive.db"):
+        (state / name).unlink(missing_ok=True)
+        if (older / name).exists():
+            shutil.copy(older / name, state)
+    shutil.rmtree(state / "trajectories")
+    shutil.copytree(older / "trajectories", state / "trajectories")
+    shutil.rmtree(older)
+    steps = run.verified()["steps"]
+    cluster.headrace("resume", *words)
+    ended = run.wait_for_end()
+    assert (ended["state"], ended["exit_code"]) == ("failed", 1), ended
+    assert "LedgerBehind" in ended["reason"]
+    assert run.verified()["steps"] == steps, "nothing was trained"
