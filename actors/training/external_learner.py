@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import shutil
 import uuid
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import Batch, RolloutId
     from headrace.policies.learners.config import LearnerConfig
 
+_VERSION: Final = re.compile(r"\d+\.\d+")
 KEPT_WEIGHTS: Final = 2
 """Number of directories of named weights that are kept: the one being pushed and the one before it."""
 
@@ -343,7 +345,7 @@ class ExternalLearner:
         root.mkdir(parents=True, exist_ok=True)
         needed = {str(each) for each in (*self._named, self._version, version)}
         for path in root.iterdir():
-            if path.name not in needed:
+            if _VERSION.fullmatch(path.name) and path.name not in needed:
                 shutil.rmtree(path, ignore_errors=True)
         return root / str(version)
 

@@ -3,6 +3,7 @@ parts that stay away, and a ledger that is older than its checkpoints."""
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import sqlite3
@@ -104,6 +105,29 @@ def test_answers_of_an_evaluation_are_looked_up_after_the_loss_of_the_control_no
     answers = [rollout for (rollout,) in rows(run, recorded)]
     assert len(set(answers)) == 64
     assert [rollout for rollout in answers if rollout in before] == sorted(before, key=answers.index), "asked once"
+
+
+def test_an_engine_host_and_a_sandbox_host_are_lost(cluster: Cluster) -> None:
+    engine_hosts, sandbox_hosts = (14, 15), (16, 17)
+    for number in engine_hosts:
+        cluster.boot_with_role(number, "engine")
+    for number in sandbox_hosts:
+        cluster.boot_without_ray(number)
+    urls = json.dumps([cluster.serve_sandboxes(number) for number in sandbox_hosts])
+    short = (
+        *("training.steps=8", "evaluation.tasks=8", "evaluation.samples=1", "buffer.batch_size=32"),
+        *("engines.cpus=1", "engines.count=2", "cluster.roles.engine=engine"),
+        *("sandbox.provider=remote", f"sandbox.remote.urls={urls}"),
+        f"sandbox.remote.key_file={cluster.storage.parent / 'key'}",
+    )
+    run = cluster.submit("quickstart.toml", *short, name="lost-hosts")
+    run.wait_for_step(2)
+    lost = next(number for number in engine_hosts if cluster.has_program(number, "headrace.policies.cpu_engine"))
+    cluster.hosts[lost].kill()
+    run.wait_for_step(4)
+    cluster.hosts[sandbox_hosts[0]].kill()
+    check_finished(run, 8)
+    assert cluster.left_over() == []
 
 
 def test_parts_that_stay_away_are_named_and_end_the_try_after_absent_s(cluster: Cluster) -> None:

@@ -57,6 +57,7 @@ class Cluster:
         self.ray = ray
         self.storage = network.shared / "storage"
         self._disks = network.shared.parent
+        self._network = network
         self.hosts: dict[int, Host] = {}
         self._cpus = cpus
         self.control = CONTROL
@@ -76,6 +77,14 @@ class Cluster:
         disk.mkdir(exist_ok=True)
         self.control = number
         self.hosts[number] = self.ray.node(number, role="control", cpus=self._cpus, disk=disk)
+
+    def boot_with_role(self, number: int, role: str) -> None:
+        """Boot a node of another role than the workers."""
+        self.hosts[number] = self.ray.node(number, role=role, cpus=self._cpus)
+
+    def boot_without_ray(self, number: int) -> None:
+        """Boot a host that is no node of the cluster."""
+        self.hosts[number] = self._network.boot(number)
 
     @property
     def disk(self) -> Path:
@@ -135,6 +144,11 @@ class Cluster:
         """Return whether an actor of this class is on a node."""
         commands = (Path(f"/proc/{process}/cmdline").read_bytes() for process in self.hosts[number].processes())
         return any(command.startswith(f"ray::{cls}".encode()) for command in commands)
+
+    def has_program(self, number: int, words: str) -> bool:
+        """Return whether a process with these words in its command is on a node."""
+        commands = (Path(f"/proc/{process}/cmdline").read_bytes() for process in self.hosts[number].processes())
+        return any(words.encode() in command.replace(b"\0", b" ") for command in commands)
 
     def left_over(self) -> list[str]:
         """Return the actors and placement groups of runs that exist."""
