@@ -186,7 +186,9 @@ class ClusterRun:
     def status(self, *, host: int = 13) -> dict[str, Any]:
         words = ("status", self.run_id, "--address", self.cluster.ray.address, "--owner", self.owner, "--json", "-")
         output = self.cluster.headrace(*words, host=host)
-        found: dict[str, Any] = json.loads(output[output.index("{") :])
+        found: dict[str, Any]
+        # Ray may say something afterwards, such as that a node was lost.
+        found, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])
         return found
 
     def recover(self) -> None:
