@@ -4,28 +4,28 @@ The trainer asks with the version whose weights it holds, and gets one order: lo
 state, wait, or end.
 
 Invariants:
-- The newest question holds the lease of a batch: whoever asked before can no longer commit it.
+- The newest question gets the order, and with it the lease of a batch: whoever asked before waits in vain, and can no
+  longer commit.
 - A trainer that does not hold the current version gets no batch. If nothing was trained since the last checkpoint, it
   is told to load that; otherwise what was trained since then is lost (`TrainerStateLost`), as with a learner that died.
-- An answer to `commit` means that the step is in the ledger.
-- Weights are read below the snapshot folder only, without following links, and belong to the model of the run. They are
-  those of the current version, and come before the next question.
-- A checkpoint has all files of the directory that the trainer saved, so that its own state (such as that of the
-  optimizer) belongs to exactly these weights, and what the model directory describes (config, tokenizer) if it is
-  missing there.
+- An answer to `commit` means that the step is in the ledger, and an answer to the `weights` of a save that the files
+  are copied.
+- Weights and saved states are read from the folders of the orders only. Weights are those of the current version, and
+  come before the next question.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import re
 import shutil
 import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from headrace.actors.training.trainer_folders import TrainerFolders
 from headrace.buffer.types import CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import (
@@ -38,29 +38,15 @@ from headrace.policies.errors import (
     TrainerStateLost,
 )
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
-from headrace.policies.learners.checkpoint_retention import remove_old
-from headrace.policies.learners.checkpoints import (
-    Manifest,
-    SteppedBatch,
-    fold_chain,
-    publish,
-    stage,
-    trained_model,
-    write_manifest,
-)
-from headrace.policies.models.model_files import INDEX, weight_files
-from headrace.policies.push.compatibility import check_fits
-from headrace.policies.push.directories import DESCRIPTION_SUFFIXES
-from headrace.policies.push.tensors import read_specs
+from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, fold_chain, trained_model
+from headrace.policies.models.model_files import weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from headrace.buffer.types import Batch, RolloutId
     from headrace.policies.learners.config import LearnerConfig
 
-_VERSION: Final = re.compile(r"\d+\.\d+")
 KEPT_WEIGHTS: Final = 2
 """Number of directories of named weights that are kept: the one being pushed and the one before it."""
 
@@ -129,39 +115,49 @@ class ExternalLearner:
 
     def __init__(self, config: LearnerConfig) -> None:
         self._config = config
+        self._folders = TrainerFolders(config)
         self._version: PolicyVersion | None = None
         self._loadable: Path | None = None
-        self._loadable_version: PolicyVersion | None = None
+        self._saved: PolicyVersion | None = None
         self._named: list[PolicyVersion] = []
         self._previous_chain = ""
         self._stepped: list[SteppedBatch] = []
         self._handed: _Handed | None = None
         self._saving: asyncio.Future[Path] | None = None
+        self._copying = asyncio.Lock()
         self._weights = _Weights()
         self._committed = _Committed()
-        self._asking = 0
+        self._released = ""
+        self._asking, self._question = 0, 0
         self._has_ended = False
         self._moved = asyncio.Event()
 
     # The learner loop's side.
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether steps have been made since the last checkpoint."""
+        return bool(self._stepped)
+
     async def open(self, resume: CheckpointRef | None, *, epoch: int) -> LearnerState:
         """See `Learner.open`."""
-        from pathlib import Path
-
         parent = resume.version if resume else None
         step = parent.step if parent else 0
-        self._version = PolicyVersion(epoch, step)
+        self._version = self._saved = PolicyVersion(epoch, step)
         self._loadable = Path(resume.path) if resume else self._config.model_dir
-        self._loadable_version = self._version
         self._weights = _Weights(directory=self._loadable)
         self._previous_chain, self._stepped = resume.chain if resume else "", []
+        self._folders.root.mkdir(parents=True, exist_ok=True)
         self._tell()
         return LearnerState(parent=parent, step=step, chain=self._previous_chain)
 
     async def wanted(self, timeout_s: float) -> bool:
         """Return whether a trainer with the current version is asking for an order, within `timeout_s`."""
         return await self._until(lambda: self._asking > 0, timeout_s)
+
+    async def named(self) -> None:
+        """Wait until the trainer has named the weights of the current version, or asked for its next order instead."""
+        await self._until(lambda: self._weights.are_known, math.inf)
 
     async def step(self, batch: Batch) -> StepReport:
         """See `Learner.step`: hand the batch to the trainer and wait for its commit. Raises LearnerNotOpen,
@@ -179,12 +175,13 @@ class ExternalLearner:
         self._committed.durable.set()
 
     async def snapshot(self) -> WeightsSnapshot | None:
-        """See `Learner.snapshot`. Waits until the trainer has named the weights of the current version, and returns
-        None if it asked for its next order instead. Without files if it has pushed them itself."""
+        """See `Learner.snapshot`. Returns None if the trainer named no weights of the current version. Without files
+        if it has pushed them itself."""
         version = self._opened()
-        await self._until(lambda: self._weights.are_known, math.inf)
+        await self.named()
         if (directory := self._weights.directory) is None:
             return WeightsSnapshot(version=version) if self._weights.are_pushed else None
+        await asyncio.to_thread(self._folders.remove_old, {*self._named, version})
         files = weight_files(directory)
         shards = await asyncio.to_thread(lambda: tuple(WeightsShard.of(file) for file in files))
         return WeightsSnapshot(version=version, shards=shards)
@@ -195,7 +192,7 @@ class ExternalLearner:
         self._saving = asyncio.get_running_loop().create_future()
         self._tell()
         try:
-            saved = await self._saving
+            staged = await self._saving
         finally:
             self._saving = None
         manifest = Manifest(
@@ -205,20 +202,21 @@ class ExternalLearner:
             batches=tuple(self._stepped),
             trained=trained_model(self._config.model_dir),
         )
-        published = await asyncio.to_thread(self._keep, saved, manifest)
-        self._loadable, self._loadable_version = published, version
+        published = await asyncio.to_thread(self._folders.publish, staged, manifest)
+        self._loadable, self._saved = published, version
         self._previous_chain, self._stepped = manifest.chain, []
         batch_ids = tuple(batch.batch_id for batch in manifest.batches)
         return CheckpointRef(path=str(published), version=version, batch_ids=batch_ids, chain=manifest.chain)
 
-    async def end(self) -> None:
+    def end(self) -> None:
         """Tell every trainer that no batch follows."""
         self._has_ended = True
         self._tell()
 
     async def close(self) -> None:
-        """See `Learner.close`. Idempotent."""
-        await self.end()
+        """See `Learner.close`. Trainers that are asking are told to ask again. Idempotent."""
+        self._version = None
+        self._tell()
 
     # The trainer's side.
 
@@ -227,30 +225,36 @@ class ExternalLearner:
         up to `timeout_s` for one. Raises TrainerStateLost if its state was not saved."""
         end_s = asyncio.get_running_loop().time() + timeout_s
         if not await self._until(lambda: self._version is not None, timeout_s):
-            return TrainerOrder(order=Order.END if self._has_ended else Order.WAIT)
-        current = self._opened()
-        if version != current:
+            return TrainerOrder(order=Order.WAIT)
+        if version != self._version:
             return self._load_or_lose(version)
         if not self._weights.are_known:
             self._weights.were_passed_over = True
+        self._question = mine = self._question + 1
         self._asking += 1
         self._tell()
         try:
-            await self._until(lambda: self._next_order() is not None, end_s - asyncio.get_running_loop().time())
+            await self._until(
+                lambda: self._next_order() is not Order.WAIT or self._question != mine or version != self._version,
+                end_s - asyncio.get_running_loop().time(),
+            )
         finally:
             self._asking -= 1
-        order = self._next_order()
+        if self._question != mine or version != self._version:
+            return TrainerOrder(order=Order.WAIT, version=self._version)
+        order, current = self._next_order(), self._opened()
+        if order is Order.SAVE:
+            return TrainerOrder(order=order, version=current, directory=self._folders.of_state(current))
         if order is Order.TRAIN and self._handed is not None:
             self._handed.lease = uuid.uuid4().hex
             return TrainerOrder(
                 order=order,
                 version=current,
-                directory=self._folder_of(PolicyVersion(current.epoch, current.step + 1)),
+                directory=self._folders.of_weights(PolicyVersion(current.epoch, current.step + 1)),
                 lease=self._handed.lease,
                 batch=self._handed.batch,
             )
-        directory = self._folder_of(current) if order is Order.SAVE else None
-        return TrainerOrder(order=order or Order.WAIT, version=current, directory=directory)
+        return TrainerOrder(order=order, version=current)
 
     async def commit(self, lease: str, metrics: Mapping[str, float], *, skipped: bool) -> PolicyVersion:
         """Record the step on the leased batch, and return the version of the weights after it (the same one if they did
@@ -264,7 +268,10 @@ class ExternalLearner:
 
     async def release(self, lease: str, reason: str, refused: Mapping[RolloutId, str]) -> None:
         """Give the batch back untrained: with `refused` rollouts (with the reason for each) they are left out from now
-        on; with a `reason` it counts as a failed try; with neither the batch can be trained later. Raises LeaseLost."""
+        on; with a `reason` it counts as a failed try; with neither the batch can be trained later. Idempotent. Raises
+        LeaseLost, TrainerRefused."""
+        if lease and lease == self._released:
+            return
         handed = self._leased(lease)
         if unknown := sorted(refused.keys() - {item.rollout_id for item in handed.batch.items}):
             raise TrainerRefused(f"the batch has no rollout {unknown[0]}: refuse only what the batch contains")
@@ -275,30 +282,51 @@ class ExternalLearner:
             error = RowUnusable(f"the trainer gave the batch back: {reason}")
         else:
             error = BatchReleased("the trainer gave the batch back")
-        handed.lease = ""
+        self._released = lease
         handed.result.set_exception(error)
         # Not given to anybody until the learner loop has dealt with it.
         self._handed = None
 
     async def weights(self, version: PolicyVersion, directory: Path | None) -> None:
-        """Take the weights of the current version from a directory, or, if None, take it that the trainer has pushed
-        them to the engines itself. Idempotent. Raises LeaseLost for another version, TrainerRefused if they come too
-        late or a checkpoint needs files, and ModelInvalid."""
-        if version != self._version:
-            raise LeaseLost(f"{version} is not the current version, {self._version}: ask for the next order")
+        """Take the weights of the current version from the folder of their order, or, if None, take it that the trainer
+        has pushed them to the engines itself; or take what it saved. Idempotent. Raises LeaseLost for another version,
+        TrainerRefused if they come too late or cannot be copied, and ModelInvalid."""
+        self._refuse_other(version)
+        if directory == self._folders.of_state(version):
+            return await self._take_saved(version, directory)
+        if directory not in (None, self._folders.of_weights(version)):
+            raise ModelInvalid(f"{directory} is not the folder of the order: write the weights where it says")
+        known = self._weights
         if directory is not None:
-            await asyncio.to_thread(self._check, directory)
-        if (saving := self._saving) is not None:
-            if directory is None:
-                raise TrainerRefused("a checkpoint needs files: name the directory with the saved state")
-            if not saving.done():
-                saving.set_result(directory)
-        elif not self._weights.are_known:
-            self._weights = _Weights(directory=directory, are_pushed=directory is None)
-            self._named = [*self._named[1 - KEPT_WEIGHTS :], version]
-        elif self._weights.were_passed_over and self._loadable_version != version:
+            await asyncio.to_thread(self._folders.check, directory)
+        self._refuse_other(version)
+        if self._weights is not known:
+            return None
+        if known.were_passed_over:
             raise TrainerRefused(f"the weights of {version} come too late: name them before the next question")
-        self._tell()
+        if not known.are_known:
+            known.directory, known.are_pushed = directory, directory is None
+            self._named = [*self._named[1 - KEPT_WEIGHTS :], version]
+            self._tell()
+        return None
+
+    async def _take_saved(self, version: PolicyVersion, directory: Path) -> None:
+        """Copy what the trainer saved, and answer the save."""
+        async with self._copying:
+            self._refuse_other(version)
+            if version == self._saved:
+                return
+            if (saving := self._saving) is None:
+                raise TrainerRefused(f"{version} is not to be saved: ask for the next order")
+            if saving.done():
+                return
+            await asyncio.to_thread(self._folders.check, directory)
+            try:
+                staged = await asyncio.to_thread(self._folders.stage, version)
+            except (OSError, shutil.Error) as error:
+                raise TrainerRefused(f"{directory} cannot be copied: {error}") from error
+            if not saving.done():
+                saving.set_result(staged)
 
     def _finish(self, handed: _Handed, metrics: Mapping[str, float], *, skipped: bool) -> None:
         version, batch = self._opened(), handed.batch
@@ -313,22 +341,26 @@ class ExternalLearner:
         self._committed = _Committed(handed.lease, report)
         handed.result.set_result(report)
         self._handed = None
+        self._tell()
 
     def _load_or_lose(self, version: PolicyVersion | None) -> TrainerOrder:
-        if self._stepped or (self._handed is not None and self._handed.lease):
+        if self._stepped:
             held = "no state" if version is None else f"the state of {version}"
             raise TrainerStateLost(
                 f"a trainer with {held} asks for a batch, but the run is at {self._version}: the steps since the last "
                 "checkpoint are undone"
             )
+        if self._handed is not None:
+            # Whoever had it can no longer commit it.
+            self._handed.lease = ""
         return TrainerOrder(order=Order.LOAD, version=self._version, directory=self._loadable)
 
-    def _next_order(self) -> Order | None:
+    def _next_order(self) -> Order:
         if self._saving is not None and not self._saving.done():
             return Order.SAVE
         if self._handed is not None:
             return Order.TRAIN
-        return Order.END if self._has_ended else None
+        return Order.END if self._has_ended else Order.WAIT
 
     def _leased(self, lease: str) -> _Handed:
         handed = self._handed
@@ -339,37 +371,9 @@ class ExternalLearner:
             )
         return handed
 
-    def _folder_of(self, version: PolicyVersion) -> Path:
-        """Return the folder for the weights of a version. Those of older versions that no push needs are removed."""
-        root = self._config.snapshot_dir
-        root.mkdir(parents=True, exist_ok=True)
-        needed = {str(each) for each in (*self._named, self._version, version)}
-        for path in root.iterdir():
-            if _VERSION.fullmatch(path.name) and path.name not in needed:
-                shutil.rmtree(path, ignore_errors=True)
-        return root / str(version)
-
-    def _check(self, directory: Path) -> None:
-        """Raise ModelInvalid if a directory is not below the snapshot folder, has links, or does not fit the model."""
-        root = self._config.snapshot_dir.resolve()
-        if not directory.is_dir() or root not in directory.resolve().parents:
-            raise ModelInvalid(f"{directory} is no directory below {root}: write the weights where the order says")
-        if links := [path for path in (directory, *directory.rglob("*")) if path.is_symlink()]:
-            raise ModelInvalid(f"{links[0]} is a link: write the file itself")
-        specs = {name: spec for file in weight_files(directory) for name, spec in read_specs(file).items()}
-        check_fits(specs, self._config.model_dir)
-
-    def _keep(self, saved: Path, manifest: Manifest) -> Path:
-        root = self._config.checkpoint_dir
-        staged = stage(root, manifest.version)
-        shutil.copytree(saved, staged, dirs_exist_ok=True)
-        for file in sorted(self._config.model_dir.iterdir()):
-            if file.suffix in DESCRIPTION_SUFFIXES and file.name != INDEX and not (staged / file.name).exists():
-                shutil.copy(file, staged)
-        write_manifest(staged, manifest)
-        published = publish(staged, manifest.version).absolute()
-        remove_old(root, newest=self._config.keep_checkpoints)
-        return published
+    def _refuse_other(self, version: PolicyVersion) -> None:
+        if version != self._version:
+            raise LeaseLost(f"{version} is not the current version, {self._version}: ask for the next order")
 
     def _opened(self) -> PolicyVersion:
         if self._version is None:

@@ -9,15 +9,19 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
+from headrace.actors.errors import ActorError
 from headrace.actors.runtime.runtime import end_actor
 from headrace.actors.training.external_learner import ExternalLearner
-from headrace.actors.training.learner import TAKE_POLL_S, LearnerLoop, Stage
+from headrace.actors.training.learner import LearnerLoop, Stage
 from headrace.actors.training.trainer_calls import Commit, Release, Take
+from headrace.buffer.errors import ReplayError
 from headrace.buffer.types import RolloutId
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import TrainerRefused, TrainerStateLost
@@ -36,6 +40,12 @@ if TYPE_CHECKING:
 
 LEARNER: Final = "learner"
 """Name of the learner's actor in its run."""
+LOOK_S: Final = 1.0
+"""Interval at which a loop without a trainer looks whether the run is drained."""
+UNSAVED_S: Final = 20.0
+"""Time for a trainer to ask for an order when its state is to be saved because the run or the node ends."""
+AWAY_S: Final = 10.0
+"""A trainer that has been waited for longer is listed as absent."""
 TRAINER: Final = "the user's trainer"
 """Name of the trainer among the absent parts of its run."""
 
@@ -48,7 +58,8 @@ class ExternalTrainerLoop(LearnerLoop):
     async def call(self, call: TrainerCall) -> bytes:
         """Return the JSON answer to a call of the trainer. Raises LeaseLost, TrainerRefused, ModelInvalid."""
         if isinstance(call, Take):
-            return _order_document(await self._take(call))
+            order = await self._take(call)
+            return await asyncio.to_thread(_order_document, order)
         if isinstance(call, Commit):
             version = await self._trainer.commit(call.lease, call.metrics, skipped=call.skipped)
             return orjson.dumps({"version": str(version)})
@@ -73,6 +84,10 @@ class ExternalTrainerLoop(LearnerLoop):
             return await self._trainer.take(version, timeout_s=call.timeout_s)
         except TrainerStateLost as error:
             logger.warning("%s", error)
+            if (lease := self._stepping) is not None:
+                # The death of a trainer is no failure of its batch.
+                with suppress(ActorError, ReplayError):
+                    await self._replay.step_interrupted(lease)
             end_actor()
 
     async def _make_learner(self) -> Learner:
@@ -82,15 +97,42 @@ class ExternalTrainerLoop(LearnerLoop):
 
     async def _train(self) -> TrainingEnd:
         end = await super()._train()
-        await self._trainer.end()
+        self._trainer.end()
         return end
 
     async def _next_batch(self) -> Batch | None:
+        """See `LearnerLoop`. Waits for a trainer, unless the run is drained or this node is."""
         if not await self._trainer.wanted(0.0):
             with self._in(Stage.ABSENT):
-                if not await self._trainer.wanted(TAKE_POLL_S):
-                    return None
+                while not await self._trainer.wanted(LOOK_S):
+                    if self._is_to_end:
+                        return None
         return await super()._next_batch()
+
+    async def _push_behind(self, report: StepReport, pushes: asyncio.TaskGroup) -> None:
+        if not report.skipped:
+            with self._in(Stage.ABSENT):
+                await self._trainer.named()
+        await super()._push_behind(report, pushes)
+
+    async def _save(self) -> None:
+        """Let the trainer save, if there is something to save. If the run or this node is to end and no trainer asks
+        for an order, the steps since the last checkpoint are undone when the run continues."""
+        if not self._trainer.has_unsaved:
+            return
+        with self._in(Stage.ABSENT):
+            began_s = asyncio.get_running_loop().time()
+            while not await self._trainer.wanted(LOOK_S):
+                if self._is_to_end and asyncio.get_running_loop().time() - began_s > UNSAVED_S:
+                    logger.error(
+                        "no trainer saves %s: the steps since the last checkpoint will be undone", self._version
+                    )
+                    return
+        await super()._save()
+
+    @property
+    def _is_to_end(self) -> bool:
+        return self._draining.is_set() or bool(self._rest_s)
 
     async def _step(self, batch: Batch) -> StepReport | None:
         report = await super()._step(batch)
@@ -105,7 +147,7 @@ class ExternalTrainerLoop(LearnerLoop):
 
 def note_trainer(absences: Absences, learner: LearnerStatus | None) -> None:
     """List a trainer that does not ask for batches among the absent parts of its run."""
-    if learner is not None and learner.stage is Stage.ABSENT:
+    if learner is not None and learner.stage is Stage.ABSENT and learner.stage_s > AWAY_S:
         absences.lost(TRAINER)
     else:
         absences.back(TRAINER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -212,6 +213,7 @@ async def test_a_batch_can_be_given_back(life: Life, kind: str) -> None:
             case _:
                 given = Release(lease=order["lease"], refused={left_out: "too long"})
         await life.call(given)
+        await life.call(given)
         with pytest.raises(LeaseLost):
             await life.call(Commit(lease=order["lease"]))
         again = await life.order(version)
@@ -277,7 +279,7 @@ async def test_without_a_trainer_no_batch_is_taken_and_the_stage_says_so(life: L
         assert (await life.learner.status()).stage is Stage.STEPPING
 
 
-async def test_weights_must_be_of_this_model_and_below_the_folder(life: Life, tmp_path: Path) -> None:
+async def test_weights_must_be_of_this_model_and_in_the_folder_of_the_order(life: Life, tmp_path: Path) -> None:
     async with life:
         order = await life.order(await life.begun())
         folder = life.write(order["directory"])
@@ -286,8 +288,8 @@ async def test_weights_must_be_of_this_model_and_below_the_folder(life: Life, tm
             await life.call(Weights(version="1.7", directory=str(folder)))
         outside = tmp_path / "outside"
         shutil.copytree(life.model, outside)
-        for named in (outside, life.directory.weights, folder / ".." / ".." / ".." / "outside", folder / "none"):
-            with pytest.raises(ModelInvalid, match="is no directory below"):
+        for named in (outside, life.directory.weights, folder / ".." / "1.1", folder.with_name("1.0")):
+            with pytest.raises(ModelInvalid, match="is not the folder of the order"):
                 await life.call(Weights(version="1.1", directory=str(named)))
         (folder / "link").symlink_to(outside / "config.json")
         with pytest.raises(ModelInvalid, match="is a link"):
@@ -299,6 +301,103 @@ async def test_weights_must_be_of_this_model_and_below_the_folder(life: Life, tm
             await life.call(Weights(version="1.1", directory=str(folder)))
         (folder / "model.safetensors").write_bytes(weights)
         await life.call(Weights(version="1.1", directory=str(folder)))
+        # Repeated, after a lost answer.
+        await life.call(Weights(version="1.1", directory=str(folder)))
+
+
+async def test_a_repeated_call_for_weights_is_not_taken_for_a_saved_state(life: Life) -> None:
+    async with life:
+        version = await life.begun()
+        for _ in range(2):
+            version = await life.trained(version)
+        weights = Weights(version=version, directory=str(life.directory.weights / version))
+        order = await life.order(version)
+        await life.call(weights)
+        assert (await life.order(version))["order"] == order["order"] == "save"
+        assert not (life.directory.checkpoints / version).exists()
+        await life.save(order)
+        await life.call(Weights(version=version, directory=order["directory"]))
+        assert (await life.order(version))["order"] == "train"
+    assert (life.directory.checkpoints / version / "optimizer.pt").exists()
+
+
+async def test_a_state_that_cannot_be_copied_is_refused_and_can_be_saved_again(life: Life) -> None:
+    async with life:
+        version = await life.begun()
+        for _ in range(2):
+            version = await life.trained(version)
+        order = await life.order(version)
+        folder = life.write(order["directory"])
+        os.mkfifo(folder / "optimizer.pt")
+        with pytest.raises(TrainerRefused, match=r"cannot be copied.*named pipe"):
+            await life.call(Weights(version=version, directory=order["directory"]))
+        (folder / "optimizer.pt").unlink()
+        await life.save(order)
+        assert (await life.order(version))["order"] == "train"
+
+
+async def test_of_two_trainers_that_wait_only_the_newest_gets_the_batch(life: Life) -> None:
+    async with life:
+        learner = life.learner
+        version = await life.begun()
+        order = await life.order(version)
+        # Given back, so that both wait for the same batch.
+        await life.call(Release(lease=order["lease"]))
+        answers = await asyncio.gather(*(learner.call(Take(version=version, timeout_s=5.0)) for _ in range(3)))
+        assert [json.loads(answer)["order"] for answer in answers] == ["wait", "wait", "train"]
+        newest = json.loads(answers[-1])
+        assert await life.call(Commit(lease=newest["lease"])) == {"version": "1.1"}
+
+
+async def test_a_run_that_is_drained_before_any_trainer_came_ends(life: Life) -> None:
+    async with life:
+        while (await life.learner.status()).stage is not Stage.ABSENT:  # noqa: ASYNC110 - as its service asks
+            await asyncio.sleep(0.01)
+        await life.learner.drain()
+        end = await life.running
+        assert (end.version.step, end.used_up) == (0, False)
+    assert not life.directory.checkpoints.exists() or not list(life.directory.checkpoints.glob("1.*"))
+
+
+async def test_a_drain_without_the_trainer_undoes_what_it_did_not_save(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_module, "UNSAVED_S", 0.1)
+    async with life:
+        await life.trained(await life.begun())
+        await life.learner.drain()
+        assert (await life.running).version.step == 1
+    async with Life(life.directory, life.model) as successor:
+        assert await successor.trained(await successor.begun()) == "2.1"
+    report = verify(life.directory.path)
+    assert report.clean
+    assert (report.steps, report.steps_rolled_back, report.trained_twice) == (1, 1, 0)
+
+
+async def test_a_drain_lets_the_trainer_save(life: Life) -> None:
+    async with life:
+        version = await life.trained(await life.begun())
+        await life.learner.drain()
+        order = await life.order(version)
+        if order["order"] == "train":
+            # It was on its way already.
+            version = str((await life.call(Commit(lease=order["lease"])))["version"])
+            order = await life.order(version)
+        await life.save(order)
+        assert (await life.order(version))["order"] == "end"
+        await life.running
+    check_checkpoint(life.directory.checkpoints / version)
+
+
+async def test_a_trainer_that_lost_only_its_batch_loses_no_step(life: Life) -> None:
+    async with life:
+        version = await life.begun()
+        lost = await life.order(version)
+        # Its successor has no state, but nothing was trained yet.
+        assert await life.begun() == version
+        with pytest.raises(LeaseLost):
+            await life.call(Commit(lease=lost["lease"]))
+        assert await life.trained(version) == "1.1"
 
 
 async def test_old_weights_are_removed(life: Life) -> None:
