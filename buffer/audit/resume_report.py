@@ -203,6 +203,9 @@ class _Plan:
             return 0
         tree, undone = self.evidence.tree(), UndoneSteps()
         parent = self.checkpoint.version if self.checkpoint else PolicyVersion(1, 0)
+        if parent.epoch not in tree.forks:
+            # Of a newer ledger than this one: the run will not be resumed.
+            return 0
         tree.open_epoch(self._epoch, parent)
         kept = {commit.sequence for commit in self.path[: self.known or 0]}
         for commit in self.evidence.commits:

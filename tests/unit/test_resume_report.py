@@ -309,6 +309,17 @@ def test_a_checkpoint_of_another_run_or_a_newer_version_is_refused_in_one_line(r
     assert (run_dir / "checkpoints" / "1.2").is_dir()
 
 
+def test_a_checkpoint_of_an_epoch_that_the_ledger_does_not_know_is_refused(run_dir):
+    """As after the ledger was replaced by an older copy."""
+    batches = (SteppedBatch(batch_id="b000009", members=(("g000077-0", 1),), skipped=False),)
+    staged = stage(run_dir / "checkpoints", PolicyVersion(7, 9))
+    chain = fold_chain("", batches)
+    write_manifest(staged, Manifest(version=PolicyVersion(7, 9), previous_chain="", chain=chain, batches=batches))
+    publish(staged, PolicyVersion(7, 9))
+    with pytest.raises(LedgerRefused, match=r"7\.9 belongs to another run.* or is newer than this ledger"):
+        resuming(run_dir, []).prepare()
+
+
 def test_a_checkpoint_of_another_objective_is_refused_before_the_run_starts(run_dir):
     manifest = run_dir / "checkpoints" / "1.2" / "headrace.json"
     document = json.loads(manifest.read_text()) | {"trained": {"objective": "gspo"}}
