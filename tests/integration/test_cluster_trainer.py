@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Final
 import orjson
 import pytest
 from benches.cluster.figures import LEAST_SUCCESS
-from benches.cluster.serve_control import PORT
 from benches.cluster.soak import deploy_api
 
 from headrace.actors.training.external_loop import TRAINER
 from support import hosts
-from support.cluster_rig import WORKERS, running_cluster, wait_until
+from support.cluster_rig import API_PORT, WORKERS, running_cluster, wait_until
 from support.external_trainer import trainer_of_the_docs
 from support.ray_hosts import HEAD, redis_folder
 
@@ -51,7 +50,7 @@ def trainer(cluster: Cluster, run: ClusterRun, number: int, log: Path) -> Iterat
     shared = cluster.storage.parent
     (shared / "trainer.py").write_text(trainer_of_the_docs(), encoding="utf-8")
     (shared / "trainer-key").write_text("alice\n", encoding="utf-8")
-    url = f"http://{cluster.hosts[HEAD].address}:{PORT}"
+    url = f"http://{cluster.hosts[HEAD].address}:{API_PORT}"
     words = (str(shared / "trainer.py"), url, str(shared / "trainer-key"), run.run_id)
     process = cluster.hosts[number].start(sys.executable, *words, log=log, OMP_NUM_THREADS="1")
     try:

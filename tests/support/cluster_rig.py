@@ -33,6 +33,8 @@ SHARED_ROLE: Final = "work"
 LIMITED: Final = "limited"
 """Owner with a quota of one run."""
 SANDBOX_PORT: Final = 5000
+API_PORT: Final = 8000
+"""Port of Ray Serve's proxy."""
 GUARD_S: Final = 300.0
 POLL_S: Final = 0.1
 QUICK: Final = (
