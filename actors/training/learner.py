@@ -208,6 +208,8 @@ class LearnerLoop:
         await self._stack.aclose()
 
     async def _make_learner(self) -> Learner:
+        if isinstance(self._learner_config, SimulatedLearnerConfig):
+            return SimulatedLearner(self._learner_config)
         # In a thread: importing megatron-core takes seconds, and an actor that does not answer counts as hung.
         return await asyncio.to_thread(_make_learner, self._learner_config)
 
@@ -248,10 +250,7 @@ class LearnerLoop:
                         used_up = True
                         break
                     self._clock.idle_s += _now() - start
-                    if batch is None:
-                        continue
-                    report = await self._step(batch)
-                    if report is None:
+                    if batch is None or (report := await self._step(batch)) is None:
                         continue
                     await self._push_behind(report, pushes)
                     if report.version.step % self._config.save_every == 0 and not report.skipped:
@@ -465,9 +464,7 @@ class LearnerLoop:
         self._clock.step_s += _now() - start
 
 
-def _make_learner(config: LearnerConfig | SlimeTerms | SimulatedLearnerConfig) -> Learner:
-    if isinstance(config, SimulatedLearnerConfig):
-        return SimulatedLearner(config)
+def _make_learner(config: LearnerConfig | SlimeTerms) -> Learner:
     if isinstance(config, SlimeTerms):
         return SlimeLearner(config)
     from headrace.policies.learners.megatron import MegatronLearner
