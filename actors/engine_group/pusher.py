@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 RECORD_S = 30.0
 """Time limit for the record of a push to be written; until then no other push begins."""
-HOLDING_TRIES = 3
-"""Number of times that engines are asked for their version before weights that somebody else pushed count as lost."""
 TABLE_NUMBER_BITS = 32
 """Low bits of a table's version: the number of the table. The bits above are the incarnation."""
 
@@ -151,10 +149,7 @@ class Pusher:
         if not engines:
             return
         if snapshot.is_pushed:
-            for _ in range(HOLDING_TRIES):
-                if found := await self.holding(snapshot.version):
-                    break
-            for engine_id in found:
+            for engine_id in await self.holding(snapshot.version):
                 self._registry.serves(engine_id, snapshot.version)
             self._settled()
             return
