@@ -37,14 +37,16 @@ from headrace.policies.errors import (
     TrainerRefused,
     TrainerStateLost,
 )
-from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
-from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, fold_chain, trained_model
+from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.learners.checkpoints import read_checkpoint, trained_model
+from headrace.policies.learners.progress import LearnerProgress, batch_metrics
 from headrace.policies.models.model_files import weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from headrace.buffer.types import Batch, RolloutId
+    from headrace.policies.learner import LearnerState
     from headrace.policies.learners.config import LearnerConfig
 
 KEPT_WEIGHTS: Final = 2
@@ -116,12 +118,10 @@ class ExternalLearner:
     def __init__(self, config: LearnerConfig) -> None:
         self._config = config
         self._folders = TrainerFolders(config)
-        self._version: PolicyVersion | None = None
+        self._progress: LearnerProgress | None = None
         self._loadable: Path | None = None
         self._saved: PolicyVersion | None = None
         self._named: list[PolicyVersion] = []
-        self._previous_chain = ""
-        self._stepped: list[SteppedBatch] = []
         self._handed: _Handed | None = None
         self._saving: asyncio.Future[Path] | None = None
         self._copying = asyncio.Lock()
@@ -137,19 +137,22 @@ class ExternalLearner:
     @property
     def has_unsaved(self) -> bool:
         """Whether steps have been made since the last checkpoint."""
-        return bool(self._stepped)
+        return self._progress is not None and self._progress.has_unsaved
+
+    @property
+    def _version(self) -> PolicyVersion | None:
+        return None if self._progress is None else self._progress.version
 
     async def open(self, resume: CheckpointRef | None, *, epoch: int) -> LearnerState:
         """See `Learner.open`."""
-        parent = resume.version if resume else None
-        step = parent.step if parent else 0
-        self._version = self._saved = PolicyVersion(epoch, step)
+        limit = self._config.max_skipped_in_a_row
+        progress = self._progress = LearnerProgress(resume, epoch=epoch, max_skipped_in_a_row=limit)
+        self._saved = progress.version
         self._loadable = Path(resume.path) if resume else self._config.model_dir
         self._weights = _Weights(directory=self._loadable)
-        self._previous_chain, self._stepped = resume.chain if resume else "", []
         self._folders.root.mkdir(parents=True, exist_ok=True)
         self._tell()
-        return LearnerState(parent=parent, step=step, chain=self._previous_chain)
+        return progress.state
 
     async def wanted(self, timeout_s: float) -> bool:
         """Return whether a trainer with the current version is asking for an order, within `timeout_s`."""
@@ -177,7 +180,7 @@ class ExternalLearner:
     async def snapshot(self) -> WeightsSnapshot | None:
         """See `Learner.snapshot`. Returns None if the trainer named no weights of the current version. Without files
         if it has pushed them itself."""
-        version = self._opened()
+        version = self._opened().version
         await self.named()
         if (directory := self._weights.directory) is None:
             return WeightsSnapshot(version=version) if self._weights.are_pushed else None
@@ -188,25 +191,18 @@ class ExternalLearner:
 
     async def save(self) -> CheckpointRef:
         """See `Learner.save`: let the trainer save its state, and keep all of its files as the checkpoint."""
-        version = self._opened()
+        progress = self._opened()
         self._saving = asyncio.get_running_loop().create_future()
         self._tell()
         try:
             staged = await self._saving
         finally:
             self._saving = None
-        manifest = Manifest(
-            version=version,
-            previous_chain=self._previous_chain,
-            chain=fold_chain(self._previous_chain, self._stepped),
-            batches=tuple(self._stepped),
-            trained=trained_model(self._config.model_dir),
-        )
+        manifest = progress.manifest(trained=trained_model(self._config.model_dir))
         published = await asyncio.to_thread(self._folders.publish, staged, manifest)
-        self._loadable, self._saved = published, version
-        self._previous_chain, self._stepped = manifest.chain, []
-        batch_ids = tuple(batch.batch_id for batch in manifest.batches)
-        return CheckpointRef(path=str(published), version=version, batch_ids=batch_ids, chain=manifest.chain)
+        progress.saved()
+        self._loadable, self._saved = published, progress.version
+        return read_checkpoint(published)
 
     def end(self) -> None:
         """Tell every trainer that no batch follows."""
@@ -215,7 +211,7 @@ class ExternalLearner:
 
     async def close(self) -> None:
         """See `Learner.close`. Trainers that are asking are told to ask again. Idempotent."""
-        self._version = None
+        self._progress = None
         self._tell()
 
     # The trainer's side.
@@ -242,7 +238,7 @@ class ExternalLearner:
             self._asking -= 1
         if self._question != mine or version != self._version:
             return TrainerOrder(order=Order.WAIT, version=self._version)
-        order, current = self._next_order(), self._opened()
+        order, current = self._next_order(), self._opened().version
         if order is Order.SAVE:
             return TrainerOrder(order=order, version=current, directory=self._folders.of_state(current))
         if order is Order.TRAIN and self._handed is not None:
@@ -329,22 +325,19 @@ class ExternalLearner:
                 saving.set_result(staged)
 
     def _finish(self, handed: _Handed, metrics: Mapping[str, float], *, skipped: bool) -> None:
-        version, batch = self._opened(), handed.batch
-        members = tuple((item.rollout_id, item.attempt) for item in batch.items)
-        self._stepped.append(SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=skipped))
+        batch = handed.batch
+        version = self._opened().stepped(batch, skipped=skipped)
         if not skipped:
-            self._version = version = PolicyVersion(version.epoch, version.step + 1)
             self._weights = _Weights()
-        report = StepReport(
-            batch_id=batch.lease.batch_id, version=version, skipped=skipped, metrics=_means(batch) | dict(metrics)
-        )
+        found = batch_metrics(batch) | dict(metrics)
+        report = StepReport(batch_id=batch.lease.batch_id, version=version, skipped=skipped, metrics=found)
         self._committed = _Committed(handed.lease, report)
         handed.result.set_result(report)
         self._handed = None
         self._tell()
 
     def _load_or_lose(self, version: PolicyVersion | None) -> TrainerOrder:
-        if self._stepped:
+        if self.has_unsaved:
             held = "no state" if version is None else f"the state of {version}"
             raise TrainerStateLost(
                 f"a trainer with {held} asks for a batch, but the run is at {self._version}: the steps since the last "
@@ -375,10 +368,10 @@ class ExternalLearner:
         if version != self._version:
             raise LeaseLost(f"{version} is not the current version, {self._version}: ask for the next order")
 
-    def _opened(self) -> PolicyVersion:
-        if self._version is None:
+    def _opened(self) -> LearnerProgress:
+        if self._progress is None:
             raise LearnerNotOpen("the learner is not open yet: ask again")
-        return self._version
+        return self._progress
 
     def _tell(self) -> None:
         self._moved.set()
@@ -393,12 +386,3 @@ class ExternalLearner:
         except TimeoutError:
             return happened()
         return True
-
-
-def _means(batch: Batch) -> dict[str, float]:
-    """Return the metrics that the batch itself gives."""
-    return {
-        "tokens": float(sum(len(row.tokens_T) for item in batch.items for row in item.trajectory.rows)),
-        "mean_reward": sum(item.reward for item in batch.items) / len(batch.items),
-        "mean_staleness": sum(item.staleness for item in batch.items) / len(batch.items),
-    }

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Final
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.checkpoints import publish, stage, write_manifest
-from headrace.policies.models.model_files import INDEX, weight_files
-from headrace.policies.push.compatibility import check_fits
-from headrace.policies.push.directories import DESCRIPTION_SUFFIXES
-from headrace.policies.push.tensors import read_specs
+from headrace.policies.push.compatibility import check_fits, read_model_specs
+from headrace.policies.push.directories import description_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -59,8 +57,7 @@ class TrainerFolders:
             raise ModelInvalid(f"{directory} is no directory: write the files there before you name it")
         if links := [path for path in directory.rglob("*") if path.is_symlink()]:
             raise ModelInvalid(f"{links[0]} is a link: write the file itself")
-        specs = {name: spec for file in weight_files(directory) for name, spec in read_specs(file).items()}
-        check_fits(specs, self._config.model_dir)
+        check_fits(read_model_specs(directory), self._config.model_dir)
 
     def stage(self, version: PolicyVersion) -> Path:
         """Copy a saved state to a staged checkpoint, and return it. Raises OSError, shutil.Error."""
@@ -68,8 +65,8 @@ class TrainerFolders:
         shutil.copytree(self.of_state(version), staged, dirs_exist_ok=True, symlinks=True)
         if links := [path for path in staged.rglob("*") if path.is_symlink()]:
             raise OSError(f"{links[0].name} is a link")
-        for file in sorted(self._config.model_dir.iterdir()):
-            if file.suffix in DESCRIPTION_SUFFIXES and file.name != INDEX and not (staged / file.name).exists():
+        for file in description_files(self._config.model_dir):
+            if not (staged / file.name).exists():
                 shutil.copy(file, staged)
         return staged
 

@@ -47,6 +47,11 @@ class LearnerProgress:
     def state(self) -> LearnerState:
         return LearnerState(parent=self._parent, step=self.version.step, chain=self._chain)
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether batches have been added since the last checkpoint."""
+        return bool(self._since_save)
+
     def stepped(self, batch: Batch, *, skipped: bool) -> PolicyVersion:
         """Record one batch, and return the version after it."""
         members = tuple((item.rollout_id, item.attempt) for item in batch.items)

@@ -43,6 +43,11 @@ DESCRIPTION_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 STAGED_SUFFIX = ".staged"
 
 
+def description_files(model_dir: Path) -> list[Path]:
+    """Return the files of a model directory that describe the model, not where its weights are."""
+    return [file for file in model_dir.iterdir() if file.suffix in DESCRIPTION_SUFFIXES and file.name != INDEX]
+
+
 class DirectoryReaders:
     """Engines that may be reading a directory. `is_member` tells whether an engine still exists."""
 
@@ -131,9 +136,7 @@ class SnapshotDirectories:
             names = [WEIGHTS]
         for shard, name in zip(shards, names, strict=True):
             link_or_copy(shard.path, staged / name)
-        described = [
-            file for file in self._model_dir.iterdir() if file.suffix in DESCRIPTION_SUFFIXES and file.name != INDEX
-        ]
+        described = description_files(self._model_dir)
         for file in described:
             link_or_copy(file, staged / file.name)
         texts = [staged / file.name for file in described]
