@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.record.metrics import read_metrics
-from support import hosts
-from support.cluster_rig import CONTROL, QUICK, STATE, WORKERS, running_cluster, wait_until
-from support.ray_hosts import redis_folder
+from support.cluster_rig import CONTROL, QUICK, STATE, WORKERS, wait_until
+from support.marks import NEEDS_HOSTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
-    # A machine has one network of hosts at a time.
-    pytest.mark.xdist_group("hosts"),
+    *NEEDS_HOSTS,
 ]
 
 INFRA = """
@@ -33,14 +30,6 @@ import sqlite3, sys
 rows = sqlite3.connect(f"file:{sys.argv[1]}/ledger.db?mode=ro", uri=True)
 print(rows.execute("SELECT count(*) FROM attempts WHERE cause = 'infra'").fetchone()[0])
 """
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if (redis := redis_folder()) is None:
-        pytest.skip("scripts/install_redis could not install Redis here")
-    with running_cluster(tmp_path_factory.mktemp("c") / "shared", redis) as cluster:
-        yield cluster
 
 
 def command(cluster: Cluster, *words: str, host: int = 13) -> Any:
@@ -71,14 +60,6 @@ def undone_and_gap(run: ClusterRun) -> tuple[int, float]:
     return len(steps) - len({step["step"] for step in steps}), gap_s
 
 
-def check_finished(run: ClusterRun, steps: int) -> None:
-    ended = run.wait_for_end()
-    assert (ended["state"], ended["steps"]) == ("finished", steps), ended
-    report = run.verified()
-    assert report["clean"], report["problems"]
-    assert (report["trained_twice"], report["lost"], report["steps"]) == (0, 0, steps)
-
-
 def test_an_upgrade_under_load_undoes_no_step(cluster: Cluster) -> None:
     run = cluster.submit("simulated.toml", *QUICK, "training.steps=14", name="upgraded")
     run.wait_for_step(4)
@@ -87,7 +68,7 @@ def test_an_upgrade_under_load_undoes_no_step(cluster: Cluster) -> None:
     wait_until(lambda: any(text.startswith("starts under headrace") for text in events(run)), "the upgrade")
     upgraded_at = run.steps()
     run.wait_for_step(upgraded_at + 2)
-    check_finished(run, 14)
+    run.check_finished(14)
     undone, gap_s = undone_and_gap(run)
     versions = {step["version"].split(".")[0] for step in read_metrics(run.directory.metrics, ("step",))}
     print(f"upgrade: gap {gap_s:.1f} s, {undone} steps undone, {infra(run)} infra outcomes, epochs {versions}")
@@ -114,7 +95,7 @@ def test_a_node_drained_under_load_costs_no_step_and_no_rollout(cluster: Cluster
     print(f"node drain: absent {run.status()['absent']}")
     cluster.boot(with_learner)
     run.wait_for_step(before + 2)
-    check_finished(run, 30)
+    run.check_finished(30)
     undone, gap_s = undone_and_gap(run)
     print(f"node drain: {found}, gap {gap_s:.1f} s, {undone} steps undone, {infra(run)} infra outcomes")
     assert (undone, infra(run)) == (0, 0)

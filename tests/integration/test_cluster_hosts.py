@@ -17,8 +17,8 @@ from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
-from support import hosts
 from support.hosts import Network
+from support.marks import NEEDS_HOSTS
 from support.ray_hosts import RayHosts, redis_folder
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
-    # A machine has one network of hosts at a time.
-    pytest.mark.xdist_group("hosts"),
+    *NEEDS_HOSTS,
 ]
 
 PORT = 5000

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support import hosts
 from support.cluster_rig import CONTROL, ROOT, WORKERS, running_cluster
 from support.listeners import Listener
+from support.marks import NEEDS_HOSTS
 from support.ray_hosts import redis_folder
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
-    # A machine has one network of hosts at a time.
-    pytest.mark.xdist_group("hosts"),
+    *NEEDS_HOSTS,
 ]
 
 

@@ -15,44 +15,24 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from headrace.actors.record.metrics import read_metrics
-from support import hosts
-from support.cluster_rig import CONTROL, QUICK, ROOT, WORKERS, running_cluster, wait_until
-from support.ray_hosts import redis_folder
+from support.cluster_rig import CONTROL, QUICK, ROOT, WORKERS, wait_until
+from support.marks import NEEDS_HOSTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from support.cluster_rig import Cluster, ClusterRun
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
-    # A machine has one network of hosts at a time.
-    pytest.mark.xdist_group("hosts"),
+    *NEEDS_HOSTS,
 ]
+CLUSTER_CPUS = 6
 
 CLIENTS: Final = 5
 SEED: Final = 18
 STEPS: Final = "SELECT count(*) FROM commits"
 LATEST_KILL_S: Final = 15.0
 """A client has submitted its run after about five seconds, and follows it from then on."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if (redis := redis_folder()) is None:
-        pytest.skip("scripts/install_redis could not install Redis here")
-    with running_cluster(tmp_path_factory.mktemp("c") / "shared", redis, cpus=6) as cluster:
-        yield cluster
-
-
-def check_finished(run: ClusterRun, steps: int) -> None:
-    ended = run.wait_for_end()
-    assert (ended["state"], ended["steps"]) == ("finished", steps), ended
-    report = run.verified()
-    assert report["clean"], report["problems"]
-    assert (report["trained_twice"], report["lost"], report["steps"]) == (0, 0, steps)
 
 
 def rows(run: ClusterRun, query: str) -> list[Any]:
@@ -75,7 +55,7 @@ def test_clients_killed_at_five_instants_leave_runs_that_end_with_all_steps(clus
         # The instant is what the seed varies: before, during and after the submission.
         time.sleep(chance.uniform(0.5, LATEST_KILL_S))
         cluster.hosts[13].kill_program(client)
-        check_finished(found_or_submitted(cluster, name), 4)
+        found_or_submitted(cluster, name).check_finished(4)
     assert cluster.left_over() == []
 
 
@@ -92,7 +72,7 @@ def found_or_submitted(cluster: Cluster, name: str) -> ClusterRun:
 
 def test_files_are_rotated_on_the_control_node(cluster: Cluster) -> None:
     run = cluster.submit("simulated.toml", *QUICK, "training.steps=24", "retention.file_bytes=4096", name="rotated")
-    check_finished(run, 24)
+    run.check_finished(24)
     assert list(run.directory.path.glob("metrics-*.jsonl"))
     assert run.directory.metrics.stat().st_size < 2 * 4096
     assert {step["step"] for step in read_metrics(run.directory.metrics, ("step",))} == set(range(1, 25))
@@ -109,7 +89,7 @@ def test_answers_of_an_evaluation_are_looked_up_after_the_loss_of_the_control_no
     before = {rollout for (rollout,) in rows(run, recorded)}
     assert len(before) < 64, "the evaluation was over already"
     cluster.boot(CONTROL)
-    check_finished(run, 2)
+    run.check_finished(2)
     answers = [rollout for (rollout,) in rows(run, recorded)]
     assert len(set(answers)) == 64
     assert [rollout for rollout in answers if rollout in before] == sorted(before, key=answers.index), "asked once"
@@ -134,7 +114,7 @@ def test_an_engine_host_and_a_sandbox_host_are_lost(cluster: Cluster) -> None:
     cluster.hosts[lost].kill()
     run.wait_for_step(4)
     cluster.hosts[sandbox_hosts[0]].kill()
-    check_finished(run, 8)
+    run.check_finished(8)
     assert cluster.left_over() == []
 
 
@@ -147,7 +127,7 @@ def test_parts_that_stay_away_are_named_and_end_the_try_after_absent_s(cluster: 
     wait_until(lambda: "cluster.absent_s" in status(cluster, run)["reason"], "the try to end")
     for number in WORKERS:
         cluster.boot(number)
-    check_finished(run, 12)
+    run.check_finished(12)
 
 
 def status(cluster: Cluster, run: ClusterRun) -> dict[str, Any]:

@@ -7,29 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support import hosts
-from support.cluster_rig import CONTROL, LIMITED, QUICK, ROOT, WORKERS, running_cluster, wait_until
-from support.ray_hosts import redis_folder
+from support.cluster_rig import CONTROL, LIMITED, QUICK, ROOT, WORKERS, wait_until
+from support.marks import NEEDS_HOSTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from support.cluster_rig import Cluster
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
-    # A machine has one network of hosts at a time.
-    pytest.mark.xdist_group("hosts"),
+    *NEEDS_HOSTS,
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if (redis := redis_folder()) is None:
-        pytest.skip("scripts/install_redis could not install Redis here")
-    with running_cluster(tmp_path_factory.mktemp("c") / "shared", redis) as cluster:
-        yield cluster
 
 
 def test_a_run_outlives_its_user_and_the_head_and_a_worker_node(cluster: Cluster) -> None:

@@ -9,27 +9,15 @@ import pytest
 from benches.cluster.faults import FaultKind
 from benches.cluster.soak import CPUS, ClusterSoak, ClusterSoakPlan
 
-from support import hosts
-from support.cluster_rig import running_cluster
-from support.ray_hosts import redis_folder
+from support.marks import NEEDS_HOSTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from support.cluster_rig import Cluster
 
 pytestmark = [
-    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
-    pytest.mark.xdist_group("hosts"),
+    *NEEDS_HOSTS,
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if (redis := redis_folder()) is None:
-        pytest.skip("scripts/install_redis could not install Redis here")
-    with running_cluster(tmp_path_factory.mktemp("c") / "shared", redis, cpus=CPUS) as cluster:
-        yield cluster
+CLUSTER_CPUS = CPUS
 
 
 @pytest.mark.slow

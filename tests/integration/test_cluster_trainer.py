@@ -13,10 +13,10 @@ from benches.cluster.figures import LEAST_SUCCESS
 from benches.cluster.soak import deploy_api
 
 from headrace.actors.training.external_loop import TRAINER
-from support import hosts
-from support.cluster_rig import API_PORT, WORKERS, running_cluster, wait_until
+from support.cluster_rig import API_PORT, WORKERS, wait_until
 from support.external_trainer import trainer_of_the_docs
-from support.ray_hosts import HEAD, redis_folder
+from support.marks import NEEDS_HOSTS
+from support.ray_hosts import HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,21 +27,12 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(2400),
-    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
-    # A machine has one network of hosts at a time.
-    pytest.mark.xdist_group("hosts"),
+    *NEEDS_HOSTS,
 ]
+CLUSTER_CPUS = 6
 
 STEPS: Final = 40
 END_S: Final = 1800.0
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if (redis := redis_folder()) is None:
-        pytest.skip("scripts/install_redis could not install Redis here")
-    with running_cluster(tmp_path_factory.mktemp("c") / "shared", redis, cpus=6) as cluster:
-        yield cluster
 
 
 @contextmanager

@@ -204,6 +204,14 @@ class ClusterRun:
         self.cluster.headrace(*words, timeout_s=timeout_s)
         return self.status()
 
+    def check_finished(self, steps: int) -> None:
+        """Wait for the end, and check that each step was made once."""
+        ended = self.wait_for_end()
+        assert (ended["state"], ended["steps"]) == ("finished", steps), ended
+        report = self.verified()
+        assert report["clean"], report["problems"]
+        assert (report["trained_twice"], report["lost"], report["steps"]) == (0, 0, steps)
+
     def verified(self) -> dict[str, Any]:
         """Return the report of `headrace ledger verify`, run on the control node."""
         words = ("ledger", "verify", str(STATE / self.run_id), "--json", "-")
