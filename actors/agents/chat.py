@@ -9,9 +9,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -48,25 +48,95 @@ class ChatContextExceeded(ChatFailed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTool:
+    """A tool that the policy is offered. `parameters` is a JSON schema."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall:
+    """A tool call. `arguments` is the JSON text that was sampled; it may be invalid."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """One message of the conversation."""
+    """One message of the conversation. `calls` are those of an assistant message; `call_id` is the call that a tool
+    message answers."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+    calls: tuple[ChatCall, ...] = ()
+    call_id: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the message in the form of the Chat Completions API."""
+        document: dict[str, object] = {"role": self.role, "content": self.content}
+        if self.calls:
+            document["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        if self.role == "tool":
+            document["tool_call_id"] = self.call_id
+        return document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """The policy's text. `finish_reason` is `stop`, or `length` if the text was truncated."""
+    """The policy's answer. `finish_reason` is `stop`, `tool_calls`, or `length` if the answer was truncated. With stop
+    strings, `text` includes the one that ended the answer."""
 
     text: str
     finish_reason: str
+    calls: tuple[ChatCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """Further fields of a request. `continues` lets the policy continue the last message, which is an assistant
+    message; text that was inserted into it since the policy's last answer is an observation."""
+
+    tools: tuple[ChatTool, ...] = ()
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    continues: bool = False
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields in the form of the Chat Completions API and, for stop strings and continued messages, of
+        vLLM and SGLang."""
+        document: dict[str, object] = {}
+        if self.tools:
+            document["tools"] = [
+                {
+                    "type": "function",
+                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+                }
+                for tool in self.tools
+            ]
+        if self.stop:
+            document |= {"stop": list(self.stop), "include_stop_str_in_output": True}
+        if self.max_tokens is not None:
+            document["max_tokens"] = self.max_tokens
+        if self.continues:
+            document |= {"continue_final_message": True, "add_generation_prompt": False}
+        return document
+
+
+PLAIN: Final = ChatOptions()
+"""A request with the messages alone."""
 
 
 class Chat(Protocol):
     """Interface to the policy as a chat."""
 
-    async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
+    async def __call__(self, messages: Sequence[ChatMessage], options: ChatOptions = PLAIN) -> ChatReply:
         """Return the answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
         ...
 
@@ -74,7 +144,7 @@ class Chat(Protocol):
 class NoChat:
     """Placeholder for `Chat` in runs without a gateway; every call fails."""
 
-    async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
+    async def __call__(self, messages: Sequence[ChatMessage], options: ChatOptions = PLAIN) -> ChatReply:
         """Always raises ChatFailed."""
         raise ChatFailed("this run has simulated engines and no gateway: choose an agent that does not chat")
 
@@ -98,14 +168,12 @@ class ChatClient:
         self._max_tokens = max_tokens
         self._timeout_s = timeout_s
 
-    async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
+    async def __call__(self, messages: Sequence[ChatMessage], options: ChatOptions = PLAIN) -> ChatReply:
         """Return the answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
-        body: dict[str, object] = {
-            "model": self._model,
-            "messages": [{"role": m.role, "content": m.content} for m in messages],
-        }
+        body: dict[str, object] = {"model": self._model, "messages": [message.to_json() for message in messages]}
         if self._max_tokens is not None:
             body["max_tokens"] = self._max_tokens
+        body |= options.to_json()
         try:
             async with asyncio.timeout(self._timeout_s):
                 return parse_answer(*await _UNTIL_ANSWERED(self._post, body))
@@ -126,10 +194,19 @@ def parse_answer(status: int, answer: object) -> ChatReply:
     if status != 200:
         raise refusal(status, answer)
     match answer:
-        case {"choices": [{"message": {"content": str() | None as text}, "finish_reason": str() as reason}, *_]}:
-            return ChatReply(text=text or "", finish_reason=reason)
+        case {
+            "choices": [{"message": {"content": str() | None as text, **message}, "finish_reason": str() as end}, *_]
+        }:
+            return ChatReply(text=text or "", finish_reason=end, calls=tuple(_calls(message.get("tool_calls"))))
         case _:
             raise ChatFailed("the answer is not a chat completion: choices[0].message.content is missing", status)
+
+
+def _calls(entries: object) -> Iterator[ChatCall]:
+    for entry in entries if isinstance(entries, list) else ():
+        match entry:
+            case {"id": str() as call_id, "function": {"name": str() as name, "arguments": str() as arguments}}:
+                yield ChatCall(id=call_id, name=name, arguments=arguments)
 
 
 def refusal(status: int, answer: object) -> ChatFailed:

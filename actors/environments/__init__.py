@@ -1,0 +1,1 @@
+"""Environments: what a loop agent's actions act on, and what it observes."""

@@ -1,0 +1,122 @@
+"""The interface of environments: what a loop agent's actions act on, and what it observes.
+
+Invariants:
+- An environment is stateless between episodes and picklable; all state of a rollout is in its episode.
+- The policy's mistakes (an unknown tool, wrong arguments, a command that fails) are observations. Failures that the
+  policy did not cause (a dead sandbox, a service that is down) are raised and end the rollout as infra.
+- An episode is closed once, also when its rollout fails or is cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from headrace.actors.agents.chat import ChatMessage, ChatTool
+    from headrace.actors.evaluation.verdict import Verdict
+    from headrace.actors.services.service import Services
+    from headrace.buffer.tasks import Task
+    from headrace.sandboxes.base import Sandbox
+
+Clock: TypeAlias = Callable[[], float]
+"""Monotonic time in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One action of the policy: the name of a tool, and its arguments."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PartKind(StrEnum):
+    """Kind of a part of an observation."""
+
+    OBSERVATION = "observation"
+    """Output of the environment."""
+    WARNING = "warning"
+    """A remark about the policy's answer, for example about its format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservationPart:
+    """A piece of an observation's text."""
+
+    text: str
+    kind: PartKind = PartKind.OBSERVATION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Text that the policy reads next. `ends` is set if the action ended the episode."""
+
+    parts: tuple[ObservationPart, ...] = ()
+    ends: bool = False
+
+    @property
+    def text(self) -> str:
+        """The texts of all parts, joined."""
+        return "".join(part.text for part in self.parts)
+
+
+def observed(text: str, *, ends: bool = False) -> Observation:
+    """Return an observation that consists of one part."""
+    return Observation(parts=(ObservationPart(text=text),), ends=ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnd:
+    """What an episode leaves: named texts for evaluators, and the environment's own verdict if it has one. Both may
+    contain text of the policy."""
+
+    artifacts: Mapping[str, str] = field(default_factory=dict)
+    verdict: Verdict | None = None
+
+
+class Episode(Protocol):
+    """One rollout in an environment."""
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """Messages that open the conversation. If there are none, the agent writes the task's own messages."""
+        ...
+
+    @property
+    def tools(self) -> tuple[ChatTool, ...]:
+        """Tools that the policy is offered, for agents that use tool calls."""
+        ...
+
+    async def act(self, action: Action) -> Observation:
+        """Perform an action. Raises SandboxError, ServiceDown."""
+        ...
+
+    async def close(self) -> EpisodeEnd:
+        """End the episode. Raises SandboxError, ServiceDown."""
+        ...
+
+
+class Environment(Protocol):
+    """Environment of a recipe's rollouts."""
+
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether an episode acts in a sandbox. If not, none is leased, and `sandbox` is None."""
+        ...
+
+    @property
+    def actions(self) -> frozenset[str] | None:
+        """Names of the actions that every episode accepts, or None if they are not known before an episode opens."""
+        ...
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Names of the services that episodes use."""
+        ...
+
+    async def open(self, task: Task, sandbox: Sandbox | None, services: Services, clock: Clock) -> Episode:
+        """Open an episode. Raises SandboxError, ServiceDown."""
+        ...

@@ -1,0 +1,1 @@
+"""The retail environment of tau-bench."""

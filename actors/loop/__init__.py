@@ -1,0 +1,1 @@
+"""The loop agent: parsers of actions, context policies and the loop itself."""

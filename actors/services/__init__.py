@@ -1,0 +1,1 @@
+"""Services that environments and evaluators call: retrievers, helper models and user simulators."""

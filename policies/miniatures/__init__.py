@@ -1,0 +1,1 @@
+"""Miniatures of published systems: small vocabularies, generated tasks and warm starts."""
