@@ -23,12 +23,23 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.repositories import RepositorySpec, is_plain_path, why_unusable
+from headrace.buffer.task_parts import (
+    STRICT,
+    BinaryFile,
+    EnvironmentSpec,
+    TaskLimits,
+    TaskMessage,
+    TaskOrigin,
+    secret_in_prompt,
+)
 
 TaskId = NewType("TaskId", str)
-_STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
+_STRICT: Final = STRICT
 
 
 PYTHON: Final = "/usr/bin/python3"
+BINARY_FILES: Final = "binary_files"
+"""Folder beside a task file for copies of binary files, named by their SHA-256."""
 
 
 class EvaluatorKind(StrEnum):
@@ -50,9 +61,29 @@ class EvaluatorKind(StrEnum):
     """A function in another package scores the files that the agent left (`plugin`; docs/extending.md)."""
     NONE = "none"
     """Every finished rollout gets reward 1, without a sandbox; only for measuring the orchestration."""
+    ANSWER = "answer"
+    """The answer in the agent's last message is compared with the targets (`answer`), without a sandbox."""
+    ENVIRONMENT = "environment"
+    """The environment's own verdict counts, without a sandbox."""
     SIMULATED = "simulated"
     """No sandbox is used: after `seconds`, the reward is 1 with probability `success`, drawn with the attempt's name as
     the seed. Both are given in `expected`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSpec:
+    """Settings of the kind `answer`. The answer is the text of the last pair of tags; it scores 1 if, after
+    normalisation (lower case, no punctuation, no articles, single spaces), it equals a target. The format scores are
+    those of Search-R1: `structure` for a conversation in which every search is followed by its passages and one answer
+    ends it, and `final` for any answer. A correct answer in a conversation of another structure scores 1 -
+    `structure`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    targets: tuple[str, ...] = ()
+    tag: str = "answer"
+    structure: float = 0.0
+    final: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +108,7 @@ class EvaluatorSpec:
     plugin: str = ""
     """Function for the kind `plugin`: `package.module:function`, or the name of an entry point. The function defines
     the meaning of `check` and `expected`."""
+    answer: AnswerSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +147,13 @@ class Task:
     evaluator: EvaluatorSpec
     image: str = "host"
     files: Mapping[str, str] = field(default_factory=dict)
+    binary_files: Mapping[str, BinaryFile] = field(default_factory=dict)
+    """Further files, by absolute path in the sandbox, whose bytes are beside the task file."""
+    messages: tuple[TaskMessage, ...] = ()
+    """Messages that open the conversation; without any, the agent's templates show the instruction."""
+    environment: EnvironmentSpec | None = None
+    limits: TaskLimits = field(default_factory=TaskLimits)
+    origin: TaskOrigin | None = None
 
 
 def load_tasks(path: Path) -> tuple[Task, ...]:
@@ -142,13 +181,24 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
 
 
 def write_tasks(path: Path, tasks: Iterable[Task]) -> None:
-    """Write a JSONL file that `load_tasks` reads back as equal tasks."""
-    path.write_text("".join(f"{_canonical(task)}\n" for task in tasks), encoding="utf-8")
+    """Write a JSONL file that `load_tasks` reads back as equal tasks. Binary files are copied to a folder beside it,
+    named by their digests. Raises OSError, TaskFileError."""
+    lines = []
+    for task in tasks:
+        document = _document(task)
+        for name, binary in task.binary_files.items():
+            copy = path.parent / BINARY_FILES / binary.sha256
+            if not copy.exists():
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_bytes(binary.read())
+            document["binary_files"][name]["file"] = f"{BINARY_FILES}/{binary.sha256}"
+        lines.append(f"{_text(document)}\n")
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def task_digest(task: Task) -> str:
     """Return the SHA-256 of all fields of a task, in hexadecimal; two digests are equal exactly when the tasks are."""
-    return hashlib.sha256(_canonical(task).encode()).hexdigest()
+    return hashlib.sha256(_text(_document(task)).encode()).hexdigest()
 
 
 def tasks_digest(tasks: Iterable[Task]) -> str:
@@ -156,12 +206,28 @@ def tasks_digest(tasks: Iterable[Task]) -> str:
     return hashlib.sha256("\n".join(map(task_digest, tasks)).encode()).hexdigest()
 
 
-def _canonical(task: Task) -> str:
+def _document(task: Task) -> dict[str, Any]:
+    """Return a task as JSON, without the paths of its binary files."""
     document = asdict(task)
     # Fields of later versions are left out at their defaults, so that the digests of older runs' tasks do not change.
-    for name, default in (("python", PYTHON), ("plugin", "")):
+    for name, default in _LATER_EVALUATOR_FIELDS.items():
         if document["evaluator"][name] == default:
             del document["evaluator"][name]
+    for name in ("binary_files", "messages", "environment", "limits", "origin"):
+        if not document[name] or document[name] == _NO_LIMITS:
+            del document[name]
+    if "limits" in document:
+        document["limits"] = dict(task.limits.items())
+    for binary in document.get("binary_files", {}).values():
+        del binary["file"]
+    return document
+
+
+_LATER_EVALUATOR_FIELDS: Final = {"python": PYTHON, "plugin": "", "answer": None}
+_NO_LIMITS: Final = asdict(TaskLimits())
+
+
+def _text(document: dict[str, Any]) -> str:
     return json.dumps(document, sort_keys=True, ensure_ascii=False)
 
 
@@ -185,6 +251,10 @@ def _parse_line(line: str, folder: Path, *, where: str) -> Task:
         for name, value in holder.items() if isinstance(holder, dict) else ():
             if isinstance(value, dict):
                 holder[name] = _read_reference(value, folder, where=f"{where}: {key}.{name}")
+    binary_files = document.get("binary_files")
+    for name, reference in binary_files.items() if isinstance(binary_files, dict) else ():
+        if isinstance(reference, dict) and isinstance(reference.get("file"), str):
+            _find_binary(reference, folder, where=f"{where}: binary_files.{name}")
     try:
         task = _adapter().validate_json(json.dumps(document))
     except ValidationError as error:
@@ -226,6 +296,22 @@ def _read_reference(reference: dict[str, Any], folder: Path, *, where: str) -> s
         raise TaskFileError(f"{where}: cannot read {path}: {reason}; add the file or correct the name") from error
 
 
+def _find_binary(reference: dict[str, Any], folder: Path, *, where: str) -> None:
+    """Make the path of a binary file absolute, and add its digest and size unless both are given."""
+    path = folder / reference["file"]
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise TaskFileError(f"{where}: {reference['file']!r} is outside the task file's folder; put it beside it")
+    try:
+        if not {"sha256", "size"} <= reference.keys():
+            content = path.read_bytes()
+            reference |= {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+        elif path.stat().st_size != reference["size"]:
+            raise TaskFileError(f"{where}: {path} does not have {reference['size']} bytes; restore the file")
+    except OSError as error:
+        raise TaskFileError(f"{where}: cannot read {path}: {error.strerror}; add the file") from error
+    reference["file"] = str(path)
+
+
 def _explain(error: ValidationError) -> str:
     """Return pydantic's first error as one line: key, error and fix."""
     first = error.errors(include_url=False)[0]
@@ -246,13 +332,15 @@ def _check_values(task: Task, *, where: str) -> None:
         if not text:
             raise TaskFileError(f"{where}: {key}: is empty; write some text")
     lists = {"data_paths": evaluator.data_paths, "test_files": evaluator.test_files}
-    named = (("files", task.files), ("evaluator.hidden_files", evaluator.hidden_files))
+    files = {**task.files, **task.binary_files}
+    named = (("files", files), ("evaluator.hidden_files", evaluator.hidden_files))
     for key, paths in (*named, *((f"evaluator.{key}", paths) for key, paths in lists.items())):
         for path in paths:
             if not is_plain_path(path):
                 raise TaskFileError(f"{where}: {key}: {path!r} must be an absolute path without '.' or '..'")
     if not 0 < evaluator.timeout_s < float("inf"):
         raise TaskFileError(f"{where}: evaluator.timeout_s: {evaluator.timeout_s} must be a number above 0")
+    _check_parts(task, where=where)
     _check_kind(evaluator, where=f"{where}: evaluator")
     _check_python(evaluator, where=f"{where}: evaluator.python")
     if evaluator.kind is EvaluatorKind.STATE:
@@ -262,6 +350,30 @@ def _check_values(task: Task, *, where: str) -> None:
                     f"{where}: evaluator.hidden_files: {path!r} is below the data path {above!r}, which is mounted "
                     "read-only; put it elsewhere"
                 )
+
+
+def _check_parts(task: Task, *, where: str) -> None:
+    """Check messages, environment, limits and binary files. Raises TaskFileError."""
+    for name, limit in task.limits.items():
+        if not 0 < limit < float("inf"):
+            raise TaskFileError(f"{where}: limits.{name}: {limit} must be a number above 0")
+    if both := sorted(task.files.keys() & task.binary_files.keys()):
+        raise TaskFileError(f"{where}: binary_files: {both[0]!r} is also in files; keep one")
+    if task.binary_files and task.evaluator.kind in (EvaluatorKind.PATCH, EvaluatorKind.COMPARE):
+        raise TaskFileError(f"{where}: binary_files: the kind {task.evaluator.kind} compares text only; use state")
+    if task.messages and task.messages[-1].role != "user":
+        raise TaskFileError(f"{where}: messages: the last one must be the user's, which the policy answers")
+    prompt = "\n".join((task.instruction, *(message.content for message in task.messages)))
+    if task.environment is not None:
+        if not task.environment.kind:
+            raise TaskFileError(f"{where}: environment.kind: is empty; name an environment")
+        # Of the agent's prompt as this task writes it; what an environment shows is its own responsibility.
+        shown = f"{prompt}\n{json.dumps(task.environment.given, ensure_ascii=False)}"
+        if (text := secret_in_prompt(task.environment.secret, shown)) is not None:
+            raise TaskFileError(f"{where}: the prompt contains the environment's secret ({text[:12]!r}...); remove it")
+    hidden = secret_in_prompt(dict(task.evaluator.hidden_files), prompt)
+    if hidden is not None:
+        raise TaskFileError(f"{where}: the prompt contains a hidden file of the evaluator; remove it")
 
 
 def _check_python(evaluator: EvaluatorSpec, *, where: str) -> None:
@@ -282,6 +394,15 @@ def _data_path_above(path: str, evaluator: EvaluatorSpec) -> str | None:
     return next((above for above in evaluator.data_paths if f"{path}/".startswith(above.rstrip("/") + "/")), None)
 
 
+def _check_answer(answer: AnswerSpec, *, where: str) -> None:
+    if not any(target.strip() for target in answer.targets):
+        raise TaskFileError(f"{where}.targets: has no target; list at least one answer that counts as correct")
+    if not answer.tag.isidentifier():
+        raise TaskFileError(f"{where}.tag: {answer.tag!r} must be the name of a tag, such as answer")
+    if not 0 <= answer.final <= answer.structure < 1:
+        raise TaskFileError(f"{where}: the scores must satisfy 0 <= final <= structure < 1")
+
+
 def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
     """Check that everything that this kind of evaluator needs is given, and nothing that only another kind uses."""
     is_repository = evaluator.kind is EvaluatorKind.REPOSITORY
@@ -291,7 +412,13 @@ def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
         raise TaskFileError(f"{where}.repository.{reason}")
     if (evaluator.kind is EvaluatorKind.PLUGIN) != bool(evaluator.plugin):
         raise TaskFileError(f"{where}.plugin: belongs to the kind plugin, which needs it")
-    if evaluator.plugin:
+    if (evaluator.kind is EvaluatorKind.ANSWER) != (evaluator.answer is not None):
+        raise TaskFileError(f"{where}.answer: belongs to the kind answer, which needs it")
+    if evaluator.answer is not None:
+        _check_answer(evaluator.answer, where=f"{where}.answer")
+    if evaluator.plugin or evaluator.kind in (EvaluatorKind.ANSWER, EvaluatorKind.ENVIRONMENT):
+        if evaluator.kind is not EvaluatorKind.PLUGIN and (evaluator.check or evaluator.expected):
+            raise TaskFileError(f"{where}: the kind {evaluator.kind} uses neither check nor expected; remove them")
         return
     if evaluator.kind is EvaluatorKind.SIMULATED:
         try:

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from typing import TYPE_CHECKING, Final
 
@@ -109,8 +110,10 @@ async def lay_out(task: Task, sandbox: Sandbox) -> None:
     repository = task.evaluator.repository
     if repository is not None and repository.base_commit:
         await _run(sandbox, repository, f"{GIT} checkout -q -f --detach {shlex.quote(repository.base_commit)}")
-    if task.files:
-        await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
+    files = {path: text.encode() for path, text in task.files.items()}
+    files |= {path: await asyncio.to_thread(binary.read) for path, binary in task.binary_files.items()}
+    if files:
+        await sandbox.write_many(files)
     if repository is not None and repository.prepare:
         await _run(sandbox, repository, "\n".join(repository.prepare))
 
