@@ -75,14 +75,15 @@ class AnswerSpec:
     """Settings of the kind `answer`. The answer is the text of the last pair of tags; it scores 1 if, after
     normalisation (lower case, no punctuation, no articles, single spaces), it equals a target. The format scores are
     those of Search-R1: `structure` for a conversation in which every search is followed by its passages and one answer
-    ends it, and `final` for any answer. A correct answer in a conversation of another structure scores 1 -
-    `structure`."""
+    ends it, `retrieval` on top of that if a passage contains a target, and `final` for any answer. A correct answer in
+    a conversation of another structure scores 1 - `structure`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     targets: tuple[str, ...] = ()
     tag: str = "answer"
     structure: float = 0.0
+    retrieval: float = 0.0
     final: float = 0.0
 
 
@@ -399,8 +400,8 @@ def _check_answer(answer: AnswerSpec, *, where: str) -> None:
         raise TaskFileError(f"{where}.targets: has no target; list at least one answer that counts as correct")
     if not answer.tag.isidentifier():
         raise TaskFileError(f"{where}.tag: {answer.tag!r} must be the name of a tag, such as answer")
-    if not 0 <= answer.final <= answer.structure < 1:
-        raise TaskFileError(f"{where}: the scores must satisfy 0 <= final <= structure < 1")
+    if not 0 <= answer.final <= answer.structure <= answer.structure + answer.retrieval < 1:
+        raise TaskFileError(f"{where}: the scores must satisfy 0 <= final <= structure <= structure + retrieval < 1")
 
 
 def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:

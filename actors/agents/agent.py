@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.actors.services.service import NO_SERVICES
+
 if TYPE_CHECKING:
     from headrace.actors.agents.chat import Chat
+    from headrace.actors.evaluation.verdict import EpisodeRecord
+    from headrace.actors.services.service import Services
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import HostFolder, Sandbox
 
@@ -49,6 +53,8 @@ class AgentReport:
     exit_code: int | None = None
     result: str = ""
     log_tail: str = ""
+    episode: EpisodeRecord | None = None
+    """Record of a loop agent's episode."""
 
 
 class SimulatedPolicy(Protocol):
@@ -75,6 +81,19 @@ class AgentSession:
     context_tokens: int | None = None
     simulated: SimulatedPolicy | None = None
     """Replaces `base_url` and `chat` when the engines are simulated."""
+    services: Services = NO_SERVICES
+    """The recipe's services."""
+    agent_s: float | None = None
+    """Deadline for agents that keep their own time (`keeps_time`), in seconds; None for no deadline."""
+    turn_tokens: int | None = None
+    """Maximum number of tokens in one answer."""
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Maximum number of tokens in a prompt that leaves room for the longest answer; None if it is unknown."""
+        if self.context_tokens is None:
+            return None
+        return self.context_tokens - (self.turn_tokens or 0)
 
 
 class Agent(Protocol):
@@ -88,6 +107,18 @@ class Agent(Protocol):
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
         """Work on the task. Raises AgentNotStarted, and gateway and sandbox errors, which the caller classifies."""
         ...
+
+
+def needs_sandbox(agent: Agent) -> bool:
+    """Return whether an agent acts in a sandbox. If its attribute `needs_sandbox` is false, none is leased, and `run`
+    gets None."""
+    return bool(getattr(agent, "needs_sandbox", True))
+
+
+def keeps_time(agent: Agent) -> bool:
+    """Return whether an agent ends by itself within `AgentSession.agent_s`, so that its report is not lost. Agents say
+    so with an attribute `keeps_time`."""
+    return bool(getattr(agent, "keeps_time", False))
 
 
 class AgentNotStarted(Exception):

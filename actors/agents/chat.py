@@ -140,11 +140,19 @@ class Chat(Protocol):
         """Return the answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
         ...
 
+    async def count(self, messages: Sequence[ChatMessage]) -> int:
+        """Return the number of tokens in the prompt of the messages. Raises ChatFailed."""
+        ...
+
 
 class NoChat:
     """Placeholder for `Chat` in runs without a gateway; every call fails."""
 
     async def __call__(self, messages: Sequence[ChatMessage], options: ChatOptions = PLAIN) -> ChatReply:
+        """Always raises ChatFailed."""
+        raise ChatFailed("this run has simulated engines and no gateway: choose an agent that does not chat")
+
+    async def count(self, messages: Sequence[ChatMessage]) -> int:
         """Always raises ChatFailed."""
         raise ChatFailed("this run has simulated engines and no gateway: choose an agent that does not chat")
 
@@ -164,28 +172,44 @@ class ChatClient:
         """Without `timeout_s`, only the agent's deadline applies."""
         self._session = session
         self.url = f"{base_url.rstrip('/')}/v1/chat/completions"
+        self._tokenize_url = f"{base_url.rstrip('/')}/v1/tokenize"
         self._model = model
         self._max_tokens = max_tokens
         self._timeout_s = timeout_s
 
     async def __call__(self, messages: Sequence[ChatMessage], options: ChatOptions = PLAIN) -> ChatReply:
         """Return the answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
-        body: dict[str, object] = {"model": self._model, "messages": [message.to_json() for message in messages]}
+        body = self._body(messages)
         if self._max_tokens is not None:
             body["max_tokens"] = self._max_tokens
-        body |= options.to_json()
+        return parse_answer(*await self._answered(self.url, body | options.to_json()))
+
+    async def count(self, messages: Sequence[ChatMessage]) -> int:
+        """Return the number of tokens in the prompt of the messages. Raises ChatFailed."""
+        status, answer = await self._answered(self._tokenize_url, self._body(messages))
+        match answer:
+            case {"count": int() as count} if status == 200:
+                return count
+            case _:
+                raise refusal(status, answer)
+
+    def _body(self, messages: Sequence[ChatMessage]) -> dict[str, object]:
+        return {"model": self._model, "messages": [message.to_json() for message in messages]}
+
+    async def _answered(self, url: str, body: dict[str, object]) -> tuple[int, object]:
+        """Post a request until it is answered, and return the status and the decoded body. Raises ChatFailed."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return parse_answer(*await _UNTIL_ANSWERED(self._post, body))
+                return await _UNTIL_ANSWERED(self._post, url, body)
         except TimeoutError as error:
-            raise ChatFailed(f"no answer from {self.url} within {self._timeout_s} s (timeout_s)") from error
+            raise ChatFailed(f"no answer from {url} within {self._timeout_s} s (timeout_s)") from error
         except (aiohttp.ClientError, ValueError) as error:
-            raise ChatFailed(f"no usable answer from {self.url}: {type(error).__name__}: {error}") from error
+            raise ChatFailed(f"no usable answer from {url}: {type(error).__name__}: {error}") from error
 
-    async def _post(self, body: dict[str, object]) -> tuple[int, object]:
+    async def _post(self, url: str, body: dict[str, object]) -> tuple[int, object]:
         """Post a request, and return the status and the decoded body."""
         no_timeout = aiohttp.ClientTimeout(total=None)
-        async with self._session.post(self.url, json=body, timeout=no_timeout) as response:
+        async with self._session.post(url, json=body, timeout=no_timeout) as response:
             return response.status, await response.json(content_type=None)
 
 

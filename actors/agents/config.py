@@ -13,12 +13,15 @@ from headrace.actors.agents.codex import CodexConfig
 from headrace.actors.agents.mini_swe_agent import MiniSweAgentConfig
 from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.agents.simulated import SimulatedAgentConfig
+from headrace.actors.loop.config import LoopConfig
 from headrace.actors.section import Section
 
 
 class AgentKind(StrEnum):
     """Agent that works on the tasks."""
 
+    LOOP = "loop"
+    """The loop agent: reads an action from every answer and acts in the recipe's environment."""
     SHELL = "shell"
     """The white-box shell agent: every answer of the policy is a command."""
     IMMEDIATE = "immediate"
@@ -38,14 +41,19 @@ class AgentKind(StrEnum):
     """A program that supports many model providers and runs in the sandbox."""
 
 
+_WITHOUT_PROGRAM = (AgentKind.LOOP, AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
+
+
 class AgentSection(Section):
     kind: AgentKind | str = Field(default=AgentKind.SHELL, union_mode="left_to_right")
-    """Agent that works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
-    `simulated` (only waits), `immediate` (does nothing), or one from another package (docs/extending.md)."""
+    """Agent that works on the tasks: `loop`, `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`,
+    `opencode`, `simulated` (only waits), `immediate` (does nothing), or one of another package (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for an agent from another package."""
     turns: int = Field(default=50, ge=1)
     """Maximum number of policy answers in one session of an agent from another package."""
+    loop: LoopConfig = LoopConfig()
+    """Settings of the loop agent."""
     shell: ShellAgentConfig = ShellAgentConfig()
     """Settings of the shell agent."""
     program: ProgramConfig = ProgramConfig()
@@ -68,7 +76,7 @@ class AgentSection(Section):
     def is_program(self) -> bool:
         """True for an agent that is a program in the sandbox; agents from other packages are assumed to run their own
         loop."""
-        return not self.is_outside and self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
+        return not self.is_outside and self.kind not in _WITHOUT_PROGRAM
 
     @property
     def max_turns(self) -> int:
@@ -77,4 +85,6 @@ class AgentSection(Section):
             return self.turns
         if self.kind is AgentKind.SIMULATED:
             return self.simulated.turns
+        if self.kind is AgentKind.LOOP:
+            return self.loop.max_turns
         return self.program.max_turns if self.is_program else self.shell.max_turns

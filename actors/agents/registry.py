@@ -14,23 +14,45 @@ from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.agents.simulated import SimulatedAgent
+from headrace.actors.environments.config import EnvironmentSection
+from headrace.actors.environments.registry import make_environment
 from headrace.actors.errors import ConfigError
+from headrace.actors.loop.action_parsers import PARSERS
+from headrace.actors.loop.agent import LoopAgent
 from headrace.buffer.primitives.registry import PartRefused, Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from headrace.actors.agents.agent import Agent
 
     MakeAgent: TypeAlias = Callable[[AgentSection], Agent]
 
 
-def make_agent(section: AgentSection) -> Agent:
-    """Create the agent of a recipe. Raises ConfigError for an unknown agent, a missing program or invalid settings."""
+def make_agent(section: AgentSection, environment: EnvironmentSection | None = None) -> Agent:
+    """Create the agent of a recipe; the loop agent acts in `environment`. Raises ConfigError for an unknown agent, a
+    missing program or invalid settings."""
+    if section.kind is AgentKind.LOOP:
+        return _loop_agent(section, environment or EnvironmentSection())
     try:
         return AGENTS.find(section.kind)(section)
     except (AgentMissing, PartRefused) as error:
         raise ConfigError(f"agent.kind: {error}") from error
+
+
+def _loop_agent(section: AgentSection, environment_section: EnvironmentSection) -> LoopAgent:
+    environment = make_environment(environment_section)
+    parsed, accepted = PARSERS[section.loop.parser].actions, environment.actions
+    if parsed is not None and accepted is not None and not parsed & accepted:
+        raise ConfigError(
+            f"agent.loop.parser {section.loop.parser} produces {_listed(parsed)}, but the environment "
+            f"{environment_section.kind} accepts {_listed(accepted)}; choose another parser or environment"
+        )
+    return LoopAgent(section.loop, environment)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _of_another_package(found: object) -> MakeAgent:
@@ -58,6 +80,7 @@ AGENTS: Final[Registry[MakeAgent]] = Registry(
     kind="agent",
     group="headrace.agents",
     own={
+        AgentKind.LOOP: lambda section: _loop_agent(section, EnvironmentSection()),
         AgentKind.SHELL: lambda section: ShellAgent(section.shell),
         AgentKind.IMMEDIATE: lambda _: ImmediateAgent(),
         AgentKind.SIMULATED: lambda section: SimulatedAgent(section.simulated),

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+from headrace.actors.evaluation.answer import score_answer
 from headrace.actors.evaluation.comparison import Baselines, compare, last_answer
 from headrace.actors.evaluation.diff_filter import Dropped, summary
 from headrace.actors.evaluation.patch import Patch, PatchRefused, collect_patch
@@ -27,13 +28,14 @@ from headrace.actors.evaluation.patch_collection import LeftDiff
 from headrace.actors.evaluation.plugins import score_by_plugin
 from headrace.actors.evaluation.repository import grade, score_repository
 from headrace.actors.evaluation.verdict import (
-    LABELS,
     MAX_DETAIL_CHARACTERS,
+    NO_SANDBOX,
     CleanSandboxes,
     EvaluationRequest,
     EvaluatorFault,
     Verdict,
     broken,
+    clean_spec,
     failed,
     invalid,
     join_details,
@@ -53,12 +55,27 @@ from headrace.sandboxes.launcher.commands import PRELOADED
 __all__ = ["CleanSandboxes", "EvaluationRequest", "Verdict", "evaluate"]
 
 
+def verdict_of_episode(request: EvaluationRequest) -> Verdict | None:
+    """Return the verdict for kinds that need only the record of the episode, and None for the others."""
+    spec = request.task.evaluator
+    if spec.kind is EvaluatorKind.ANSWER:
+        assert spec.answer is not None
+        return score_answer(spec.answer, request.episode)
+    if spec.kind is not EvaluatorKind.ENVIRONMENT:
+        return None
+    if request.episode is None or request.episode.verdict is None:
+        return broken("the environment returned no verdict; choose another evaluator or environment")
+    return request.episode.verdict
+
+
 async def evaluate(
     request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines | None = None
 ) -> Verdict:
     """Score one rollout. `baselines` caches reports of untouched repositories between calls. Sandbox errors become
     verdicts with cause infra; only programming errors are raised."""
     baselines = baselines or Baselines()
+    if request.sandbox == NO_SANDBOX:
+        return broken(f"the evaluator {request.task.evaluator.kind} needs the files of a sandbox, and there is none")
     try:
         await sandboxes.freeze(request.sandbox.id)
         verdict = await _score(request, sandboxes, baselines)
@@ -105,7 +122,7 @@ async def _blame(
         untouched = await grade(task, LeftDiff(), sandboxes, baselines, always_twins=True)
     else:
         files = Patch(changes={}).applied_to(task)
-        untouched = await _check_files(task, files, SandboxSpec(image=task.image, labels=LABELS), sandboxes)
+        untouched = await _check_files(task, files, clean_spec(task), sandboxes)
     if untouched.cause is Cause.EVALUATOR:
         return first
     again = await _score(request, sandboxes, baselines)
@@ -141,7 +158,7 @@ async def _score_patch(request: EvaluationRequest, sandboxes: CleanSandboxes) ->
     left = patch
     if request.task.evaluator.kind is EvaluatorKind.COMPARE:
         patch, dropped = patch.filtered(request.task)
-    spec = SandboxSpec(image=request.task.image, labels=LABELS)
+    spec = clean_spec(request.task)
     verdict = await _check_files(request.task, patch.applied_to(request.task), spec, sandboxes)
     diff = left.as_diff(request.task) if request.keep else ""
     return replace(verdict, detail=join_details(verdict.detail, summary(dropped)), patch=diff)
@@ -164,7 +181,7 @@ def _spec_with_data(request: EvaluationRequest) -> SandboxSpec:
     mounts = tuple(
         FrozenMount(source=request.sandbox.id, path=path, target=path) for path in request.task.evaluator.data_paths
     )
-    return SandboxSpec(image=request.task.image, mounts=mounts, labels=LABELS)
+    return clean_spec(request.task, mounts)
 
 
 async def run_check(task: Task, sandbox: Sandbox) -> Verdict:

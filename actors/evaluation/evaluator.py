@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry import trace
 
 from headrace.actors.evaluation.comparison import Baselines
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate, verdict_of_episode
 from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases
 from headrace.actors.runtime.batching import Batcher
@@ -80,8 +80,8 @@ class Evaluator(ResourceOwner):
         self._sandboxes = _CleanSandboxes(pool, lease_s)
         self._baselines = Baselines()
         self._observing = observing
-        self._simulated = 0
-        """Number of simulated verdicts so far."""
+        self._unboxed = 0
+        """Number of verdicts without a sandbox so far."""
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("evaluator"))
@@ -106,14 +106,17 @@ class Evaluator(ResourceOwner):
 
     async def judged_steps(self) -> int:
         """Return the number of evaluation steps that have succeeded since this evaluator started."""
-        return self._sandboxes.judged + self._simulated
+        return self._sandboxes.judged + self._unboxed
 
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
             return solved()
+        if (verdict := verdict_of_episode(request)) is not None:
+            self._unboxed += 1
+            return verdict
         if request.task.evaluator.kind is EvaluatorKind.SIMULATED:
             verdict = await simulated_verdict(request)
-            self._simulated += 1
+            self._unboxed += 1
             return verdict
         with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):
             return await evaluate(request, self._sandboxes, self._baselines)

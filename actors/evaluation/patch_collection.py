@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 from headrace.actors.evaluation.diff_filter import Dropped, DropReason
 from headrace.actors.evaluation.history import lay_out
 from headrace.actors.evaluation.unified_diff import DiffRefused
-from headrace.actors.evaluation.verdict import LABELS, CleanSandboxes, EvaluationRequest
+from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest, clean_spec
 from headrace.actors.in_sandbox import program_command
-from headrace.sandboxes.base import FrozenMount, SandboxSpec
+from headrace.sandboxes.base import FrozenMount
 from headrace.sandboxes.errors import SandboxError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, s
     mount = FrozenMount(source=request.sandbox.id, path=repository.workdir, target=_LEFT)
     caps = [MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES]
     argument = json.dumps({"base": repository.workdir, "left": _LEFT, "caps": caps})
-    async with sandboxes.clean(SandboxSpec(image=request.task.image, mounts=(mount,), labels=LABELS)) as sandbox:
+    async with sandboxes.clean(clean_spec(request.task, (mount,))) as sandbox:
         await lay_out(request.task, sandbox)
         result = await sandbox.exec(
             program_command(repository.python, "collect", argument),

@@ -32,11 +32,11 @@ from headrace.actors.evaluation.report import (
 from headrace.actors.evaluation.test_runner import RunBroken, TestRun, parse_logs, run_tests
 from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluation.verdict import (
-    LABELS,
     CleanSandboxes,
     EvaluationRequest,
     Verdict,
     broken,
+    clean_spec,
     failed,
     invalid,
     join_details,
@@ -46,11 +46,11 @@ from headrace.actors.evaluation.verdict import (
 from headrace.actors.in_sandbox import program_command
 from headrace.buffer.repositories import RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.types import Cause
-from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError
 
 if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
+    from headrace.sandboxes.base import Sandbox
 
 REPOSITORY_RUNS: Final = 4
 """Number of steps in one evaluation that may each take `evaluator.timeout_s`: the diff, the tests, their twins, and,
@@ -156,7 +156,7 @@ class _Grading:
         """Judge with the task's log parser. If the script ran pytest, the pytest report must be valid and agree with
         the logs."""
         report = _report_of(run) if run.sessions or run.intruded else Report(results={}, uncollected={})
-        async with self.sandboxes.clean(SandboxSpec(image=self.task.image, labels=LABELS)) as sandbox:
+        async with self.sandboxes.clean(clean_spec(self.task)) as sandbox:
             parsed = await parse_logs(sandbox, _repository_of(self.task), grader, run)
         required = required_ids(grader)
         known = [name for name in required if name in report.results]
@@ -222,7 +222,7 @@ async def _run(
     """Apply a diff and run the tests (or their twins) in a clean sandbox. Return the dropped changes together with the
     test run, or with a verdict if one is reached before the tests run. Raises DiffRefused, RunBroken, SandboxError."""
     repository, timeout_s = _repository_of(task), task.evaluator.timeout_s
-    async with sandboxes.clean(SandboxSpec(image=task.image, labels=LABELS)) as sandbox:
+    async with sandboxes.clean(clean_spec(task)) as sandbox:
         await lay_out(task, sandbox)
         tests = _named_tests(task, repository)
         grader = repository.grader

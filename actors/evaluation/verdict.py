@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from headrace.buffer.types import SOLVED_REWARD, Cause, check_reward
+from headrace.sandboxes.base import FrozenMount, SandboxId, SandboxRef, SandboxSpec
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
+    from headrace.actors.agents.chat import ChatCall
     from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
+    from headrace.sandboxes.base import Sandbox
 
 MAX_DETAIL_CHARACTERS: Final = 500
 MAX_LOG_CHARACTERS: Final = 1 << 18
+NO_SANDBOX: Final = SandboxRef(provider="none", id=SandboxId(""), endpoint="", secret="")
+"""Sandbox of a rollout whose agent needs none."""
 LABELS: Final = {"purpose": "evaluate"}
 """Labels of clean sandboxes, which the pool admits ahead of other sandboxes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRequest:
-    """Request to score a rollout: the agent's sandbox (frozen by the evaluator) and its task. If `keep` is set, the
-    verdict includes the patch and the log."""
-
-    key: str
-    task: Task
-    sandbox: SandboxRef
-    traceparent: str = ""
-    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +40,49 @@ class Verdict:
     patch: str = ""
 
 
+class Source(StrEnum):
+    """Author of a part of a conversation."""
+
+    TASK = "task"
+    """The task or the environment, before the policy's first answer."""
+    POLICY = "policy"
+    """The policy."""
+    ENVIRONMENT = "environment"
+    """The environment, or the recipe's text after a malformed answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpokenPart:
+    """A piece of a conversation with its author, and the tool calls of the policy's answer."""
+
+    source: Source
+    text: str
+    calls: tuple[ChatCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRecord:
+    """Record of an episode: what was said, the texts that the environment left, and its verdict if it has one."""
+
+    parts: tuple[SpokenPart, ...] = ()
+    artifacts: Mapping[str, str] = field(default_factory=dict)
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequest:
+    """Request to score a rollout: its task, the agent's sandbox (frozen by the evaluator; NO_SANDBOX if it had none),
+    and the record of its episode (None for agents that keep none). If `keep` is set, the verdict includes the patch and
+    the log."""
+
+    key: str
+    task: Task
+    sandbox: SandboxRef
+    episode: EpisodeRecord | None = None
+    traceparent: str = ""
+    keep: bool = False
+
+
 class EvaluatorFault(Exception):
     """The evaluator returned an invalid verdict, which is never the agent's fault."""
 
@@ -56,6 +93,21 @@ class CleanSandboxes(Protocol):
     async def freeze(self, sandbox: SandboxId) -> None: ...
 
     def clean(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]: ...
+
+
+def task_resources(task: Task) -> dict[str, Any]:
+    """Return the limits of a task's sandboxes as fields of a SandboxSpec; None means the provider's default."""
+    limits = task.limits
+    return {
+        "cpu": limits.cpus,
+        "memory_bytes": limits.memory_mb and limits.memory_mb << 20,
+        "disk_bytes": limits.disk_mb and limits.disk_mb << 20,
+    }
+
+
+def clean_spec(task: Task, mounts: tuple[FrozenMount, ...] = ()) -> SandboxSpec:
+    """Return the specification of a clean sandbox for an evaluation of a task."""
+    return SandboxSpec(image=task.image, mounts=mounts, labels=LABELS, **task_resources(task))
 
 
 def solved(detail: str = "") -> Verdict:

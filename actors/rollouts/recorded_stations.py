@@ -74,15 +74,25 @@ class RecordedStations:
     async def release(self, sandbox: SandboxId) -> None:
         await self._stations.release(sandbox)
 
-    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
-        return await self._stations.open_session(order, traceparent)
+    @property
+    def needs_sandbox(self) -> bool:
+        return self._stations.needs_sandbox
+
+    @property
+    def keeps_time(self) -> bool:
+        return self._stations.keeps_time
+
+    async def open_session(self, order: RolloutOrder, task: Task, traceparent: str) -> OpenedSession:
+        return await self._stations.open_session(order, task, traceparent)
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = True) -> SessionReport:
         self.reports.session = await self._stations.finish_session(session, conversation=conversation)
         return self.reports.session
 
-    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
-        self.reports.agent = await self._stations.run_agent(order, task, sandbox, session)
+    async def run_agent(
+        self, order: RolloutOrder, task: Task, sandbox: Sandbox | None, session: OpenedSession, agent_s: float
+    ) -> AgentReport:
+        self.reports.agent = await self._stations.run_agent(order, task, sandbox, session, agent_s)
         return self.reports.agent
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:

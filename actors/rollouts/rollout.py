@@ -24,7 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.history import prepare
+from headrace.actors.evaluation.verdict import NO_SANDBOX, task_resources
 from headrace.buffer.sanitizer import clean_text
+from headrace.buffer.task_parts import least
 from headrace.buffer.types import Cause, Outcome, RolloutOrder, RolloutResult
 from headrace.policies.errors import PolicyError
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec
@@ -81,21 +83,33 @@ class Stations(Protocol):
         """Host folders that are mounted in the agent's sandbox."""
         ...
 
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether the agent acts in a sandbox."""
+        ...
+
+    @property
+    def keeps_time(self) -> bool:
+        """Whether the agent ends by itself at its deadline."""
+        ...
+
     async def lease(self, request: LeaseRequest) -> Lease: ...
 
     async def attach(self, ref: SandboxRef) -> Sandbox: ...
 
     async def release(self, sandbox: SandboxId) -> None: ...
 
-    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession: ...
+    async def open_session(self, order: RolloutOrder, task: Task, traceparent: str) -> OpenedSession: ...
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
         """Close a session. If `conversation` is set, the report includes every turn as text."""
         ...
 
     async def run_agent(
-        self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession
-    ) -> AgentReport: ...
+        self, order: RolloutOrder, task: Task, sandbox: Sandbox | None, session: OpenedSession, agent_s: float
+    ) -> AgentReport:
+        """Run the agent, whose deadline is `agent_s`, in a sandbox if it needs one."""
+        ...
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict: ...
 
@@ -174,16 +188,20 @@ async def _run(
     order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases
 ) -> RolloutResult:
     async with _sandbox(order, task, stations, config, phases) as (ref, sandbox):
-        async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
-            await prepare(task, sandbox)
+        if sandbox is not None:
+            async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
+                await prepare(task, sandbox)
         report, record = await _converse(order, task, stations, config, phases, sandbox)
         _check_agent(report, record)
-        async with boundary(names.EVALUATE, "evaluate", phases, config.evaluate_timeout_s):
+        evaluate_s = least(config.evaluate_timeout_s, task.limits.evaluate_s) or config.evaluate_timeout_s
+        async with boundary(names.EVALUATE, "evaluate", phases, evaluate_s):
             if report.stop is StopReason.INVALID:
-                verdict = Verdict(reward=0.0, cause=Cause.INVALID, detail="an answer was not a command line")
+                verdict = Verdict(reward=0.0, cause=Cause.INVALID, detail="an answer was not an action")
             else:
                 key, traceparent = f"{order.rollout_id}.{order.attempt}", traceparent_of(trace.get_current_span())
-                request = EvaluationRequest(key=key, task=task, sandbox=ref, traceparent=traceparent)
+                request = EvaluationRequest(
+                    key=key, task=task, sandbox=ref, episode=report.episode, traceparent=traceparent
+                )
                 verdict = await stations.evaluate(request)
     return RolloutResult(
         rollout_id=order.rollout_id,
@@ -200,13 +218,17 @@ async def _run(
 @asynccontextmanager
 async def _sandbox(
     order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases
-) -> AsyncIterator[tuple[SandboxRef, Sandbox]]:
-    """Lease the agent's sandbox, and release it in every case."""
+) -> AsyncIterator[tuple[SandboxRef, Sandbox | None]]:
+    """Lease the agent's sandbox, if it needs one, and release it in every case."""
+    if not stations.needs_sandbox:
+        yield NO_SANDBOX, None
+        return
     spec = SandboxSpec(
         image=task.image,
         idempotency_key=f"{order.rollout_id}.{order.attempt}",
         labels={"purpose": order.purpose, "rollout": order.rollout_id},
         folders=stations.folders,
+        **task_resources(task),
     )
     clocks = {"queue_timeout_s": config.queue_timeout_s, "boot_timeout_s": config.boot_timeout_s}
     # The pool enforces the deadlines of queue and boot; this one is for a pool that does not answer.
@@ -232,15 +254,17 @@ async def _sandbox(
 
 
 async def _converse(
-    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox | None
 ) -> tuple[AgentReport, SessionReport]:
     """Run the agent in a session, which is closed in every case."""
     async with boundary(names.AGENT, "agent", phases, config.guard_s):
-        session = await stations.open_session(order, traceparent_of(trace.get_current_span()))
+        session = await stations.open_session(order, task, traceparent_of(trace.get_current_span()))
+        agent_s = least(config.agent_timeout_s, task.limits.agent_s) or config.agent_timeout_s
         try:
             try:
-                async with asyncio.timeout(config.agent_timeout_s) as clock:
-                    report = await stations.run_agent(order, task, sandbox, session)
+                # An agent that keeps its own time has some more to close its episode.
+                async with asyncio.timeout(agent_s + (ANSWER_S if stations.keeps_time else 0.0)) as clock:
+                    report = await stations.run_agent(order, task, sandbox, session, agent_s)
             except TimeoutError:
                 if not clock.expired():
                     raise

@@ -5,14 +5,17 @@ Invariant: each incarnation of a worker is a separate lease holder.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import uuid
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
+from headrace.actors.agents.agent import keeps_time, needs_sandbox
 from headrace.actors.places.leases import Leases
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
+from headrace.buffer.task_parts import least
 from headrace.buffer.tasks import Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.rollout import RolloutConfig
     from headrace.actors.simulated.engines import SimulatedEngineGroup
+    from headrace.buffer.task_parts import TaskLimits
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
     from headrace.serve.capture.rows import SessionReport
@@ -137,23 +141,38 @@ class WorkerStations(ResourceOwner):
     async def release(self, sandbox: SandboxId) -> None:
         await self._leases.release(sandbox)
 
-    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
+    async def open_session(self, order: RolloutOrder, task: Task, traceparent: str) -> OpenedSession:
         terms = self._parts.terms(order.purpose)
         spec = SessionSpec(
             # Includes the incarnation: a session of a dead worker may still be open when its evaluation is repeated.
             session_id=SessionId(f"{order.rollout_id}.{order.attempt}.{self._holder[:8]}"),
             sampling=terms.sampling,
-            budgets=terms.budgets,
+            budgets=lowered(terms.budgets, task.limits),
             traceparent=traceparent,
             train_truncated=self._parts.train_truncated,
             train_cut=self._parts.train_cut,
         )
         return await self._sessions.open(order, spec)
 
-    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
-        context_tokens = self._parts.terms(order.purpose).budgets.max_context_tokens
-        given = self._sessions.given(session, context_tokens=context_tokens)
-        return await self._parts.agent.run(session=given, sandbox=sandbox, task=task)
+    @property
+    def needs_sandbox(self) -> bool:
+        return needs_sandbox(self._parts.agent)
+
+    @property
+    def keeps_time(self) -> bool:
+        return keeps_time(self._parts.agent)
+
+    async def run_agent(
+        self, order: RolloutOrder, task: Task, sandbox: Sandbox | None, session: OpenedSession, agent_s: float
+    ) -> AgentReport:
+        budgets = lowered(self._parts.terms(order.purpose).budgets, task.limits)
+        given = replace(
+            self._sessions.given(session, context_tokens=budgets.max_context_tokens),
+            agent_s=agent_s,
+            turn_tokens=budgets.max_tokens_per_turn,
+        )
+        # Only agents that say that they need no sandbox get None.
+        return await self._parts.agent.run(session=given, sandbox=cast("Sandbox", sandbox), task=task)
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
         return await self._sessions.finish(session, conversation=conversation)
@@ -170,7 +189,20 @@ class WorkerStations(ResourceOwner):
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
         # Includes the sandbox: if a reset worker repeats an attempt, that is another evaluation.
-        return await self._evaluate(f"{request.key}.{request.sandbox.id}", request)
+        return await self._evaluate(f"{request.key}.{request.sandbox.id or uuid.uuid4().hex}", request)
+
+
+def lowered(budgets: Budgets, limits: TaskLimits) -> Budgets:
+    """Return the budgets of a session on a task, whose limits can only lower them."""
+    own = {
+        "max_turns": limits.turns,
+        "max_tokens_per_turn": limits.turn_tokens,
+        "max_context_tokens": limits.context_tokens,
+        "max_sampled_tokens": limits.sampled_tokens,
+        "wall_s": limits.agent_s,
+    }
+    changes: dict[str, Any] = {name: least(getattr(budgets, name), limit) for name, limit in own.items() if limit}
+    return replace(budgets, **changes)
 
 
 async def _nothing_to_give_back(_: Verdict) -> None:

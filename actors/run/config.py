@@ -22,6 +22,7 @@ from headrace.actors.agents.config import AgentKind, AgentSection
 from headrace.actors.cluster.section import ClusterSection
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.registry import address
+from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.errors import ConfigError
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
@@ -55,6 +56,7 @@ class RunConfig(Section):
     model: ModelSection = ModelSection()
     tasks: TasksSection = TasksSection()
     agent: AgentSection = AgentSection()
+    environment: EnvironmentSection = EnvironmentSection()
     sampling: SamplingSection = SamplingSection()
     gateway: GatewaySection = GatewaySection()
     rollout: RolloutConfig = RolloutConfig()

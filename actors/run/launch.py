@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from headrace.actors.agents.config import AgentKind
 from headrace.actors.agents.registry import make_agent
 from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
+from headrace.actors.environments.registry import refuse_other_environments
 from headrace.actors.errors import (
     ActorLost,
     ConfigError,
@@ -150,7 +151,7 @@ def check_parts(config: RunConfig) -> None:
     except EngineSettingsInvalid as error:
         raise ConfigError(str(error)) from error
     refuse_shared_gpus(config.engines, reserved_gpus(config))
-    make_agent(config.agent)
+    make_agent(config.agent, config.environment)
     check_provider(config.sandbox)
     if config.learner.kind == "slime":
         check_slime(config.learner)
@@ -210,6 +211,8 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
     refuse_overlap(train, heldout, "tasks.heldout")
     refuse_absent_images(config.sandbox, (*train, *heldout))
     refuse_absent_evaluators((*train, *heldout))
+    if config.agent.kind is AgentKind.LOOP:
+        refuse_other_environments((*train, *heldout), config.environment)
     refuse_short_evaluations((*train, *heldout), config.rollout.evaluate_timeout_s)
     return train, heldout
 

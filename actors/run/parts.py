@@ -287,7 +287,7 @@ class ServiceParts(GuardedActors):
             pool=self.pool,
             evaluator=self.evaluators[unit.number],
             replay=replay,
-            agent=make_agent(config.agent),
+            agent=make_agent(config.agent, config.environment),
             tasks=self._tasks,
             gateway=self.gateways[unit.number] if self.gateways else None,
             simulated_engines=cast("SimulatedEngineGroup", self.engines) if config.engines.is_simulated else None,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
+
+from headrace.actors.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.actors.agents.chat import ChatMessage
@@ -64,3 +66,22 @@ class Services(Protocol):
     def model(self, name: str) -> HelperModel:
         """Return a helper model. Raises ConfigError if there is none with this name."""
         ...
+
+
+class NoServices:
+    """The services of a recipe without any."""
+
+    def retriever(self, name: str) -> Retriever:
+        """Always raises ConfigError."""
+        raise _missing(name)
+
+    def model(self, name: str) -> HelperModel:
+        """Always raises ConfigError."""
+        raise _missing(name)
+
+
+def _missing(name: str) -> ConfigError:
+    return ConfigError(f"services.{name} is missing; add a table [services.{name}] to the recipe")
+
+
+NO_SERVICES: Final = NoServices()

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from headrace.actors.agents.agent import AgentNotStarted, AgentSession, StopReason
-from headrace.actors.agents.chat import ChatFailed
+from headrace.actors.agents.chat import NoChat
 from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramConfig, ProgramEnd
 from headrace.buffer.repositories import Command, RepositorySpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
@@ -24,11 +24,10 @@ from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from headrace.actors.agents.agent import AgentReport
-    from headrace.actors.agents.chat import ChatMessage, ChatReply
     from headrace.actors.agents.cli_agent import LaunchContext, OutputTail
     from headrace.sandboxes.base import Sandbox
 
@@ -96,10 +95,6 @@ class Service:
         return web.Response(text="served")
 
 
-async def no_chat(_: Sequence[ChatMessage]) -> ChatReply:
-    raise ChatFailed("programs do not use it")
-
-
 @dataclass
 class World:
     sandbox: Sandbox
@@ -133,7 +128,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     (tmp_path / "agent").mkdir()
     service = Service()
     async with LocalProvider() as provider, serving(service) as url:
-        session = AgentSession(base_url=f"{url}/s/token", chat=no_chat)
+        session = AgentSession(base_url=f"{url}/s/token", chat=NoChat())
         agent = Probe(ProgramConfig(folder=tmp_path / "agent"))
         sandbox = await provider.attach(await provider.create(SandboxSpec(folders=agent.folders)))
         yield World(sandbox, service, session, tmp_path / "agent")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.agents.agent import AgentSession
-from headrace.actors.agents.chat import ChatFailed
+from headrace.actors.agents.chat import NoChat
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.installation import AgentMissing, installed_folder
@@ -38,11 +38,10 @@ from support import chat_templates
 from support import scripted_engine as scripted
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from headrace.actors.agents.agent import AgentReport
-    from headrace.actors.agents.chat import ChatMessage, ChatReply
     from headrace.actors.agents.cli_agent import CliAgent, ProgramConfig
     from headrace.actors.evaluation.verdict import EvaluationRequest
     from headrace.buffer.types import RolloutResult
@@ -110,10 +109,6 @@ def needs(agent: str) -> None:
         pytest.skip(str(error))
 
 
-async def no_chat(messages: Sequence[ChatMessage]) -> ChatReply:
-    raise ChatFailed("programs do not use it")
-
-
 @dataclass
 class Ran:
     """A run, and what it left."""
@@ -161,7 +156,7 @@ class Rig:
         [opened] = await self.client.open([spec])
         sandbox = await self.provider.attach(await self.provider.create(SandboxSpec(folders=agent.folders)))
         await sandbox.write_many({path: text.encode() for path, text in told.files.items()})
-        session = AgentSession(base_url=opened.base_url, chat=no_chat, context_tokens=allowed.max_context_tokens)
+        session = AgentSession(base_url=opened.base_url, chat=NoChat(), context_tokens=allowed.max_context_tokens)
         report = await agent.run(session=session, sandbox=sandbox, task=told)
         [record] = await self.client.finish([opened.session_id])
         assert isinstance(record, SessionReport)
@@ -181,6 +176,14 @@ class Stations:
     def folders(self) -> tuple[HostFolder, ...]:
         return self.agent.folders
 
+    @property
+    def needs_sandbox(self) -> bool:
+        return True
+
+    @property
+    def keeps_time(self) -> bool:
+        return False
+
     async def lease(self, request: LeaseRequest) -> Lease:
         return Lease(ref=await self.rig.provider.create(request.spec))
 
@@ -192,13 +195,16 @@ class Stations:
     async def release(self, sandbox: SandboxId) -> None:
         await self.rig.provider.destroy(sandbox)
 
-    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
+    async def open_session(self, order: RolloutOrder, task: Task, traceparent: str) -> OpenedSession:
         spec = SessionSpec(session_id=SessionId(order.rollout_id), budgets=Budgets(max_context_tokens=200_000))
         [opened] = await self.rig.client.open([spec])
         return opened
 
-    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
-        given = AgentSession(base_url=session.base_url, chat=no_chat, context_tokens=200_000)
+    async def run_agent(
+        self, order: RolloutOrder, task: Task, sandbox: Sandbox | None, session: OpenedSession, agent_s: float
+    ) -> AgentReport:
+        assert sandbox is not None
+        given = AgentSession(base_url=session.base_url, chat=NoChat(), context_tokens=200_000)
         self.reports.append(await self.agent.run(session=given, sandbox=sandbox, task=task))
         return self.reports[-1]
 

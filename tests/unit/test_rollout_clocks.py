@@ -53,6 +53,9 @@ class Places:
     def folders(self) -> tuple[HostFolder, ...]:
         return ()
 
+    needs_sandbox = True
+    keeps_time = False
+
     async def _take(self, what: str) -> None:
         await asyncio.sleep(self.takes_s.get(what, 1.0))
 
@@ -66,7 +69,7 @@ class Places:
     async def release(self, sandbox: SandboxId) -> None:
         await self.pool.release([sandbox])
 
-    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
+    async def open_session(self, order: RolloutOrder, task: Task, traceparent: str) -> OpenedSession:
         await self._take("open")
         return OpenedSession(session_id=SessionId(order.rollout_id), base_url="")
 
@@ -74,7 +77,9 @@ class Places:
         empty = report_of(Session(SessionSpec(session_id=session.session_id), opened_at=0.0))
         return replace(empty, turns=self.turns, sampled_tokens=self.sampled_tokens)
 
-    async def run_agent(self, order: RolloutOrder, task: Task, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+    async def run_agent(
+        self, order: RolloutOrder, task: Task, sandbox: Sandbox | None, session: OpenedSession, agent_s: float
+    ) -> AgentReport:
         await self._take("agent")
         return self.report
 

@@ -1,0 +1,29 @@
+"""The config section `environment`: the kind of environment and the settings of each kind."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from headrace.actors.environments.search import SearchConfig
+from headrace.actors.section import Section
+
+
+class EnvironmentKind(StrEnum):
+    """Environment in which the loop agent acts."""
+
+    SEARCH = "search"
+    """Searches at a retriever, and an answer at the end."""
+
+
+class EnvironmentSection(Section):
+    """Section [environment] of a recipe."""
+
+    kind: EnvironmentKind | str = Field(default=EnvironmentKind.SEARCH, union_mode="left_to_right")
+    """Environment of the loop agent: `search`, or one from another package (docs/extending.md)."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for an environment from another package."""
+    search: SearchConfig = SearchConfig()
+    """Settings of the search environment."""

@@ -1,0 +1,66 @@
+"""The registry of environments that recipes can name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from headrace.actors.environments.config import EnvironmentKind, EnvironmentSection
+from headrace.actors.environments.search import SearchEnvironment
+from headrace.actors.errors import ConfigError
+from headrace.buffer.primitives.registry import PartRefused, Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from headrace.actors.environments.environment import Environment
+    from headrace.buffer.tasks import Task
+
+    MakeEnvironment: TypeAlias = Callable[[EnvironmentSection], Environment]
+
+
+def make_environment(section: EnvironmentSection) -> Environment:
+    """Create the environment of a recipe. Raises ConfigError for an unknown one or invalid settings."""
+    try:
+        return ENVIRONMENTS.find(section.kind)(section)
+    except PartRefused as error:
+        raise ConfigError(f"environment.kind: {error}") from error
+
+
+def refuse_other_environments(tasks: Iterable[Task], section: EnvironmentSection) -> None:
+    """Raise ConfigError for a task that names another environment than the recipe."""
+    for task in tasks:
+        if task.environment is not None and task.environment.kind != section.kind:
+            raise ConfigError(
+                f"task {task.id}: environment.kind {task.environment.kind!r} is not the recipe's ({section.kind}); set "
+                "environment.kind in the recipe, or leave the task out"
+            )
+
+
+def _of_another_package(found: object) -> MakeEnvironment:
+    """Return a factory that calls `found` with `environment.settings`, which must return an Environment."""
+    if not callable(found):
+        raise TypeError("it is not callable; give a function or class that takes environment.settings")
+    make: Callable[..., Any] = found
+
+    def made(section: EnvironmentSection) -> Environment:
+        try:
+            environment: Environment = make(**section.settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"environment.settings: {section.kind} does not accept them: {error}") from error
+        for name in ("needs_sandbox", "actions", "services", "open"):
+            if not hasattr(environment, name):
+                raise ConfigError(
+                    f"environment.kind: {section.kind!r} did not return an environment: {name!r} is missing "
+                    "(docs/extending.md)"
+                )
+        return environment
+
+    return made
+
+
+ENVIRONMENTS: Final[Registry[MakeEnvironment]] = Registry(
+    kind="environment",
+    group="headrace.environments",
+    own={EnvironmentKind.SEARCH: lambda section: SearchEnvironment(section.search)},
+    accept=_of_another_package,
+)

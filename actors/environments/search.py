@@ -1,0 +1,105 @@
+"""The search environment: the policy asks a retriever and answers a question (Search-R1).
+
+Invariants:
+- A retriever that fails raises ServiceDown; the policy never reads an empty block of passages because of an outage.
+- The passages of a search are shown in the order of the retriever.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.actors.environments.environment import (
+    Action,
+    EpisodeEnd,
+    Observation,
+    ObservationPart,
+    PartKind,
+    observed,
+)
+
+if TYPE_CHECKING:
+    from headrace.actors.agents.chat import ChatMessage, ChatTool
+    from headrace.actors.environments.environment import Clock
+    from headrace.actors.services.service import Passage, Retriever, Services
+    from headrace.buffer.tasks import Task
+    from headrace.sandboxes.base import Sandbox
+
+SEARCH, ANSWER = "search", "answer"
+_TITLED: Final = re.compile(r'\s*"(.*?)"\s*\n(.*)', re.DOTALL)
+
+
+class SearchConfig(BaseModel):
+    """Settings of the search environment."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    retriever: str = "retriever"
+    """Name of the retriever, a table of [services]."""
+    top_k: int = Field(default=3, ge=1, le=100)
+    """Number of passages of one search."""
+    max_characters: int = Field(default=2000, ge=1)
+    """Length to which the passages of one search are cut."""
+    before: str = "\n\n<information>"
+    """Text before the passages."""
+    passage: str = "Doc {number}(Title: {title}) {text}"
+    """Form of one passage, with its `number` (from 1), `title` and `text`."""
+    after: str = "</information>\n\n"
+    """Text after the passages."""
+    empty_query: str = "\nThe query is empty. Write it between <search> and </search>.\n"
+    """Text that the policy reads after a search without words."""
+
+
+class SearchEnvironment:
+    """Environment with the actions `search {query}` and `answer {text}`, which ends the episode."""
+
+    needs_sandbox = False
+    actions = frozenset({SEARCH, ANSWER})
+
+    def __init__(self, config: SearchConfig) -> None:
+        self._config = config
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        return (self._config.retriever,)
+
+    async def open(self, task: Task, sandbox: Sandbox | None, services: Services, clock: Clock) -> SearchEpisode:
+        return SearchEpisode(self._config, services.retriever(self._config.retriever))
+
+
+class SearchEpisode:
+    """One question."""
+
+    messages: tuple[ChatMessage, ...] = ()
+    tools: tuple[ChatTool, ...] = ()
+
+    def __init__(self, config: SearchConfig, retriever: Retriever) -> None:
+        self._config = config
+        self._retriever = retriever
+
+    async def act(self, action: Action) -> Observation:
+        """Search, or end with an answer. Raises ServiceDown."""
+        if action.name == ANSWER:
+            return Observation(ends=True)
+        query = str(action.arguments.get("query", "")).strip()
+        if not query:
+            warning = ObservationPart(text=self._config.empty_query, kind=PartKind.WARNING)
+            return Observation(parts=(warning,))
+        (found,) = await self._retriever.retrieve([query], top_k=self._config.top_k)
+        return observed(shown(found, self._config))
+
+    async def close(self) -> EpisodeEnd:
+        return EpisodeEnd()
+
+
+def shown(passages: list[Passage], config: SearchConfig) -> str:
+    """Return the text of passages that the policy reads."""
+    texts = []
+    for number, passage in enumerate(passages, start=1):
+        titled = _TITLED.fullmatch(passage.contents)
+        title, text = (titled[1], titled[2]) if titled else ("", passage.contents)
+        texts.append(config.passage.format(number=number, title=title, text=text.strip()))
+    return config.before + "\n".join(texts)[: config.max_characters] + config.after

@@ -1,0 +1,181 @@
+"""The loop agent: asks the policy, reads an action from its answer, acts in an environment, and shows the observation.
+
+Invariants:
+- The policy's text is sent back unchanged, so that the gateway finds the tokens that it sampled.
+- An answer without an action costs a turn. It is answered with the recipe's text, or ends the rollout as invalid.
+- The agent keeps its own deadline, so that the record of an episode that ran out of time can still be evaluated.
+- The environment's episode is closed once, also after an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+
+from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
+from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage, ChatOptions
+from headrace.actors.environments.environment import Observation, ObservationPart, PartKind
+from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
+from headrace.actors.loop.action_parsers import PARSERS, RUN, Malformed
+from headrace.actors.loop.contexts import HeadAndTail, head_share
+from headrace.actors.loop.templates import filled
+from headrace.buffer.task_parts import least
+from headrace.serve.observing import span_names
+
+if TYPE_CHECKING:
+    from headrace.actors.agents.chat import ChatReply
+    from headrace.actors.environments.environment import Environment, Episode, EpisodeEnd
+    from headrace.actors.loop.config import LoopConfig
+    from headrace.buffer.tasks import Task
+    from headrace.sandboxes.base import HostFolder, Sandbox
+
+tracer = trace.get_tracer("headrace.actors.loop.agent")
+
+MAX_COMMAND_CHARACTERS = 1000
+"""Maximum length of an action in the agent's report."""
+
+
+class LoopAgent:
+    """Agent that acts in an environment. Stateless between runs."""
+
+    keeps_time = True
+
+    def __init__(self, config: LoopConfig, environment: Environment) -> None:
+        self._config = config
+        self._environment = environment
+        self._parser = PARSERS[config.parser]
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return ()
+
+    @property
+    def needs_sandbox(self) -> bool:
+        return self._environment.needs_sandbox
+
+    async def run(self, *, session: AgentSession, sandbox: Sandbox | None, task: Task) -> AgentReport:
+        """Work on a task until the episode ends or a limit is reached.
+
+        Raises:
+            ChatFailed: the gateway failed or refused the request.
+            SandboxError, ServiceDown: the environment failed.
+        """
+        clock = asyncio.get_running_loop().time
+        episode = await self._environment.open(task, sandbox, session.services, clock)
+        talk = _Conversation(opening=self._opening(task, episode))
+        stop = StopReason.TIME
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(session.agent_s):
+                    stop = await self._converse(session, episode, talk, task)
+        except BaseException:
+            with suppress(Exception):
+                await episode.close()
+            raise
+        end = await episode.close()
+        return AgentReport(stop=stop, turns=talk.answers, commands=tuple(talk.actions), episode=talk.record(end))
+
+    def _opening(self, task: Task, episode: Episode) -> list[ChatMessage]:
+        given = task.environment.given if task.environment else {}
+        opening = [ChatMessage(role=message.role, content=message.content) for message in task.messages]
+        opening += episode.messages
+        if not opening:
+            opening.append(ChatMessage(role="user", content=self._filled(self._config.first, task, given)))
+        if self._config.system:
+            opening.insert(0, ChatMessage(role="system", content=self._filled(self._config.system, task, given)))
+        return opening
+
+    def _filled(self, template: str, task: Task, given: object) -> str:
+        return filled(template, instruction=task.instruction, given=given)
+
+    async def _converse(self, session: AgentSession, episode: Episode, talk: _Conversation, task: Task) -> StopReason:
+        config = self._config
+        max_turns = int(least(config.max_turns, task.limits.turns) or config.max_turns)
+        share = head_share(config.context)
+        context = None
+        if share is not None and session.prompt_tokens is not None:
+            context = HeadAndTail(budget_tokens=session.prompt_tokens, head_share=share, count=session.chat.count)
+        tools = episode.tools if self._parser.uses_calls else ()
+        for turn in range(1, max_turns + 1):
+            messages = talk.messages if context is None else await context.shown(talk.opening, talk.turns)
+            options = ChatOptions(tools=tools, stop=config.stop_strings, continues=config.inline and turn > 1)
+            try:
+                reply = await session.chat(messages, options)
+            except ChatContextExceeded:
+                return StopReason.CONTEXT
+            talk.heard(reply, inline=config.inline)
+            if reply.finish_reason == "length" and config.truncated == "end":
+                return StopReason.LENGTH
+            observation = await self._observation(reply, episode, talk)
+            if observation is None:
+                return StopReason.INVALID
+            if observation.ends:
+                talk.observe(observation, observation.text, inline=config.inline)
+                return StopReason.FINISHED
+            text = filled(config.observation, observation=observation.text, turns_left=max_turns - turn)
+            talk.observe(observation, text, inline=config.inline)
+        return StopReason.TURNS
+
+    async def _observation(self, reply: ChatReply, episode: Episode, talk: _Conversation) -> Observation | None:
+        """Act on an answer. Returns None if it is malformed and the recipe has no text for that."""
+        action = self._parser.parse(reply)
+        if isinstance(action, Malformed):
+            if not self._config.malformed:
+                return None
+            return Observation(parts=(ObservationPart(text=self._config.malformed, kind=PartKind.WARNING),))
+        with tracer.start_as_current_span(span_names.TOOL):
+            observation = await episode.act(action)
+        words = [*([] if action.name == RUN else [action.name]), *map(str, action.arguments.values())]
+        talk.actions.append(" ".join(words)[:MAX_COMMAND_CHARACTERS])
+        return observation
+
+
+@dataclass(slots=True, kw_only=True)
+class _Conversation:
+    """Messages of one run, by turn, and what has been said in it."""
+
+    opening: list[ChatMessage]
+    turns: list[list[ChatMessage]] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
+    parts: list[SpokenPart] = field(default_factory=list)
+    answers: int = 0
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        """All messages, in order."""
+        return [*self.opening, *(message for turn in self.turns for message in turn)]
+
+    def heard(self, reply: ChatReply, *, inline: bool) -> None:
+        """Add the policy's answer."""
+        self.answers += 1
+        self.parts.append(SpokenPart(source=Source.POLICY, text=reply.text, calls=reply.calls))
+        if inline and self.turns:
+            # One message grows through the whole conversation.
+            before = self.turns[-1][-1]
+            self.turns[-1][-1] = ChatMessage(role="assistant", content=before.content + reply.text)
+        else:
+            self.turns.append([ChatMessage(role="assistant", content=reply.text, calls=reply.calls)])
+
+    def observe(self, observation: Observation, text: str, *, inline: bool) -> None:
+        """Add an observation; `text` is what the policy reads of it."""
+        self.parts.append(SpokenPart(source=Source.ENVIRONMENT, text=text))
+        turn = self.turns[-1]
+        if inline:
+            turn[-1] = ChatMessage(role="assistant", content=turn[-1].content + text)
+        elif calls := turn[0].calls:
+            turn.append(ChatMessage(role="tool", content=text, call_id=calls[0].id))
+            turn.extend(ChatMessage(role="tool", content=NOT_RUN, call_id=call.id) for call in calls[1:])
+        else:
+            turn.append(ChatMessage(role="user", content=text))
+
+    def record(self, end: EpisodeEnd) -> EpisodeRecord:
+        """Return the record for evaluators."""
+        opening = [SpokenPart(source=Source.TASK, text=message.content) for message in self.opening]
+        return EpisodeRecord(parts=(*opening, *self.parts), artifacts=end.artifacts, verdict=end.verdict)
+
+
+NOT_RUN = "Not run: only the first call of an answer is."

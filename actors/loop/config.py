@@ -1,0 +1,70 @@
+"""Settings of the loop agent."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from headrace.actors.loop.action_parsers import PARSERS, ParserKind
+from headrace.actors.loop.contexts import FULL, head_share
+from headrace.actors.loop.templates import compiled, filled
+
+
+class LoopConfig(BaseModel):
+    """Settings of the loop agent. `system`, `first` and `observation` are Jinja templates."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parser: ParserKind = ParserKind.LINE
+    """Form of the policy's actions: `line`, `fence`, `tags`, `calls` or `search`."""
+    max_turns: int = Field(default=16, ge=1)
+    """Maximum number of policy answers, including malformed ones."""
+    system: str = ""
+    """Template of the system message, with `instruction` and the task's `given`; empty for none. A task's own messages
+    and those of the environment follow it."""
+    first: str = "{{ instruction }}"
+    """Template of the user's first message, for tasks and environments without messages of their own."""
+    observation: str = "{{ observation }}"
+    """Template of the message after an action, with `observation` and `turns_left`."""
+    malformed: str = ""
+    """Text that the policy reads after an answer without an action, which costs a turn. If it is empty, such an answer
+    ends the rollout with the outcome `invalid`."""
+    truncated: Literal["end", "parse"] = "end"
+    """Treatment of an answer that was cut off at its token limit: `end` ends the rollout; `parse` reads it like every
+    other answer."""
+    stop: tuple[str, ...] = ()
+    """Further strings at which an answer ends; the string is part of the answer. The parser `search` stops at its
+    closing tags anyway."""
+    inline: bool = False
+    """Continue the policy's own message after an observation, which is inserted into it (Search-R1), instead of sending
+    it in a message of its own."""
+    context: str = FULL
+    """Context policy: `full`, or `head_tail(0.3)`, which omits turns in the middle of a conversation that would not
+    leave room for an answer."""
+
+    @field_validator("system", "first", "observation")
+    @classmethod
+    def _is_template(cls, value: str) -> str:
+        compiled(value)
+        return value
+
+    @field_validator("context")
+    @classmethod
+    def _is_context(cls, value: str) -> str:
+        head_share(value)
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        filled(self.observation, observation="", turns_left=0)
+        if self.inline and PARSERS[self.parser].uses_calls:
+            raise ValueError("inline turns have no tool calls; choose another parser than calls")
+        if self.inline and self.context != FULL:
+            raise ValueError("inline turns are one message, of which no turn can be omitted; set context to full")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """All strings at which an answer ends."""
+        return (*PARSERS[self.parser].stop, *self.stop)

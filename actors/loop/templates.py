@@ -1,0 +1,32 @@
+"""Templates of a recipe's texts, in Jinja with a sandboxed environment."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+@lru_cache(maxsize=256)
+def compiled(text: str) -> Template:
+    """Return the compiled template. Raises ValueError with the line and the reason."""
+    try:
+        return _ENVIRONMENT.from_string(text)
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        raise ValueError(f"not a valid Jinja template{f' (line {line})' if line else ''}: {error}") from error
+
+
+def filled(text: str, **values: object) -> str:
+    """Return a template's text with these values. Raises ValueError for an unknown name or an unfit value."""
+    try:
+        return compiled(text).render(**values)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"the template cannot be filled: {error}") from error
