@@ -40,6 +40,7 @@ from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.slime import arguments as slime
+from headrace.policies.miniatures import names as miniatures
 from headrace.policies.processes.engine_keys import is_loopback
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.gateway.config import GatewaySection
@@ -311,8 +312,18 @@ def absolute_paths(document: dict[str, Any], recipe: Path) -> dict[str, Any]:
         for table in tables:
             section = section.get(table) if isinstance(section, dict) else None
         if isinstance(section, dict) and isinstance(section.get(key), str):
-            section[key] = str((base / section[key]).resolve())
+            section[key] = str(_absolute(section[key], base, ".".join((*tables, key))))
     return document
+
+
+def _absolute(path: str, base: Path, key: str) -> Path:
+    """Return the absolute path of a file that a recipe in `base` names. Raises ConfigError."""
+    if not path.startswith(miniatures.PREFIX):
+        return (base / path).resolve()
+    try:
+        return miniatures.resolved(path)
+    except miniatures.MiniatureUnknown as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 RECIPE_PATHS = (

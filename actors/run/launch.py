@@ -43,10 +43,11 @@ from headrace.actors.record.logs import LogTerms
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
-from headrace.actors.run.config import RunConfig, explain, load_recipe
+from headrace.actors.run.config import RunConfig, explain
 from headrace.actors.run.interrupts import Interrupts
 from headrace.actors.run.older_configs import recorded, upgraded
 from headrace.actors.run.overlap import refuse_overlap
+from headrace.actors.run.overlays import load_layered
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.call_guard import guard, keep_running
@@ -67,6 +68,7 @@ from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed, LearnerSettingsInvalid
 from headrace.policies.learners.objectives import registry
 from headrace.policies.learners.slime.checkout import find_checkouts
+from headrace.policies.miniatures.names import name_of
 from headrace.policies.models.model_files import check_model_files
 from headrace.policies.models.qwen_config import check_computable
 from headrace.policies.processes.engine_keys import read_engine_key
@@ -97,6 +99,8 @@ class RunRequest:
     runs_dir: Path
     name: str
     overrides: Sequence[str] = ()
+    on: Sequence[Path] = ()
+    """Machine files, which are merged over the recipe."""
 
 
 def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
@@ -107,7 +111,7 @@ def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     directory = RunDirectory(path=(request.runs_dir / request.name).resolve())
     if directory.path.exists():
         raise RunExists(f"{directory.path} exists: choose another --name, or `headrace resume {directory.path}`")
-    config = load_recipe(request.recipe, request.overrides, directory.path)
+    config = load_layered(request.recipe, request.on, request.overrides, directory.path)
     lay_out(config, directory)
     return config, directory
 
@@ -140,6 +144,7 @@ def check_parts(config: RunConfig) -> None:
     """Check that the model, the agent, the sandboxes and the folder for temporary files are usable. Raises ConfigError,
     ModelInvalid, NamespacesUnavailable and FolderRefused."""
     check_ray_folder()
+    build_miniature(config)
     if not config.engines.is_simulated:
         check_model_files(config.model.path)
         # SGLang and other learners check the architecture themselves.
@@ -159,6 +164,22 @@ def check_parts(config: RunConfig) -> None:
         check_objective(config.learner)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()
+
+
+def build_miniature(config: RunConfig) -> None:
+    """Build the miniature whose model the run trains, if it is one and does not exist yet. Raises ConfigError."""
+    if (name := name_of(config.model.path)) is None:
+        return
+    # Imported late, because it needs torch.
+    from headrace.policies.miniatures.building import build
+
+    try:
+        with starting(f"the miniature {name} (its policy is trained for about a minute)", quiet=False):
+            build(name)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"model.path: the miniature {name} cannot be built: {error}; install headrace[cpu], or name a model"
+        ) from error
 
 
 def reserved_gpus(config: RunConfig) -> dict[str, int]:

@@ -76,9 +76,13 @@ class QwenWeights:
     @classmethod
     def allocate(cls, config: QwenConfig) -> QwenWeights:
         """Allocate uninitialised weights."""
+        return cls.over(config, torch.empty(sum(math.prod(shape) for shape in config.shapes().values())))
+
+    @classmethod
+    def over(cls, config: QwenConfig, memory: Tensor) -> QwenWeights:
+        """Return weights whose parameters are views of `memory`, in the order of `config.shapes()`."""
         shapes = config.shapes()
         sizes = [math.prod(shape) for shape in shapes.values()]
-        memory = torch.empty(sum(sizes))
         parts = torch.split(memory, sizes)
         slots = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
         embedding = slots["model.embed_tokens.weight"]
@@ -276,6 +280,10 @@ class Qwen:
     def logits(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Return logits `(B, T, V)` at every position, without a cache. Rows are padded on the right, with undefined
         logits there."""
+        return self.differentiable_logits(prompts)
+
+    def differentiable_logits(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Return `logits`, whose gradient reaches the weights' memory if that requires one."""
         return self._logits(self._run(prompts, 0, None))
 
     def _run(self, prompts: Sequence[Sequence[int]], first_row: int, cache: KeyValueCache | None) -> Tensor:

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,21 @@ VOCABULARY_MULTIPLE = 64
 MAX_CONTEXT_TOKENS = 1024
 
 
-def vocabulary() -> tuple[dict[str, int], tuple[str, ...]]:
-    """Return the byte alphabet (ids 0 to 255) and the added tokens (ids from 256), in order of their ids."""
+def vocabulary(pieces: Sequence[str] = PIECES) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Return the byte alphabet (ids 0 to 255) and the added tokens (ids from 256), in order of their ids. `pieces` are
+    the tokens for frequent text, which other miniatures replace by their own."""
     # GPT-2's printable characters for all bytes (openai/gpt-2, encoder.py, bytes_to_unicode), in order of the bytes.
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     moved = iter(range(256, 512))
     alphabet = {chr(byte if byte in printable else next(moved)): byte for byte in range(256)}
-    used = 256 + len(SPECIALS) + len(PIECES)
+    used = 256 + len(SPECIALS) + len(pieces)
     reserved = tuple(f"<|reserved_{index}|>" for index in range(-used % VOCABULARY_MULTIPLE))
-    return alphabet, (*SPECIALS, *PIECES, *reserved)
+    return alphabet, (*SPECIALS, *pieces, *reserved)
 
 
-def tokenizer_json() -> dict[str, Any]:
+def tokenizer_json(pieces: Sequence[str] = PIECES) -> dict[str, Any]:
     """Return the contents of tokenizer.json."""
-    alphabet, added = vocabulary()
+    alphabet, added = vocabulary(pieces)
     return {
         "version": "1.0",
         "truncation": None,
@@ -94,7 +96,7 @@ def tokenizer_json() -> dict[str, Any]:
     }
 
 
-def tokenizer_config() -> dict[str, Any]:
+def tokenizer_config(chat_template: str = CHAT_TEMPLATE) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": MAX_CONTEXT_TOKENS,
@@ -102,13 +104,13 @@ def tokenizer_config() -> dict[str, Any]:
         "eos_token": END,
         "pad_token": PAD,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
 
 
-def model_config() -> dict[str, Any]:
+def model_config(pieces: Sequence[str] = PIECES) -> dict[str, Any]:
     """Return the contents of config.json: 3 layers, width 96, 3 heads of 32 with 1 key-value head, tied embeddings."""
-    alphabet, added = vocabulary()
+    alphabet, added = vocabulary(pieces)
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -147,15 +149,15 @@ def generation_config() -> dict[str, Any]:
     }
 
 
-def write_description(folder: Path) -> None:
+def write_description(folder: Path, pieces: Sequence[str] = PIECES, chat_template: str = CHAT_TEMPLATE) -> None:
     """Write all files of the model directory except the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     documents = {
-        "config.json": model_config(),
+        "config.json": model_config(pieces),
         "generation_config.json": generation_config(),
-        "tokenizer.json": tokenizer_json(),
-        "tokenizer_config.json": tokenizer_config(),
+        "tokenizer.json": tokenizer_json(pieces),
+        "tokenizer_config.json": tokenizer_config(chat_template),
     }
     for name, document in documents.items():
         (folder / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
