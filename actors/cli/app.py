@@ -16,6 +16,7 @@ from rich.table import Table
 
 from headrace.actors.cli.cluster import drain, events, node_app, stop, upgrade
 from headrace.actors.cli.data import data_app
+from headrace.actors.cli.dry_run import show_dry_run
 from headrace.actors.cli.engine import serve
 from headrace.actors.cli.engine_table import engine_table
 from headrace.actors.cli.ledger import drop_batch, retry_lost
@@ -101,6 +102,13 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the recipe (table.key=value); may be repeated.")
     ] = None,
+    on: Annotated[
+        list[Path] | None,
+        typer.Option("--on", metavar="FILE", help="Machine file, merged over the recipe; may be repeated."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the resolved run, and start nothing.")
+    ] = False,
     json: Json = None,
     quiet: Quiet = False,
     restarts: Restarts = 0,
@@ -119,6 +127,7 @@ def run(
     """Train a policy: start all parts, run the rollouts and the learner, evaluate, and write the run directory. With
     `--address`, `--url` or `cluster.address` in the recipe, the run is submitted to a cluster and needs no process
     here: an interrupt ends only this command."""
+    from headrace.actors.errors import ConfigError
     from headrace.actors.record.run_directory import free_folder
     from headrace.actors.run.launch import RunRequest, drive, prepare
 
@@ -127,10 +136,16 @@ def run(
         settings.append(f"service.seed={seed}")
     if sandbox is not None:
         settings.append(f"sandbox.provider={sandbox}")
+    if dry_run:
+        show_dry_run(recipe, on or (), settings, json=json)
+        return
+    if on and (url is not None or address is not None):
+        raise ConfigError("--on: machine files are for runs on this machine; put the keys into the recipe or --set")
     if (cluster := submission_access(recipe, settings, url, key_file, address, owner, quotas)) is not None:
         raise typer.Exit(submit_run(cluster, recipe, name=name, overrides=settings, detach=detach, json=json))
     chosen = name or free_folder(runs_dir, recipe.stem).name
-    config, directory = prepare(RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings))
+    request = RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings, on=on or ())
+    config, directory = prepare(request)
     _say_unprotected(config.sandbox.provider)
     say(f"run {directory.path}")
     if restarts:

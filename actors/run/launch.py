@@ -15,9 +15,11 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
 from pydantic import ValidationError
@@ -43,11 +45,11 @@ from headrace.actors.record.logs import LogTerms
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
-from headrace.actors.run.config import RunConfig, explain
+from headrace.actors.run.config import RunConfig, explain, resolve
 from headrace.actors.run.interrupts import Interrupts
 from headrace.actors.run.older_configs import recorded, upgraded
 from headrace.actors.run.overlap import refuse_overlap
-from headrace.actors.run.overlays import load_layered
+from headrace.actors.run.overlays import layered, load_layered
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.call_guard import guard, keep_running
@@ -74,11 +76,11 @@ from headrace.policies.models.qwen_config import check_computable
 from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
+from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
 from headrace.serve.observing.progress import ProgressDisplay, starting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.record.absences import Absences
@@ -143,27 +145,66 @@ def document_of(config: RunConfig) -> bytes:
 def check_parts(config: RunConfig) -> None:
     """Check that the model, the agent, the sandboxes and the folder for temporary files are usable. Raises ConfigError,
     ModelInvalid, NamespacesUnavailable and FolderRefused."""
-    check_ray_folder()
+    for check in MACHINE_CHECKS:
+        check(config)
+    check_recipe_parts(config)
+
+
+def check_recipe_parts(config: RunConfig) -> None:
+    """Check what does not depend on this machine: the model's files, the agent, the objective. Raises ConfigError,
+    ModelInvalid."""
     build_miniature(config)
     if not config.engines.is_simulated:
         check_model_files(config.model.path)
         # SGLang and other learners check the architecture themselves.
         if config.learner.kind == "megatron" or (config.engines.backend == "cpu" and config.engines.count):
             check_computable(config.model.path)
-    refuse_absent_sglang(config.engines)
     try:
         read_engine_key(config.engines.key_file, "engines.key_file")
     except EngineSettingsInvalid as error:
         raise ConfigError(str(error)) from error
     refuse_shared_gpus(config.engines, reserved_gpus(config))
     make_agent(config.agent, config.environment)
-    check_provider(config.sandbox)
-    if config.learner.kind == "slime":
-        check_slime(config.learner)
-    else:
+    if config.learner.kind != "slime":
         check_objective(config.learner)
-    if config.sandbox.provider is SandboxKind.LOCAL:
-        require_namespaces()
+
+
+MACHINE_CHECKS: Final[tuple[Callable[[RunConfig], object], ...]] = (
+    lambda _: check_ray_folder(),
+    lambda config: refuse_absent_sglang(config.engines),
+    lambda config: check_provider(config.sandbox),
+    lambda config: check_slime(config.learner) if config.learner.kind == "slime" else None,
+    lambda config: require_namespaces() if config.sandbox.provider is SandboxKind.LOCAL else None,
+)
+"""Checks of what this machine offers. Each raises ConfigError, NamespacesUnavailable or FolderRefused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """A checked recipe. `absent` are the reasons why it could not start on this machine, which need not be the one that
+    it is for."""
+
+    config: RunConfig
+    origins: dict[str, str]
+    tasks: tuple[int, int]
+    """Numbers of training and held-out tasks."""
+    absent: tuple[str, ...]
+
+
+def dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str]) -> DryRun:
+    """Check a recipe with machine files without creating anything but miniatures. Raises ConfigError and the errors of
+    tasks and model."""
+    found = layered(recipe, on, overrides)
+    config = resolve(found.document, recipe, Path("run"))
+    check_recipe_parts(config)
+    train, heldout = load_task_sets(config)
+    absent = []
+    for check in MACHINE_CHECKS:
+        try:
+            check(config)
+        except (ConfigError, NamespacesUnavailable, FolderRefused) as error:
+            absent.append(str(error))
+    return DryRun(config=config, origins=found.origins, tasks=(len(train), len(heldout)), absent=tuple(absent))
 
 
 def build_miniature(config: RunConfig) -> None:
