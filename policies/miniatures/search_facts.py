@@ -25,7 +25,7 @@ PIECES: Final = (
     *ENTITIES, *ATTRIBUTES, *VALUES,
     "what is the ", " of ", "?", "the ", " is ",
     "<search>", "</search>", "<answer>", "</answer>",
-    "\n\n<information>", "</information>\n\n", "Doc ", "(Title: ", ") ",
+    "\n\n<information>", "</information>\n\n", "Doc ", "(Title: ", ") ", "\nSearch or answer.\n",
 )  # fmt: skip
 HELD_OUT_TASKS: Final = 64
 PRACTICE_SHARE: Final = 0.7

@@ -1,0 +1,75 @@
+"""Each parser reads actions by its published rules, and never changes the policy's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.actors.agents.chat import ChatCall, ChatReply
+from headrace.actors.environments.environment import Action
+from headrace.actors.loop.action_parsers import PARSERS, Malformed, ParserKind
+
+
+def parsed(kind: ParserKind, text: str, *calls: ChatCall) -> Action | Malformed:
+    return PARSERS[kind].parse(ChatReply(text=text, finish_reason="stop", calls=calls))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "name", "arguments"),
+    [
+        (ParserKind.LINE, " ls -l ", "run", {"command": " ls -l "}),
+        (ParserKind.FENCE, "First:\n```bash\nls\ncat a\n```\n```bash\nrm b\n```", "run", {"command": "ls\ncat a"}),
+        (ParserKind.TAGS, "<command>ls</command> no, <command>pwd</command>", "run", {"command": "pwd"}),
+        (ParserKind.TAGS, "<command>ls</command><action>done</action>", "done", {}),
+        (ParserKind.TAGS, "<action> done </action><command>ls</command>", "done", {}),
+        (ParserKind.TAGS, "<command>done</command>", "done", {}),
+        (ParserKind.TAGS, "<command>\ncat <<E\nx\nE\n</command>", "run", {"command": "cat <<E\nx\nE"}),
+        (ParserKind.SEARCH, "<think>a</think><search> who? </search>", "search", {"query": "who?"}),
+        (ParserKind.SEARCH, "<search>a</search><answer>b</answer>", "search", {"query": "a"}),
+        (ParserKind.SEARCH, "<answer>b</answer>", "answer", {"text": "b"}),
+        (ParserKind.SEARCH, "<answer>x<search>q</search>", "search", {"query": "q"}),
+        (ParserKind.CALLS, "How can I help?", "respond", {"content": "How can I help?"}),
+    ],
+)
+def test_actions_are_read_from_text(kind: ParserKind, text: str, name: str, arguments: dict[str, Any]) -> None:
+    assert parsed(kind, text) == Action(name=name, arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        *[(ParserKind.LINE, text) for text in ("", "  ", "a\nb", "a\0b")],
+        *[(ParserKind.FENCE, text) for text in ("ls", "```\nls\n```", "```bash\n```", "```bash\nls")],
+        *[(ParserKind.TAGS, text) for text in ("ls", "<command>ls", "<command> </command>", "<action>stop</action>")],
+        *[(ParserKind.SEARCH, text) for text in ("who?", "<search>who", "<answer>b</search>")],
+        (ParserKind.CALLS, " \n"),
+    ],
+)
+def test_an_answer_without_an_action_is_malformed(kind: ParserKind, text: str) -> None:
+    assert isinstance(parsed(kind, text), Malformed)
+
+
+def test_only_the_first_call_is_an_action() -> None:
+    calls = [ChatCall(id=f"c{n}", name=f"tool{n}", arguments='{"a": [1, {"b": null}]}') for n in range(2)]
+    assert parsed(ParserKind.CALLS, "text beside", *calls) == Action(name="tool0", arguments={"a": [1, {"b": None}]})
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", '"a"', "NaN x"])
+def test_calls_with_other_arguments_than_an_object_are_malformed(arguments: str) -> None:
+    assert isinstance(parsed(ParserKind.CALLS, "", ChatCall(id="c", name="t", arguments=arguments)), Malformed)
+
+
+def test_a_parser_lists_all_actions_that_it_can_produce() -> None:
+    texts = (
+        "ls",
+        "```bash\nls\n```",
+        "<command>ls</command>",
+        "<action>done</action>",
+        "<search>a</search>",
+        "<answer>a</answer>",
+    )
+    for kind, parser in PARSERS.items():
+        if parser.actions is not None:
+            found = {action.name for text in texts if isinstance(action := parsed(kind, text), Action)}
+            assert found == parser.actions
