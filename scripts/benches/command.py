@@ -247,6 +247,29 @@ def control(
 
 
 @app.command()
+def recipe(
+    name: Annotated[str, typer.Argument(help="Recipe in scripts/recipes, without .toml.")],
+    json: Json = True,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of both runs.")] = 0,
+    control: Annotated[bool, typer.Option(help="Run the control too, whose rewards are shuffled.")] = True,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key of both runs (table.key=value); may be repeated.")
+    ] = None,
+) -> None:
+    """Run the recipe of a published system on the CPUs of this machine, and its control. Exit code 3: the policy did
+    not learn, the control did, or something was lost."""
+    from benches.recipe import NAMES, measure
+
+    if name not in NAMES:
+        raise typer.BadParameter(f"{name} is not one of {', '.join(NAMES)}", param_hint="NAME")
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, redirect_stdout(sys.stderr):
+        figures = measure(name, Path(folder), seed=seed, control=control, overrides=tuple(overrides or ()))
+    _print(figures.to_json())
+    if figures.problems or figures.misses:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
 def staleness(
     json: Json = True,
     bounds: Annotated[str, typer.Option(help="Comma-separated bounds, in optimizer updates.")] = "0,2,8",
