@@ -57,6 +57,7 @@ from headrace.actors.runtime.runtime import (
     start_local_ray,
     stop_local_ray,
 )
+from headrace.actors.services.clients import check_services
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
@@ -136,8 +137,8 @@ def document_of(config: RunConfig) -> bytes:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Check that the model, the agent, the sandboxes and the folder for temporary files are usable. Raises ConfigError,
-    ModelInvalid, NamespacesUnavailable and FolderRefused."""
+    """Check that the model, the agent, the services, the sandboxes and the folder for temporary files are usable.
+    Raises ConfigError, ModelInvalid, NamespacesUnavailable and FolderRefused."""
     check_ray_folder()
     if not config.engines.is_simulated:
         check_model_files(config.model.path)
@@ -151,6 +152,7 @@ def check_parts(config: RunConfig) -> None:
         raise ConfigError(str(error)) from error
     refuse_shared_gpus(config.engines, reserved_gpus(config))
     make_agent(config.agent)
+    check_services(config.services)
     check_provider(config.sandbox)
     if config.learner.kind == "slime":
         check_slime(config.learner)

@@ -369,5 +369,6 @@ def recipe_digest(config: RunConfig) -> str:
     for key in ("checkpoint_dir", "snapshot_dir"):
         del document["learner"][key]
     # Which file a secret is in does not define a run.
-    del document["engines"]["key_file"]
+    for table in (document["engines"], *document["services"].values()):
+        del table["key_file"]
     return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()

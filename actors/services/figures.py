@@ -1,0 +1,112 @@
+"""Figures of services: counts of one worker's calls, sums over workers, and the time of each rollout in services.
+
+Invariants:
+- The counts of a worker only grow while its process lives; a restarted one begins at 0, and nothing is counted twice.
+- The time of a rollout in a service is wall time: calls of one rollout that overlap count once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceFigures:
+    """Figures of one service in one worker. `limit`, `in_flight` and `waiting` are those of the moment, all others are
+    totals."""
+
+    calls: int = 0
+    """Calls that have ended, failed ones included; cancelled calls are not counted."""
+    failures: int = 0
+    """Calls that raised ServiceDown."""
+    retries: int = 0
+    """Requests beyond the first one of their call."""
+    waiting_s: float = 0.0
+    """Seconds that calls waited for a slot."""
+    calling_s: float = 0.0
+    """Seconds from getting a slot to the end of the call."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    """Cost by `services.NAME.price`."""
+    limit: int = 0
+    """Number of calls that may be in progress at once."""
+    in_flight: int = 0
+    """Calls in progress."""
+    waiting: int = 0
+    """Calls that wait for a slot."""
+
+
+MOMENTARY: Final = ("limit", "in_flight", "waiting")
+TOTALS: Final = tuple(item.name for item in fields(ServiceFigures) if item.name not in MOMENTARY)
+
+
+class FiguresSum:
+    """Sum of the figures of several workers, over a period."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], ServiceFigures] = {}
+        self._sums: dict[str, ServiceFigures] = {}
+
+    def add(self, worker: str, figures: Mapping[str, ServiceFigures]) -> None:
+        """Add what has happened since the last call for this worker. `worker` identifies its process."""
+        for name, now in figures.items():
+            before, total = self._last.get((worker, name), ServiceFigures()), self._sums.get(name, ServiceFigures())
+            grown = {key: getattr(total, key) + getattr(now, key) - getattr(before, key) for key in TOTALS}
+            self._sums[name] = replace(total, **grown)
+            self._last[worker, name] = now
+
+    def take(self) -> dict[str, ServiceFigures]:
+        """Return the sums by service, and start a new period."""
+        taken, self._sums = self._sums, {}
+        return taken
+
+
+@dataclass(slots=True)
+class ServiceTime:
+    """Time that one rollout spends in services, by name."""
+
+    clock: Callable[[], float] = time.monotonic
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds in each service, waits for slots included."""
+    interrupted: str = ""
+    """Service whose call was last cancelled; empty if none was. A deadline that passes during a call shows here."""
+    _open: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Count the block as time in this service."""
+        calls, start_s = self._open.get(name, (0, self.clock()))
+        self._open[name] = (calls + 1, start_s)
+        try:
+            yield
+        finally:
+            calls, start_s = self._open.pop(name)
+            if calls > 1:
+                self._open[name] = (calls - 1, start_s)
+            else:
+                self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start_s
+
+
+_current: ContextVar[ServiceTime | None] = ContextVar("service_time", default=None)
+
+
+@contextmanager
+def service_time(clock: Callable[[], float] = time.monotonic) -> Iterator[ServiceTime]:
+    """Measure the time in services of the block and of all tasks that it starts."""
+    measured = ServiceTime(clock)
+    token = _current.set(measured)
+    try:
+        yield measured
+    finally:
+        _current.reset(token)
+
+
+def current_service_time() -> ServiceTime:
+    """Return the measurement around the caller; one that nobody reads if there is none."""
+    return _current.get() or ServiceTime()
