@@ -5,7 +5,7 @@ Invariant: each incarnation of a worker is a separate lease holder.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -13,12 +13,13 @@ from headrace.actors.places.leases import Leases
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.services.clients import ServiceClients
 from headrace.buffer.tasks import Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from headrace.actors.agents.agent import Agent, AgentReport
     from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.rollout import RolloutConfig
+    from headrace.actors.services.config import ServiceConfig
+    from headrace.actors.services.figures import ServiceFigures
+    from headrace.actors.services.service import Services
     from headrace.actors.simulated.engines import SimulatedEngineGroup
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
@@ -94,6 +98,8 @@ class WorkerParts:
     """Terms of evaluation sessions; None to use the training terms."""
     simulated_engines: SimulatedEngineGroup | None = None
     """Engines for the simulated agent, in place of a gateway."""
+    services: Mapping[str, ServiceConfig] = field(default_factory=dict)
+    """Services by name; each retriever has its `url`, also those that the run has started."""
 
     def terms(self, purpose: Purpose) -> SessionTerms:
         """Return the session terms for this purpose."""
@@ -122,7 +128,18 @@ class WorkerStations(ResourceOwner):
         self._evaluate: OperationCalls[EvaluationRequest, Verdict] = await enter(
             OperationCalls(self._parts.evaluator, unclaimed=_nothing_to_give_back)
         )
+        self._clients = await enter(ServiceClients(self._parts.services))
         return self
+
+    @property
+    def services(self) -> Services:
+        """Clients of the recipe's services, for environments and evaluators."""
+        return self._clients
+
+    @property
+    def service_figures(self) -> dict[str, ServiceFigures]:
+        """Figures of each service, over all rollouts of this worker."""
+        return self._clients.figures()
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:

@@ -299,6 +299,7 @@ class ServiceParts(GuardedActors):
             rollout=config.rollout,
             observing=self._observing,
             evaluations=self._evaluations,
+            services=config.services,
         )
 
     def _refuse_full_disk(self) -> None:
@@ -369,6 +370,9 @@ def recipe_digest(config: RunConfig) -> str:
     for key in ("checkpoint_dir", "snapshot_dir"):
         del document["learner"][key]
     # Which file a secret is in does not define a run.
-    for table in (document["engines"], *document["services"].values()):
-        del table["key_file"]
+    del document["engines"]["key_file"]
+    # Nor does the place of a service: a retriever that the run starts has another one each time.
+    for service in document["services"].values():
+        for key in ("key_file", "url", "corpus"):
+            del service[key]
     return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()

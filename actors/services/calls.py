@@ -24,8 +24,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from headrace.actors.services.figures import ServiceFigures, current_service_time
-from headrace.actors.services.limit import AdaptiveLimit, Slots
+from headrace.actors.services.figures import ServiceFigures, ServiceTotals, current_service_time
+from headrace.actors.services.limit import CallLimit, Slots
 from headrace.actors.services.service import ServiceDown
 from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
 
@@ -70,15 +70,20 @@ class ServiceCalls:
         self.name = name
         self._config = config
         self._clock = clock
-        self._limit = AdaptiveLimit(least=config.min_concurrency, most=config.max_concurrency)
+        self._limit = CallLimit(least=config.min_concurrency, most=config.max_concurrency)
         self._slots = Slots(self._limit)
         self._breaker = CircuitBreaker(FAILURES_TO_OPEN, OPEN_S, longest_open_s=LONGEST_OPEN_S)
         self._last_failure = ""
-        self._totals = ServiceFigures()
+        self._totals = ServiceTotals()
 
     def figures(self) -> ServiceFigures:
         """Return the figures up to now."""
-        return replace(self._totals, limit=self._limit.limit, in_flight=self._limit.in_use, waiting=self._slots.waiting)
+        return ServiceFigures(
+            totals=self._totals,
+            limit=self._limit.limit,
+            in_flight=self._limit.in_use,
+            waiting=self._slots.waiting,
+        )
 
     def used(self, usage: Usage) -> None:
         """Record an answered request: its tokens and its price."""

@@ -52,6 +52,8 @@ class ServiceClients(ResourceOwner):
 
     async def __aenter__(self) -> Self:
         """Open the clients. Raises ConfigError."""
+        if not self._configs:
+            return self
         try:
             # The limits of the services bound the connections; a session has no timeout, since each request has one.
             self.session = await self._stack.enter_async_context(

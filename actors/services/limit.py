@@ -23,7 +23,7 @@ DECREASE: Final = 0.5
 """Factor by which an overload lowers the limit."""
 
 
-class AdaptiveLimit:
+class CallLimit:
     """The limit and the number of calls in progress. Pure: `now` is an argument, in seconds of one monotonic clock."""
 
     def __init__(self, *, least: int, most: int) -> None:
@@ -72,7 +72,7 @@ class AdaptiveLimit:
 class Slots:
     """Slots for calls under an adaptive limit."""
 
-    def __init__(self, limit: AdaptiveLimit) -> None:
+    def __init__(self, limit: CallLimit) -> None:
         self._limit = limit
         self._queue: deque[asyncio.Future[None]] = deque()
 
