@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from headrace.actors.record.metrics import METRICS, Metric, StationMeans
+from headrace.actors.services.figures import ServiceTotals
 from headrace.buffer.types import TokenRatios
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -67,6 +68,7 @@ def render() -> str:
     nested: dict[str, tuple[str, type]] = {
         "step": ("`mismatch`, `stale_kv` and one entry of `ratio_by_staleness`", TokenRatios),
         "stations": ("One entry of `stations`", StationMeans),
+        "services": ("One entry of `services`", ServiceTotals),
     }
     lines = []
     for record in METRICS:

@@ -52,6 +52,7 @@ from headrace.actors.cli.remote_runs import (
     submit_run,
 )
 from headrace.actors.cli.restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
+from headrace.actors.cli.retriever import retriever_app
 from headrace.actors.cli.run_engines import add_engine, list_engines, remove_engine
 from headrace.actors.cli.simulation import check, simulate, tune
 from headrace.actors.cli.tasks import tasks_app
@@ -69,6 +70,7 @@ app.add_typer(tasks_app, name="tasks")
 app.add_typer(data_app, name="data")
 app.add_typer(engine_app, name="engine")
 app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(retriever_app, name="retriever")
 app.add_typer(node_app, name="node")
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from headrace.actors.services.figures import ServiceTotals
     from headrace.buffer.types import TokenRatios
     from headrace.serve.observing.retention import RetentionConfig
 
@@ -259,10 +260,23 @@ class StationsMetric(Metric):
     held_up_by: str | None
     """Station that limits the throughput of the run; null when none does."""
     stations: Mapping[str, StationMeans]
-    """Load of each station by name: `queue`, `boot`, `sandbox`, `engine`, `simulator`, `evaluator`, `learner`."""
+    """Load of each station by name: `queue`, `boot`, `sandbox`, `engine`, `simulator`, `evaluator`, `learner`, and
+    `service.NAME` for each of `[services.NAME]`."""
     pacing: Mapping[str, int | str] = field(default_factory=dict, metadata=INLINE)
     """Keys present only with `dispatcher.pacing.enabled`: `rollout_limit` (current limit on rollouts in flight) and
     `slowed_by` (reason for the last decrease; empty if there was none)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicesMetric(Metric):
+    """Calls to the run's services over about ten seconds, all workers together, written by the service."""
+
+    kind = "services"
+
+    seconds: float
+    """Length of the measured period in seconds."""
+    services: Mapping[str, ServiceTotals]
+    """Calls to each service by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +299,7 @@ METRICS: tuple[type[Metric], ...] = (
     EvaluationMetric,
     RolloutPhasesMetric,
     StationsMetric,
+    ServicesMetric,
     StallMetric,
 )
 """All metric records, in the order in which docs/metrics.md lists them."""

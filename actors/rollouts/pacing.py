@@ -82,9 +82,9 @@ class LatencyWatch:
     latencies_s: tuple[tuple[str, float], ...] = ()
     """Medians per service over the last windows; empty once the newest window is older than `WINDOW_S`."""
     _meter: UtilisationMeter = field(default_factory=UtilisationMeter)
-    _means_s: dict[Station, deque[float]] = field(default_factory=dict)
+    _means_s: dict[str, deque[float]] = field(default_factory=dict)
 
-    def sample(self, now_s: float, in_use: Mapping[Station, float], finished: int) -> None:
+    def sample(self, now_s: float, in_use: Mapping[str, float], finished: int) -> None:
         """Add a sample: the number of rollouts at each station now, and the number finished so far."""
         self._meter.sample(now_s, in_use, finished)
         if self._meter.seconds < WINDOW_S:
@@ -97,7 +97,7 @@ class LatencyWatch:
                 if load.station in OUTSIDE and load.mean_s:
                     means_s = self._means_s.setdefault(load.station, deque(maxlen=WINDOWS))
                     means_s.append(load.mean_s)
-                    latencies_s.append((load.station.value, median(means_s)))
+                    latencies_s.append((str(load.station), median(means_s)))
             self.latencies_s = tuple(latencies_s)
             self._meter.reset()
 

@@ -6,7 +6,7 @@ Invariant: each incarnation of a worker is a separate lease holder.
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -15,13 +15,14 @@ from headrace.actors.places.leases import Leases
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.services.clients import ServiceClients
 from headrace.buffer.task_parts import least
 from headrace.buffer.tasks import Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from headrace.actors.agents.agent import Agent, AgentReport
     from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.rollout import RolloutConfig
+    from headrace.actors.services.config import ServiceConfig
+    from headrace.actors.services.figures import ServiceFigures
+    from headrace.actors.services.service import Services
     from headrace.actors.simulated.engines import SimulatedEngineGroup
     from headrace.buffer.task_parts import TaskLimits
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
@@ -98,6 +102,8 @@ class WorkerParts:
     """Terms of evaluation sessions; None to use the training terms."""
     simulated_engines: SimulatedEngineGroup | None = None
     """Engines for the simulated agent, in place of a gateway."""
+    services: Mapping[str, ServiceConfig] = field(default_factory=dict)
+    """Services by name; each retriever has its `url`, also those that the run has started."""
 
     def terms(self, purpose: Purpose) -> SessionTerms:
         """Return the session terms for this purpose."""
@@ -126,7 +132,18 @@ class WorkerStations(ResourceOwner):
         self._evaluate: OperationCalls[EvaluationRequest, Verdict] = await enter(
             OperationCalls(self._parts.evaluator, unclaimed=_nothing_to_give_back)
         )
+        self._clients = await enter(ServiceClients(self._parts.services))
         return self
+
+    @property
+    def services(self) -> Services:
+        """Clients of the recipe's services, for environments and evaluators."""
+        return self._clients
+
+    @property
+    def service_figures(self) -> dict[str, ServiceFigures]:
+        """Figures of each service, over all rollouts of this worker."""
+        return self._clients.figures()
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:
@@ -170,6 +187,7 @@ class WorkerStations(ResourceOwner):
             self._sessions.given(session, context_tokens=budgets.max_context_tokens),
             agent_s=agent_s,
             turn_tokens=budgets.max_tokens_per_turn,
+            services=self._clients,
         )
         # Only agents that say that they need no sandbox get None.
         return await self._parts.agent.run(session=given, sandbox=cast("Sandbox", sandbox), task=task)

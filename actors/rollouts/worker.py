@@ -16,9 +16,9 @@ import asyncio
 import uuid
 from collections import Counter, deque
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
 
@@ -35,6 +35,9 @@ from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import start_rollout_span
+
+if TYPE_CHECKING:
+    from headrace.actors.services.figures import ServiceFigures
 
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 
@@ -72,6 +75,8 @@ class WorkerStatus:
     """Turns in progress at simulated engines; None with a gateway, which keeps its own count."""
     ended_turns: int | None = None
     """Turns that have ended at simulated engines."""
+    services: dict[str, ServiceFigures] = field(default_factory=dict)
+    """Figures of each service since the start of this process."""
 
 
 class RolloutWorker:
@@ -180,6 +185,7 @@ class RolloutWorker:
             node=this_node(),
             turns=self._stations.turns,
             ended_turns=self._stations.ended_turns,
+            services=self._stations.service_figures,
         )
 
     def _cancel_all(self) -> None:

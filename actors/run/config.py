@@ -14,9 +14,9 @@ import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Final, Self, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from headrace.actors.agents.config import AgentKind, AgentSection
 from headrace.actors.cluster.section import ClusterSection
@@ -36,6 +36,7 @@ from headrace.actors.run.sections import (
     TasksSection,
 )
 from headrace.actors.section import Section
+from headrace.actors.services.config import ServiceConfig, ServiceName
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.policies.learners.config import LearnerConfig
@@ -72,6 +73,8 @@ class RunConfig(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     retention: RetentionConfig = RetentionConfig()
     service: ServiceSection = ServiceSection()
+    services: dict[ServiceName, ServiceConfig] = Field(default_factory=dict)
+    """Services that environments and evaluators call, by name."""
     cluster: ClusterSection = ClusterSection()
 
     @model_validator(mode="after")
@@ -225,6 +228,28 @@ def slime_trains_the_recipe(config: RunConfig) -> str | None:
     return slime.problem(slime_terms(config)) if config.learner.kind == "slime" else None
 
 
+def services_end_before_the_agent(config: RunConfig) -> str | None:
+    agent_s = config.rollout.agent_timeout_s
+    for name, service in config.services.items():
+        if service.retry.total_s >= agent_s:
+            return (
+                f"services.{name}.retry.total_s {service.retry.total_s:g} is not below rollout.agent_timeout_s "
+                f"{agent_s:g}: an outage would look like an agent that used up its time; lower it, or raise "
+                "rollout.agent_timeout_s"
+            )
+    return None
+
+
+def all_nodes_reach_the_services(config: RunConfig) -> str | None:
+    for name, service in config.services.items():
+        if service.corpus is not None and not config.cluster.is_local:
+            return (
+                f"services.{name}.corpus is served on one host, which the other nodes of a cluster do not reach; start "
+                f"one with `headrace retriever serve` and set services.{name}.url"
+            )
+    return None
+
+
 CHECKS = (
     a_model_is_named,
     simulated_parts_go_together,
@@ -241,6 +266,8 @@ CHECKS = (
     enough_held_out_tasks,
     slime_trains_the_recipe,
     external_trainers_reach_the_run,
+    services_end_before_the_agent,
+    all_nodes_reach_the_services,
 )
 """Checks for combinations that cannot work. Each returns the problem with the key to change, or None."""
 
@@ -308,11 +335,16 @@ def absolute_paths(document: dict[str, Any], recipe: Path) -> dict[str, Any]:
     """Make the paths in a recipe absolute, which are relative to its folder; return the document."""
     base = recipe.resolve().parent
     for *tables, key in RECIPE_PATHS:
-        section: Any = document
+        sections: list[Any] = [document]
         for table in tables:
-            section = section.get(table) if isinstance(section, dict) else None
-        if isinstance(section, dict) and isinstance(section.get(key), str):
-            section[key] = str(_absolute(section[key], base, ".".join((*tables, key))))
+            below = [section for section in sections if isinstance(section, dict)]
+            if table == ANY_NAME:
+                sections = [entry for section in below for entry in section.values()]
+            else:
+                sections = [section.get(table) for section in below]
+        for section in sections:
+            if isinstance(section, dict) and isinstance(section.get(key), str):
+                section[key] = str(_absolute(section[key], base, ".".join((*tables, key))))
     return document
 
 
@@ -326,6 +358,7 @@ def _absolute(path: str, base: Path, key: str) -> Path:
         raise ConfigError(f"{key}: {error}") from error
 
 
+ANY_NAME: Final = "*"
 RECIPE_PATHS = (
     ("model", "path"),
     ("tasks", "train"),
@@ -333,8 +366,10 @@ RECIPE_PATHS = (
     ("engines", "key_file"),
     ("learner", "slime", "slime_dir"),
     ("learner", "slime", "megatron_dir"),
+    ("services", ANY_NAME, "corpus"),
+    ("services", ANY_NAME, "key_file"),
 )
-"""Keys whose values are paths relative to the recipe."""
+"""Keys whose values are paths relative to the recipe. `ANY_NAME` stands for each table at that place."""
 
 
 def _infinite_keys(value: object, key: str = "") -> Iterator[str]:
@@ -368,7 +403,7 @@ def _suggestion(model: type[BaseModel], path: Sequence[str]) -> str | None:
     """Return the dotted key of `model` that is nearest to the unknown one, or None if no key is similar. Similar keys
     of the same table come first, then keys of the same name, then similar keys of other tables."""
     *table, name = path
-    keys = list(_keys(model))
+    keys = list(_keys(model, path))
     beside = [key for key in keys if key[:-1] == tuple(table)]
     for among in (beside, keys):
         # The same name in another table is better than a similar name: `steps` means `training.steps`.
@@ -380,13 +415,19 @@ def _suggestion(model: type[BaseModel], path: Sequence[str]) -> str | None:
     return None
 
 
-def _keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of all keys, tables included."""
+def _keys(model: type[BaseModel], path: Sequence[str], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all keys, tables included. Tables with names of the user's have the name that they have in
+    `path`, and are left out if it does not lead there."""
     for name, field in model.model_fields.items():
         yield (*above, name)
+        here = (*above, name)
+        if get_origin(field.annotation) is dict:
+            if tuple(path[: len(here)]) != here or len(path) <= len(here):
+                continue
+            here = (*here, path[len(here)])
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _keys(kind, (*above, name))
+                yield from _keys(kind, path, here)
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from headrace.actors.agents.config import AgentKind
 from headrace.actors.agents.registry import make_agent
 from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
-from headrace.actors.environments.registry import refuse_other_environments
+from headrace.actors.environments.registry import make_environment, refuse_other_environments
 from headrace.actors.errors import (
     ActorLost,
     ConfigError,
@@ -61,6 +61,8 @@ from headrace.actors.runtime.runtime import (
     start_local_ray,
     stop_local_ray,
 )
+from headrace.actors.services.clients import check_services, refuse_missing_services
+from headrace.actors.services.started import resolved, running_services, stop_services
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
@@ -143,16 +145,16 @@ def document_of(config: RunConfig) -> bytes:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Check that the model, the agent, the sandboxes and the folder for temporary files are usable. Raises ConfigError,
-    ModelInvalid, NamespacesUnavailable and FolderRefused."""
+    """Check that the model, the agent, the services, the sandboxes and the folder for temporary files are usable.
+    Raises ConfigError, ModelInvalid, NamespacesUnavailable and FolderRefused."""
     for check in MACHINE_CHECKS:
         check(config)
     check_recipe_parts(config)
 
 
 def check_recipe_parts(config: RunConfig) -> None:
-    """Check what does not depend on this machine: the model's files, the agent, the objective. Raises ConfigError,
-    ModelInvalid."""
+    """Check what does not depend on this machine: the model's files, the agent, the services, the objective. Raises
+    ConfigError, ModelInvalid."""
     build_miniature(config)
     if not config.engines.is_simulated:
         check_model_files(config.model.path)
@@ -165,6 +167,9 @@ def check_recipe_parts(config: RunConfig) -> None:
         raise ConfigError(str(error)) from error
     refuse_shared_gpus(config.engines, reserved_gpus(config))
     make_agent(config.agent, config.environment)
+    check_services(config.services)
+    if config.agent.kind is AgentKind.LOOP:
+        refuse_missing_services(make_environment(config.environment).services, config.services)
     if config.learner.kind != "slime":
         check_objective(config.learner)
 
@@ -261,6 +266,7 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
     """Read or generate the training and held-out tasks. Raises TaskFileError, ConfigError (including when they overlap)
     and the errors raised for the hosts in `sandbox.remote.urls`."""
     section, seed = config.tasks, config.service.seed
+    build_miniature(config)
     if section.train is not None and section.heldout is not None:
         train, heldout = load_tasks(section.train), load_tasks(section.heldout)
     elif config.agent.kind is AgentKind.SIMULATED:
@@ -400,6 +406,23 @@ async def _drive(
     beside: Callable[[Service], Coroutine[Any, Any, None]] | None,
 ) -> bool:
     ABSENCE.seconds = config.cluster.absent_s
+    async with running_services(config.services, directory.services) as urls:
+        placed = config.model_copy(update={"services": resolved(config.services, urls)})
+        completed = await _drive_service(placed, directory, interrupts, quiet=quiet, beside=beside)
+    # An interrupted or failed run finds its services again when it is resumed.
+    if completed:
+        await stop_services(directory.services)
+    return completed
+
+
+async def _drive_service(
+    config: RunConfig,
+    directory: RunDirectory,
+    interrupts: Interrupts,
+    *,
+    quiet: bool,
+    beside: Callable[[Service], Coroutine[Any, Any, None]] | None,
+) -> bool:
     logs = LogTerms(run_id=directory.run_id(), folder=directory.logs, retention=config.retention, json_stderr=False)
     runtime = RayRuntime(logs=logs)
     with starting("engines, sandboxes, gateway and learner", quiet=quiet):

@@ -299,6 +299,7 @@ class ServiceParts(GuardedActors):
             rollout=config.rollout,
             observing=self._observing,
             evaluations=self._evaluations,
+            services=config.services,
         )
 
     def _refuse_full_disk(self) -> None:
@@ -370,4 +371,8 @@ def recipe_digest(config: RunConfig) -> str:
         del document["learner"][key]
     # Which file a secret is in does not define a run.
     del document["engines"]["key_file"]
+    # Nor does the place of a service: a retriever that the run starts has another one each time.
+    for service in document["services"].values():
+        for key in ("key_file", "url", "corpus"):
+            del service[key]
     return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()

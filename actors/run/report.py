@@ -18,7 +18,8 @@ from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.record.logprob_drift import drift_totals
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.push_costs import push_costs
-from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads
+from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads, service_shares
+from headrace.actors.services.figures import service_totals
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.report import acceptance
 from headrace.policies.learners.checkpoint_retention import best_checkpoint
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.actors.record.push_costs import PushCosts
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.record.utilisation import StationLoad
+    from headrace.actors.services.figures import ServiceTotals
     from headrace.buffer.audit.report import DecileReport, LeftOut
     from headrace.policies.learners.checkpoint_retention import BestCheckpoint
 
@@ -68,6 +70,10 @@ class RunReport:
     parked: dict[str, str]
     stations: tuple[StationLoad, ...]
     held_up_by: str | None
+    services: dict[str, ServiceTotals]
+    """Calls to each service over the whole run."""
+    service_shares: dict[str, float]
+    """Share of the rollouts' time in each service, waits for its slots included."""
     slowed_to: int | None
     """Lowest limit on rollouts in flight set by `dispatcher.pacing`; None when it never lowered the limit."""
     slowed_by: str
@@ -103,6 +109,9 @@ class RunReport:
         lines += [f"parked: {task} ({failure})" for task, failure in self.parked.items()]
         lines += [f"station {load.line()}" for load in self.stations]
         lines += [f"held up by {self.held_up_by}"] if self.held_up_by else []
+        for name, totals in self.services.items():
+            share = f", {self.service_shares[name]:.0%} of the rollouts' time" if name in self.service_shares else ""
+            lines.append(f"service {name}: {totals.line()}{share}")
         for engine in self.engines:
             line = f"engine {engine.engine_id} at {engine.url or '-'}: {engine.state}, version {engine.version or '-'}"
             lines.append(f"{line}, load {engine.load}" + (f" ({engine.reason})" if engine.reason else ""))
@@ -135,10 +144,11 @@ def report_of(directory: RunDirectory) -> RunReport:
             for _ in range(steps[batch.batch_id]):
                 staleness.update(member.staleness for member in batch.members)
     groups = accepted.left_out
-    metrics = read_metrics(directory.metrics, ("stations", "push", "step", "mismatch_alarm"))
+    metrics = read_metrics(directory.metrics, ("stations", "services", "push", "step", "mismatch_alarm"))
     records = [record for record in metrics if record["kind"] == "stations"]
     loads = mean_loads(records)
-    full = bottleneck(loads, mean_in_flight(records))
+    in_flight = mean_in_flight(records)
+    full = bottleneck(loads, in_flight)
     slowed = [record for record in records if record.get("slowed_by")]
     best = best_checkpoint(directory.checkpoints)
     slowest = min(slowed, key=lambda record: record["rollout_limit"], default=None)
@@ -160,7 +170,9 @@ def report_of(directory: RunDirectory) -> RunReport:
         left_out=groups,
         parked={task.task_id: task.last_failure for task in evidence.tasks if task.parked},
         stations=loads,
-        held_up_by=None if full is None else full.station.value,
+        held_up_by=None if full is None else str(full.station),
+        services=service_totals(metrics),
+        service_shares=service_shares(loads, in_flight),
         slowed_to=slowest["rollout_limit"] if slowest else None,
         slowed_by=slowest["slowed_by"] if slowest else "",
         pushes=push_costs(metrics),

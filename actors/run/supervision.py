@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.errors import ActorLost
-from headrace.actors.record.metrics import StationMeans, StationsMetric
-from headrace.actors.record.utilisation import Station, UtilisationMeter, bottleneck
+from headrace.actors.record.metrics import ServicesMetric, StationMeans, StationsMetric
+from headrace.actors.record.utilisation import SERVICE, Station, UtilisationMeter, bottleneck
 from headrace.actors.rollouts.pacing import LatencyWatch, Pressure
 from headrace.actors.runtime.call_guard import AwakeClock
 from headrace.actors.runtime.recording import record
+from headrace.actors.services.figures import FiguresSum
 from headrace.actors.training.learner import ENDING_STAGES, Stage
 from headrace.actors.training.replay import parked_line
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from headrace.actors.engine_group.group import EngineGroup
     from headrace.actors.engine_group.members_file import EngineStatus
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
+    from headrace.actors.services.figures import ServiceFigures
     from headrace.actors.training.learner import LearnerLoop, LearnerStatus
     from headrace.actors.training.replay import Replay
     from headrace.buffer.core.replay import BufferStatus
@@ -81,9 +83,9 @@ class StatusSnapshot:
     judged_steps: int | None
     engines: tuple[EngineStatus, ...]
 
-    def in_use(self) -> dict[Station, float]:
+    def in_use(self) -> dict[str, float]:
         """Return the number of rollouts in each station whose actors have answered."""
-        found: dict[Station, float] = {}
+        found: dict[str, float] = {}
         if self.pool is not None:
             found[Station.QUEUE] = self.pool.waiting
             found[Station.BOOT] = self.pool.booting
@@ -98,10 +100,19 @@ class StatusSnapshot:
                 found[Station.ENGINE] = sum(turns)
             if any("simulator" in phase for phase in phases):
                 found[Station.SIMULATOR] = sum(phase.get("simulator", 0) for phase in phases)
+            for name, figures in self.services():
+                station = f"{SERVICE}{name}"
+                found[station] = found.get(station, 0) + figures.in_flight + figures.waiting
         if self.learner is not None:
             is_idle = self.learner.stage in (Stage.WAITING, Stage.ABSENT)
             found[Station.LEARNER] = 0.0 if is_idle else 1.0
         return found
+
+    def services(self) -> Iterator[tuple[str, ServiceFigures]]:
+        """Yield the name and the figures of each service of each worker that has answered."""
+        for worker in self.workers:
+            if worker is not None:
+                yield from worker.services.items()
 
 
 async def snapshot_of(actors: SupervisedActors) -> StatusSnapshot:
@@ -144,6 +155,7 @@ class Supervision:
     ) -> None:
         self._config, self._runtime, self._metrics, self._actors = config, runtime, metrics, actors
         self._meter, self._latencies = UtilisationMeter(), LatencyWatch()
+        self._service_totals = FiguresSum()
         self.loads: tuple[StationLoad, ...] = ()
         """Loads over the last full recording interval."""
         self.held_up_by: StationLoad | None = None
@@ -185,16 +197,22 @@ class Supervision:
         now_s, in_use = asyncio.get_running_loop().time(), status.in_use()
         self._latencies.sample(now_s, in_use, ended)
         self._meter.sample(now_s, in_use, ended, in_flight=in_flight)
+        for worker in status.workers:
+            if worker is not None:
+                self._service_totals.add(worker.incarnation, worker.services)
         if self._meter.seconds < RECORD_S:
             return
-        self.loads = self._meter.loads(capacities(self._config, status.pool))
+        sizes = dict(capacities(self._config, status.pool))
+        for name, figures in status.services():
+            sizes[f"{SERVICE}{name}"] = sizes.get(f"{SERVICE}{name}", 0.0) + figures.limit
+        self.loads = self._meter.loads(sizes)
         self.held_up_by = bottleneck(self.loads, self._meter.in_flight)
         means = StationsMetric(
             seconds=self._meter.seconds,
             in_flight=self._meter.in_flight,
-            held_up_by=None if self.held_up_by is None else self.held_up_by.station.value,
+            held_up_by=None if self.held_up_by is None else str(self.held_up_by.station),
             stations={
-                load.station.value: StationMeans(in_use=load.in_use, capacity=load.capacity, mean_s=load.mean_s)
+                str(load.station): StationMeans(in_use=load.in_use, capacity=load.capacity, mean_s=load.mean_s)
                 for load in self.loads
             },
         )
@@ -205,13 +223,16 @@ class Supervision:
             }
             means = replace(means, pacing=pacing)
         await record(self._metrics, means, deadline_s=STATUS_TIMEOUT_S)
+        if totals := self._service_totals.take():
+            services = ServicesMetric(seconds=self._meter.seconds, services=totals)
+            await record(self._metrics, services, deadline_s=STATUS_TIMEOUT_S)
         self._meter.reset()
 
 
-def capacities(config: RunConfig, pool: PoolStatus | None) -> Mapping[Station, float]:
-    """Return the capacity of each station that has one."""
+def capacities(config: RunConfig, pool: PoolStatus | None) -> Mapping[str, float]:
+    """Return the capacity of each station that has one, apart from services, whose limits adapt."""
     hosts = max(1, len(pool.hosts)) if pool is not None else 1
-    sizes = {
+    sizes: dict[str, float] = {
         Station.BOOT: config.sandbox.pool.boot_concurrency * hosts,
         Station.SANDBOX: config.sandbox.pool.max_live * hosts,
         Station.LEARNER: 1.0,

@@ -1,0 +1,40 @@
+"""The command `headrace retriever serve`, which runs a retriever over a corpus in the foreground."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+retriever_app = typer.Typer(no_args_is_help=True, help="Serve retrievers to environments with a search action.")
+
+
+@retriever_app.callback()
+def group() -> None:
+    """Keep `serve` a command of its own while it is the only one."""
+
+
+@retriever_app.command()
+def serve(
+    corpus: Annotated[Path, typer.Option(help='JSONL file of passages: {"id", "contents"}.')],
+    host: Annotated[
+        str, typer.Option(help="Address to bind; any address other than loopback requires --key-file.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
+    address_file: Annotated[
+        Path | None, typer.Option(help='File to write {"url", "pid", ...} to once the server answers.')
+    ] = None,
+    idle_s: Annotated[float, typer.Option(min=0.1, help="Seconds without a request after which it ends.")] = 1800.0,
+    key_file: Annotated[
+        Path | None, typer.Option(help="Private file with the key that each request must carry.")
+    ] = None,
+) -> None:
+    """Serve a corpus by BM25: POST /retrieve {queries, topk, return_scores}, as retrievers of Search-R1. Prints the
+    URL once the corpus is indexed; stops on SIGTERM or SIGINT."""
+    from headrace.actors.services.retriever_server import RetrieverOptions, serve_retriever
+
+    options = RetrieverOptions(
+        corpus=corpus, host=host, port=port, address_file=address_file, idle_s=idle_s, key_file=key_file
+    )
+    serve_retriever(options, typer.echo)

@@ -1,0 +1,143 @@
+"""Figures of services: counts of one worker's calls, sums over workers, and the time of each rollout in services.
+
+Invariants:
+- The counts of a worker only grow while its process lives; a restarted one begins at 0, and nothing is counted twice.
+- The time of a rollout in a service is wall time: calls of one rollout that overlap count once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceTotals:
+    """Calls to one service, and what they took."""
+
+    calls: int = 0
+    """Calls that have ended, failed ones included; cancelled calls are not counted."""
+    failures: int = 0
+    """Calls that failed, each of which ended its rollout as infra."""
+    retries: int = 0
+    """Requests beyond the first one of their call."""
+    waiting_s: float = 0.0
+    """Seconds that calls waited for a slot."""
+    calling_s: float = 0.0
+    """Seconds from getting a slot to the end of the call."""
+    prompt_tokens: int = 0
+    """Prompt tokens, as counted by the service."""
+    completion_tokens: int = 0
+    """Completion tokens, as counted by the service."""
+    cost: float = 0.0
+    """Cost by `services.NAME.price`."""
+
+    def __add__(self, other: ServiceTotals) -> ServiceTotals:
+        return ServiceTotals(**{key: getattr(self, key) + getattr(other, key) for key in _KEYS})
+
+    def __sub__(self, other: ServiceTotals) -> ServiceTotals:
+        return ServiceTotals(**{key: getattr(self, key) - getattr(other, key) for key in _KEYS})
+
+    def line(self) -> str:
+        """Return the totals as text, such as `40 calls, 1 failed, 3 retries, 0.2 s a call, 0.01 s waiting`."""
+        calls = max(1, self.calls)
+        parts = [f"{self.calls} calls, {self.failures} failed, {self.retries} retries"]
+        parts.append(f"{self.calling_s / calls:.3g} s a call, {self.waiting_s / calls:.3g} s waiting")
+        if self.prompt_tokens or self.completion_tokens:
+            parts.append(f"{self.prompt_tokens} prompt and {self.completion_tokens} completion tokens")
+        return ", ".join([*parts, f"cost {self.cost:.4g}"] if self.cost else parts)
+
+
+_KEYS: Final = tuple(item.name for item in fields(ServiceTotals))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceFigures:
+    """Figures of one service in one worker: totals since the start of its process, and the state now."""
+
+    totals: ServiceTotals = ServiceTotals()
+    limit: int = 0
+    """Number of calls that may be in progress at once."""
+    in_flight: int = 0
+    """Calls in progress."""
+    waiting: int = 0
+    """Calls that wait for a slot."""
+
+
+class FiguresSum:
+    """Sum of the totals of several workers, over a period."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], ServiceTotals] = {}
+        self._sums: dict[str, ServiceTotals] = {}
+
+    def add(self, worker: str, figures: Mapping[str, ServiceFigures]) -> None:
+        """Add what has happened since the last call for this worker. `worker` identifies its process."""
+        for name, figure in figures.items():
+            grown = figure.totals - self._last.get((worker, name), ServiceTotals())
+            self._sums[name] = self._sums.get(name, ServiceTotals()) + grown
+            self._last[worker, name] = figure.totals
+
+    def take(self) -> dict[str, ServiceTotals]:
+        """Return the sums by service, and start a new period."""
+        taken, self._sums = self._sums, {}
+        return taken
+
+
+def service_totals(metrics: Iterable[Mapping[str, Any]]) -> dict[str, ServiceTotals]:
+    """Return the totals by service over all records of kind `services`; records of other kinds are ignored."""
+    totals: dict[str, ServiceTotals] = {}
+    for record in metrics:
+        for name, entry in record["services"].items() if record["kind"] == "services" else ():
+            known = {key: entry[key] for key in _KEYS if key in entry}
+            totals[name] = totals.get(name, ServiceTotals()) + ServiceTotals(**known)
+    return dict(sorted(totals.items()))
+
+
+@dataclass(slots=True)
+class ServiceTime:
+    """Time that one rollout spends in services, by name."""
+
+    clock: Callable[[], float] = time.monotonic
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds in each service, waits for slots included."""
+    interrupted: str = ""
+    """Service whose call was last cancelled; empty if none was. A deadline that passes during a call shows here."""
+    _open: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Count the block as time in this service."""
+        calls, start_s = self._open.get(name, (0, self.clock()))
+        self._open[name] = (calls + 1, start_s)
+        try:
+            yield
+        finally:
+            calls, start_s = self._open.pop(name)
+            if calls > 1:
+                self._open[name] = (calls - 1, start_s)
+            else:
+                self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start_s
+
+
+_current: ContextVar[ServiceTime | None] = ContextVar("service_time", default=None)
+
+
+@contextmanager
+def service_time(clock: Callable[[], float] = time.monotonic) -> Iterator[ServiceTime]:
+    """Measure the time in services of the block and of all tasks that it starts."""
+    measured = ServiceTime(clock)
+    token = _current.set(measured)
+    try:
+        yield measured
+    finally:
+        _current.reset(token)
+
+
+def current_service_time() -> ServiceTime:
+    """Return the measurement around the caller; one that nobody reads if there is none."""
+    return _current.get() or ServiceTime()
