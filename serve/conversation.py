@@ -129,15 +129,19 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """Request of an agent. Budgets can only lower `max_tokens`; `stop` contains the stop strings; `agent` distinguishes
-    the agents of one session if the API does ("" for the main one). With `calls_allowed` false, calls in the answer
-    remain text. The agent's sampling parameters are omitted on purpose: the session's own parameters apply."""
+    """Request of an agent. Budgets can only lower `max_tokens`; `stop` contains the stop strings, and with `keeps_stop`
+    the one that ends the answer remains in its text; `agent` distinguishes the agents of one session if the API does
+    ("" for the main one). With `calls_allowed` false, calls in the answer remain text. With `continues`, the last
+    message is the policy's, has no calls and follows a message of another role: the policy continues it. The agent's
+    sampling parameters are omitted on purpose: the session's own parameters apply."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
     calls_allowed: bool = True
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    continues: bool = False
     model: str = ""
     agent: str = ""
     purpose: Purpose = Purpose.TURN

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jinja2
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
 
 TemplateMessage: TypeAlias = "dict[str, Any]"
 """Message with `role`, `content`, and optionally `reasoning_content`, `tool_calls`, `tool_call_id`, `name`."""
+
+
+class Ending(StrEnum):
+    """What follows the last message of a rendered conversation."""
+
+    TURN = "turn"
+    """The opening of the policy's turn."""
+    OPEN = "open"
+    """Nothing: the last message is the policy's, and it is not closed, so that the policy continues it."""
+    CLOSED = "closed"
+    """The end of the last message."""
 
 
 class SharedTool(dict[str, Any]):
@@ -99,6 +111,17 @@ class ChatTemplate:
             raise TemplateRefused(f"the chat template refuses the messages: {reason}") from error
         except RecursionError as error:
             raise TemplateRefused("the chat template refuses the messages: nested too deeply") from error
+
+    def ended(self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]], ending: Ending) -> str:
+        """Render a conversation with an ending. Raises TemplateRefused, also for a last message that the template does
+        not show as a turn's opening followed by the message's text."""
+        if ending is not Ending.OPEN:
+            return self.text(messages, tools, add_generation_prompt=ending is Ending.TURN)
+        opening = self.text(messages[:-1], tools, add_generation_prompt=True)
+        opened = opening + str(messages[-1]["content"])
+        if not self.text(messages, tools, add_generation_prompt=False).startswith(opened):
+            raise TemplateRefused("the chat template rewrites the last message, so the message cannot be left open")
+        return opened
 
 
 def token_text(value: object) -> str:

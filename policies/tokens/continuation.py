@@ -5,6 +5,7 @@ Invariants:
   matter how the template shows, rewrites or strips that turn.
 - `history_free` is True if all probed conversations continue in the same way after such a turn. Otherwise, this module
   must not be used.
+- `leaves_open` is True if all probed conversations can end with an open turn. It does not depend on `history_free`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from headrace.policies.errors import TemplateRefused
+from headrace.policies.tokens.chat_template import Ending
 from headrace.policies.tokens.template_shape import SYSTEM, TOOL, USER, TemplateShape
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from headrace.policies.tokens.chat_template import ChatTemplate, TemplateMessage
 
 _MARK = "quagmire4zt"
+_OPEN_TEXTS = ("turf", "turf\n\n<peat>bog</peat>\n\n", " turf ", "<think>mire</think>\n\nturf", "")
+"""Texts of an open turn, with the blanks and the markup that templates strip or rewrite."""
 _MAX_ENDS = 1024
 """Maximum size of the cache that is keyed by tool names: the policy writes these names, so their number is
 unbounded."""
@@ -48,10 +52,16 @@ class Continuation:
         self._stops = stops
         self._ends: dict[tuple[str, ...], _End] = {}
         self.history_free = self._is_history_free()
+        self.leaves_open = self._leaves_open()
 
-    def after(self, calls: Sequence[dict[str, Any]], messages: Sequence[TemplateMessage]) -> tuple[bool, str]:
+    def after(
+        self,
+        calls: Sequence[dict[str, Any]],
+        messages: Sequence[TemplateMessage],
+        ending: Ending = Ending.TURN,
+    ) -> tuple[bool, str]:
         """Return True if the template closes an assistant turn with a stop token, and the text from there (or else from
-        the end of the turn) up to the beginning of the next turn. Raises TemplateRefused."""
+        the end of the turn) up to the ending. Raises TemplateRefused."""
         history = [USER, self._turn(calls)]
         names = tuple(call["function"]["name"] for call in calls)
         if (end := self._ends.get(names)) is None:
@@ -59,7 +69,7 @@ class Continuation:
             # Mistral's templates write a call's id, which differs for every call, after its arguments.
             if len(self._ends) < _MAX_ENDS and not any(call["id"] in end.text for call in calls):
                 self._ends[names] = end
-        return self._tail(end, history, messages, [])
+        return self._tail(end, history, messages, [], ending)
 
     def _end_of(self, history: Sequence[TemplateMessage], tools: Sequence[Any]) -> _End:
         alone = self._template.text(history, tools, add_generation_prompt=False)
@@ -68,9 +78,14 @@ class Continuation:
         return _End(alone.count(_MARK), text, min(found, default=len(text)), bool(found))
 
     def _tail(
-        self, end: _End, history: Sequence[TemplateMessage], messages: Sequence[TemplateMessage], tools: Sequence[Any]
+        self,
+        end: _End,
+        history: Sequence[TemplateMessage],
+        messages: Sequence[TemplateMessage],
+        tools: Sequence[Any],
+        ending: Ending = Ending.TURN,
     ) -> tuple[bool, str]:
-        whole = self._template.text([*history, *messages], tools, add_generation_prompt=True)
+        whole = self._template.ended([*history, *messages], tools, ending)
         behind = whole.split(_MARK, end.marks)
         if not end.marks or len(behind) <= end.marks or not behind[-1].startswith(end.text):
             raise TemplateRefused("the chat template rewrites earlier turns when messages follow")
@@ -105,6 +120,19 @@ class Continuation:
                     with suppress(TemplateRefused):
                         self._template.text([*history, turn, *messages], tools, add_generation_prompt=True)
                         return False
+        return True
+
+    def _leaves_open(self) -> bool:
+        for history, tools in self._histories():
+            try:
+                self._template.text(history, tools, add_generation_prompt=True)
+            except TemplateRefused:
+                continue
+            for text in _OPEN_TEXTS:
+                try:
+                    self._template.ended([*history, {"role": "assistant", "content": text}], tools, Ending.OPEN)
+                except TemplateRefused:
+                    return False
         return True
 
     def _call(self, number: int) -> dict[str, Any]:

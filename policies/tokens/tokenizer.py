@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers import Tokenizer
 
-from headrace.policies.errors import TokenizerInvalid, TokenizerMismatch
+from headrace.policies.errors import TemplateRefused, TokenizerInvalid, TokenizerMismatch
 from headrace.policies.tokens.added_tokens import ControlTokens
-from headrace.policies.tokens.chat_template import ChatTemplate, SharedTool, TemplateMessage, token_text
+from headrace.policies.tokens.chat_template import ChatTemplate, Ending, SharedTool, TemplateMessage, token_text
 from headrace.policies.tokens.continuation import Continuation
 from headrace.policies.tokens.model_keys import language_keys
 from headrace.policies.tokens.pieces import CACHE_BYTES, PieceEncoder
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterable, Sequence
     from pathlib import Path
+
+
+_INSERTIONS = ("bog", " bog", "\n\nbog", "</peat>", ".\n")
 
 
 class ChatMessage(Protocol):
@@ -45,7 +48,8 @@ class ChatTokenizer:
 
     `vocab_size`: all ids, including added tokens, are in `[0, vocab_size)`. `model_vocab_size`: the model may sample
     ids below this, which is greater if its `config.json` has padding. `stop_ids` end the policy's turn. `bridges` is
-    True if `bridge` may be used, `opens_reasoning` if a turn of the policy begins inside its reasoning.
+    True if `bridge` may be used, `opens_reasoning` if a turn of the policy begins inside its reasoning, and `continues`
+    if any text of the policy's can be left open for it to continue.
 
     Raises:
         TokenizerInvalid: a file is missing or unreadable; the message names it.
@@ -90,6 +94,9 @@ class ChatTokenizer:
         opening = self.template.text([USER], add_generation_prompt=True).removeprefix(before)
         self.opens_reasoning = opening.rstrip().endswith("<think>")
         self._pieces = PieceEncoder(self._tokenizer, cache_bytes=cache_bytes)
+        # Sentencepiece tokenizers begin a text with a blank. Behind a token, they do not.
+        self._anchor = next((text for text in ("", self.eos_token) if self._inserts(text)), None)
+        self.continues = self._continuation.leaves_open and self._anchor is not None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text. Control tokens are recognised: use `render` and `bridge` for untrusted text."""
@@ -125,22 +132,42 @@ class ChatTokenizer:
         """
         return tuple(self.bridge_shown(last_id, [], self._shown(messages)))
 
-    def render_shown(self, messages: Sequence[TemplateMessage], tools: Sequence[SharedTool]) -> array[int]:
+    def insert(self, text: str) -> array[int]:
+        """Return the ids of an escaped text that follows other text, from which it is tokenized separately. Raises
+        TemplateRefused if the tokenizer changes such a text."""
+        if self._anchor is None:
+            raise TemplateRefused("the tokenizer adds characters to a text that is tokenized separately")
+        ids = self._pieces.ids(self._anchor + text)
+        return ids[1:] if self._anchor else ids
+
+    def render_shown(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[SharedTool], ending: Ending = Ending.TURN
+    ) -> array[int]:
         """Return the ids of a conversation of escaped messages and tools, in the template's format. Raises
         TemplateRefused."""
-        return self._pieces.ids(self.template.text(messages, tools, add_generation_prompt=True))
+        return self._pieces.ids(self.template.ended(messages, tools, ending))
 
     def bridge_shown(
-        self, last_id: int, calls: Sequence[dict[str, Any]], messages: Sequence[TemplateMessage]
+        self,
+        last_id: int,
+        calls: Sequence[dict[str, Any]],
+        messages: Sequence[TemplateMessage],
+        ending: Ending = Ending.TURN,
     ) -> array[int]:
         """Return the ids of `bridge` for escaped messages. `calls` are the tool calls of the sampled turn, for
         templates that repeat them with their results. Raises TemplateRefused."""
-        closes, text = self._continuation.after(calls, messages)
+        closes, text = self._continuation.after(calls, messages, ending)
         ids = self._pieces.ids(text)
         # A stop token that the template also writes must not be repeated. GLM's turns end with the next role's token.
         if last_id in self.stop_ids and ids and (ids[0] in self.stop_ids if closes else ids[0] == last_id):
             del ids[0]
         return ids
+
+    def _inserts(self, anchor: str) -> bool:
+        """Return True if texts behind the anchor, without its id, are decoded unchanged when they follow other text."""
+        before, skipped = self.encode("turf"), len(anchor and self.encode(anchor))
+        whole = (self.spell([*before, *self.encode(anchor + text)[skipped:]]) for text in _INSERTIONS)
+        return skipped < 2 and [*whole] == [f"turf{text}" for text in _INSERTIONS]
 
     def _shown(self, messages: Sequence[ChatMessage]) -> list[TemplateMessage]:
         return [{"role": str(said.role), "content": self.control.as_data(said.content)} for said in messages]

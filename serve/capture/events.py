@@ -76,8 +76,14 @@ class Exhausted(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
     """Event: a turn was sampled, completely or (status ABORTED or CUT) in part. `parent` is the id of the turn
-    that it continues; `delta` are the ids of its prompt below the parent, and `options` is the `options_digest` of its
-    request."""
+    that it follows; `delta` are the ids of its prompt below the parent, and `options` is the `options_digest` of its
+    request.
+
+    `opened` is the number of characters of the policy's message that the agent wrote at the end of the prompt, for the
+    policy to continue (None: the policy begins the message). With `resumes`, these characters are the whole delta: the
+    agent inserted them into the message of the turn `parent`, as an observation. `closed` is True if a stop token ended
+    the turn. `dropped` ids were sampled after the first stop string; they are not in `ids`. With `border`, the stop
+    string ends within the last of `ids`."""
 
     parent: str
     parts: tuple[bytes, ...]
@@ -91,6 +97,12 @@ class Recorded:
     status: Status
     truncated: bool
     lost_calls: int
+    # The defaults are those of the turns in logs that lack these fields.
+    opened: int | None = None
+    resumes: bool = False
+    closed: bool = True
+    dropped: int = 0
+    border: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,8 @@ def head_digest(tools: Sequence[ToolSpec], agent: str) -> bytes:
 def options_digest(request: TurnRequest) -> str:
     """Return the digest of a request's other parameters, since agents that have run out of tokens repeat a request with
     a higher limit."""
-    return digest(str(request.max_tokens), str(request.calls_allowed), *request.stop).hex()
+    kept = " stop kept" if request.keeps_stop else ""
+    return digest(str(request.max_tokens), f"{request.calls_allowed}{kept}", *request.stop).hex()
 
 
 def message_parts(message: Message) -> tuple[bytes, ...]:
@@ -82,6 +83,11 @@ def message_parts(message: Message) -> tuple[bytes, ...]:
     # Agents add and drop whitespace around their own words.
     text = message.text.strip()
     return (digest(message.role, text),) if text else ()
+
+
+def opened_part(text: str, *, resumes: bool) -> bytes:
+    """Return the digest of the text that the agent wrote at the end of a prompt, for the policy to continue."""
+    return digest("resumed" if resumes else "opened", text)
 
 
 def result_digest(result: ToolResult) -> bytes:

@@ -43,9 +43,13 @@ class Masked(StrEnum):
     policy."""
     TRUNCATED = "truncated"
     """Cut off by the context limit, in a session that does not train such turns."""
+    OVERRUN = "overrun"
+    """Sampled after the stop string that ended the turn, and left out of the row."""
+    STOP_BORDER = "stop_border"
+    """The turn's stop string ends inside a token: the policy sampled more text than the agent was given."""
 
 
-_IN_ROWS = (None, Masked.SAMPLING, Masked.TRUNCATED)
+_IN_ROWS = (None, Masked.SAMPLING, Masked.TRUNCATED, Masked.STOP_BORDER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +123,7 @@ def report_of(session: Session) -> SessionReport:
     for node, reason in verdicts.items():
         if reason is not None:
             masked[str(reason)] += len(node.ids)
+        masked[str(Masked.OVERRUN)] += node.dropped
     return SessionReport(
         session_id=session.spec.session_id,
         trajectory=Trajectory(rows=rows, temperature=session.spec.sampling.temperature) if rows else None,
@@ -152,6 +157,8 @@ def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
             verdicts[node] = Masked.ABANDONED
         elif not session.spec.sampling.exact:
             verdicts[node] = Masked.SAMPLING
+        elif node.border:
+            verdicts[node] = Masked.STOP_BORDER
         else:
             verdicts[node] = Masked.TRUNCATED if node.truncated and not session.spec.train_truncated else None
     return verdicts
@@ -215,7 +222,9 @@ def tree_of(session: Session) -> list[dict[str, object]]:
             "parent": node.parent.parent.turn_id if node.parent.parent else None,
             "lineage": _name(node, session.trie),
             "rendered_tokens": len(node.parent.ids),
-            "sampled_tokens": len(node.ids),
+            "sampled_tokens": len(node.ids) + node.dropped,
+            "dropped_tokens": node.dropped,
+            "resumes": node.parent.resumes,
             "status": node.status.value,
             "masked": reason.value if reason else None,
             "truncated": node.truncated,
@@ -235,7 +244,7 @@ def conversation_of(session: Session, decode: Callable[[Sequence[int]], str]) ->
             lineage=_name(node, session.trie),
             prompt=decode(node.parent.ids),
             answer=decode(node.ids),
-            sampled_tokens=len(node.ids),
+            sampled_tokens=len(node.ids) + node.dropped,
             status=node.status.value,
             masked=reason.value if reason else "",
             versions=tuple(str(version) for version in sorted({span.version for span in node.spans})),

@@ -3,6 +3,8 @@
 Invariants:
 - The prompt of a turn that continues another is that turn's prompt and output plus a bridge, token for token. Sampled
   ids are stored raw and are never rendered again.
+- The prompt of a turn that resumes another within one message is that turn's prompt and output plus the ids of the
+  inserted text, which are tokenized separately.
 - A request whose history is unknown starts a new row with a full render; existing rows do not change.
 - `sampled_tokens == trained_tokens + sum(masked)`: each sampled token is trained in exactly one row, or masked for one
   of the reasons in `Masked`. Drift never causes masking.
@@ -18,16 +20,17 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NewType
 
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, Completion, FinishReason
-from headrace.serve.capture.events import Accepted, Delivered, Event, Exhausted, Failed, Recorded, Spent, Status
+from headrace.policies.tokens.chat_template import Ending
+from headrace.serve.capture.events import Accepted, Delivered, Event, Exhausted, Failed, Origin, Recorded, Spent, Status
 from headrace.serve.capture.matching import options_digest
-from headrace.serve.capture.trie import Match, SampledNode, Trie
+from headrace.serve.capture.trie import Match, SampledNode, Trie, path
+from headrace.serve.capture.turn_ends import TurnCut, cut_at_stop
 from headrace.serve.conversation import Block, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd, TurnRequest
 from headrace.serve.errors import ContextExceeded
 from headrace.serve.parsing.base import OutputParser, ParsedCall
+from headrace.serve.parsing.scanner import END_THINK, THINK
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from headrace.serve.rendering.render import Renderer, TokenIds
 
 SessionId = NewType("SessionId", str)
@@ -146,16 +149,27 @@ class Session:
         Raises:
             ContextExceeded: the messages cannot fit, however they are rendered.
         """
-        # Rendering takes seconds for megabytes that cannot fit anyway, in which no other session would be served.
-        limit, characters = self.spec.budgets.max_context_tokens, request.characters
-        if len(request.messages) > limit or characters > limit * MAX_TOKEN_CHARACTERS:
-            raise _too_long(request, characters, limit)
+        self._check_size(request)
         match = self.trie.match(request, untrained=untrained)
         if match.parent is not None and match.prompt is None and len(self.trie.roots) > 1:
             # If the template could not continue its parent, the request was recorded as a root of its own.
             whole = self.trie.as_root(match, request)
             match = whole if whole.prompt is not None else match
         return match
+
+    def fresh(self, request: TurnRequest) -> Match:
+        """Return the request as a new root, whatever is known of it. Raises ContextExceeded like `match`."""
+        self._check_size(request)
+        return Match(
+            parent=None,
+            rest=request.messages,
+            parts=(),
+            prompt=None,
+            echoes=(),
+            elsewhere=(),
+            origin=Origin(),
+            opened=len(request.messages[-1].text) if request.continues else None,
+        )
 
     def accepted(self, match: Match) -> list[Accepted]:
         """Return the events for turns that the request echoes for the first time, which shows that they reached the
@@ -179,9 +193,9 @@ class Session:
                 return node
         return None
 
-    def delta(self, match: Match, request: TurnRequest, renderer: Renderer) -> TokenIds:
+    def delta(self, match: Match, request: TurnRequest, renderer: Renderer, ending: Ending | None = None) -> TokenIds:
         """Return the new ids, for `plan`. This is a pure function of its arguments; it may take a long time for a first
-        turn.
+        turn. By default, they end with the opening of the policy's turn, or with the open message.
 
         Raises:
             TemplateRefused: the template cannot render these messages.
@@ -196,9 +210,12 @@ class Session:
             texts = (text for message in match.rest for text in message.rendered_texts)
             if renderer.count_tokens(texts, stop_at=limit) >= limit:
                 raise _too_long(request, request.characters, self.spec.budgets.max_context_tokens)
+        if match.resumes:
+            return renderer.insert(match.rest[-1].text)
+        ending = ending or (Ending.TURN if match.opened is None else Ending.OPEN)
         if match.parent is None:
-            return renderer.render(match.rest, request.tools)
-        return renderer.bridge(match.parent.last_id, match.parent.calls, match.rest)
+            return renderer.render(match.rest, request.tools, ending)
+        return renderer.bridge(match.parent.last_id, match.parent.calls, match.rest, ending)
 
     def plan(self, match: Match, request: TurnRequest, delta: TokenIds) -> TurnPlan:
         """Return the turn's prompt and the number of tokens that it may sample.
@@ -241,10 +258,10 @@ class Session:
         self, turn_id: str, plan: TurnPlan, completion: Completion, renderer: Renderer, parser: OutputParser
     ) -> Recorded:
         """Return the event for a finished turn, with the answer for the agent."""
-        request = plan.request
-        text, stop_string = visible_output(completion, request.stop, renderer)
+        request, cut = plan.request, cut_at_stop(completion, plan.request.stop, renderer)
+        text = cut.text if request.keeps_stop else cut.text.removesuffix(cut.stop_string)
         tools = request.tools if request.calls_allowed else ()
-        parsed = parser.parse(text, tools, in_reasoning=renderer.opens_reasoning)
+        parsed = parser.parse(text, tools, in_reasoning=begins_in_reasoning(plan, renderer))
         blocks: list[Block] = []
         for block in parsed.blocks:
             if isinstance(block, ParsedCall):
@@ -254,8 +271,9 @@ class Session:
         # A turn that was cut by the session's token budget is a normal answer, as for every spent budget: some agents
         # take a truncated one for a failure of theirs.
         cut_is_normal = plan.spends and bool(self.spec.budgets.final_text)
-        end = TurnEnd.STOP_STRING if stop_string else TurnEnd.STOP
-        if completion.finish is not FinishReason.STOP and not cut_is_normal:
+        end = TurnEnd.STOP_STRING if cut.stop_string else TurnEnd.STOP
+        stopped = completion.finish is FinishReason.STOP or bool(cut.stop_string)
+        if not stopped and not cut_is_normal:
             end = TurnEnd.LENGTH
         elif any(isinstance(block, ParsedCall) for block in parsed.blocks):
             end = TurnEnd.CALLS
@@ -263,24 +281,27 @@ class Session:
             turn_id=turn_id,
             blocks=tuple(blocks),
             end=end,
-            stop_string=stop_string,
+            stop_string=cut.stop_string,
             prompt_tokens=len(plan.prompt_ids),
             completion_tokens=len(completion.output_ids),
             cached_tokens=completion.cached_tokens,
         )
-        truncated = plan.truncates and completion.finish is FinishReason.LENGTH
-        return self._event(plan, completion, answer, truncated=truncated, lost_calls=parsed.lost_calls)
+        truncated = plan.truncates and completion.finish is FinishReason.LENGTH and not stopped
+        return self._event(plan, cut, answer, truncated=truncated, lost_calls=parsed.lost_calls)
 
-    def aborted(self, turn_id: str, plan: TurnPlan, completion: Completion, *, by_clock: bool = False) -> Recorded:
+    def aborted(
+        self, turn_id: str, plan: TurnPlan, completion: Completion, renderer: Renderer, *, by_clock: bool = False
+    ) -> Recorded:
         """Return the event for a turn that was cut off after some tokens. They are recorded, and trained only if the
         session's wall time cut them (`by_clock`) and the session trains such turns."""
         answer = TurnAnswer(turn_id=turn_id, blocks=(), end=TurnEnd.LENGTH)
-        return self._event(plan, completion, answer, status=Status.CUT if by_clock else Status.ABORTED)
+        cut = cut_at_stop(completion, plan.request.stop, renderer)
+        return self._event(plan, cut, answer, status=Status.CUT if by_clock else Status.ABORTED)
 
     def _event(
         self,
         plan: TurnPlan,
-        completion: Completion,
+        cut: TurnCut,
         answer: TurnAnswer,
         *,
         status: Status = Status.FINISHED,
@@ -295,12 +316,17 @@ class Session:
             origin=match.origin,
             options=options_digest(plan.request),
             answer=answer,
-            ids=completion.output_ids,
-            logprobs=completion.logprobs,
-            spans=completion.spans,
+            ids=cut.completion.output_ids,
+            logprobs=cut.completion.logprobs,
+            spans=cut.completion.spans,
             status=status,
             truncated=truncated,
             lost_calls=lost_calls,
+            opened=match.opened,
+            resumes=match.resumes,
+            closed=cut.closed,
+            dropped=cut.dropped,
+            border=cut.border,
         )
 
     def apply(self, event: Event) -> None:
@@ -308,7 +334,7 @@ class Session:
         match event:
             case Recorded():
                 self.trie.add(event)
-                self.sampled_tokens += len(event.ids)
+                self.sampled_tokens += len(event.ids) + event.dropped
                 self.lost_calls += event.lost_calls
                 self.turns += not event.status.is_partial or (event.status is Status.CUT and self.spec.train_cut)
                 number = event.answer.turn_id.removeprefix(f"t{self._salt}")
@@ -326,6 +352,12 @@ class Session:
             case Spent(budget=budget):
                 self.exhausted = self.exhausted or budget
 
+    def _check_size(self, request: TurnRequest) -> None:
+        # Rendering takes seconds for megabytes that cannot fit anyway, in which no other session would be served.
+        limit, characters = self.spec.budgets.max_context_tokens, request.characters
+        if len(request.messages) > limit or characters > limit * MAX_TOKEN_CHARACTERS:
+            raise _too_long(request, characters, limit)
+
 
 def _too_long(request: TurnRequest, characters: int, most: int) -> ContextExceeded:
     return ContextExceeded(
@@ -336,15 +368,21 @@ def _too_long(request: TurnRequest, characters: int, most: int) -> ContextExceed
     )
 
 
-def visible_output(completion: Completion, stop: Sequence[str], renderer: Renderer) -> tuple[str, str]:
-    """Return the sampled text without its end marker, and the stop string that ended it ("" if there was none)."""
-    ids = completion.output_ids
-    if ids and ids[-1] in renderer.stop_ids:
-        return renderer.decode(ids[:-1]), ""
-    text = renderer.decode(ids)
-    if completion.finish is FinishReason.STOP:
-        found = [(text.rfind(string), string) for string in stop if string in text]
-        if found:
-            position, string = max(found)
-            return text[:position], string
-    return text, ""
+def begins_in_reasoning(plan: TurnPlan, renderer: Renderer) -> bool:
+    """Return whether a turn begins inside reasoning, which the template or the earlier part of the message has
+    opened."""
+    match, text = plan.match, ""
+    if match.opened is not None and not match.resumes:
+        text = plan.request.messages[-1].text
+    elif match.resumes and match.parent is not None:
+        first, ids = match.parent.opening_turn, list(plan.delta)
+        for prompt, sampled in reversed(path(match.parent)):
+            ids[:0] = sampled.ids
+            if sampled is first:
+                break
+            ids[:0] = prompt.ids
+        text = renderer.decode(ids)
+        if before := first.parent.opened:
+            text = renderer.decode(first.parent.ids)[-before:] + text
+    opened, closed = text.rfind(THINK), text.rfind(END_THINK)
+    return renderer.opens_reasoning if opened == closed else opened > closed

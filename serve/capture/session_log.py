@@ -186,6 +186,11 @@ def _document(event: Event) -> dict[str, Any]:
                 "status": event.status.value,
                 "truncated": event.truncated,
                 "lost_calls": event.lost_calls,
+                "opened": event.opened,
+                "resumes": event.resumes,
+                "closed": event.closed,
+                "dropped": event.dropped,
+                "border": event.border,
             }
             return {"recorded": recorded}
         case Accepted(turn_id=turn_id, drift=drift):

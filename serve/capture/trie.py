@@ -4,7 +4,10 @@ Invariants:
 - A path from a root alternates prompt and sampled nodes; its concatenated ids are exactly the ids that were sent to an
   engine and the ids that it returned. The ids of a node never change.
 - Below a sampled node, a prompt node holds the ids that closed that turn, those of the new messages and those that open
-  the next turn. A root holds a whole rendered conversation.
+  the next turn. A root holds a whole rendered conversation. A prompt node that resumes a turn holds only the ids of the
+  text that the agent inserted into the turn's message.
+- A turn that a stop token ended is never resumed: the engine would be sent an end of turn inside a turn, which the
+  policy never sees otherwise.
 - Nodes are numbered in the order in which their turns were recorded, and are never removed.
 - Text is not stored: messages are identified by their digests (matching.py).
 - Parents own their children, which hold weak references to them, so that an unused forest is freed immediately, without
@@ -25,16 +28,18 @@ from headrace.serve.capture.matching import (
     Frame,
     Served,
     covers,
+    digest,
     head_digest,
     in_order_of,
     message_parts,
+    opened_part,
     plain_digest,
     without_echoes_of,
 )
-from headrace.serve.conversation import Message, Role, ToolCall, TurnAnswer, TurnRequest
+from headrace.serve.conversation import Message, Reasoning, Role, ToolCall, TurnAnswer, TurnRequest, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from headrace.buffer.types import VersionSpan
     from headrace.serve.rendering.render import TokenIds
@@ -45,8 +50,9 @@ NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PromptNode:
-    """Rendered ids. `parts` are the digests of the messages; `frame` is the same for all parts that `covers` treats as
-    equal to them; `length` counts the ids from the root to the end of the node."""
+    """Rendered ids. `parts` are the digests of the messages, the last of which is open if `opened`, the number of its
+    characters, is not None; `frame` is the same for all parts that `covers` treats as equal to the closed ones. A node
+    that `resumes` its parent has no other part. `length` counts the ids from the root to the end of the node."""
 
     above: weakref.ref[SampledNode] | None
     parts: tuple[bytes, ...]
@@ -55,6 +61,8 @@ class PromptNode:
     origin: Origin
     length: int
     number: int
+    opened: int | None
+    resumes: bool
     children: list[SampledNode] = field(default_factory=list)
 
     @property
@@ -62,11 +70,16 @@ class PromptNode:
         """The sampled node above; None for a root."""
         return _alive(self.above) if self.above else None
 
+    @property
+    def closed_parts(self) -> tuple[bytes, ...]:
+        return self.parts if self.opened is None else self.parts[:-1]
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SampledNode:
     """Sampled turn; `logprobs` and `spans` are aligned with `ids`. `answer` is retained until the agent has accepted
-    it."""
+    it. `said` is the digest of the turn's text as the agent continues it, with its stop string, and `said_characters`
+    its length. `closed`, `dropped` and `border` are those of the event."""
 
     above: weakref.ref[PromptNode]
     turn_id: str
@@ -81,6 +94,11 @@ class SampledNode:
     status: Status
     truncated: bool
     number: int
+    said: bytes
+    said_characters: int
+    closed: bool
+    dropped: int
+    border: bool
     delivered_at: float = 0.0
     replays: int = 0
     children: list[PromptNode] = field(default_factory=list)
@@ -96,7 +114,15 @@ class SampledNode:
     @property
     def last_id(self) -> int:
         """The last id of the path, which belongs to the prompt if nothing was sampled."""
-        return self.ids[-1] if self.ids else self.parent.ids[-1]
+        return self.ids[-1] if self.ids else Trie.path_ids(self)[-1]
+
+    @property
+    def opening_turn(self) -> SampledNode:
+        """The turn that began the message of which this one is a part."""
+        node = self
+        while node.parent.resumes and (above := node.parent.parent) is not None:
+            node = above
+        return node
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +138,8 @@ class Match:
     """Longest known prefix of a request. `parent` is the deepest sampled node that the request continues (None: a new
     root); `rest` is the list of messages after it in canonical form, and `parts` are their digests. `prompt` is the
     node of an identical earlier request. `echoes` are the turns on the path; `elsewhere` are turns that the rest quotes
-    at another position, or that it has at the right position but in words too different to recognise."""
+    at another position, or that it has at the right position but in words too different to recognise. `opened` and
+    `resumes` are those of the prompt node; with `resumes`, the rest is the inserted text."""
 
     parent: SampledNode | None
     rest: tuple[Message, ...]
@@ -121,6 +148,8 @@ class Match:
     echoes: tuple[Echo, ...]
     elsewhere: tuple[Echo, ...]
     origin: Origin
+    opened: int | None = None
+    resumes: bool = False
 
 
 class Trie:
@@ -138,8 +167,7 @@ class Trie:
         """Follow the request down the forest as deep as it matches. Does not change the forest."""
         head = head_digest(request.tools, request.agent)
         walk = _Walk(self, head)
-        walk.run(request.messages)
-        parts = _parts_of(walk.rest, () if walk.parent else (head,))
+        walk.run(request.messages[:-1] if request.continues else request.messages)
         quoted = []
         for message in walk.rest:
             # Turns that are not on the path of the request: its history was edited, or summarised.
@@ -148,6 +176,10 @@ class Trie:
                 node = self.node_of(message) or self._by_words.get(echo.exact)
                 if node is not None:
                     quoted.append(Echo(node, node.served.drift_to(echo)))
+        if request.continues:
+            quoted += walk.open(request.messages[-1])
+        opened = len(walk.rest[-1].text) if request.continues else None
+        parts = _parts_of(walk.rest, () if walk.parent else (head,), opens=request.continues, resumes=walk.resumes)
         siblings = walk.parent.children if walk.parent else self.roots
         return Match(
             parent=walk.parent,
@@ -163,11 +195,13 @@ class Trie:
                 knows_us=any(path(echo.node)[0][0].origin.is_ours for echo in quoted),
                 untrained=untrained,
             ),
+            opened=opened,
+            resumes=walk.resumes,
         )
 
     def as_root(self, match: Match, request: TurnRequest) -> Match:
         """Return a match of the same request as a new root, for a history that must be rendered again."""
-        parts = _parts_of(request.messages, (head_digest(request.tools, request.agent),))
+        parts = _parts_of(request.messages, (head_digest(request.tools, request.agent),), opens=request.continues)
         return Match(
             parent=None,
             rest=request.messages,
@@ -176,6 +210,8 @@ class Trie:
             echoes=match.echoes,
             elsewhere=match.elsewhere,
             origin=match.origin,
+            opened=len(request.messages[-1].text) if request.continues else None,
+            resumes=False,
         )
 
     def accept(self, node: SampledNode) -> None:
@@ -221,14 +257,19 @@ class Trie:
             prompt = PromptNode(
                 above=weakref.ref(parent) if parent else None,
                 parts=event.parts,
-                frame=Frame(event.parts).digest(),
+                frame=Frame(event.parts if event.opened is None else event.parts[:-1]).digest(),
                 ids=event.delta,
                 origin=event.origin,
                 length=(parent.length if parent else 0) + len(event.delta),
                 number=self._next_number(),
+                opened=event.opened,
+                resumes=event.resumes,
             )
             siblings.append(prompt)
-        served = Served.of(answer.blocks)
+        served, said = Served.of(answer.blocks), answer.text
+        if not said.endswith(answer.stop_string) and not (answer.blocks and isinstance(answer.blocks[-1], Reasoning)):
+            # The ids have the stop string even where the answer does not, so a continuation has to begin with it.
+            said += answer.stop_string
         node = SampledNode(
             above=weakref.ref(prompt),
             turn_id=answer.turn_id,
@@ -243,6 +284,11 @@ class Trie:
             status=event.status,
             truncated=event.truncated,
             number=self._next_number(),
+            said=digest(said),
+            said_characters=len(said),
+            closed=event.closed,
+            dropped=event.dropped,
+            border=event.border,
         )
         prompt.children.append(node)
         self.sampled.append(node)
@@ -289,13 +335,15 @@ def below(prompt: PromptNode) -> Iterator[SampledNode]:
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk down from the roots. `rest` begins after the last known message. `rewritten` holds the turns that are
-    replaced in the rest by a different assistant message: the agent continued with words of its own."""
+    """One walk down from the roots. `rest` begins after the last known message, or, with `resumes`, within it.
+    `rewritten` holds the turns that are replaced in the rest by a different assistant message: the agent continued with
+    words of its own."""
 
     trie: Trie
     head: bytes
     parent: SampledNode | None = None
     rest: tuple[Message, ...] = ()
+    resumes: bool = False
     echoes: list[Echo] = field(default_factory=list)
     rewritten: list[Echo] = field(default_factory=list)
 
@@ -310,10 +358,10 @@ class _Walk:
             for index, message in enumerate(self.rest):
                 if segment.is_past:
                     break
-                if message.role is Role.ASSISTANT and (candidates := segment.answers()):
-                    last, echo = self._echo_at(index, candidates)
+                if message.role is Role.ASSISTANT and (prompts := segment.prompts()):
+                    last, echo = self._echo_at(index, prompts)
                     best = (last, echo) if echo else best
-                    if echo is None:
+                    if echo is None and (candidates := _answers(prompts)):
                         drift = candidates[0].served.drift_to(Served.of(message.blocks))
                         self.rewritten.append(Echo(candidates[0], drift))
                 segment.add(message)
@@ -326,10 +374,38 @@ class _Walk:
             after = without_echoes_of(found.node.served.call_ids - shown, self.rest[end + 1 :])
             self.rest = in_order_of(found.node.calls, after)
 
-    def _echo_at(self, index: int, candidates: Sequence[SampledNode]) -> tuple[int, Echo | None]:
+    def open(self, message: Message) -> list[Echo]:
+        """Go on within the last message, which the policy is to continue: to the deepest turn with whose text, and with
+        what was inserted before it, the message begins. Return the turns that it repeats but cannot resume."""
+        siblings = self.parent.children if self.parent else self.trie.roots
+        segment = _Segment(() if self.parent else (self.head,), siblings)
+        for one in self.rest:
+            segment.add(one)
+        prompts, text = segment.prompts(), message.text
+        # An empty turn at the end of the message would make a repeated request a new one.
+        is_given = any(isinstance(block, Reasoning) for block in message.blocks)
+        found = [
+            (end, node)
+            for node, start, end, fits in _pieces(text, prompts)
+            if fits and (start < end or end < len(text) or is_given)
+        ]
+        resumable = [(end, node.number, node) for end, node in found if not node.closed]
+        end, _, deepest = max(resumable, default=(0, 0, None))
+        closed = [Echo(node, Drift.NONE) for place, node in found if node.closed and place >= end]
+        if deepest is not None:
+            self.parent, self.resumes = deepest, True
+            self.echoes.append(Echo(deepest, Drift.NONE))
+            self.rest = (say(Role.ASSISTANT, text[end:]),)
+            return closed
+        self.rest = (*self.rest, message)
+        if not closed and (candidates := _answers(prompts)):
+            self.rewritten.append(Echo(candidates[0], Drift.TEXT))
+        return closed
+
+    def _echo_at(self, index: int, prompts: Sequence[PromptNode]) -> tuple[int, Echo | None]:
         """Return the index of the last message of the echo that begins at `index`, and the echo, if there is one. (Some
         agents split a turn into several messages.)"""
-        message = self.rest[index]
+        message, candidates = self.rest[index], _answers(prompts)
         run = list(takewhile(lambda one: one.role is Role.ASSISTANT, islice(self.rest, index, None)))
         if len(run) > 1:
             whole = Message(Role.ASSISTANT, tuple(block for one in run for block in one.blocks))
@@ -338,7 +414,51 @@ class _Walk:
         named = self.trie.node_of(message)
         if named is not None and named in candidates:
             return index, Echo(named, named.served.drift_to(Served.of(message.blocks)))
-        return index, _by_words(message, candidates)
+        if echo := _by_words(message, candidates):
+            return index, echo
+        # A message in several pieces: text of the agent's and turns that resumed one another.
+        text, names = message.text, tuple(call.name for call in message.calls)
+        ends = [
+            node
+            for node, start, *_ in _pieces(text, prompts)
+            if digest(text[start:]) in (node.served.text, node.said) and node.served.names == names
+        ]
+        last = max(ends, key=lambda node: node.number, default=None)
+        if named is not None and named.opening_turn.parent in prompts:
+            return index, Echo(named, Drift.NONE if named is last else Drift.TEXT)
+        return index, Echo(last, Drift.NONE) if last and not names else None
+
+
+def _answers(prompts: Sequence[PromptNode]) -> list[SampledNode]:
+    """Return the complete turns that answered prompts without an open message, with each prompt's latest turn first."""
+    return [
+        node
+        for prompt in prompts
+        if prompt.opened is None
+        for node in reversed(prompt.children)
+        if not node.status.is_partial
+    ]
+
+
+def _pieces(text: str, prompts: Iterable[PromptNode]) -> Iterator[tuple[SampledNode, int, int, bool]]:
+    """Yield the complete turns below these prompts, in one message with the turns and the inserted texts before them,
+    if the message's text begins with these. Each turn comes with the places where it would begin and end in the text,
+    and True if the text has its words there."""
+    waiting = [(prompt, 0) for prompt in prompts]
+    while waiting:
+        prompt, start = waiting.pop()
+        if prompt.opened is not None:
+            begin, start = start, start + prompt.opened
+            if opened_part(text[begin:start], resumes=prompt.resumes) != prompt.parts[-1]:
+                continue
+        for node in prompt.children:
+            if node.status.is_partial:
+                continue
+            end = start + node.said_characters
+            fits = digest(text[start:end]) == node.said
+            yield node, start, end, fits
+            if fits:
+                waiting += [(child, end) for child in node.children if child.resumes]
 
 
 def _by_words(message: Message, candidates: Sequence[SampledNode]) -> Echo | None:
@@ -363,9 +483,10 @@ class _Segment:
         self._prompts: dict[bytes, list[PromptNode]] = {}
         self._longest = -1
         for prompt in prompts:
-            if prompt.children and prompt.parts[: len(prefix)] == prefix:
+            # A prompt that resumes a turn belongs to the turn's own message.
+            if prompt.children and not prompt.resumes and prompt.closed_parts[: len(prefix)] == prefix:
                 self._prompts.setdefault(prompt.frame, []).append(prompt)
-                self._longest = max(self._longest, len(prompt.parts))
+                self._longest = max(self._longest, len(prompt.closed_parts))
 
     @property
     def is_past(self) -> bool:
@@ -377,16 +498,15 @@ class _Segment:
         self._parts += parts
         self._frame.add(parts)
 
-    def answers(self) -> list[SampledNode]:
-        """Return the turns that answered these messages, with each prompt's latest turn first."""
-        return [
-            node
-            for prompt in self._prompts.get(self._frame.digest(), ())
-            if covers(prompt.parts, self._parts)
-            for node in reversed(prompt.children)
-            if not node.status.is_partial
-        ]
+    def prompts(self) -> list[PromptNode]:
+        """Return the prompts with these messages, some of which also open a message of the policy's."""
+        known = self._prompts.get(self._frame.digest(), ())
+        return [prompt for prompt in known if covers(prompt.closed_parts, self._parts)]
 
 
-def _parts_of(messages: Sequence[Message], prefix: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    return prefix + tuple(part for message in messages for part in message_parts(message))
+def _parts_of(
+    messages: Sequence[Message], prefix: tuple[bytes, ...], *, opens: bool = False, resumes: bool = False
+) -> tuple[bytes, ...]:
+    closed = messages[:-1] if opens else messages
+    parts = prefix + tuple(part for message in closed for part in message_parts(message))
+    return (*parts, opened_part(messages[-1].text, resumes=resumes)) if opens else parts

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.serve.conversation import (
@@ -27,7 +28,7 @@ from headrace.serve.dialects.dialect import WireRequest
 from headrace.serve.errors import BadRequest, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from headrace.serve.dialects.fields import JsonObject
 
@@ -38,6 +39,16 @@ _FINISH_REASONS = {
     TurnEnd.CALLS: "tool_calls",
     TurnEnd.LENGTH: "length",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeRequest:
+    """Request for the tokens of a conversation, which end with the opening of the policy's turn if `opens_turn`, or
+    (with `turn` None) for those of a plain text."""
+
+    turn: TurnRequest | None = None
+    opens_turn: bool = True
+    prompt: str = ""
 
 
 class ChatCompletions:
@@ -52,14 +63,17 @@ class ChatCompletions:
         if document.get("n") not in (None, 1):
             raise BadRequest("n must be 1: one answer per request.", "n")
         model, options = fields.string(document, "model"), document.get("stream_options")
+        continues = fields.boolean(document, "continue_final_message")
         if options is not None:
             options = fields.as_object(options, "stream_options").get("include_usage")
         turn = TurnRequest(
-            messages=fields.checked(_conversation(document), "messages"),
+            messages=_messages(document, continues=continues),
             tools=_KNOWN_TOOLS.of(document.get("tools")),
             calls_allowed=fields.calls_allowed(document.get("tool_choice"), none="none", auto="auto"),
             max_tokens=fields.max_tokens(document, "max_completion_tokens", "max_tokens"),
             stop=fields.stop_strings(document, "stop"),
+            keeps_stop=fields.boolean(document, "include_stop_str_in_output"),
+            continues=continues,
             model=model,
         )
         return WireRequest(
@@ -69,13 +83,31 @@ class ChatCompletions:
             include_usage=options is True,
         )
 
+    def parse_tokenize(self, body: bytes) -> TokenizeRequest:
+        """Parse the body of vLLM's `POST /tokenize`. Raises BadRequest."""
+        document = fields.read_body(body)
+        if document.get("messages") is None and document.get("prompt") is not None:
+            return TokenizeRequest(prompt=fields.string(document, "prompt"))
+        continues = fields.boolean(document, "continue_final_message")
+        opens_turn = document.get("add_generation_prompt") is None or fields.boolean(document, "add_generation_prompt")
+        turn = TurnRequest(
+            messages=_messages(document, continues=continues, may_end=True),
+            tools=_KNOWN_TOOLS.of(document.get("tools")),
+            continues=continues,
+        )
+        return TokenizeRequest(turn=turn, opens_turn=opens_turn or continues)
+
+    def tokenized(self, ids: Sequence[int], max_tokens: int) -> dict[str, object]:
+        """Return the response to `POST /tokenize`; `max_tokens` is the session's context length."""
+        return {"count": len(ids), "max_model_len": max_tokens, "tokens": list(ids)}
+
     def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
         message: dict[str, object] = {"role": "assistant", "content": _content(turn), "refusal": None}
         if calls := [_call(call) for call in turn.calls]:
             message["tool_calls"] = calls
         if reasoning := [block.text for block in turn.blocks if isinstance(block, Reasoning)]:
             message["reasoning_content"] = "\n".join(reasoning)
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _FINISH_REASONS[turn.end]}
+        choice = {"index": 0, "message": message, "logprobs": None} | _end(turn)
         head = _head(request, turn, "chat.completion", created_s)
         return head | {"choices": [choice], "usage": _usage(turn)}
 
@@ -83,19 +115,19 @@ class ChatCompletions:
         head = _head(request, turn, "chat.completion.chunk", created_s)
         if request.include_usage:
             head["usage"] = None
-        parts = [_chunk(head, {"role": "assistant", "content": None if _content(turn) is None else ""}, None)]
+        parts = [_chunk(head, {"role": "assistant", "content": None if _content(turn) is None else ""})]
         calls, separator = 0, ""
         for block in turn.blocks:
             if isinstance(block, Reasoning):
                 # Clients join the deltas, which must give the same text as the answer that is not streamed.
-                parts.append(_chunk(head, {"reasoning_content": separator + block.text}, None))
+                parts.append(_chunk(head, {"reasoning_content": separator + block.text}))
                 separator = "\n"
             elif isinstance(block, ToolCall):
-                parts.append(_chunk(head, {"tool_calls": [{"index": calls} | _call(block)]}, None))
+                parts.append(_chunk(head, {"tool_calls": [{"index": calls} | _call(block)]}))
                 calls += 1
             else:
-                parts.append(_chunk(head, {"content": block.text}, None))
-        parts.append(_chunk(head, {}, _FINISH_REASONS[turn.end]))
+                parts.append(_chunk(head, {"content": block.text}))
+        parts.append(_chunk(head, {}, turn))
         if request.include_usage:
             parts.append(openai.data(head | {"choices": [], "usage": _usage(turn)}))
         return b"".join([*parts, openai.DONE])
@@ -114,6 +146,24 @@ class ChatCompletions:
 
     def models(self, created_s: int) -> dict[str, object]:
         return openai.models(created_s)
+
+
+def _messages(document: JsonObject, *, continues: bool, may_end: bool = False) -> tuple[Message, ...]:
+    """Return the messages. With `continues`, the last one is the assistant's and open; with `may_end`, it may be the
+    assistant's otherwise too."""
+    messages = fields.checked(_conversation(document), "messages", prefill=continues or may_end)
+    if not continues:
+        return messages
+    name, last = "continue_final_message", messages[-1]
+    if document.get("add_generation_prompt") is True:
+        raise BadRequest(f"{name} and add_generation_prompt cannot both be true.", name)
+    if last.role is not Role.ASSISTANT:
+        raise BadRequest(f"{name}: the last message must be the assistant's.", name)
+    if last.calls:
+        raise BadRequest(f"{name}: a message with tool calls has ended, so it cannot be continued.", name)
+    if len(messages) > 1 and messages[-2].role is Role.ASSISTANT:
+        raise BadRequest(f"{name}: join the assistant's last two messages into one.", name)
+    return messages
 
 
 def _conversation(document: JsonObject) -> Iterator[Message]:
@@ -193,6 +243,12 @@ def _content(turn: TurnAnswer) -> str | None:
     return None if only_calls else turn.text
 
 
-def _chunk(head: dict[str, object], delta: Mapping[str, object], finish_reason: str | None) -> bytes:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _end(turn: TurnAnswer) -> dict[str, object]:
+    """Return the fields of a choice that tell how it ended; `stop_reason` is vLLM's."""
+    return {"finish_reason": _FINISH_REASONS[turn.end], "stop_reason": turn.stop_string or None}
+
+
+def _chunk(head: dict[str, object], delta: Mapping[str, object], ended: TurnAnswer | None = None) -> bytes:
+    end = {"finish_reason": None} if ended is None else _end(ended)
+    choice = {"index": 0, "delta": delta, "logprobs": None} | end
     return openai.data(head | {"choices": [choice]})

@@ -76,6 +76,7 @@ class AgentRoutes:
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._guarded(_ANTHROPIC, self._count_tokens))
             app.router.add_post(f"{prefix}/v1/chat/completions", self._turn_on(_CHAT))
             app.router.add_post(f"{prefix}/v1/responses", self._turn_on(_RESPONSES))
+            app.router.add_post(f"{prefix}/v1/tokenize", self._guarded(_CHAT, self._tokenize))
             app.router.add_get(f"{prefix}/v1/models", self._models)
         app.router.add_get("/s/{token}/", alive)
 
@@ -114,6 +115,15 @@ class AgentRoutes:
         live = self._live(request)
         asked = _ANTHROPIC.parse_count(await read_body(request, self._max_body_bytes), request.headers)
         return json_response(_ANTHROPIC.count(await self._turns.count_tokens(live, asked.turn)))
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        live = self._live(request)
+        asked = _CHAT.parse_tokenize(await read_body(request, self._max_body_bytes))
+        if asked.turn is None:
+            ids = await self._turns.tokenize_text(live, asked.prompt)
+        else:
+            ids = await self._turns.tokenize(live, asked.turn, opens_turn=asked.opens_turn)
+        return json_response(_CHAT.tokenized(ids, live.core.spec.budgets.max_context_tokens))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         dialect = _ANTHROPIC if "anthropic-version" in request.headers else _CHAT

@@ -17,15 +17,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import TemplateRefused
+from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.capture.events import Delivered, Event, Exhausted, Failed, Recorded, Spent
 from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import SessionReport, report_of
 from headrace.serve.capture.trie import Match, path
+from headrace.serve.conversation import Role, TurnRequest, say
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
 from headrace.serve.gateway.codec import DaemonThread
 from headrace.serve.gateway.engines import EnginePool, join_pieces
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from headrace.buffer.primitives.single_flight import SingleFlight
     from headrace.serve.capture.session import Session, TurnPlan
     from headrace.serve.capture.session_log import SessionLog
-    from headrace.serve.conversation import TurnAnswer, TurnRequest
+    from headrace.serve.conversation import TurnAnswer
     from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer, TokenIds
 
@@ -197,6 +199,19 @@ class Turns:
         match, delta = await self._render(live, match, request)
         return len(live.core.trie.prompt_ids(match, delta))
 
+    async def tokenize(self, live: LiveSession, request: TurnRequest, *, opens_turn: bool = True) -> TokenIds:
+        """Return the ids of a request's prompt, rendered afresh; without `opens_turn`, they end with its last message.
+        Raises ContextExceeded, BadRequest."""
+        ending = None if opens_turn else Ending.CLOSED
+        _, ids = await self._render(live, live.core.fresh(request), request, ending)
+        return ids
+
+    async def tokenize_text(self, live: LiveSession, text: str) -> TokenIds:
+        """Return the ids of a text as it would be inserted into a message. Raises ContextExceeded, BadRequest."""
+        request = TurnRequest(messages=(say(Role.ASSISTANT, text),), continues=True)
+        _, ids = await self._render(live, replace(live.core.fresh(request), resumes=True), request)
+        return ids
+
     def delivered(self, live: LiveSession, answer: TurnAnswer) -> None:
         """Record that the last byte of the answer has been sent."""
         # The final answer belongs to no turn: an agent may request it for ever.
@@ -240,26 +255,32 @@ class Turns:
                 )
             return event.answer
 
-    async def _render(self, live: LiveSession, match: Match, request: TurnRequest) -> tuple[Match, TokenIds]:
+    async def _render(
+        self, live: LiveSession, match: Match, request: TurnRequest, ending: Ending | None = None
+    ) -> tuple[Match, TokenIds]:
         """Return the request's new ids. A history that the template cannot continue is rendered again, as a separate
         row."""
         if match.parent is not None and match.prompt is None:
-            if self._renderer.bridges:
+            # An insertion into a recorded turn needs no template.
+            if self._renderer.bridges or match.resumes:
                 with suppress(TemplateRefused):
-                    return match, await self._delta(live, match, request)
+                    return match, await self._delta(live, match, request, ending)
             match = live.core.trie.as_root(match, request)
         try:
-            return match, await self._delta(live, match, request)
+            return match, await self._delta(live, match, request, ending)
         except TemplateRefused as error:
+            if request.continues:
+                name = "continue_final_message"
+                raise BadRequest(f"{name}: the last message cannot be left open: {error}", name) from None
             raise BadRequest(f"These messages cannot be rendered: {error}", "messages") from None
 
-    async def _delta(self, live: LiveSession, match: Match, request: TurnRequest) -> TokenIds:
+    async def _delta(self, live: LiveSession, match: Match, request: TurnRequest, ending: Ending | None) -> TokenIds:
         shows_tools = match.parent is None and bool(request.tools)
         is_long = shows_tools or sum(message.characters for message in match.rest) > LONG_TEXT_CHARACTERS
         if match.prompt is None and is_long:
             async with live.rendering:
-                return await self._thread.run(lambda: live.core.delta(match, request, self._renderer))
-        return live.core.delta(match, request, self._renderer)
+                return await self._thread.run(lambda: live.core.delta(match, request, self._renderer, ending))
+        return live.core.delta(match, request, self._renderer, ending)
 
     async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:
         """Return the completion, or None if the wall-time budget ran out first."""
@@ -294,7 +315,8 @@ class Turns:
             if not completed and any(piece.output_ids for piece in pieces):
                 # Also when the rollout's own clock, which ends at the same time, closed the session first.
                 by_clock = overdue or live.core.wall_left_s(now) <= 0
-                live.record_anyway(live.core.aborted(turn_id, plan, join_pieces(pieces), by_clock=by_clock))
+                cut = live.core.aborted(turn_id, plan, join_pieces(pieces), self._renderer, by_clock=by_clock)
+                live.record_anyway(cut)
             elif not completed and held_s >= self._held_after_s:
                 live.fail(f"held: no engine sampled a token of the turn in {held_s:.1f} s")
 

@@ -1,7 +1,7 @@
 """The renderer interface: the operations that a session needs from a tokenizer and its chat template.
 
 Invariants:
-- The output of `render` ends with the opening of the policy's turn.
+- The output of `render` ends with the opening of the policy's turn, unless another ending is asked for.
 - `bridge` closes the sampled turn if it did not close itself, renders only the new messages and opens the next turn:
   the session sends the history plus the bridge and never renders the history again.
 - Contents are text: markup inside a message never becomes a control token.
@@ -12,6 +12,8 @@ Invariants:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from headrace.policies.tokens.chat_template import Ending
 
 if TYPE_CHECKING:
     from array import array
@@ -50,14 +52,32 @@ class Renderer(Protocol):
         reasoning."""
         ...
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
-        """Return all ids of the conversation up to the start of the policy's turn. Raises TemplateRefused."""
+    @property
+    def continues(self) -> bool:
+        """True when every text of the policy's can be rendered as an open message (probed at startup). If it is False,
+        the policy can continue its recorded turns only, and `render` refuses the texts that the template rewrites."""
         ...
 
-    def bridge(self, last_id: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> TokenIds:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], ending: Ending = Ending.TURN) -> TokenIds:
+        """Return all ids of the conversation up to the start of the policy's turn, or to another ending. Raises
+        TemplateRefused."""
+        ...
+
+    def bridge(
+        self,
+        last_id: int,
+        calls: Sequence[ToolCall],
+        messages: Sequence[Message],
+        ending: Ending = Ending.TURN,
+    ) -> TokenIds:
         """Return the ids between the last sampled id (`last_id`, which is a stop id unless the turn was cut off) and
         the next one. `calls` are the calls of the sampled turn, for templates that repeat them with their results.
         Requires `bridges`. Raises TemplateRefused."""
+        ...
+
+    def insert(self, text: str) -> TokenIds:
+        """Return the ids of a text that is inserted after sampled ids, with which it shares no id. Raises
+        TemplateRefused if the tokenizer cannot do this."""
         ...
 
     def count_tokens(self, texts: Iterable[str], *, stop_at: int) -> int:

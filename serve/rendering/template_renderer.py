@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.policies.errors import TemplateRefused
+from headrace.policies.tokens.chat_template import Ending
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.rendering.template_messages import TemplateMessages
 
@@ -48,17 +49,30 @@ class TemplateRenderer:
     def opens_reasoning(self) -> bool:
         return self._tokenizer.opens_reasoning
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
+    @property
+    def continues(self) -> bool:
+        return self._tokenizer.continues
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], ending: Ending = Ending.TURN) -> TokenIds:
         try:
-            return self._tokenizer.render_shown(*self._shown.whole(messages, tools))
+            return self._tokenizer.render_shown(*self._shown.whole(messages, tools), ending)
         except RecursionError as error:
             raise TemplateRefused(_TOO_DEEP) from error
 
-    def bridge(self, last_id: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> TokenIds:
+    def bridge(
+        self,
+        last_id: int,
+        calls: Sequence[ToolCall],
+        messages: Sequence[Message],
+        ending: Ending = Ending.TURN,
+    ) -> TokenIds:
         try:
-            return self._tokenizer.bridge_shown(last_id, *self._shown.after(calls, messages))
+            return self._tokenizer.bridge_shown(last_id, *self._shown.after(calls, messages), ending)
         except RecursionError as error:
             raise TemplateRefused(_TOO_DEEP) from error
+
+    def insert(self, text: str) -> TokenIds:
+        return self._tokenizer.insert(self._tokenizer.control.as_data(text))
 
     def count_tokens(self, texts: Iterable[str], *, stop_at: int) -> int:
         return self._tokenizer.count(texts, stop_at=stop_at)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from headrace.policies.tokens.chat_template import Ending
     from headrace.serve.conversation import Message, ToolSpec
     from headrace.serve.rendering.render import Renderer, TokenIds
 
@@ -127,11 +128,11 @@ class SlowRenderer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], ending: Ending) -> TokenIds:
         self.loop.call_soon_threadsafe(self.begun.set)
         assert self.may_end.wait(GUARD_S)
         self.rendered.append(messages[-1].text)
-        return self._renderer.render(messages, tools)
+        return self._renderer.render(messages, tools, ending)
 
 
 async def test_a_session_that_ends_while_its_turn_is_rendered_calls_no_engine(model_dir: Path) -> None:

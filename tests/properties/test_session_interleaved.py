@@ -184,7 +184,7 @@ class Interleaved(RuleBasedStateMachine):
         turn_id, ids = self.played.core.next_turn_id(), [65] * tokens
         self.keep(turn_id, asked[1].plan, ids)
         completion = self.played.completion(ids, FinishReason.ABORT)
-        self.played.record(self.played.core.aborted(turn_id, asked[1].plan, completion))
+        self.played.record(self.played.core.aborted(turn_id, asked[1].plan, completion, self.played.renderer))
 
     def keep(self, turn_id: str, plan: TurnPlan, output: list[int]) -> None:
         self.ledger.whole[turn_id] = list(plan.prompt_ids) + output

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
+from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.capture.events import Delivered
 from headrace.serve.conversation import (
     Message,
@@ -47,18 +48,31 @@ class ByteChat:
 
     vocab_size, stop_ids, opens_reasoning, template = 262, (END,), False, ""
 
+    continues = True
+
     def __init__(self, *, bridges: bool = True) -> None:
         self.bridges = bridges
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], ending: Ending = Ending.TURN) -> TokenIds:
         ids = array("i", [TOOLS, *",".join(tool.name for tool in tools).encode(), END] if tools else [])
         for message in messages:
             ids.extend(self._one(message))
-        return array("i", [*ids, OPENINGS[Role.ASSISTANT]])
+        if ending is Ending.OPEN:
+            return ids[:-1]
+        return array("i", [*ids, OPENINGS[Role.ASSISTANT]]) if ending is Ending.TURN else ids
 
-    def bridge(self, last_id: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> TokenIds:
+    def bridge(
+        self,
+        last_id: int,
+        calls: Sequence[ToolCall],
+        messages: Sequence[Message],
+        ending: Ending = Ending.TURN,
+    ) -> TokenIds:
         closing = [] if last_id == END else [END]
-        return array("i", [*closing, *self.render(messages, ())])
+        return array("i", [*closing, *self.render(messages, (), ending)])
+
+    def insert(self, text: str) -> TokenIds:
+        return array("i", [*text.encode()])
 
     def _one(self, message: Message) -> list[int]:
         words = [
@@ -114,7 +128,7 @@ class Rig:
         match = self.core.match(request, untrained=untrained)
         for event in self.core.accepted(match):
             self.record(event)
-        if match.parent is not None and match.prompt is None and not self.renderer.bridges:
+        if match.parent is not None and match.prompt is None and not (self.renderer.bridges or match.resumes):
             match = self.core.trie.as_root(match, request)
         return self.core.plan(match, request, self.core.delta(match, request, self.renderer))
 
@@ -141,7 +155,7 @@ class Rig:
     def cut(self, request: TurnRequest, ids: Sequence[int], *, by_clock: bool = False) -> None:
         """Play a turn that is cut."""
         plan, completion = self.plan(request), self.completion(ids, FinishReason.ABORT)
-        self.record(self.core.aborted(self.core.next_turn_id(), plan, completion, by_clock=by_clock))
+        self.record(self.core.aborted(self.core.next_turn_id(), plan, completion, self.renderer, by_clock=by_clock))
 
     def completion(self, output: str | Sequence[int], finish: FinishReason = FinishReason.STOP) -> Completion:
         number = len(self.outputs)

@@ -225,6 +225,7 @@ def test_an_answer_is_encoded_as_a_chat_completion() -> None:
                     "reasoning_content": "hm",
                 },
                 "finish_reason": "tool_calls",
+                "stop_reason": None,
                 "logprobs": None,
             }
         ],

@@ -10,8 +10,9 @@ import orjson
 import pytest
 
 from headrace.policies.engine import FinishReason
+from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.capture.events import Delivered, Exhausted, Status
-from headrace.serve.capture.rows import SessionReport, report_of, tree_of
+from headrace.serve.capture.rows import Masked, SessionReport, report_of, tree_of
 from headrace.serve.capture.session import MAX_REPLAYS, REPLAY_S, Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import (
     Message,
@@ -53,7 +54,7 @@ def check(report: SessionReport) -> SessionReport:
     rows = report.trajectory.rows if report.trajectory else ()
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
     assert report.trained_tokens == sum(int(row.loss_mask_T.sum()) for row in rows)
-    assert set(report.masked) <= {"aborted", "abandoned", "side", "sampling", "truncated"}
+    assert set(report.masked) <= {reason.value for reason in Masked}
     assert len(report.lineages) == len(rows)
     return report
 
@@ -142,7 +143,7 @@ def test_arguments_and_tools_count_towards_the_size_limit(request_: TurnRequest)
 
 
 class NeverRenders(ByteChat):
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], ending: Ending = Ending.TURN) -> TokenIds:
         raise AssertionError("rendered")
 
 
