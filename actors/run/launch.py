@@ -214,7 +214,8 @@ def dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str]) -> DryRu
 
 def build_miniature(config: RunConfig) -> None:
     """Build the miniature whose model the run trains, if it is one and does not exist yet. Raises ConfigError."""
-    if (name := name_of(config.model.path)) is None:
+    name = name_of(config.model.path)
+    if name is None or config.model.path.is_dir():
         return
     # Imported late, because it needs torch.
     from headrace.policies.miniatures.building import build
