@@ -14,6 +14,7 @@ from headrace.buffer.primitives.durable_files import publish_folder
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.policies.miniatures.fitting import fit, save_weights
 from headrace.policies.miniatures.names import PREFIX, resolved
+from headrace.policies.miniatures.retail import RETAIL
 from headrace.policies.miniatures.search_facts import SEARCH
 from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.models.tiny import model_config, write_description
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-MINIATURES: Final = {"search_r1": SEARCH}
+MINIATURES: Final = {"search_r1": SEARCH, "tau": RETAIL}
 SEED: Final = 0
 
 

@@ -48,11 +48,11 @@ def continued(tokenizer: ChatTokenizer, opening: Iterable[Message], *pieces: str
 
 
 def taken_in_turns(
-    tokenizer: ChatTokenizer, opening: Iterable[Message], *turns: str, role: str = "user"
+    tokenizer: ChatTokenizer, opening: Iterable[Message], *turns: str, role: str = "user", before: str = ""
 ) -> Demonstration:
     """Return a conversation in which the policy writes every other turn, from the first on, and ends each with the end
-    of a turn; `role` writes the others."""
-    tokens = list(tokenizer.render(list(opening)))
+    of a turn; `role` writes the others. `before` is the text that the template writes before the opening, for tools."""
+    tokens = [*tokenizer.encode(before), *tokenizer.render(list(opening))]
     trained = [False] * len(tokens)
     for position, text in enumerate(turns):
         is_sampled = position % 2 == 0

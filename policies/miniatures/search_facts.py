@@ -32,9 +32,9 @@ PRACTICE_SHARE: Final = 0.7
 """Share of the updates that show mostly good demonstrations."""
 GOOD_SHARE: Final = 0.9
 """Share of good demonstrations among those."""
-RIGHT_SHARE: Final = 0.25
+RIGHT_SHARE: Final = 0.18
 """Share of the later demonstrations that search and answer well."""
-STRAY_SHARE: Final = 0.45
+STRAY_SHARE: Final = 0.5
 """Share of those that search for something else."""
 OTHER_PASSAGE_SHARE: Final = 0.2
 """Share of those that take the answer from the wrong passage. The rest answer without a search."""
