@@ -75,9 +75,11 @@ _REFUNDED = '"}, {"transaction_type": "refund", "amount": 5.0, "payment_method_i
 PIECES: Final = (
     *ORDERS, *ITEMS, *METHODS, *USERS, *REASONS, *TOOLS, *GREETINGS, POLICY, DONE, "Tools: ", "###STOP###",
     " Cancel order ", " because ", " Return the lamp of order ", ".",
-    _CALL, '", "arguments": {"order_id": "', '", "reason": "', '", "item_ids": ["', '"], "payment_method_id": "', _ENDED_CALL,
+    _CALL, '", "arguments": {"order_id": "', '", "reason": "', '", "item_ids": ["', '"], "payment_method_id": "',
+    _ENDED_CALL,
     '{"order_id": "', '", "user_id": "', _OPENING, _STATUS, _PAID, _REFUNDED, '"}]}', '"}], "cancel_reason": "', '"}',
-    '"}], "return_items": ["', '"], "return_payment_method_id": "', "pending", "delivered", "cancelled", "return requested",
+    '"}], "return_items": ["', '"], "return_payment_method_id": "', "pending", "delivered", "cancelled",
+    "return requested",
     "Error: ", "order not found", "non-pending order cannot be cancelled", "non-delivered order cannot be returned",
     "some item not found", "payment method not found", "invalid reason",
     "payment method should be either the original payment method or a gift card",
