@@ -103,6 +103,17 @@ class SimulatedVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """Environment of a task. `given` may be shown to the agent; `secret` is for the environment alone."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    kind: str
+    given: Mapping[str, Any] = field(default_factory=dict)
+    secret: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A problem for the agent. `files` (absolute path inside the sandbox -> text) are written before the agent
     starts."""
@@ -115,6 +126,7 @@ class Task:
     evaluator: EvaluatorSpec
     image: str = "host"
     files: Mapping[str, str] = field(default_factory=dict)
+    environment: EnvironmentSpec | None = None
 
 
 def load_tasks(path: Path) -> tuple[Task, ...]:
@@ -162,6 +174,8 @@ def _canonical(task: Task) -> str:
     for name, default in (("python", PYTHON), ("plugin", "")):
         if document["evaluator"][name] == default:
             del document["evaluator"][name]
+    if document["environment"] is None:
+        del document["environment"]
     return json.dumps(document, sort_keys=True, ensure_ascii=False)
 
 
