@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, NotRequired, Self, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from headrace.actors.errors import ConfigError
 
@@ -209,10 +209,7 @@ class Database:
         ConfigError."""
         whole = next((path for path in (folder / "db.json", folder / "db.json.gz") if path.is_file()), None)
         try:
-            if whole is not None:
-                tables = _read(whole)
-            else:
-                tables = {name: _read(folder / f"{name}.json") for name in TABLES}
+            tables = _read(whole) if whole is not None else {name: _read(folder / f"{name}.json") for name in TABLES}
             return cls(tables)
         except FileNotFoundError as error:
             raise ConfigError(

@@ -214,9 +214,7 @@ def modify_pending_order_address(
     """Change the shipping address of a pending order."""
     _order(view, order_id, "pending", "modified")
     order = view.orders.edit(order_id)
-    order["address"] = Address(
-        address1=address1, address2=address2, city=city, state=state, country=country, zip=zip
-    )
+    order["address"] = Address(address1=address1, address2=address2, city=city, state=state, country=country, zip=zip)
     return json.dumps(order)
 
 
@@ -396,8 +394,6 @@ def load_tools(path: Path) -> tuple[ChatTool, ...]:
         if entry.function.name not in TOOLS:
             raise ConfigError(f"{path}: unknown tool {entry.function.name!r}; the retail shop has {', '.join(TOOLS)}")
     return tuple(
-        ChatTool(
-            name=entry.function.name, description=entry.function.description, parameters=entry.function.parameters
-        )
+        ChatTool(name=entry.function.name, description=entry.function.description, parameters=entry.function.parameters)
         for entry in entries
     )
