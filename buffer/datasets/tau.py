@@ -22,6 +22,9 @@ from headrace.buffer.tasks import EnvironmentSpec, EvaluatorKind, EvaluatorSpec,
 KIND: Final = "retail"
 INSTRUCTION: Final = "Help the customer of the retail shop, according to the policy."
 """Instruction of all tasks; the customer says what is wanted."""
+FAMILY: Final = f"tau/{KIND}"
+IDLE_FAMILY: Final = f"tau/{KIND}-without-writes"
+"""Family of tasks whose reference solution writes nothing, so that doing nothing and telling the outputs solves them."""
 WRITES: Final = frozenset(
     {
         "cancel_pending_order",
@@ -100,7 +103,7 @@ class _Criteria(_Model):
 
 class _Scenario(_Model):
     persona: str | None = None
-    instructions: str | dict[str, str | None]
+    instructions: dict[str, str | None]
 
 
 class _Tau2Task(_Model):
@@ -174,15 +177,16 @@ def tau2_task_of(row: object, settings: TauSettings) -> Task:
     if criteria.nl_assertions and not criteria.communicate_info and not settings.ignore_assertions:
         raise RowRefused("nl_assertions: cannot be graded by the database and outputs (ignore_assertions accepts them)")
     texts = task.user_scenario.instructions
-    if isinstance(texts, dict):
-        parts = ("known_info", "reason_for_call", "unknown_info", "task_instructions")
-        texts = " ".join(text.strip() for part in parts if (text := texts.get(part)) and text.strip(" ."))
+    if texts.get("domain") != KIND:
+        raise RowRefused(f"user_scenario.instructions.domain: must be {KIND}")
+    parts = ("known_info", "reason_for_call", "unknown_info", "task_instructions")
+    instruction = " ".join(text.strip() for part in parts if (text := texts.get(part)) and text.strip(" ."))
     actions = [(action.name, action.arguments) for action in criteria.actions]
     users = [user_id for _, kwargs in actions if isinstance(user_id := kwargs.get("user_id"), str)]
     return _task(
         f"retail-tau2-{task.id}",
         user_id=users[0] if users else "",
-        instruction=f"{texts} {task.user_scenario.persona or ''}".strip(),
+        instruction=f"{instruction} {task.user_scenario.persona or ''}".strip(),
         actions=actions,
         outputs=criteria.communicate_info or [],
     )
@@ -204,7 +208,7 @@ def _task(
     }
     return Task(
         id=TaskId(task_id),
-        family=f"tau/{KIND}",
+        family=FAMILY if any(name in WRITES for name, _ in actions) else IDLE_FAMILY,
         instruction=INSTRUCTION,
         evaluator=_EVALUATOR,
         environment=EnvironmentSpec(kind=KIND, secret=secret),

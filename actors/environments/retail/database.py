@@ -148,7 +148,7 @@ class TableView(Generic[RecordT]):
 
     def get(self, key: str) -> RecordT | None:
         """Return a record to read, or None if there is none."""
-        return self._changed.get(key) or self._table.records.get(key)
+        return self._changed.get(key, self._table.records.get(key))
 
     def items(self) -> Iterator[tuple[str, RecordT]]:
         """Yield all ids and records, in the order of the loaded table."""

@@ -6,7 +6,8 @@ Invariants:
 - The secret of a task (the customer's instruction, the reference solution and the expected outputs) is never in
   messages, artifacts or errors; only the customer's lines, which the simulator writes, come from the instruction.
 - The database is loaded once per process, in a thread, and shared by all episodes.
-- A task whose reference solution changes nothing is solved by doing nothing. This is tau-bench's own definition.
+- A task whose reference solution changes nothing, or fails, is solved by doing nothing and telling the outputs. This is
+  tau-bench's own definition; the detail of such verdicts says so.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 RESPOND: Final = "respond"
 """Action that sends `content` to the customer."""
 ACTIONS: Final = frozenset({*TOOLS, RESPOND})
+IDLE: Final = "the database was not to be changed"
+"""Detail of the verdict of tasks that doing nothing would solve, apart from their outputs."""
 DIALOGUE, CALLS = "dialogue.jsonl", "tool_calls.jsonl"
 
 
@@ -169,7 +172,7 @@ class RetailEpisode:
         for output in self._goal.outputs:
             if not any(normalised(output) in text for text in told):
                 return failed("an expected output was not told to the customer")
-        return solved()
+        return solved(IDLE if self._view.digest() == self._shop.database.view().digest() else "")
 
 
 class RetailEnvironment:
