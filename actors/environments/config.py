@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
+from headrace.actors.environments.retail.environment import RetailConfig
 from headrace.actors.environments.search import SearchConfig
 from headrace.actors.section import Section
 
@@ -16,14 +17,18 @@ class EnvironmentKind(StrEnum):
 
     SEARCH = "search"
     """Searches at a retriever, and an answer at the end."""
+    RETAIL = "retail"
+    """tau-bench's retail shop: tools on a database, and a simulated customer."""
 
 
 class EnvironmentSection(Section):
     """Section [environment] of a recipe."""
 
     kind: EnvironmentKind | str = Field(default=EnvironmentKind.SEARCH, union_mode="left_to_right")
-    """Environment of the loop agent: `search`, or one from another package (docs/extending.md)."""
+    """Environment of the loop agent: `search`, `retail`, or one from another package (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for an environment from another package."""
     search: SearchConfig = SearchConfig()
     """Settings of the search environment."""
+    retail: RetailConfig | None = None
+    """Settings of the retail environment, which needs `data`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from headrace.actors.environments.config import EnvironmentKind, EnvironmentSection
+from headrace.actors.environments.retail.environment import RetailEnvironment
 from headrace.actors.environments.search import SearchEnvironment
 from headrace.actors.errors import ConfigError
 from headrace.buffer.primitives.registry import PartRefused, Registry
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     MakeEnvironment: TypeAlias = Callable[[EnvironmentSection], Environment]
 
 
+S = TypeVar("S")
+
+
 def make_environment(section: EnvironmentSection) -> Environment:
     """Create the environment of a recipe. Raises ConfigError for an unknown one or invalid settings."""
     try:
@@ -26,14 +30,25 @@ def make_environment(section: EnvironmentSection) -> Environment:
         raise ConfigError(f"environment.kind: {error}") from error
 
 
-def refuse_other_environments(tasks: Iterable[Task], section: EnvironmentSection) -> None:
-    """Raise ConfigError for a task that names another environment than the recipe."""
+def check_environment(section: EnvironmentSection, tasks: Iterable[Task]) -> None:
+    """Check the data of a recipe's environment, and that it is the one of all tasks. An environment's own `check` gets
+    the tasks. Raises ConfigError."""
+    tasks = tuple(tasks)
     for task in tasks:
         if task.environment is not None and task.environment.kind != section.kind:
             raise ConfigError(
                 f"task {task.id}: environment.kind {task.environment.kind!r} is not the recipe's ({section.kind}); set "
                 "environment.kind in the recipe, or leave the task out"
             )
+    check = getattr(make_environment(section), "check", None)
+    if check is not None:
+        check(tasks)
+
+
+def _settings(settings: S | None, key: str) -> S:
+    if settings is None:
+        raise ConfigError(f"{key} is missing; set it")
+    return settings
 
 
 def _of_another_package(found: object) -> MakeEnvironment:
@@ -61,6 +76,9 @@ def _of_another_package(found: object) -> MakeEnvironment:
 ENVIRONMENTS: Final[Registry[MakeEnvironment]] = Registry(
     kind="environment",
     group="headrace.environments",
-    own={EnvironmentKind.SEARCH: lambda section: SearchEnvironment(section.search)},
+    own={
+        EnvironmentKind.SEARCH: lambda section: SearchEnvironment(section.search),
+        EnvironmentKind.RETAIL: lambda section: RetailEnvironment(_settings(section.retail, "environment.retail.data")),
+    },
     accept=_of_another_package,
 )

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from headrace.actors.agents.config import AgentKind
 from headrace.actors.agents.registry import make_agent
 from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
-from headrace.actors.environments.registry import make_environment, refuse_other_environments
+from headrace.actors.environments.registry import check_environment, make_environment
 from headrace.actors.errors import (
     ActorLost,
     ConfigError,
@@ -281,7 +281,7 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
     refuse_absent_images(config.sandbox, (*train, *heldout))
     refuse_absent_evaluators((*train, *heldout))
     if config.agent.kind is AgentKind.LOOP:
-        refuse_other_environments((*train, *heldout), config.environment)
+        check_environment(config.environment, (*train, *heldout))
     refuse_short_evaluations((*train, *heldout), config.rollout.evaluate_timeout_s)
     return train, heldout
 

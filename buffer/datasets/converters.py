@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from headrace.buffer.datasets import tau
 from headrace.buffer.datasets.swe import Refusal, SweEnvironment, read_rows
 from headrace.buffer.primitives.registry import Registry
 from headrace.buffer.tasks import Task, load_tasks, write_tasks
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     Converter: TypeAlias = Callable[[Path, Mapping[str, Any]], tuple[tuple[Task, ...], tuple[Refusal, ...]]]
 
+SettingsT = TypeVar("SettingsT", SweEnvironment, tau.TauSettings)
 TASKS, REFUSALS = "tasks.jsonl", "refused.jsonl"
 
 
@@ -37,16 +39,27 @@ class Converted:
     refusals: tuple[Refusal, ...]
 
 
-def _software_engineering(source: Path, settings: Mapping[str, Any]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
-    known = [field.name for field in fields(SweEnvironment)]
+def _settings(kind: type[SettingsT], settings: Mapping[str, Any]) -> SettingsT:
+    """Return the settings of a converter, which are a dataclass. Raises SettingsRefused."""
+    known = [field.name for field in fields(kind)]
     if unknown := sorted(settings.keys() - set(known)):
         raise SettingsRefused(f"{unknown[0]}: unknown setting; the settings are {', '.join(known)}")
     try:
-        environment = TypeAdapter(SweEnvironment).validate_python(settings)
+        return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise SettingsRefused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    return read_rows(source, environment)
+
+
+def _software_engineering(source: Path, settings: Mapping[str, Any]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
+    return read_rows(source, _settings(SweEnvironment, settings))
+
+
+def _tau(source: Path, settings: Mapping[str, Any]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
+    try:
+        return tau.read_rows(source, _settings(tau.TauSettings, settings))
+    except ValueError as error:
+        raise SettingsRefused(str(error)) from error
 
 
 def _function(found: object) -> Converter:
@@ -57,7 +70,7 @@ def _function(found: object) -> Converter:
 
 
 CONVERTERS: Final[Registry[Converter]] = Registry(
-    kind="form of data", group="headrace.converters", own={"swe": _software_engineering}, accept=_function
+    kind="form of data", group="headrace.converters", own={"swe": _software_engineering, "tau": _tau}, accept=_function
 )
 
 

@@ -80,7 +80,8 @@ PIECES: Final = (
     '{"order_id": "', '", "user_id": "', _OPENING, _STATUS, _PAID, _REFUNDED, '"}]}', '"}], "cancel_reason": "', '"}',
     '"}], "return_items": ["', '"], "return_payment_method_id": "', "pending", "delivered", "cancelled",
     "return requested",
-    "Error: ", "order not found", "non-pending order cannot be cancelled", "non-delivered order cannot be returned",
+    "Error: ", "Error: .",
+    "order not found", "non-pending order cannot be cancelled", "non-delivered order cannot be returned",
     "some item not found", "payment method not found", "invalid reason",
     "payment method should be either the original payment method or a gift card",
 )  # fmt: skip
@@ -223,7 +224,7 @@ def write_data(folder: Path, seed: int) -> None:
         (shop / f"{name}.json").write_text(json.dumps(table))
     (shop / "wiki.md").write_text(POLICY)
     text, texts = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
-    parameters = {
+    parameters: dict[str, dict[str, Any]] = {
         CANCEL: {"order_id": text, "reason": text},
         LOOK: {"order_id": text},
         RETURN: {"order_id": text, "item_ids": texts, "payment_method_id": text},
