@@ -35,6 +35,7 @@ from headrace.sandboxes.child_environment import child_environment
 if TYPE_CHECKING:
     from headrace.actors.services.config import ServiceConfig
 
+SERVICES_FOLDER: Final = "services"
 IDLE_S: Final = 1800.0
 """Time without a request after which a retriever ends by itself."""
 LOOK_S: Final = 60.0
@@ -96,7 +97,7 @@ async def running_services(services: Mapping[str, ServiceConfig], folder: Path) 
     """Start the retrievers of all tables with a corpus, or find those that run, and yield their URLs by name. Keep them
     running until the block ends, and leave them running after it; see `stop_services`.
 
-    `folder` is that of the run's services (`RunDirectory.services`). Raises ConfigError if a service, also one with a
+    `folder` is `SERVICES_FOLDER` in the run's state folder. Raises ConfigError if a service, also one with a
     URL of its own, does not answer; then those that this call has started are stopped."""
     corpora = {name: config.corpus for name, config in services.items() if config.corpus is not None}
     running: dict[str, StartedService] = {}
