@@ -31,6 +31,7 @@ This page is written by `scripts/cli_docs.py` from the commands' own help and th
 | [engines.md](engines.md), [sglang.md](sglang.md) | `headrace engine` |
 | [gateway.md](gateway.md) | `headrace gateway` |
 | [e2b.md](e2b.md), [remote.md](remote.md) | `headrace sandbox serve` |
+| [services.md](services.md) | `headrace retriever serve` |
 | [buffer.md](buffer.md) | `headrace ledger` |
 """
 DEVELOPMENT = ("quickstart", "test", "check", "setup", "install_agents", "install_sglang", "install_runtimes")

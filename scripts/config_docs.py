@@ -9,6 +9,7 @@ import sys
 import textwrap
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -52,6 +53,9 @@ def section(path: str, model: type[BaseModel]) -> list[str]:
             continue
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             nested.append((f"{path}.{name}" if path else name, field.annotation))
+            continue
+        if get_origin(field.annotation) is dict and issubclass(entry := get_args(field.annotation)[1], BaseModel):
+            nested.append((f"{path}.{name}.NAME" if path else f"{name}.NAME", entry))
             continue
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
         if (derived := DERIVED.get(f"{path}.{name}")) is not None:

@@ -45,6 +45,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "actors": (
         *("errors", "section", "version", "in_sandbox", "record", "storage", "runtime", "simulated", "agents"),
+        "services",
         *("places", "engine_group", "evaluation", "training", "rollouts", "cluster", "run", "runs", "control"),
         *("held_out", "simulation", "tuning", "cli"),
     ),

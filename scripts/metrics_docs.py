@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from headrace.actors.record.metrics import METRICS, Metric, StationMeans
-from headrace.actors.services.figures import ServiceTotals
+from headrace.actors.record.service_totals import ServiceTotals
 from headrace.buffer.types import TokenRatios
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"

@@ -10,11 +10,6 @@ import typer
 retriever_app = typer.Typer(no_args_is_help=True, help="Serve retrievers to environments with a search action.")
 
 
-@retriever_app.callback()
-def group() -> None:
-    """Keep `serve` a command of its own while it is the only one."""
-
-
 @retriever_app.command()
 def serve(
     corpus: Annotated[Path, typer.Option(help='JSONL file of passages: {"id", "contents"}.')],

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from headrace.actors.services.figures import ServiceTotals
+    from headrace.actors.record.service_totals import ServiceTotals
     from headrace.buffer.types import TokenRatios
     from headrace.serve.observing.retention import RetentionConfig
 

@@ -111,11 +111,6 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
-    def services(self) -> Path:
-        """Addresses and logs of the retrievers that the run has started, in a file for each."""
-        return self.path / "services"
-
-    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

@@ -118,13 +118,14 @@ def bottleneck(loads: Iterable[StationLoad], in_flight: float) -> StationLoad | 
     """
     known = list(loads)
     full = [load for load in known if (load.utilisation or 0.0) >= BUSY]
-    fullest = max(full, key=lambda load: load.utilisation or 0.0, default=None)
-    if fullest is not None and fullest.station != Station.SANDBOX:
-        return fullest
     services = [load for load in known if load.station.startswith(SERVICE)]
     holding = [load for load in services if in_flight > 0 and load.in_use >= MOST * in_flight]
-    if holding or fullest is not None:
-        return max(holding, key=lambda load: load.in_use, default=fullest)
+    if holding:
+        full = [load for load in full if load.station != Station.SANDBOX]
+    if full:
+        return max(full, key=lambda load: load.utilisation or 0.0)
+    if holding:
+        return max(holding, key=lambda load: load.in_use)
     unsized = [load for load in known if load.capacity is None and load.station is not Station.QUEUE]
     locked = [load for load in unsized if in_flight > 0 and load.in_use >= BUSY * in_flight]
     return max(locked, key=lambda load: load.in_use, default=None)

@@ -18,8 +18,8 @@ from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.record.logprob_drift import drift_totals
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.push_costs import push_costs
+from headrace.actors.record.service_totals import service_totals
 from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads, service_shares
-from headrace.actors.services.figures import service_totals
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.report import acceptance
 from headrace.policies.learners.checkpoint_retention import best_checkpoint
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from headrace.actors.record.logprob_drift import DriftTotals
     from headrace.actors.record.push_costs import PushCosts
     from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.service_totals import ServiceTotals
     from headrace.actors.record.utilisation import StationLoad
-    from headrace.actors.services.figures import ServiceTotals
     from headrace.buffer.audit.report import DecileReport, LeftOut
     from headrace.policies.learners.checkpoint_retention import BestCheckpoint
 

@@ -24,7 +24,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from headrace.actors.services.figures import ServiceFigures, ServiceTotals, current_service_time
+from headrace.actors.record.service_totals import ServiceTotals
+from headrace.actors.services.figures import ServiceFigures, current_service_time
 from headrace.actors.services.limit import CallLimit, Slots
 from headrace.actors.services.service import ServiceDown
 from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker

@@ -86,8 +86,10 @@ class PassageIndex:
         self.passages = tuple(read_passages(path, digest))
         self.digest = digest.hexdigest()
         words = bm25s.tokenize(list(self.passages), token_pattern=WORD, stopwords="en", show_progress=False)
-        self._index = bm25s.BM25()
-        self._index.index(words, show_progress=False)
+        # bm25s cannot index passages of nothing but common words; such a corpus has no scores.
+        self._index = bm25s.BM25() if any(words.ids) else None
+        if self._index is not None:
+            self._index.index(words, show_progress=False)
         self._tokenize = bm25s.tokenize
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -100,7 +102,7 @@ class PassageIndex:
     def _best(self, words: list[str], top_k: int) -> list[Passage]:
         count = len(self.passages)
         scores: NDArray[np.float32] = np.zeros(count, dtype=np.float32)
-        if words:
+        if words and self._index is not None:
             scores = self._index.get_scores(words)
         best = np.arange(count)
         if top_k < count:

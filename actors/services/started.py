@@ -35,6 +35,7 @@ from headrace.sandboxes.child_environment import child_environment
 if TYPE_CHECKING:
     from headrace.actors.services.config import ServiceConfig
 
+SERVICES_FOLDER: Final = "services"
 IDLE_S: Final = 1800.0
 """Time without a request after which a retriever ends by itself."""
 LOOK_S: Final = 60.0
@@ -65,14 +66,21 @@ class StartedService:
         """Return the process if it still runs."""
         try:
             process = psutil.Process(self.pid)
-            if process.status() == psutil.STATUS_ZOMBIE:
-                # Reaped if it is a child of this process.
-                with suppress(psutil.TimeoutExpired):
-                    process.wait(timeout=0)
-                return None
-            return process if abs(process.create_time() - self.started_s) < SAME_START_S else None
+            is_same = abs(process.create_time() - self.started_s) < SAME_START_S
         except psutil.NoSuchProcess:
             return None
+        return process if is_same and runs(process) else None
+
+
+def runs(process: psutil.Process) -> bool:
+    """Return True unless a process has ended. One that has is reaped if it is a child of this process."""
+    try:
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return True
+        process.wait(timeout=0)
+    except (psutil.NoSuchProcess, psutil.TimeoutExpired):
+        pass
+    return False
 
 
 def read_started(path: Path) -> StartedService | None:
@@ -96,8 +104,9 @@ async def running_services(services: Mapping[str, ServiceConfig], folder: Path) 
     """Start the retrievers of all tables with a corpus, or find those that run, and yield their URLs by name. Keep them
     running until the block ends, and leave them running after it; see `stop_services`.
 
-    `folder` is that of the run's services (`RunDirectory.services`). Raises ConfigError if a service, also one with a
-    URL of its own, does not answer; then those that this call has started are stopped."""
+    Call this in the driver: Ray may kill the child processes of an actor that ends. `folder` is `SERVICES_FOLDER` in
+    the run's state folder. Raises ConfigError if a service, also one with a URL of its own, does not answer; then those
+    that this call has started are stopped. Errors of the block come out in an exception group."""
     corpora = {name: config.corpus for name, config in services.items() if config.corpus is not None}
     running: dict[str, StartedService] = {}
     begun = []
@@ -167,8 +176,7 @@ async def start_retriever(name: str, corpus: Path, folder: Path, *, port: int = 
     try:
         async with asyncio.timeout(START_S):
             while (started := read_started(address)) is None or started.pid != pid:
-                if process.status() == psutil.STATUS_ZOMBIE:
-                    process.wait(timeout=0)
+                if not runs(process):
                     last = (log.read_text(errors="replace").strip() or "it wrote nothing").splitlines()[-1]
                     raise ConfigError(f"services.{name}.corpus: its retriever did not start: {last}")
                 await asyncio.sleep(POLL_S)
@@ -242,7 +250,8 @@ async def _keep(name: str, corpus: Path, folder: Path, started: StartedService) 
         logger.warning("service %s: its retriever has ended; starting it again", name)
         try:
             started = await start_retriever(name, corpus, folder, port=port)
-        except ConfigError as error:
+        except (ConfigError, OSError, psutil.Error) as error:
+            # The next look tries again; until then, calls to it are infra.
             logger.error("service %s: %s", name, error)
 
 

@@ -102,6 +102,21 @@ def test_the_report_names_an_unbounded_service_holding_nearly_all_rollouts(tmp_p
     assert told_of(tmp_path / "old", metrics=old).held_up_by is None
 
 
+def test_the_report_names_a_service_that_blocks_with_its_share_of_the_time(tmp_path: Path) -> None:
+    """F14: the time share of each service, and the one that holds the run up."""
+    record = stations(10.0, 64.0) | {"in_flight": 64.0}
+    record["stations"]["service.user"] = {"in_use": 48.0, "capacity": 64, "mean_s": 30.0}
+    calls = {"calls": 20, "failures": 1, "retries": 4, "waiting_s": 2.0, "calling_s": 30.0, "cost": 0.5}
+    services = {"kind": "services", "time_s": 0.0, "seconds": 10.0, "services": {"user": calls}}
+    report = told_of(tmp_path / "run", metrics=(record, services, services))
+    assert report.held_up_by == "service.user"
+    assert (report.services["user"].calls, report.service_shares) == (40, {"user": 0.75})
+    assert "held up by service.user" in text_of(report)
+    line = "service user: 40 calls, 2 failed, 8 retries, 1.5 s a call, 0.1 s waiting, cost 1, 75% of the rollouts' time"
+    assert line in text_of(report)
+    assert orjson.loads(orjson.dumps(report.to_json()))["services"]["user"]["cost"] == 1.0
+
+
 def test_the_report_names_what_slowed_the_run_down(tmp_path: Path) -> None:
     limits = ((32, ""), (22, "engines are full"), (15, "boot takes 9 s"), (19, "boot takes 9 s"))
     slow = [stations(10.0, 4.0) | {"rollout_limit": limit, "slowed_by": reason} for limit, reason in limits]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from headrace.actors.record.metrics import MetricsLog, read_metrics
+from headrace.actors.record.service_totals import ServiceTotals
+from headrace.actors.rollouts.dispatcher import DispatcherStatus
+from headrace.actors.rollouts.worker import WorkerStatus
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import supervised_actors
-from headrace.actors.run.supervision import Supervision
+from headrace.actors.run.supervision import StatusSnapshot, Supervision
 from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.services.figures import ServiceFigures
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import open_service
@@ -70,3 +75,35 @@ def test_evaluation_rollouts_count_as_ended(watched: Any) -> None:
     )
     times = [record["stations"]["evaluator"]["mean_s"] for record in records]
     assert [time for time in times if time is not None]
+
+
+def test_the_services_of_all_workers_are_recorded_as_stations_and_totals(tmp_path: Path) -> None:
+    """F14: a service that most rollouts wait for is named, though the sandboxes are full of them."""
+    config = load_recipe(RECIPE.with_name("simulated.toml"), (), tmp_path)
+    path = tmp_path / "metrics.jsonl"
+
+    def status(second: int) -> StatusSnapshot:
+        user = ServiceFigures(totals=ServiceTotals(calls=2 * second, cost=second / 10), limit=8, in_flight=3, waiting=1)
+        worker = WorkerStatus(incarnation="a", assignment="", running=4, phases={}, services={"user": user})
+        workers = (worker, replace(worker, incarnation="b"))
+        dispatcher = DispatcherStatus(
+            in_flight=10, evaluating=0, finished=second, scored=0, answered=0, infra=0, mean_reward=None
+        )
+        parts: dict[str, Any] = dict.fromkeys(("learner", "pool", "gateway", "judged_steps"))
+        return StatusSnapshot(**parts, dispatcher=dispatcher, workers=workers, engines=())
+
+    async def watch() -> None:
+        runtime, clock = InlineRuntime(), asyncio.get_running_loop().time
+        async with open_service(PLAN, runtime, clock=clock) as service:
+            actors = supervised_actors(service, service.learner)
+            supervision = Supervision(config, runtime, MetricsLog(path), actors)
+            for second in range(11):
+                await supervision._measure(status(second))
+                await asyncio.sleep(1.0)
+
+    run_virtual(watch())
+    stations, services = read_metrics(path, ("stations", "services"))
+    assert stations["stations"]["service.user"] == {"in_use": 8.0, "capacity": 16.0, "mean_s": 8.0}
+    assert stations["held_up_by"] == "service.user"
+    assert services["services"]["user"]["calls"] == 40
+    assert services["services"]["user"]["cost"] == pytest.approx(2.0)

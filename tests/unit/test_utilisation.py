@@ -13,10 +13,11 @@ from headrace.actors.record.utilisation import (
     bottleneck,
     mean_in_flight,
     mean_loads,
+    service_shares,
 )
 
 
-def load(station: Station, in_use: float, capacity: float | None) -> StationLoad:
+def load(station: Station | str, in_use: float, capacity: float | None) -> StationLoad:
     return StationLoad(station=station, in_use=in_use, capacity=capacity, mean_s=None)
 
 
@@ -100,3 +101,38 @@ def test_the_mean_number_of_rollouts_in_flight_is_measured() -> None:
     assert meter.in_flight == 5.0
     meter.reset()
     assert meter.in_flight == 0.0
+
+
+def test_a_service_that_holds_most_rollouts_comes_before_the_sandboxes_that_they_fill() -> None:
+    """F14: agents wait for a service inside their sandboxes, so full sandboxes are a consequence."""
+    sandbox, engine = load(Station.SANDBOX, 64.0, 64.0), load(Station.ENGINE, 6.0, 128.0)
+    slow, idle = load("service.user", 40.0, 64.0), load("service.wiki", 3.0, 64.0)
+    assert bottleneck([sandbox, engine, slow, idle], 64.0) == slow
+    assert bottleneck([engine, slow, idle], 64.0) == slow
+    assert bottleneck([sandbox, engine, idle], 64.0) == sandbox
+    assert bottleneck([engine, idle], 64.0) is None
+    full_engine = load(Station.ENGINE, 128.0, 128.0)
+    assert bottleneck([sandbox, full_engine, slow], 64.0) == full_engine
+
+
+def test_a_service_whose_limit_is_full_is_the_bottleneck() -> None:
+    """F14: rollouts that wait for a slot are in the service, so that more than all of its limit is in use."""
+    throttled = load("service.user", 20.0, 4.0)
+    assert bottleneck([load(Station.SANDBOX, 64.0, 64.0), throttled], 64.0) == throttled
+    assert throttled.line() == "service.user 500% of 4"
+
+
+def test_services_are_stations_with_a_limit_that_changes() -> None:
+    meter = UtilisationMeter()
+    meter.sample(0.0, {}, 0)
+    meter.sample(2.0, {"service.b": 4.0, "service.a": 1.0, Station.LEARNER: 1.0}, 2)
+    loads = meter.loads({"service.a": 2.0, "service.b": 8.0})
+    assert [load.station for load in loads] == [Station.LEARNER, "service.a", "service.b"]
+    assert service_shares(loads, 8.0) == {"a": 0.125, "b": 0.5}
+    assert service_shares(loads, 0.0) == {}
+
+    def record(seconds: float, in_use: float, capacity: float) -> dict:
+        return {"seconds": seconds, "stations": {"service.a": {"in_use": in_use, "capacity": capacity, "mean_s": 1.0}}}
+
+    (mean,) = mean_loads([record(30.0, 4.0, 4.0), record(10.0, 8.0, 64.0)])
+    assert (mean.in_use, mean.capacity) == (5.0, 19.0)
