@@ -25,6 +25,7 @@ from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.history import prepare
 from headrace.actors.evaluation.verdict import NO_SANDBOX, task_resources
+from headrace.actors.services.figures import service_time
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.task_parts import least
 from headrace.buffer.types import Cause, Outcome, RolloutOrder, RolloutResult
@@ -38,12 +39,15 @@ from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import traceparent_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
+    from headrace.actors.services.figures import ServiceTime
     from headrace.buffer.tasks import Task
     from headrace.serve.capture.rows import SessionReport
     from headrace.serve.gateway.client import OpenedSession
 
+SERVICE_PHASE = "service."
+"""Prefix of the phases of services, which take a part of the agent's time."""
 ANSWER_S = 5.0
 """Time allowed for a pool to report that a deadline has passed."""
 RESULT_CHARACTERS, LOG_CHARACTERS = 500, 4000
@@ -136,6 +140,11 @@ class Phases:
         """Split the first `first_s` seconds off the last phase and record them under another name."""
         name, seconds = self.seconds.pop()
         self.seconds += [(first, first_s), (name, max(0.0, seconds - first_s))]
+
+    def split_services(self, seconds: Mapping[str, float]) -> None:
+        """Split the seconds in services, by name, off the last phase, as phases `service.NAME`."""
+        for service, service_s in seconds.items():
+            self.split(f"{SERVICE_PHASE}{service}", min(service_s, self.seconds[-1][1]))
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
@@ -257,6 +266,25 @@ async def _converse(
     order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox | None
 ) -> tuple[AgentReport, SessionReport]:
     """Run the agent in a session, which is closed in every case."""
+    with service_time() as in_services:
+        report, session = await _run_agent(order, task, stations, config, phases, sandbox, in_services)
+    phases.split_services(in_services.seconds)
+    async with boundary(names.FINISH, "agent", phases, config.prepare_timeout_s):
+        record = await stations.finish_session(session)
+        trace.get_current_span().set_attributes(_session_attributes(record))
+        return report, record
+
+
+async def _run_agent(
+    order: RolloutOrder,
+    task: Task,
+    stations: Stations,
+    config: RolloutConfig,
+    phases: Phases,
+    sandbox: Sandbox | None,
+    in_services: ServiceTime,
+) -> tuple[AgentReport, OpenedSession]:
+    """Open a session and run the agent in it. The session stays open only if the agent reports."""
     async with boundary(names.AGENT, "agent", phases, config.guard_s):
         session = await stations.open_session(order, task, traceparent_of(trace.get_current_span()))
         agent_s = least(config.agent_timeout_s, task.limits.agent_s) or config.agent_timeout_s
@@ -270,6 +298,11 @@ async def _converse(
                     raise
                 # Running out of time uses up a budget; it is not a failure.
                 report = AgentReport(stop=StopReason.TIME, turns=0)
+            if report.stop is StopReason.TIME and in_services.interrupted:
+                raise InfraFailure(
+                    f"agent: its deadline passed while it waited for service {in_services.interrupted}; raise "
+                    "rollout.agent_timeout_s or find out why the service is slow"
+                )
             attributes: dict[str, str | int] = {names.AGENT_STOP: report.stop.value}
             if report.exit_code is not None:
                 result = report.result[:RESULT_CHARACTERS]
@@ -281,10 +314,7 @@ async def _converse(
             with suppress(ServeError):
                 await asyncio.shield(stations.finish_session(session))
             raise
-    async with boundary(names.FINISH, "agent", phases, config.prepare_timeout_s):
-        record = await stations.finish_session(session)
-        trace.get_current_span().set_attributes(_session_attributes(record))
-        return report, record
+    return report, session
 
 
 def _session_attributes(record: SessionReport) -> dict[str, int]:

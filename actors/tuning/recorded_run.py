@@ -148,7 +148,9 @@ def _observations(evidence: Evidence, *, before_s: float) -> Iterator[Observatio
         )
     )
     for attempt in evidence.attempts:
-        seconds = sum(seconds for phase, seconds in attempt.phases_s if phase == "agent")
+        # Waiting for services is a part of the agent's work.
+        working = (seconds for phase, seconds in attempt.phases_s if phase == "agent" or phase.startswith("service."))
+        seconds = sum(working)
         finished = attempt.reward is not None
         if finished and not attempt.phases_s:
             continue
