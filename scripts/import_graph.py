@@ -45,8 +45,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "actors": (
         *("errors", "section", "version", "in_sandbox", "record", "storage", "runtime", "simulated", "agents"),
-        *("places", "engine_group", "evaluation", "training", "rollouts", "cluster", "run", "runs", "control"),
-        *("held_out", "simulation", "tuning", "cli"),
+        *("places", "engine_group", "evaluation", "services", "environments", "training", "rollouts", "cluster"),
+        *("run", "runs", "control", "held_out", "simulation", "tuning", "cli"),
     ),
 }
 """Modules and folders of each package, lowest first: each may import those before it."""

@@ -24,7 +24,7 @@ INSTRUCTION: Final = "Help the customer of the retail shop, according to the pol
 """Instruction of all tasks; the customer says what is wanted."""
 FAMILY: Final = f"tau/{KIND}"
 IDLE_FAMILY: Final = f"tau/{KIND}-without-writes"
-"""Family of tasks whose reference solution writes nothing, so that doing nothing and telling the outputs solves them."""
+"""Family of tasks whose reference solution writes nothing: doing nothing and telling the outputs solves them."""
 WRITES: Final = frozenset(
     {
         "cancel_pending_order",

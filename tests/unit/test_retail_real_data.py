@@ -71,7 +71,7 @@ async def test_doing_nothing_solves_only_tasks_whose_solution_changes_nothing() 
     two there and five in the training split, make a call that the shop refuses, in tau-bench's own tools as well."""
     train, test, dev = map(tasks_of, ("train", "test", "dev"))
     assert (len(train), len(test), len(dev)) == (500, 115, 20)
-    assert [task.id for task in test if task.family == IDLE_FAMILY][0] == "retail-test-10"
+    assert next(task.id for task in test if task.family == IDLE_FAMILY) == "retail-test-10"
     assert sum(task.family == IDLE_FAMILY for task in (*train, *test)) == 9
     assert await idle_rewards(RETAIL, train[:40]) == 0
     assert await idle_rewards(RETAIL, train) == 5
