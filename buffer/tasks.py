@@ -323,6 +323,8 @@ def _explain(error: ValidationError) -> str:
         case "missing" | "missing_keyword_only_argument" | "missing_argument":
             return f"{key}: is missing; add it (docs/tasks.md lists all fields)"
         case _:
+            if "secret" in first["loc"]:
+                return f"{key}: {first['msg']}"
             return f"{key}: {first['msg']}, found {str(first['input'])[:60]!r}"
 
 

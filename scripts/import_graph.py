@@ -32,12 +32,23 @@ ORDER: dict[str, tuple[str, ...]] = {
         "simulated",
     ),
     "buffer": (
-        *("errors", "repositories", "tasks", "versions", "types", "sanitizer", "codec", "packing", "row_limits"),
+        *(
+            "errors",
+            "repositories",
+            "task_parts",
+            "tasks",
+            "versions",
+            "types",
+            "sanitizer",
+            "codec",
+            "packing",
+            "row_limits",
+        ),
         *("primitives", "core", "ledger", "audit", "datasets"),
     ),
     "policies": (
         *("cancellation", "errors", "transport_errors", "engine", "learner"),
-        *("tokens", "models", "processes", "push", "cpu_engine", "sglang", "learners"),
+        *("tokens", "models", "processes", "push", "cpu_engine", "sglang", "miniatures", "learners"),
     ),
     "serve": (
         *("conversation", "errors", "observing", "parsing", "rendering", "capture", "dialects"),
@@ -45,9 +56,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "actors": (
         *("errors", "section", "version", "in_sandbox", "record", "storage", "runtime", "simulated", "agents"),
-        "services",
-        *("places", "engine_group", "evaluation", "training", "rollouts", "cluster", "run", "runs", "control"),
-        *("held_out", "simulation", "tuning", "cli"),
+        *("places", "engine_group", "evaluation", "services", "environments", "loop", "agent_kinds", "training"),
+        *("rollouts", "cluster", "run", "runs", "control", "held_out", "simulation", "tuning", "cli"),
     ),
 }
 """Modules and folders of each package, lowest first: each may import those before it."""

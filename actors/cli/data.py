@@ -25,7 +25,8 @@ def convert(
     form: Annotated[
         str,
         typer.Option(
-            help="Row format: swe (SWE-bench, SWE-Gym, rows with metadata), or a format from another package."
+            help="Row format: swe (SWE-bench, SWE-Gym, rows with metadata), tau (tau-bench, "
+            "tau2-bench: retail), or a format from another package."
         ),
     ] = "swe",
     settings: Annotated[

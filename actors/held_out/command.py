@@ -34,7 +34,7 @@ from headrace.actors.run.parts import evaluation_terms, recipe_digest
 from headrace.actors.run.sections import ModelSection
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, offered_gpus, start_local_ray, stop_local_ray
-from headrace.actors.services.started import resolved, running_services, stop_services
+from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks import Task, load_tasks, tasks_digest
@@ -289,10 +289,10 @@ async def _interruptible(work: Coroutine[Any, Any, EvaluationSummary], interrupt
 async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
     ABSENCE.seconds = evaluation.config.cluster.absent_s
     services = evaluation.config.services
-    async with running_services(services, evaluation.directory.services) as urls:
+    async with running_services(services, evaluation.directory.path / SERVICES_FOLDER) as urls:
         config = evaluation.config.model_copy(update={"services": resolved(services, urls)})
         summary = await _drive_service(evaluation, config, quiet=quiet)
-    await stop_services(evaluation.directory.services)
+    await stop_services(evaluation.directory.path / SERVICES_FOLDER)
     return summary
 
 

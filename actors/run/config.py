@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from headrace.actors.agents.config import AgentKind, AgentSection
+from headrace.actors.agent_kinds.config import AgentKind, AgentSection
 from headrace.actors.cluster.section import ClusterSection
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.registry import address

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import orjson
 from pydantic import ValidationError
 
-from headrace.actors.agents.config import AgentKind
-from headrace.actors.agents.registry import make_agent
+from headrace.actors.agent_kinds.config import AgentKind
+from headrace.actors.agent_kinds.registry import make_agent
 from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
 from headrace.actors.environments.registry import check_environment, make_environment
 from headrace.actors.errors import (
@@ -62,7 +62,7 @@ from headrace.actors.runtime.runtime import (
     stop_local_ray,
 )
 from headrace.actors.services.clients import check_services, refuse_missing_services
-from headrace.actors.services.started import resolved, running_services, stop_services
+from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
@@ -407,12 +407,12 @@ async def _drive(
     beside: Callable[[Service], Coroutine[Any, Any, None]] | None,
 ) -> bool:
     ABSENCE.seconds = config.cluster.absent_s
-    async with running_services(config.services, directory.services) as urls:
+    async with running_services(config.services, directory.path / SERVICES_FOLDER) as urls:
         placed = config.model_copy(update={"services": resolved(config.services, urls)})
         completed = await _drive_service(placed, directory, interrupts, quiet=quiet, beside=beside)
     # An interrupted or failed run finds its services again when it is resumed.
     if completed:
-        await stop_services(directory.services)
+        await stop_services(directory.path / SERVICES_FOLDER)
     return completed
 
 

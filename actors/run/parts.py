@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import orjson
 
-from headrace.actors.agents.registry import make_agent
+from headrace.actors.agent_kinds.registry import make_agent
 from headrace.actors.cluster.section import LEARNER_BUNDLE
 from headrace.actors.engine_group.devices import local_gpus
 from headrace.actors.engine_group.group import EngineGroup

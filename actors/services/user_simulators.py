@@ -112,7 +112,8 @@ class SimulatorConfig(Section):
     patience: int = Field(default=20, ge=1)
     """Number of the agent's texts after which the user of `rule` ends the conversation."""
     seed: int | None = None
-    """Random seed for the user's lines. Without one, `rule` uses 0 and a helper model samples freely."""
+    """Random seed for the user's lines: all attempts at a task then meet the same user. Without one, `rule` uses 0 and
+    a helper model samples freely."""
     latency_mean_s: float = Field(default=0.0, ge=0)
     """Mean of an additional latency of each line in seconds, for measurements."""
     latency_sigma: float = Field(default=0.5, ge=0)

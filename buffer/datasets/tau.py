@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.buffer.datasets.swe import Refusal, RowRefused
-from headrace.buffer.task_parts import EnvironmentSpec
+from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 KIND: Final = "retail"
@@ -52,8 +52,7 @@ READS: Final = frozenset(
     }
 )
 """Tools that change nothing; `get_item_details` is one of tau2-bench alone."""
-# The environment's verdict is used instead. If a recipe forgets the environment, there is no reward at all.
-_EVALUATOR: Final = EvaluatorSpec(kind=EvaluatorKind.STATE, check="raise SystemExit(3)", data_paths=())
+_EVALUATOR: Final = EvaluatorSpec(kind=EvaluatorKind.ENVIRONMENT)
 _GRADED: Final = frozenset({"DB", "COMMUNICATE", "NL_ASSERTION", "ACTION"})
 
 
@@ -159,6 +158,7 @@ def task_of(row: object, *, name: str) -> Task:
         instruction=given.instruction,
         actions=[(action.name, action.kwargs) for action in given.actions],
         outputs=given.outputs,
+        origin=TaskOrigin(source="sierra-research/tau-bench", split=name, licence="MIT"),
     )
 
 
@@ -190,11 +190,18 @@ def tau2_task_of(row: object, settings: TauSettings) -> Task:
         instruction=f"{instruction} {task.user_scenario.persona or ''}".strip(),
         actions=actions,
         outputs=criteria.communicate_info or [],
+        origin=TaskOrigin(source="sierra-research/tau2-bench", split=settings.split, licence="MIT"),
     )
 
 
 def _task(
-    task_id: str, *, user_id: str, instruction: str, actions: list[tuple[str, dict[str, Any]]], outputs: list[str]
+    task_id: str,
+    *,
+    user_id: str,
+    instruction: str,
+    actions: list[tuple[str, dict[str, Any]]],
+    outputs: list[str],
+    origin: TaskOrigin,
 ) -> Task:
     if not instruction.strip():
         raise RowRefused("instruction: is empty")
@@ -213,6 +220,7 @@ def _task(
         instruction=INSTRUCTION,
         evaluator=_EVALUATOR,
         environment=EnvironmentSpec(kind=KIND, secret=secret),
+        origin=origin,
     )
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
+from headrace.actors.agent_kinds.config import AgentSection
+from headrace.actors.agent_kinds.registry import make_agent
 from headrace.actors.agents.chat import ChatReply
-from headrace.actors.agents.config import AgentSection
-from headrace.actors.agents.registry import make_agent
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.agents.config import AgentKind, AgentSection
+from headrace.actors.agent_kinds.config import AgentKind, AgentSection
+from headrace.actors.agent_kinds.registry import make_agent
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.agents.installation import PINNED
-from headrace.actors.agents.registry import make_agent
 from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import load_recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import pickle
 from pathlib import Path
@@ -27,6 +28,7 @@ from support.retail_shop import (
     retail_task,
     say,
     secret_of,
+    tables,
     write_shop,
 )
 
@@ -262,6 +264,18 @@ async def test_unusable_files_are_named(shop: Path, name: str, text: str | None,
         (shop / name).write_text(text)
     with pytest.raises(ConfigError, match=error):
         await open_episode(shop, retail_task(secret_of()))
+
+
+@pytest.mark.parametrize("name", ["db.json", "db.json.gz"])
+async def test_one_file_can_hold_the_database(shop: Path, name: str) -> None:
+    data = json.dumps(tables()).encode()
+    (shop / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    for table in ("orders", "products", "users"):
+        (shop / f"{table}.json").unlink()
+    stopped, end = await play_oracle(await open_episode(shop, retail_task(secret_of(CANCEL))), secret_of(CANCEL))
+    assert stopped
+    assert end.verdict is not None
+    assert end.verdict.solved
 
 
 @pytest.mark.parametrize("settings", [{"simulator": "llm"}, {"service": "user"}])

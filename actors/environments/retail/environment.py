@@ -96,13 +96,20 @@ _SHOPS: dict[tuple[str, str, str], Shop] = {}
 _LOADING = threading.Lock()
 
 
-def shop_of(config: RetailConfig) -> Shop:
+def load_shop(config: RetailConfig) -> Shop:
     """Return the shop of a configuration; it is loaded once per process. Raises ConfigError."""
     key = (config.data, config.policy, config.tools)
     with _LOADING:
         if key not in _SHOPS:
             _SHOPS[key] = Shop.load(config)
         return _SHOPS[key]
+
+
+async def shop_of(config: RetailConfig) -> Shop:
+    """Return the shop of a configuration like `load_shop`. Raises ConfigError."""
+    known = _SHOPS.get((config.data, config.policy, config.tools))
+    # Loading takes a tenth of a second, for which other sessions must not wait.
+    return known or await asyncio.to_thread(load_shop, config)
 
 
 def goal_of(task: Task) -> Goal:
@@ -187,7 +194,7 @@ class RetailEnvironment:
 
     def check(self, tasks: Iterable[Task]) -> None:
         """Load the shop and parse the goals of all tasks. Raises ConfigError."""
-        shop_of(self._config)
+        load_shop(self._config)
         for task in tasks:
             goal_of(task)
 
@@ -195,7 +202,7 @@ class RetailEnvironment:
         """Open an episode; the customer speaks first. Raises ServiceDown, and ConfigError for a task of another
         environment or files that cannot be used."""
         goal = goal_of(task)
-        shop = await asyncio.to_thread(shop_of, self._config)
+        shop = await shop_of(self._config)
         user = make_user(self._config, goal, services, name=task.id)
         first_line = await user.reset(goal.instruction)
         return RetailEpisode(shop, goal, user, first_line, end_required=self._config.end_required)

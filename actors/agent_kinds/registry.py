@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from headrace.actors.agent_kinds.config import AgentKind, AgentSection
 from headrace.actors.agents.claude_code import ClaudeCode
 from headrace.actors.agents.codex import Codex
-from headrace.actors.agents.config import AgentKind, AgentSection
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.agents.installation import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent
