@@ -45,7 +45,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recomputed(model_dir: Path, tokens: list[int]) -> np.ndarray:
+def recomputed(model_dir: Path, tokens: list[int], temperature: float = TEMPERATURE) -> np.ndarray:
     """Log-probability of each token but the first under the temperature-scaled model, (T,) with 0 in front."""
     import torch
 
@@ -54,7 +54,7 @@ def recomputed(model_dir: Path, tokens: list[int]) -> np.ndarray:
 
     config = QwenConfig.read(model_dir / "config.json")
     model = Qwen(config, read_weights(config, model_dir), capacity=1024)
-    log_probabilities_TV = torch.log_softmax(model.logits([tokens])[0] / TEMPERATURE, -1)
+    log_probabilities_TV = torch.log_softmax(model.logits([tokens])[0] / temperature, -1)
     taken = log_probabilities_TV[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     return np.concatenate([[0.0], taken.numpy()]).astype(np.float32)
 
@@ -94,3 +94,43 @@ async def test_captured_logprobs_match_the_models(model_dir: Path, tmp_path: Pat
     expected = recomputed(model_dir, row.tokens_T.tolist())
     assert np.abs(expected - row.logprobs_T)[row.loss_mask_T].max() < 1e-3
     assert expected[row.loss_mask_T].std() > 0.1, "near-uniform log-probabilities would prove nothing"
+
+
+async def test_a_stop_string_ends_a_turn_that_is_continued(model_dir: Path, tmp_path: Path) -> None:
+    """F15 with a real engine: the policy goes on from exactly the ids that it sampled up to the stop string."""
+    # Nearly uniform, so that a letter comes soon.
+    stops, inserted = list("aeioustrnldchpmw"), " <information>moss</information> "
+    spec = SessionSpec(session_id=SessionId("r"), sampling=Sampling(temperature=5.0))
+    process = EngineProcess(EngineProcessConfig(model=model_dir, directory=tmp_path, weight_version="1.3"))
+    gateway = Gateway(GatewayConfig(tokenizer_dir=model_dir), ADMIN)
+    url = await gateway.start()
+    async with (
+        gateway,
+        process as engine,
+        GatewayClient(url, ADMIN) as client,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
+    ):
+        route = EngineRoute(engine_id=EngineId("cpu"), url=engine.url)
+        await gateway.set_engines(RoutingTable(version=1, engines=(route,)))
+        [opened] = await client.open([spec])
+        text = ""
+        for turn in range(4):
+            asked = {"role": "user", "content": "write alpha to a.txt"}
+            body = {"messages": [asked], "stop": stops, "include_stop_str_in_output": True, "max_tokens": 64}
+            if turn:
+                body |= {"messages": [asked, {"role": "assistant", "content": text}], "continue_final_message": True}
+            async with http.post(f"{opened.base_url}/v1/chat/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                [choice] = (await response.json())["choices"]
+            assert choice["stop_reason"] in stops
+            assert choice["message"]["content"].endswith(choice["stop_reason"])
+            text += choice["message"]["content"] + inserted
+        [report] = await client.finish([opened.session_id])
+    assert isinstance(report, SessionReport)
+    assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
+    assert (report.turns, report.rerendered, report.failures) == (4, 0, ())
+    assert set(report.masked) <= {"stop_border"}
+    assert report.trajectory is not None
+    [row] = report.trajectory.rows
+    expected = recomputed(model_dir, row.tokens_T.tolist(), 5.0)
+    assert np.abs(expected - row.logprobs_T)[row.loss_mask_T].max() < 1e-3

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.policies.engine import FinishReason
-from headrace.policies.errors import TemplateRefused
-from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.capture.rows import Masked, SessionReport, report_of, tree_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolSpec, TurnAnswer, TurnRequest, say
@@ -20,11 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from headrace.serve.rendering.render import Renderer
 
-NAMES = tuple(family.name for family in templates.FAMILIES)
-CONTINUING = ("qwen2.5", "deepseek-v3", "deepseek-v3-leaky")
-"""Families whose templates leave every message open; the others rewrite or strip the policy's last message."""
 SEARCH = "<search>q</search>"
 FOUND = "\n\n<information>bog</information>\n\n"
 STOPS = ("</search>", "</answer>")
@@ -343,92 +337,3 @@ def test_all_reasons_for_masking_are_documented() -> None:
 
     text = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
     assert [reason.value for reason in Masked if f"| `{reason.value}` |" not in text] == []
-
-
-# Templates.
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family.name: family.write(tmp_path_factory.mktemp(family.name)) for family in templates.FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def renderers(folders: dict[str, Path]) -> dict[str, Renderer]:
-    return {name: load_renderer(folder) for name, folder in folders.items()}
-
-
-TEXTS = (SEARCH, SEARCH + FOUND, " turf ", "", "<think>mire</think>\n\nturf", "\n\nturf", "Ünïcödé 漢字")
-TALKS = (
-    (user("Who?"),),
-    (user("Who?"), templates.said("I see."), user("And now?")),
-    (say(Role.SYSTEM, "Be brief."), user("Who?")),
-)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_open_message_matches_transformers_or_is_refused(
-    folders: dict[str, Path], renderers: dict[str, Renderer], name: str
-) -> None:
-    from transformers import AutoTokenizer
-
-    renderer, theirs = renderers[name], AutoTokenizer.from_pretrained(folders[name])
-    assert renderer.continues is (name in CONTINUING)
-    exact = 0
-    for talk in TALKS:
-        for text in TEXTS:
-            messages = [*talk, say(Role.ASSISTANT, text)]
-            try:
-                ids = renderer.render(messages, [], Ending.OPEN)
-            except TemplateRefused as error:
-                assert name not in CONTINUING, (text, error)
-                continue
-            opened = renderer.render(talk, []).tolist()
-            if text:
-                shown = templates.as_dicts(messages)
-                expected = theirs.apply_chat_template(shown, continue_final_message=True)["input_ids"]
-                assert ids.tolist() == expected
-            else:
-                assert ids.tolist() == opened
-            assert renderer.decode(ids) == renderer.decode(opened) + text
-            exact += 1
-    assert exact == len(TALKS) * len(TEXTS) if renderer.continues else exact < len(TALKS) * len(TEXTS)
-
-
-@pytest.mark.parametrize("name", CONTINUING[:2])
-def test_a_bridge_leaves_a_message_open(renderers: dict[str, Renderer], name: str) -> None:
-    renderer = renderers[name]
-    closed = renderer.bridge(renderer.stop_ids[0], [], [user("And now?")])
-    opened = renderer.bridge(renderer.stop_ids[0], [], [user("And now?"), templates.said("So:\n\n")], Ending.OPEN)
-    assert renderer.decode(opened) == renderer.decode(closed) + "So:\n\n"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_inserted_text_is_tokenized_apart_and_exactly(renderers: dict[str, Renderer], name: str) -> None:
-    renderer = renderers[name]
-    before = renderer.render([user("Who?")], [])
-    for text in (FOUND, " bog", "bog", ">", "", "\n"):
-        assert renderer.decode([*before, *renderer.insert(text)]) == renderer.decode(before) + text
-
-
-def test_control_tokens_in_an_inserted_text_are_text(renderers: dict[str, Renderer]) -> None:
-    renderer = renderers["qwen2.5"]
-    ids = renderer.insert("<|im_end|>\n<|im_start|>user")
-    assert not set(ids) & {*renderer.stop_ids, renderer.render([user("x")], [])[0]}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_recorded_turns_continue_under_every_template(
-    folders: dict[str, Path], renderers: dict[str, Renderer], name: str
-) -> None:
-    """Also where the template cannot leave a message open: nothing is rendered but the insertion."""
-    from headrace.policies.tokens.tokenizer import ChatTokenizer
-
-    renderer = renderers[name]
-    played = Rig(rig().core, renderer, tokenize=ChatTokenizer(folders[name]).encode)
-    first = played.turn(asks(user("a"), stop=STOPS, keeps_stop=True), ChatTokenizer(folders[name]).encode(SEARCH))
-    assert first.text == renderer.decode(played.outputs[0]) == SEARCH
-    played.turn(continues(user("a"), text=SEARCH + FOUND), "so")
-    assert played.prompts[1] == [*played.prompts[0], *played.outputs[0], *renderer.insert(FOUND)]
-    report = check(played)
-    assert (report.masked, len(report.lineages)) == ({}, 1)

@@ -122,6 +122,17 @@ def test_request_fields_are_parsed() -> None:
     assert (unnamed.model, unnamed.turn.model, unnamed.turn.tools) == ("policy", "", ())
 
 
+def test_a_message_to_continue_and_a_kept_stop_string_are_parsed() -> None:
+    said = {"role": "assistant", "content": "I look. "}
+    fields = {"continue_final_message": True, "add_generation_prompt": False, "include_stop_str_in_output": True}
+    request = parse(messages=[USER, said], **fields)
+    assert (request.turn.continues, request.turn.keeps_stop) == (True, True)
+    assert request.turn.messages[-1] == Message(Role.ASSISTANT, (Text("I look. "),))
+    assert parse(messages=[USER, said | {"content": ""}], continue_final_message=True).turn.continues
+    plain = parse(add_generation_prompt=True, continue_final_message=False)
+    assert (plain.turn.continues, plain.turn.keeps_stop) == (False, False)
+
+
 def test_developer_and_later_system_messages_keep_their_positions() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert messages({"role": "developer", "content": parts}, USER, {"role": "system", "content": "c"}) == (
@@ -175,6 +186,9 @@ def test_reasoning_is_parsed_under_both_field_names() -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}, USER]}, "messages[0].tool_calls[0].function"),
         ({"messages": [{"role": "assistant", "tool_calls": 1}, USER]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "tool", "tool_call_id": 7, "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": 1}, "continue_final_message"),
+        ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
         ({"n": 2}, "n"),
         ({"n": "1"}, "n"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),

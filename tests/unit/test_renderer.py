@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.policies.errors import TemplateRefused
+from headrace.policies.tokens.chat_template import Ending
 from headrace.policies.tokens.pieces import PieceEncoder
 from headrace.policies.tokens.tokenizer import ChatTokenizer
+from headrace.serve.capture.rows import report_of
+from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
 from support import chat_templates as templates
+from support.session_rig import Rig, asks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -390,3 +394,86 @@ def test_tokens_that_absorb_their_neighbours_do_not_split_text() -> None:
     spaced.add_special_tokens([AddedToken("</s>", normalized=False)])
     assert not PieceEncoder(spaced).cuts_tokens
     assert not PieceEncoder(spaced).cuts_lines
+
+
+# Messages that the policy continues.
+
+CONTINUING = ("qwen2.5", "deepseek-v3", "deepseek-v3-leaky")
+"""Families whose templates leave every message open; the others rewrite or strip the policy's last message."""
+SEARCH = "<search>q</search>"
+FOUND = "\n\n<information>bog</information>\n\n"
+TEXTS = (SEARCH, SEARCH + FOUND, " turf ", "", "<think>mire</think>\n\nturf", "\n\nturf", "Ünïcödé 漢字")
+TALKS = (
+    (say(Role.USER, "Who?"),),
+    (say(Role.USER, "Who?"), templates.said("I see."), say(Role.USER, "And now?")),
+    (say(Role.SYSTEM, "Be brief."), say(Role.USER, "Who?")),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_open_message_matches_transformers_or_is_refused(
+    folders: dict[str, Path], renderers: dict[str, Renderer], name: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    renderer, theirs = renderers[name], AutoTokenizer.from_pretrained(folders[name])
+    assert renderer.continues is (name in CONTINUING)
+    exact = 0
+    for talk in TALKS:
+        for text in TEXTS:
+            messages = [*talk, say(Role.ASSISTANT, text)]
+            try:
+                ids = renderer.render(messages, [], Ending.OPEN)
+            except TemplateRefused as error:
+                assert name not in CONTINUING, (text, error)
+                continue
+            opened = renderer.render(talk, []).tolist()
+            if text:
+                shown = templates.as_dicts(messages)
+                expected = theirs.apply_chat_template(shown, continue_final_message=True)["input_ids"]
+                assert ids.tolist() == expected
+            else:
+                assert ids.tolist() == opened
+            assert renderer.decode(ids) == renderer.decode(opened) + text
+            exact += 1
+    assert exact == len(TALKS) * len(TEXTS) if renderer.continues else exact < len(TALKS) * len(TEXTS)
+
+
+@pytest.mark.parametrize("name", CONTINUING[:2])
+def test_a_bridge_leaves_a_message_open(renderers: dict[str, Renderer], name: str) -> None:
+    renderer = renderers[name]
+    closed = renderer.bridge(renderer.stop_ids[0], [], [say(Role.USER, "And now?")])
+    opened = renderer.bridge(
+        renderer.stop_ids[0], [], [say(Role.USER, "And now?"), templates.said("So:\n\n")], Ending.OPEN
+    )
+    assert renderer.decode(opened) == renderer.decode(closed) + "So:\n\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_inserted_text_is_tokenized_apart_and_exactly(renderers: dict[str, Renderer], name: str) -> None:
+    renderer = renderers[name]
+    before = renderer.render([say(Role.USER, "Who?")], [])
+    for text in (FOUND, " bog", "bog", ">", "", "\n"):
+        assert renderer.decode([*before, *renderer.insert(text)]) == renderer.decode(before) + text
+
+
+def test_control_tokens_in_an_inserted_text_are_text(renderers: dict[str, Renderer]) -> None:
+    renderer = renderers["qwen2.5"]
+    ids = renderer.insert("<|im_end|>\n<|im_start|>user")
+    assert not set(ids) & {*renderer.stop_ids, renderer.render([say(Role.USER, "x")], [])[0]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_turns_continue_under_every_template(
+    folders: dict[str, Path], renderers: dict[str, Renderer], name: str
+) -> None:
+    """Also where the template cannot leave a message open: nothing is rendered but the insertion."""
+    renderer, encode = renderers[name], ChatTokenizer(folders[name]).encode
+    core = Session(SessionSpec(session_id=SessionId("rollout-1")), opened_at=0.0)
+    played = Rig(core, renderer, tokenize=encode)
+    first = played.turn(asks(ASKED, stop=("</search>",), keeps_stop=True), encode(SEARCH))
+    assert first.text == renderer.decode(played.outputs[0]) == SEARCH
+    played.turn(asks(ASKED, templates.said(SEARCH + FOUND), continues=True), "so")
+    assert played.prompts[1] == [*played.prompts[0], *played.outputs[0], *renderer.insert(FOUND)]
+    report = report_of(core)
+    assert (report.masked, len(report.lineages)) == ({}, 1)

@@ -14,7 +14,7 @@ from headrace.serve.capture.events import Delivered, Exhausted, Failed, Spent
 from headrace.serve.capture.rows import SessionReport, report_of, tree_of
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.capture.session_log import Opened, SessionLog
-from headrace.serve.conversation import ToolSpec
+from headrace.serve.conversation import Role, ToolSpec, say
 from headrace.serve.errors import LogBroken
 from headrace.serve.gateway import codec
 from support.session_rig import Rig, asks, call, echo, results, user
@@ -184,3 +184,21 @@ def test_a_log_that_cannot_be_written_raises_log_broken(tmp_path: Path) -> None:
         log.append(SPEC.session_id, Failed(failure="x"))
     with pytest.raises(LogBroken, match="cannot be read"):
         log.load(SPEC.session_id)
+
+
+def test_a_log_without_continued_messages_is_read(tmp_path: Path) -> None:
+    """Its turns are followed by new messages, and never continued within one."""
+    rig = played()
+    log = kept(tmp_path, rig)
+    [path] = tmp_path.glob("*.jsonl")
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    for line in lines:
+        for name in ("opened", "resumes", "closed", "dropped", "border"):
+            line.get("recorded", {}).pop(name, None)
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    again = log.load(SPEC.session_id)
+    same(report_of(again), report_of(rig.core))
+    text = again.trie.sampled[-1].answer
+    assert text is not None
+    request = asks(user("other"), say(Role.ASSISTANT, f"{text.text} and"), tools=TOOLS, continues=True)
+    assert not again.match(request).resumes

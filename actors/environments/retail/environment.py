@@ -109,7 +109,7 @@ async def shop_of(config: RetailConfig) -> Shop:
     """Return the shop of a configuration like `load_shop`. Raises ConfigError."""
     known = _SHOPS.get((config.data, config.policy, config.tools))
     # Loading takes a tenth of a second, for which other sessions must not wait.
-    return known or await asyncio.to_thread(load_shop, config)
+    return await asyncio.to_thread(load_shop, config) if known is None else known
 
 
 def goal_of(task: Task) -> Goal:
