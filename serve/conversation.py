@@ -132,7 +132,8 @@ class TurnRequest:
     """Request of an agent. Budgets can only lower `max_tokens`; `stop` contains the stop strings, and with `keeps_stop`
     the one that ends the answer remains in its text; `agent` distinguishes the agents of one session if the API does
     ("" for the main one). With `calls_allowed` false, calls in the answer remain text. With `continues`, the last
-    message is the policy's, has no calls and follows a message of another role: the policy continues it. The agent's
+    message is the policy's, has no calls and follows a message of another role: the policy continues it. Without
+    `separates_reasoning`, the answer is one text as it was sampled, reasoning and call markup included. The agent's
     sampling parameters are omitted on purpose: the session's own parameters apply."""
 
     messages: tuple[Message, ...]
@@ -141,6 +142,7 @@ class TurnRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     keeps_stop: bool = False
+    separates_reasoning: bool = True
     continues: bool = False
     model: str = ""
     agent: str = ""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from headrace.actors.services.service import NO_SERVICES
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.chat import Chat
+    from headrace.actors.chat import Chat
     from headrace.actors.evaluation.verdict import EpisodeRecord
     from headrace.actors.services.service import Services
     from headrace.buffer.tasks import Task

@@ -14,7 +14,7 @@ from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
-from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage, ChatReply
+from headrace.actors.chat import ChatContextExceeded, ChatMessage, ChatReply
 from headrace.sandboxes.errors import ExecTimeout
 from headrace.serve.observing import span_names
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
-from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage
+from headrace.actors.chat import ChatContextExceeded, ChatMessage
 from headrace.actors.simulated.durations import Durations, DurationsConfig
 from headrace.actors.simulated.tasks import is_solved
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict, Task

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.chat import ChatMessage, ChatTool
+    from headrace.actors.chat import ChatMessage, ChatTool
     from headrace.actors.evaluation.verdict import Verdict
     from headrace.actors.services.service import Services
     from headrace.buffer.tasks import Task

@@ -22,7 +22,7 @@ from headrace.actors.environments.environment import (
 )
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.chat import ChatMessage, ChatTool
+    from headrace.actors.chat import ChatMessage, ChatTool
     from headrace.actors.environments.environment import Clock
     from headrace.actors.services.service import Passage, Retriever, Services
     from headrace.buffer.tasks import Task

@@ -42,7 +42,9 @@ def score_answer(spec: AnswerSpec, episode: EpisodeRecord | None) -> Verdict:
     if is_correct:
         reward = 1.0 if is_structured else 1.0 - spec.structure
     elif is_structured:
-        reward = spec.structure + (spec.retrieval if _is_retrieved(targets, episode.parts) else 0.0)
+        passages = [f" {normalized(part.text)} " for part in episode.parts if part.source is Source.ENVIRONMENT]
+        is_retrieved = any(f" {target} " in passage for target in targets for passage in passages)
+        reward = spec.structure + (spec.retrieval if is_retrieved else 0.0)
     else:
         reward = 0.0 if answer is None else spec.final
     detail = "no answer" if answer is None else f"answered {answer[:100]!r}"
@@ -64,8 +66,3 @@ def has_structure(tag: str, parts: Sequence[SpokenPart]) -> bool:
     return (
         bool(said) and bool(answering.fullmatch(said[-1])) and all(_SEARCH_TURN.fullmatch(text) for text in said[:-1])
     )
-
-
-def _is_retrieved(targets: set[str], parts: Sequence[SpokenPart]) -> bool:
-    passages = [normalized(part.text) for part in parts if part.source is Source.ENVIRONMENT]
-    return any(f" {target} " in f" {passage} " for target in targets for passage in passages)

@@ -13,7 +13,7 @@ from headrace.sandboxes.base import FrozenMount, SandboxId, SandboxRef, SandboxS
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
-    from headrace.actors.agents.chat import ChatCall
+    from headrace.actors.chat import ChatCall
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
 

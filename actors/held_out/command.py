@@ -27,11 +27,11 @@ from headrace.actors.record.run_directory import RunDirectory, free_folder
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.summary import About, EvaluationSummary
 from headrace.actors.run.config import RunConfig, apply_override, explain, load_recipe
-from headrace.actors.run.interrupts import Interrupts
 from headrace.actors.run.launch import check_parts, interrupts_of_ray, load_task_sets, reopen, sole_driver, watch
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.parts import evaluation_terms, recipe_digest
 from headrace.actors.run.sections import ModelSection
+from headrace.actors.runtime.interrupts import Interrupts
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, offered_gpus, start_local_ray, stop_local_ray
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from headrace.actors.environments.environment import Action
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.chat import ChatReply
+    from headrace.actors.chat import ChatReply
 
 RUN, DONE, SEARCH, ANSWER, RESPOND = "run", "done", "search", "answer", "respond"
 
@@ -40,6 +40,8 @@ class ActionParser:
     actions: frozenset[str] | None
     stop: tuple[str, ...] = ()
     uses_calls: bool = False
+    is_raw: bool = False
+    """Whether the parser reads the sampled text, reasoning included."""
 
 
 def parse_line(reply: ChatReply) -> Action | Malformed:
@@ -123,9 +125,9 @@ class ParserKind(StrEnum):
 PARSERS: Final = {
     ParserKind.LINE: ActionParser(parse=parse_line, actions=frozenset({RUN})),
     ParserKind.FENCE: ActionParser(parse=parse_fence, actions=frozenset({RUN})),
-    ParserKind.TAGS: ActionParser(parse=parse_tags, actions=frozenset({RUN, DONE})),
+    ParserKind.TAGS: ActionParser(parse=parse_tags, actions=frozenset({RUN, DONE}), is_raw=True),
     ParserKind.CALLS: ActionParser(parse=parse_calls, actions=None, uses_calls=True),
     ParserKind.SEARCH: ActionParser(
-        parse=parse_search_tags, actions=frozenset({SEARCH, ANSWER}), stop=("</search>", "</answer>")
+        parse=parse_search_tags, actions=frozenset({SEARCH, ANSWER}), stop=("</search>", "</answer>"), is_raw=True
     ),
 }

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
-from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage, ChatOptions
+from headrace.actors.chat import ChatContextExceeded, ChatMessage, ChatOptions
 from headrace.actors.environments.environment import Observation, ObservationPart, PartKind
 from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
 from headrace.actors.loop.action_parsers import PARSERS, RUN, Malformed
@@ -27,7 +27,7 @@ from headrace.buffer.task_parts import least
 from headrace.serve.observing import span_names
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.chat import ChatReply
+    from headrace.actors.chat import ChatReply
     from headrace.actors.environments.environment import Environment, Episode, EpisodeEnd
     from headrace.actors.loop.config import LoopConfig
     from headrace.buffer.tasks import Task
@@ -84,13 +84,12 @@ class LoopAgent:
         opening = [ChatMessage(role=message.role, content=message.content) for message in task.messages]
         opening += episode.messages
         if not opening:
-            opening.append(ChatMessage(role="user", content=self._filled(self._config.first, task, given)))
+            first = filled(self._config.first, instruction=task.instruction, given=given)
+            opening.append(ChatMessage(role="user", content=first))
         if self._config.system:
-            opening.insert(0, ChatMessage(role="system", content=self._filled(self._config.system, task, given)))
+            system = filled(self._config.system, instruction=task.instruction, given=given)
+            opening.insert(0, ChatMessage(role="system", content=system))
         return opening
-
-    def _filled(self, template: str, task: Task, given: object) -> str:
-        return filled(template, instruction=task.instruction, given=given)
 
     async def _converse(self, session: AgentSession, episode: Episode, talk: _Conversation, task: Task) -> StopReason:
         config = self._config
@@ -102,7 +101,12 @@ class LoopAgent:
         tools = episode.tools if self._parser.uses_calls else ()
         for turn in range(1, max_turns + 1):
             messages = talk.messages if context is None else await context.shown(talk.opening, talk.turns)
-            options = ChatOptions(tools=tools, stop=config.stop_strings, continues=config.inline and turn > 1)
+            options = ChatOptions(
+                tools=tools,
+                stop=config.stop_strings,
+                continues=config.inline and turn > 1,
+                raw=self._parser.is_raw,
+            )
             try:
                 reply = await session.chat(messages, options)
             except ChatContextExceeded:

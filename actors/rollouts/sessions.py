@@ -18,7 +18,7 @@ import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from headrace.actors.agents.agent import AgentSession
-from headrace.actors.agents.chat import ChatClient, NoChat
+from headrace.actors.chat import ChatClient, NoChat
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup

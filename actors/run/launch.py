@@ -46,13 +46,13 @@ from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.config import RunConfig, explain, resolve
-from headrace.actors.run.interrupts import Interrupts
 from headrace.actors.run.older_configs import recorded, upgraded
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.overlays import layered, load_layered
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.call_guard import guard, keep_running
+from headrace.actors.runtime.interrupts import Interrupts
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import (
     RayRuntime,

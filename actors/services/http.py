@@ -16,7 +16,7 @@ from headrace.actors.services.calls import ServiceCalls, ServiceRefused, Service
 from headrace.actors.services.service import Passage
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.chat import ChatMessage
+    from headrace.actors.chat import ChatMessage
 
 OVERLOADED: Final = frozenset({429, 503})
 SHOWN_CHARACTERS: Final = 200

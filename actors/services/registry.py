@@ -15,7 +15,7 @@ from headrace.buffer.primitives.registry import Registry
 if TYPE_CHECKING:
     import aiohttp
 
-    from headrace.actors.agents.chat import ChatMessage
+    from headrace.actors.chat import ChatMessage
     from headrace.actors.services.service import Passage
 
 R = TypeVar("R")

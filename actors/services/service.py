@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from headrace.actors.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.chat import ChatMessage
+    from headrace.actors.chat import ChatMessage
 
 
 class ServiceDown(Exception):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from headrace.actors.agents.chat import ChatMessage
+from headrace.actors.chat import ChatMessage
 from headrace.actors.section import Section
 from headrace.actors.services.rule_user import STOP, RuleUser
 from headrace.actors.services.service import ServiceDown

@@ -18,7 +18,6 @@ from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks import AnswerSpec, EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 ENTITIES: Final = (
@@ -103,9 +102,7 @@ def questions(seed: int, count: int, split: Split) -> tuple[Task, ...]:
 
 def write_corpus(path: Path) -> None:
     """Write the corpus as JSON lines `{"id", "contents"}`, the form of Search-R1."""
-    path.write_text("".join(f"{json.dumps(document)}\n" for document in _documents()), encoding="utf-8")
-
-
-def _documents() -> Iterator[dict[str, str]]:
-    for number, fact in enumerate(facts()):
-        yield {"id": str(number), "contents": f'"{fact.entity}"\n{fact.passage}'}
+    documents = (
+        {"id": str(number), "contents": f'"{fact.entity}"\n{fact.passage}'} for number, fact in enumerate(facts())
+    )
+    path.write_text("".join(f"{json.dumps(document)}\n" for document in documents), encoding="utf-8")

@@ -266,7 +266,11 @@ class ShopDemonstrator:
         if self._chance.random() >= good:
             # Mistakes have the length of a solution: another order, another reason, another item or method.
             other = self._chance.choice(pool)
-            done = other if not wish.reason or self._chance.random() < 0.7 else Wish(wish.order, _other(wish.reason))
+            done = (
+                other
+                if not wish.reason or self._chance.random() < 0.7
+                else Wish(wish.order, self._chance.choice(REASONS))
+            )
         return self.spell(wish, done or wish)
 
     def spell(self, wish: Wish, done: Wish) -> Demonstration:
@@ -281,10 +285,6 @@ class ShopDemonstrator:
             Message(role="user", content=self._chance.choice(GREETINGS) + wish.request),
         ]
         return taken_in_turns(self._tokenizer, opening, *turns, role="tool", before=_SHOWN_TOOLS)
-
-
-def _other(reason: str) -> str:
-    return REASONS[1 - REASONS.index(reason)]
 
 
 def _call(action: dict[str, Any]) -> str:

@@ -81,9 +81,8 @@ class Recorded:
 
     `opened` is the number of characters of the policy's message that the agent wrote at the end of the prompt, for the
     policy to continue (None: the policy begins the message). With `resumes`, these characters are the whole delta: the
-    agent inserted them into the message of the turn `parent`, as an observation. `closed` is True if a stop token ended
-    the turn. `dropped` ids were sampled after the first stop string; they are not in `ids`. With `border`, the stop
-    string ends within the last of `ids`."""
+    agent inserted them into the message of the turn `parent`, as an observation. `dropped` ids were sampled after the
+    first stop string; they are not in `ids`. With `border`, the stop string ends within the last of `ids`."""
 
     parent: str
     parts: tuple[bytes, ...]
@@ -100,7 +99,6 @@ class Recorded:
     # The defaults are those of the turns in logs that lack these fields.
     opened: int | None = None
     resumes: bool = False
-    closed: bool = True
     dropped: int = 0
     border: bool = False
 

@@ -71,6 +71,7 @@ def options_digest(request: TurnRequest) -> str:
     """Return the digest of a request's other parameters, since agents that have run out of tokens repeat a request with
     a higher limit."""
     kept = " stop kept" if request.keeps_stop else ""
+    kept += "" if request.separates_reasoning else " raw"
     return digest(str(request.max_tokens), f"{request.calls_allowed}{kept}", *request.stop).hex()
 
 

@@ -27,7 +27,7 @@ from headrace.serve.capture.trie import Match, SampledNode, Trie, path
 from headrace.serve.capture.turn_ends import TurnCut, cut_at_stop
 from headrace.serve.conversation import Block, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd, TurnRequest
 from headrace.serve.errors import ContextExceeded
-from headrace.serve.parsing.base import OutputParser, ParsedCall
+from headrace.serve.parsing.base import OutputParser, ParsedCall, ParsedOutput
 from headrace.serve.parsing.scanner import END_THINK, THINK
 
 if TYPE_CHECKING:
@@ -261,7 +261,10 @@ class Session:
         request, cut = plan.request, cut_at_stop(completion, plan.request.stop, renderer)
         text = cut.text if request.keeps_stop else cut.text.removesuffix(cut.stop_string)
         tools = request.tools if request.calls_allowed else ()
-        parsed = parser.parse(text, tools, in_reasoning=begins_in_reasoning(plan, renderer))
+        if request.separates_reasoning:
+            parsed = parser.parse(text, tools, in_reasoning=begins_in_reasoning(plan, renderer))
+        else:
+            parsed = ParsedOutput((Text(text),) if text else ())
         blocks: list[Block] = []
         for block in parsed.blocks:
             if isinstance(block, ParsedCall):
@@ -324,7 +327,6 @@ class Session:
             lost_calls=lost_calls,
             opened=match.opened,
             resumes=match.resumes,
-            closed=cut.closed,
             dropped=cut.dropped,
             border=cut.border,
         )

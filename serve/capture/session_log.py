@@ -188,7 +188,6 @@ def _document(event: Event) -> dict[str, Any]:
                 "lost_calls": event.lost_calls,
                 "opened": event.opened,
                 "resumes": event.resumes,
-                "closed": event.closed,
                 "dropped": event.dropped,
                 "border": event.border,
             }

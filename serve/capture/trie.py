@@ -79,7 +79,7 @@ class PromptNode:
 class SampledNode:
     """Sampled turn; `logprobs` and `spans` are aligned with `ids`. `answer` is retained until the agent has accepted
     it. `said` is the digest of the turn's text as the agent continues it, with its stop string, and `said_characters`
-    its length. `closed`, `dropped` and `border` are those of the event."""
+    its length. `dropped` and `border` are those of the event."""
 
     above: weakref.ref[PromptNode]
     turn_id: str
@@ -96,7 +96,6 @@ class SampledNode:
     number: int
     said: bytes
     said_characters: int
-    closed: bool
     dropped: int
     border: bool
     delivered_at: float = 0.0
@@ -177,7 +176,7 @@ class Trie:
                 if node is not None:
                     quoted.append(Echo(node, node.served.drift_to(echo)))
         if request.continues:
-            quoted += walk.open(request.messages[-1])
+            walk.open(request.messages[-1])
         opened = len(walk.rest[-1].text) if request.continues else None
         parts = _parts_of(walk.rest, () if walk.parent else (head,), opens=request.continues, resumes=walk.resumes)
         siblings = walk.parent.children if walk.parent else self.roots
@@ -286,7 +285,6 @@ class Trie:
             number=self._next_number(),
             said=digest(said),
             said_characters=len(said),
-            closed=event.closed,
             dropped=event.dropped,
             border=event.border,
         )
@@ -374,9 +372,9 @@ class _Walk:
             after = without_echoes_of(found.node.served.call_ids - shown, self.rest[end + 1 :])
             self.rest = in_order_of(found.node.calls, after)
 
-    def open(self, message: Message) -> list[Echo]:
+    def open(self, message: Message) -> None:
         """Go on within the last message, which the policy is to continue: to the deepest turn with whose text, and with
-        what was inserted before it, the message begins. Return the turns that it repeats but cannot resume."""
+        what was inserted before it, the message begins."""
         siblings = self.parent.children if self.parent else self.trie.roots
         segment = _Segment(() if self.parent else (self.head,), siblings)
         for one in self.rest:
@@ -389,18 +387,17 @@ class _Walk:
             for node, start, end, fits in _pieces(text, prompts)
             if fits and (start < end or end < len(text) or is_given)
         ]
-        resumable = [(end, node.number, node) for end, node in found if not node.closed]
-        end, _, deepest = max(resumable, default=(0, 0, None))
-        closed = [Echo(node, Drift.NONE) for place, node in found if node.closed and place >= end]
+        # A stop token that ended a turn stays in the row, before what was inserted: the policy sampled it, and many
+        # templates cannot render a message that is left open.
+        end, _, deepest = max(((end, node.number, node) for end, node in found), default=(0, 0, None))
         if deepest is not None:
             self.parent, self.resumes = deepest, True
             self.echoes.append(Echo(deepest, Drift.NONE))
             self.rest = (say(Role.ASSISTANT, text[end:]),)
-            return closed
+            return
         self.rest = (*self.rest, message)
-        if not closed and (candidates := _answers(prompts)):
+        if candidates := _answers(prompts):
             self.rewritten.append(Echo(candidates[0], Drift.TEXT))
-        return closed
 
     def _echo_at(self, index: int, prompts: Sequence[PromptNode]) -> tuple[int, Echo | None]:
         """Return the index of the last message of the echo that begins at `index`, and the echo, if there is one. (Some

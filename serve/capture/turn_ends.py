@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCut:
     """A completion up to its end. `text` is the sampled text without the stop token, up to and including `stop_string`
-    ("" if there was none). `closed` is True if a stop token ended the turn, `dropped` counts the ids after the stop
-    string, and `border` is True if the stop string ends inside the last remaining token."""
+    ("" if there was none). `dropped` counts the ids after the stop string, and `border` is True if the stop string ends
+    inside the last remaining token."""
 
     completion: Completion
     text: str
     stop_string: str
-    closed: bool
     dropped: int
     border: bool
 
@@ -41,7 +40,7 @@ def cut_at_stop(completion: Completion, stop: Sequence[str], renderer: Renderer)
     # The string that ends first is the one that an engine finds first; of several that end together, the longest.
     found = [(text.find(string) + len(string), -len(string), string) for string in stop if string in text]
     if not found:
-        return TurnCut(completion=completion, text=text, stop_string="", closed=closed, dropped=0, border=False)
+        return TurnCut(completion=completion, text=text, stop_string="", dropped=0, border=False)
     end, _, string = min(found)
 
     def contains(length: int) -> bool:
@@ -63,7 +62,6 @@ def cut_at_stop(completion: Completion, stop: Sequence[str], renderer: Renderer)
         completion=completion,
         text=text[:end],
         stop_string=string,
-        closed=False,
         dropped=len(ids) - length,
         border=len(renderer.decode(ids[:length])) != end,
     )

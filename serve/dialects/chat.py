@@ -73,6 +73,7 @@ class ChatCompletions:
             max_tokens=fields.max_tokens(document, "max_completion_tokens", "max_tokens"),
             stop=fields.stop_strings(document, "stop"),
             keeps_stop=fields.boolean(document, "include_stop_str_in_output"),
+            separates_reasoning=_separates_reasoning(document),
             continues=continues,
             model=model,
         )
@@ -146,6 +147,18 @@ class ChatCompletions:
 
     def models(self, created_s: int) -> dict[str, object]:
         return openai.models(created_s)
+
+
+def _separates_reasoning(document: JsonObject) -> bool:
+    """Return SGLang's field `separate_reasoning`, which is true by default."""
+    if document.get("separate_reasoning") is None or fields.boolean(document, "separate_reasoning"):
+        return True
+    if document.get("tools"):
+        raise BadRequest(
+            "separate_reasoning: false returns the sampled text as it is, so that calls are not parsed; send no tools.",
+            "separate_reasoning",
+        )
+    return False
 
 
 def _messages(document: JsonObject, *, continues: bool, may_end: bool = False) -> tuple[Message, ...]:

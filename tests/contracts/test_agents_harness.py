@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from headrace.actors.agents.agent import AgentNotStarted, AgentSession, StopReason
-from headrace.actors.agents.chat import NoChat
 from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramConfig, ProgramEnd
+from headrace.actors.chat import NoChat
 from headrace.buffer.repositories import Command, RepositorySpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes import doctor

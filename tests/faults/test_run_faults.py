@@ -14,8 +14,8 @@ import pytest
 
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.run.interrupts import Interrupts
 from headrace.actors.run.launch import drain_on_interrupt, run_guarded
+from headrace.actors.runtime.interrupts import Interrupts
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.buffer.audit.evidence import read_evidence

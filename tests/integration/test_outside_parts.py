@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from headrace.actors.agent_kinds.config import AgentSection
 from headrace.actors.agent_kinds.registry import make_agent
-from headrace.actors.agents.chat import ChatReply
+from headrace.actors.chat import ChatReply
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
@@ -33,7 +33,7 @@ from support.clean_sandboxes import CleanSandboxes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.actors.agents.chat import ChatMessage
+    from headrace.actors.chat import ChatMessage
 
 pytestmark = pytest.mark.namespaces
 ROOT = Path(__file__).resolve().parents[2]

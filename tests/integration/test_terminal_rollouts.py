@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.agents.agent import AgentSession, StopReason
-from headrace.actors.agents.chat import ChatReply
 from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig
+from headrace.actors.chat import ChatReply
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.types import Cause
@@ -19,7 +19,7 @@ from support.clean_sandboxes import CleanSandboxes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.actors.agents.chat import ChatMessage
+    from headrace.actors.chat import ChatMessage
     from headrace.actors.evaluation.evaluation import Verdict
     from headrace.buffer.datasets.terminal import Problem
 

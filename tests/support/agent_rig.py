@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.agents.agent import AgentSession
-from headrace.actors.agents.chat import NoChat
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.installation import AgentMissing, installed_folder
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
+from headrace.actors.chat import NoChat
 from headrace.actors.evaluation.verdict import Verdict
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId

@@ -17,7 +17,7 @@ from headrace.buffer.task_parts import EnvironmentSpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.chat import ChatMessage
+    from headrace.actors.chat import ChatMessage
     from headrace.actors.environments.retail.environment import RetailEpisode
     from headrace.actors.services.service import HelperModel, Retriever
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.agents.chat import ChatCall, ChatReply
+from headrace.actors.chat import ChatCall, ChatReply
 from headrace.actors.environments.environment import Action
 from headrace.actors.loop.action_parsers import PARSERS, Malformed, ParserKind
 

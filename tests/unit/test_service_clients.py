@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from headrace.actors.agents.chat import ChatMessage
+from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
 from headrace.actors.services.calls import FAILURES_TO_OPEN, LONGEST_OPEN_S, OPEN_S, ServiceCalls
 from headrace.actors.services.clients import ServiceClients, refuse_silent_services

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from headrace.actors.agents.agent import AgentSession, StopReason
-from headrace.actors.agents.chat import ChatClient, ChatContextExceeded, ChatFailed, ChatReply, parse_answer
 from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig, ends_session, unusable
+from headrace.actors.chat import ChatClient, ChatContextExceeded, ChatFailed, ChatReply, parse_answer
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.sandboxes.base import ExecResult
 from headrace.sandboxes.errors import ExecTimeout

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import Field
 
-from headrace.actors.agents.chat import ChatMessage, ChatTool
+from headrace.actors.chat import ChatMessage, ChatTool
 from headrace.actors.environments.environment import Action, EpisodeEnd, Observation, observed
 from headrace.actors.environments.retail.database import Database
 from headrace.actors.environments.retail.tools import TOOLS, TRANSFER, call, load_tools

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from headrace.actors.agents.chat import ChatTool
+from headrace.actors.chat import ChatTool
 from headrace.actors.environments.retail.database import Address
 from headrace.actors.errors import ConfigError
 

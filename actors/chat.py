@@ -107,6 +107,8 @@ class ChatOptions:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     continues: bool = False
+    raw: bool = False
+    """Return the sampled text as it is, reasoning included; not with tools."""
 
     def to_json(self) -> dict[str, object]:
         """Return the fields in the form of the Chat Completions API and, for stop strings and continued messages, of
@@ -124,6 +126,8 @@ class ChatOptions:
             document |= {"stop": list(self.stop), "include_stop_str_in_output": True}
         if self.max_tokens is not None:
             document["max_tokens"] = self.max_tokens
+        if self.raw:
+            document["separate_reasoning"] = False
         if self.continues:
             document |= {"continue_final_message": True, "add_generation_prompt": False}
         return document
