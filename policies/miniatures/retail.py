@@ -266,7 +266,8 @@ class ShopDemonstrator:
         if self._chance.random() >= good:
             # Mistakes have the length of a solution: another order, another reason, another item or method.
             other = self._chance.choice(pool)
-            done = (
+            wrong_reason = bool(wish.reason) and self._chance.random() < 0.3
+            done = Wish(wish.order, self._chance.choice(REASONS)) if wrong_reason else other
                 other
                 if not wish.reason or self._chance.random() < 0.7
                 else Wish(wish.order, self._chance.choice(REASONS))
