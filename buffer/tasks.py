@@ -23,6 +23,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.repositories import RepositorySpec, is_plain_path, why_unusable
+from headrace.buffer.verifiers import VerifierSpec, why_not_runnable
 
 TaskId = NewType("TaskId", str)
 _STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
@@ -46,6 +47,8 @@ class EvaluatorKind(StrEnum):
     REPOSITORY = "repository"
     """The agent's changes to a git repository are filtered, applied to a clean copy and graded by its tests
     (`repository`). If `check` and `expected` are given, its result is compared as well."""
+    VERIFIER = "verifier"
+    """A script or tests, which come to the sandbox after the agent's end, score its state (`verifier`)."""
     PLUGIN = "plugin"
     """A function in another package scores the files that the agent left (`plugin`; docs/extending.md)."""
     NONE = "none"
@@ -74,6 +77,7 @@ class EvaluatorSpec:
     test_files: tuple[str, ...] = ()
     repository: RepositorySpec | None = None
     python: str = PYTHON
+    verifier: VerifierSpec | None = None
     plugin: str = ""
     """Function for the kind `plugin`: `package.module:function`, or the name of an entry point. The function defines
     the meaning of `check` and `expected`."""
@@ -159,7 +163,7 @@ def tasks_digest(tasks: Iterable[Task]) -> str:
 def _canonical(task: Task) -> str:
     document = asdict(task)
     # Fields of later versions are left out at their defaults, so that the digests of older runs' tasks do not change.
-    for name, default in (("python", PYTHON), ("plugin", "")):
+    for name, default in (("python", PYTHON), ("plugin", ""), ("verifier", None)):
         if document["evaluator"][name] == default:
             del document["evaluator"][name]
     return json.dumps(document, sort_keys=True, ensure_ascii=False)
@@ -264,6 +268,9 @@ def _check_values(task: Task, *, where: str) -> None:
                 )
 
 
+_WITH_PYTHON: Final = (EvaluatorKind.STATE, EvaluatorKind.PATCH, EvaluatorKind.COMPARE, EvaluatorKind.VERIFIER)
+
+
 def _check_python(evaluator: EvaluatorSpec, *, where: str) -> None:
     python = evaluator.python
     if not is_plain_path(python) or shlex.quote(python) != python:
@@ -272,8 +279,8 @@ def _check_python(evaluator: EvaluatorSpec, *, where: str) -> None:
         )
     if python == PYTHON:
         return
-    if evaluator.kind not in (EvaluatorKind.STATE, EvaluatorKind.PATCH, EvaluatorKind.COMPARE):
-        raise TaskFileError(f"{where}: belongs to the kinds state, patch and compare; remove it")
+    if evaluator.kind not in _WITH_PYTHON:
+        raise TaskFileError(f"{where}: belongs to the kinds {', '.join(_WITH_PYTHON)}; remove it")
     if (above := _data_path_above(python, evaluator)) is not None:
         raise TaskFileError(f"{where}: {python!r} is below the data path {above!r}: the agent could replace it")
 
@@ -289,6 +296,15 @@ def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
         raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")
     if evaluator.repository is not None and (reason := why_unusable(evaluator.repository)) is not None:
         raise TaskFileError(f"{where}.repository.{reason}")
+    if (evaluator.kind is EvaluatorKind.VERIFIER) != (evaluator.verifier is not None):
+        raise TaskFileError(f"{where}.verifier: belongs to the kind verifier, which needs it")
+    if evaluator.verifier is not None:
+        reason = why_not_runnable(evaluator.verifier, evaluator.hidden_files, evaluator.data_paths)
+        if reason is not None:
+            raise TaskFileError(f"{where}.{reason}")
+        if evaluator.check or evaluator.expected:
+            raise TaskFileError(f"{where}: check and expected do not belong to the kind verifier; remove them")
+        return
     if (evaluator.kind is EvaluatorKind.PLUGIN) != bool(evaluator.plugin):
         raise TaskFileError(f"{where}.plugin: belongs to the kind plugin, which needs it")
     if evaluator.plugin:

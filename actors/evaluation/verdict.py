@@ -22,13 +22,14 @@ LABELS: Final = {"purpose": "evaluate"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
     """Request to score a rollout: the agent's sandbox (frozen by the evaluator) and its task. If `keep` is set, the
-    verdict includes the patch and the log."""
+    verdict includes the patch and the log. `agent_user` is the user that ran the policy's commands."""
 
     key: str
     task: Task
     sandbox: SandboxRef
     traceparent: str = ""
     keep: bool = False
+    agent_user: str = "root"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,14 @@ class CleanSandboxes(Protocol):
     async def freeze(self, sandbox: SandboxId) -> None: ...
 
     def clean(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]: ...
+
+
+class AgentSandboxes(CleanSandboxes, Protocol):
+    """The same, with access to the agent's own sandbox."""
+
+    def live(self, ref: SandboxRef) -> AbstractAsyncContextManager[Sandbox]:
+        """Attach to the agent's sandbox, which is not frozen and belongs to the rollout."""
+        ...
 
 
 def solved(detail: str = "") -> Verdict:
