@@ -32,6 +32,7 @@ from headrace.buffer.task_parts import (
     TaskOrigin,
     secret_in_prompt,
 )
+from headrace.buffer.verifiers import VerifierSpec, why_not_runnable
 
 TaskId = NewType("TaskId", str)
 _STRICT: Final = STRICT
@@ -57,6 +58,8 @@ class EvaluatorKind(StrEnum):
     REPOSITORY = "repository"
     """The agent's changes to a git repository are filtered, applied to a clean copy and graded by its tests
     (`repository`). If `check` and `expected` are given, its result is compared as well."""
+    VERIFIER = "verifier"
+    """A script or tests, which come to the sandbox after the agent's end, score its state (`verifier`)."""
     PLUGIN = "plugin"
     """A function in another package scores the files that the agent left (`plugin`; docs/extending.md)."""
     NONE = "none"
@@ -106,6 +109,7 @@ class EvaluatorSpec:
     test_files: tuple[str, ...] = ()
     repository: RepositorySpec | None = None
     python: str = PYTHON
+    verifier: VerifierSpec | None = None
     plugin: str = ""
     """Function for the kind `plugin`: `package.module:function`, or the name of an entry point. The function defines
     the meaning of `check` and `expected`."""
@@ -224,7 +228,7 @@ def _document(task: Task) -> dict[str, Any]:
     return document
 
 
-_LATER_EVALUATOR_FIELDS: Final = {"python": PYTHON, "plugin": "", "answer": None}
+_LATER_EVALUATOR_FIELDS: Final = {"python": PYTHON, "plugin": "", "answer": None, "verifier": None}
 _NO_LIMITS: Final = asdict(TaskLimits())
 
 
@@ -379,6 +383,9 @@ def _check_parts(task: Task, *, where: str) -> None:
         raise TaskFileError(f"{where}: the prompt contains a hidden file of the evaluator; remove it")
 
 
+_WITH_PYTHON: Final = (EvaluatorKind.STATE, EvaluatorKind.PATCH, EvaluatorKind.COMPARE, EvaluatorKind.VERIFIER)
+
+
 def _check_python(evaluator: EvaluatorSpec, *, where: str) -> None:
     python = evaluator.python
     if not is_plain_path(python) or shlex.quote(python) != python:
@@ -387,8 +394,8 @@ def _check_python(evaluator: EvaluatorSpec, *, where: str) -> None:
         )
     if python == PYTHON:
         return
-    if evaluator.kind not in (EvaluatorKind.STATE, EvaluatorKind.PATCH, EvaluatorKind.COMPARE):
-        raise TaskFileError(f"{where}: belongs to the kinds state, patch and compare; remove it")
+    if evaluator.kind not in _WITH_PYTHON:
+        raise TaskFileError(f"{where}: belongs to the kinds {', '.join(_WITH_PYTHON)}; remove it")
     if (above := _data_path_above(python, evaluator)) is not None:
         raise TaskFileError(f"{where}: {python!r} is below the data path {above!r}: the agent could replace it")
 
@@ -413,6 +420,15 @@ def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
         raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")
     if evaluator.repository is not None and (reason := why_unusable(evaluator.repository)) is not None:
         raise TaskFileError(f"{where}.repository.{reason}")
+    if (evaluator.kind is EvaluatorKind.VERIFIER) != (evaluator.verifier is not None):
+        raise TaskFileError(f"{where}.verifier: belongs to the kind verifier, which needs it")
+    if evaluator.verifier is not None:
+        reason = why_not_runnable(evaluator.verifier, evaluator.hidden_files, evaluator.data_paths)
+        if reason is not None:
+            raise TaskFileError(f"{where}.{reason}")
+        if evaluator.check or evaluator.expected:
+            raise TaskFileError(f"{where}: check and expected do not belong to the kind verifier; remove them")
+        return
     if (evaluator.kind is EvaluatorKind.PLUGIN) != bool(evaluator.plugin):
         raise TaskFileError(f"{where}.plugin: belongs to the kind plugin, which needs it")
     if (evaluator.kind is EvaluatorKind.ANSWER) != (evaluator.answer is not None):

@@ -36,6 +36,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "errors",
             "repositories",
             "task_parts",
+            "verifiers",
             "tasks",
             "versions",
             "types",

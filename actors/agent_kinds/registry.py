@@ -12,19 +12,21 @@ from headrace.actors.agents.installation import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
-from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.agents.simulated import SimulatedAgent
 from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.environments.registry import make_environment
+from headrace.actors.environments.shell import ShellConfig, ShellEnvironment
 from headrace.actors.errors import ConfigError
-from headrace.actors.loop.action_parsers import PARSERS
+from headrace.actors.loop.action_parsers import PARSERS, ParserKind
 from headrace.actors.loop.agent import LoopAgent
+from headrace.actors.loop.config import LoopConfig
 from headrace.buffer.primitives.registry import PartRefused, Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from headrace.actors.agents.agent import Agent
+    from headrace.actors.agents.shell import ShellAgentConfig
 
     MakeAgent: TypeAlias = Callable[[AgentSection], Agent]
 
@@ -49,6 +51,17 @@ def _loop_agent(section: AgentSection, environment_section: EnvironmentSection) 
             f"{environment_section.kind} accepts {_listed(accepted)}; choose another parser or environment"
         )
     return LoopAgent(section.loop, environment)
+
+
+def shell_agent(config: ShellAgentConfig) -> LoopAgent:
+    """Return the shell agent: each answer is one command line, whose output is the next message. An answer of another
+    form ends the rollout."""
+    shell = ShellConfig(
+        working_directory=config.working_directory,
+        command_timeout_s=config.command_timeout_s,
+        max_output_bytes=config.max_observation_bytes,
+    )
+    return LoopAgent(LoopConfig(parser=ParserKind.LINE, max_turns=config.max_turns), ShellEnvironment(shell))
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -81,7 +94,7 @@ AGENTS: Final[Registry[MakeAgent]] = Registry(
     group="headrace.agents",
     own={
         AgentKind.LOOP: lambda section: _loop_agent(section, EnvironmentSection()),
-        AgentKind.SHELL: lambda section: ShellAgent(section.shell),
+        AgentKind.SHELL: lambda section: shell_agent(section.shell),
         AgentKind.IMMEDIATE: lambda _: ImmediateAgent(),
         AgentKind.SIMULATED: lambda section: SimulatedAgent(section.simulated),
         AgentKind.CLAUDE_CODE: lambda section: ClaudeCode(section.program, section.claude_code),

@@ -55,6 +55,8 @@ class AgentReport:
     log_tail: str = ""
     episode: EpisodeRecord | None = None
     """Record of a loop agent's episode."""
+    user: str = "root"
+    """User that ran the policy's commands."""
 
 
 class SimulatedPolicy(Protocol):

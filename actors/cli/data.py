@@ -14,7 +14,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Convert data sets.")
 
 SHOWN = 5
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="JSONL file of the data set.")]
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="JSONL file of the data set, or folder of task folders.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for tasks.jsonl and refused.jsonl.")]
 
 
@@ -25,8 +25,8 @@ def convert(
     form: Annotated[
         str,
         typer.Option(
-            help="Row format: swe (SWE-bench, SWE-Gym, rows with metadata), tau (tau-bench, "
-            "tau2-bench: retail), or a format from another package."
+            help="Format: swe (rows of SWE-bench and SWE-Gym, rows with metadata), tau (tau-bench, tau2-bench: "
+            "retail), harbor (task folders), or a format from another package."
         ),
     ] = "swe",
     settings: Annotated[

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from headrace.actors.environments.config import EnvironmentKind, EnvironmentSection
 from headrace.actors.environments.retail.environment import RetailEnvironment
 from headrace.actors.environments.search import SearchEnvironment
+from headrace.actors.environments.shell import ShellEnvironment
+from headrace.actors.environments.terminal import TerminalEnvironment
 from headrace.actors.errors import ConfigError
 from headrace.buffer.primitives.registry import PartRefused, Registry
 
@@ -77,6 +79,8 @@ ENVIRONMENTS: Final[Registry[MakeEnvironment]] = Registry(
     kind="environment",
     group="headrace.environments",
     own={
+        EnvironmentKind.SHELL: lambda section: ShellEnvironment(section.shell),
+        EnvironmentKind.TERMINAL: lambda section: TerminalEnvironment(section.terminal),
         EnvironmentKind.SEARCH: lambda section: SearchEnvironment(section.search),
         EnvironmentKind.RETAIL: lambda section: RetailEnvironment(_settings(section.retail, "environment.retail.data")),
     },

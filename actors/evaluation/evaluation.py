@@ -1,12 +1,13 @@
 """The scoring of a rollout, after its agent has ended.
 
 Invariants:
-- The agent's sandbox is frozen before its files are read; none of its processes ever runs again.
+- The agent's sandbox is frozen before its files are read; none of its processes ever runs again. (A live verifier kills
+  the processes instead, and runs in that sandbox.)
 - A check runs in a clean sandbox that contains nothing from the agent except the declared data paths: no shell files,
   preloads, PATH entries or processes.
 - Exit code 0 of a check means reward 1 and exit code 1 means reward 0, unless the check sets `reward` itself; any other
   exit code means that the check broke. (For the kinds compare and repository, a comparison outside the sandbox and a
-  report by test id, respectively, decide instead of the exit code.)
+  report by test id, respectively, decide instead of the exit code, and for the kind verifier its reward file.)
 - A reward that is not a number within the bound is the evaluator's fault, whatever the agent's files contain.
 - Breaking the check does not avoid a reward of 0: a check that breaks twice on the agent's files, but not on the task's
   untouched files, was broken by the agent, which yields reward 0. A check that breaks on untouched files is faulty.
@@ -15,21 +16,20 @@ Invariants:
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 
 from headrace.actors.evaluation.answer import score_answer
-from headrace.actors.evaluation.comparison import Baselines, compare, last_answer
+from headrace.actors.evaluation.checks import run_check
+from headrace.actors.evaluation.comparison import Baselines
 from headrace.actors.evaluation.diff_filter import Dropped, summary
 from headrace.actors.evaluation.patch import Patch, PatchRefused, collect_patch
 from headrace.actors.evaluation.patch_collection import LeftDiff
 from headrace.actors.evaluation.plugins import score_by_plugin
 from headrace.actors.evaluation.repository import grade, score_repository
 from headrace.actors.evaluation.verdict import (
-    MAX_DETAIL_CHARACTERS,
     NO_SANDBOX,
+    AgentSandboxes,
     CleanSandboxes,
     EvaluationRequest,
     EvaluatorFault,
@@ -40,17 +40,13 @@ from headrace.actors.evaluation.verdict import (
     invalid,
     join_details,
     printed,
-    rewarded,
-    solved,
 )
-from headrace.actors.in_sandbox import check as check_program
-from headrace.actors.in_sandbox import program_command, source
+from headrace.actors.evaluation.verifier import score_untouched, score_verifier
 from headrace.buffer.sanitizer import clean_text
-from headrace.buffer.tasks import PYTHON, EvaluatorKind, Task
+from headrace.buffer.tasks import EvaluatorKind, Task
 from headrace.buffer.types import Cause
-from headrace.sandboxes.base import ExecResult, FrozenMount, ProgramRunner, Sandbox, SandboxSpec
+from headrace.sandboxes.base import FrozenMount, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxError, SandboxFileError
-from headrace.sandboxes.launcher.commands import PRELOADED
 
 __all__ = ["CleanSandboxes", "EvaluationRequest", "Verdict", "evaluate"]
 
@@ -69,7 +65,7 @@ def verdict_of_episode(request: EvaluationRequest) -> Verdict | None:
 
 
 async def evaluate(
-    request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines | None = None
+    request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines | None = None
 ) -> Verdict:
     """Score one rollout. `baselines` caches reports of untouched repositories between calls. Sandbox errors become
     verdicts with cause infra; only programming errors are raised."""
@@ -77,7 +73,8 @@ async def evaluate(
     if request.sandbox == NO_SANDBOX:
         return broken(f"the evaluator {request.task.evaluator.kind} needs the files of a sandbox, and there is none")
     try:
-        await sandboxes.freeze(request.sandbox.id)
+        if not is_live(request.task):
+            await sandboxes.freeze(request.sandbox.id)
         verdict = await _score(request, sandboxes, baselines)
         if verdict.cause is Cause.EVALUATOR:
             verdict = await _blame(request, sandboxes, baselines, verdict)
@@ -85,17 +82,21 @@ async def evaluate(
         verdict = replace(verdict, detail=clean_text(verdict.detail))
         if not request.keep:
             return replace(verdict, log="", patch="")
-        return (
-            verdict
-            if request.task.evaluator.kind is not EvaluatorKind.STATE
-            else await _with_patch(request, sandboxes, verdict)
-        )
+        by_state = request.task.evaluator.kind in (EvaluatorKind.STATE, EvaluatorKind.VERIFIER)
+        if by_state and not is_live(request.task):
+            return await _with_patch(request, sandboxes, verdict)
+        return verdict
     except FrozenPathRefused as error:
         return failed(f"a data path was removed or is of a different type: {error}")
     except EvaluatorFault as error:
         return broken(str(error))
     except SandboxError as error:
         return Verdict(reward=None, cause=Cause.INFRA, detail=f"{type(error).__name__}: {error}")
+
+
+def is_live(task: Task) -> bool:
+    """Return whether a task is scored in the agent's own sandbox."""
+    return task.evaluator.verifier is not None and task.evaluator.verifier.live
 
 
 async def _with_patch(request: EvaluationRequest, sandboxes: CleanSandboxes, verdict: Verdict) -> Verdict:
@@ -110,7 +111,7 @@ async def _with_patch(request: EvaluationRequest, sandboxes: CleanSandboxes, ver
 
 
 async def _blame(
-    request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines, first: Verdict
+    request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines, first: Verdict
 ) -> Verdict:
     """Decide what broke the check: the evaluator (if the check breaks on untouched files too), chance, or the agent.
     Raises SandboxError, EvaluatorFault."""
@@ -120,6 +121,8 @@ async def _blame(
         return first
     if task.evaluator.kind is EvaluatorKind.REPOSITORY:
         untouched = await grade(task, LeftDiff(), sandboxes, baselines, always_twins=True)
+    elif task.evaluator.kind is EvaluatorKind.VERIFIER:
+        untouched = await score_untouched(task, sandboxes)
     else:
         files = Patch(changes={}).applied_to(task)
         untouched = await _check_files(task, files, clean_spec(task), sandboxes)
@@ -132,13 +135,15 @@ async def _blame(
     return replace(blamed, log=again.log, patch=again.patch)
 
 
-async def _score(request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines) -> Verdict:
+async def _score(request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines) -> Verdict:
     """Score the agent's files once; a broken check yields cause evaluator. Raises SandboxError, EvaluatorFault."""
     match request.task.evaluator.kind:
         case EvaluatorKind.REPOSITORY:
             return await score_repository(request, sandboxes, baselines)
         case EvaluatorKind.PATCH | EvaluatorKind.COMPARE:
             return await _score_patch(request, sandboxes)
+        case EvaluatorKind.VERIFIER:
+            return await score_verifier(request, sandboxes)
         case EvaluatorKind.PLUGIN:
             return await score_by_plugin(request, sandboxes)
         case _:
@@ -170,7 +175,7 @@ async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec
         try:
             if files:
                 await sandbox.write_many(files)
-            return await run_check(task, sandbox)
+            return await run_check(task.evaluator, sandbox)
         except ExecTimeout as error:
             return broken(f"the check exceeded {error}")
         except SandboxFileError as error:
@@ -182,61 +187,3 @@ def _spec_with_data(request: EvaluationRequest) -> SandboxSpec:
         FrozenMount(source=request.sandbox.id, path=path, target=path) for path in request.task.evaluator.data_paths
     )
     return clean_spec(request.task, mounts)
-
-
-async def run_check(task: Task, sandbox: Sandbox) -> Verdict:
-    """Run the task's check, passed on standard input so that it is not stored in any file. Raises ExecTimeout,
-    SandboxGone, EvaluatorFault."""
-    spec = task.evaluator
-    if spec.kind is EvaluatorKind.COMPARE:
-        return await compare(sandbox, spec.check, spec.expected, python=spec.python, timeout_s=spec.timeout_s)
-    result = None
-    if spec.python == PYTHON and isinstance(sandbox, ProgramRunner) and imports_only(spec.check, PRELOADED):
-        # A check that needs nothing of the image runs in an interpreter that is already up: starting one costs more
-        # than the check.
-        arguments = (check_program.PLAIN, *spec.data_paths)
-        result = await sandbox.run_program(
-            source("check"), arguments, stdin=spec.check.encode(), timeout_s=spec.timeout_s
-        )
-    if result is None or result.exit_code == check_program.UNAVAILABLE:
-        result = await sandbox.exec(
-            program_command(spec.python, "check", check_program.PACKAGES, *spec.data_paths),
-            stdin=spec.check.encode(),
-            cwd="/",
-            timeout_s=spec.timeout_s,
-        )
-    return replace(_verdict(result), log=printed(result.stderr))
-
-
-@lru_cache(maxsize=1024)
-def imports_only(check: str, modules: frozenset[str]) -> bool:
-    """Return True if a check's source imports only modules in `modules`."""
-    try:
-        nodes = list(ast.walk(ast.parse(check)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
-    imported |= {"." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)}
-    named = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return imported <= modules and not named & {"__import__", "__builtins__", "__loader__"}
-
-
-def _verdict(result: ExecResult) -> Verdict:
-    """Return the verdict for the exit code and report of `in_sandbox.check`. Raises EvaluatorFault."""
-    detail = result.stderr.decode(errors="replace")[-MAX_DETAIL_CHARACTERS:]
-    if not result.stdout.startswith(check_program.BEGUN):
-        return broken(f"the check did not start ({result.exit_code}): {detail}")
-    match result.exit_code:
-        case 0:
-            return solved()
-        case 1:
-            return failed(detail)
-        case check_program.REPORTED if (answer := last_answer(result.stdout)) is not None:
-            if "reward" not in answer:
-                raise EvaluatorFault(f"evaluator error: the reward is not a number: {answer.get('error')}")
-            verdict = rewarded(answer["reward"], solved=answer.get("solved"))
-            return verdict if verdict.solved else replace(verdict, detail=detail)
-        case check_program.RAISED:
-            return broken(f"the check raised an exception: {detail}")
-        case code:
-            return broken(f"the check ended with exit code {code}: {detail}")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.actors.record.actor_telemetry import ActorTelemetry
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
 
 tracer = trace.get_tracer("headrace.actors.evaluation.evaluator")
@@ -38,14 +38,14 @@ HOLDER = "evaluator"
 
 
 class _CleanSandboxes(ResourceOwner):
-    """Leases of clean sandboxes from the pool, with batched calls."""
+    """The agent's sandbox, and leases of clean ones from the pool, with batched calls."""
 
     def __init__(self, pool: SandboxPool, lease_s: float) -> None:
         super().__init__()
         self._pool = pool
         self._lease_s = lease_s
         self.judged = 0
-        """Number of evaluation steps that have succeeded, each in a clean sandbox of its own."""
+        """Number of evaluation steps that have succeeded, each in a sandbox of its own."""
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
@@ -67,6 +67,11 @@ class _CleanSandboxes(ResourceOwner):
             self.judged += 1
         finally:
             await asyncio.shield(self._leases.release(ref.id))
+
+    @asynccontextmanager
+    async def live(self, ref: SandboxRef) -> AsyncIterator[Sandbox]:
+        yield await self._leases.attach(ref)
+        self.judged += 1
 
     async def _freeze_many(self, ids: list[SandboxId]) -> list[SandboxError | None]:
         return await until_back(lambda: self._pool.freeze(ids))

@@ -81,6 +81,8 @@ class EvaluationRequest:
     episode: EpisodeRecord | None = None
     traceparent: str = ""
     keep: bool = False
+    agent_user: str = "root"
+    """User that ran the policy's commands."""
 
 
 class EvaluatorFault(Exception):
@@ -108,6 +110,14 @@ def task_resources(task: Task) -> dict[str, Any]:
 def clean_spec(task: Task, mounts: tuple[FrozenMount, ...] = ()) -> SandboxSpec:
     """Return the specification of a clean sandbox for an evaluation of a task."""
     return SandboxSpec(image=task.image, mounts=mounts, labels=LABELS, **task_resources(task))
+
+
+class AgentSandboxes(CleanSandboxes, Protocol):
+    """The same, with access to the agent's own sandbox."""
+
+    def live(self, ref: SandboxRef) -> AbstractAsyncContextManager[Sandbox]:
+        """Attach to the agent's sandbox, which is not frozen and belongs to the rollout."""
+        ...
 
 
 def solved(detail: str = "") -> Verdict:

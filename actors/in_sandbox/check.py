@@ -5,8 +5,10 @@ instead of by Python, so that those below data paths, which the agent controls, 
 `sitecustomize` runs. The check's output goes to standard error. Exit codes 0 and 1 come from the check only if BEGUN is
 on standard output, since an interpreter that cannot start also exits with 1.
 
-With `plain` instead of `packages`, it runs without the image's interpreter, and a check that needs a missing module
-exits with UNAVAILABLE.
+With `packages=UID,GID,...`, site folders that this user could change are left out, too.
+
+With `plain` instead, it runs without the image's interpreter, and a check that needs a missing module exits with
+UNAVAILABLE.
 
 It runs for every rollout, so modules that few checks need (json, site, traceback) are imported only on demand, with the
 module search path from before the check.
@@ -44,6 +46,20 @@ def is_below(path: str, folders: list[str]) -> bool:
     return any(resolved == folder or resolved.startswith(folder.rstrip("/") + "/") for folder in folders)
 
 
+def can_change(path: str, user: int, groups: list[int]) -> bool:
+    """Return whether a user could change a folder or one above it."""
+    path = os.path.realpath(path)
+    while os.path.exists(path):
+        status = os.stat(path)
+        writable = status.st_mode & 0o002 or (status.st_mode & 0o020 and status.st_gid in groups)
+        if writable or status.st_uid == user:
+            return True
+        if path == "/":
+            break
+        path = os.path.dirname(path)
+    return False
+
+
 def run(check: bytes, names: dict[str, object], mode: str) -> object:
     """Run the check and return its exit code, as for `sys.exit`."""
     try:
@@ -74,10 +90,13 @@ def report(names: dict[str, object], is_failed: bool) -> str:
 
 
 def main() -> None:
-    mode, data_paths = sys.argv[1], sys.argv[2:]
+    mode, _, ids = sys.argv[1].partition("=")
+    data_paths = sys.argv[2:]
     sys.argv[1:] = []
     if mode == PACKAGES:
-        sys.path += [folder for folder in site_folders() if not is_below(folder, data_paths)]
+        user, *groups = [int(number) for number in ids.split(",") if number] or [-1]
+        folders = [folder for folder in site_folders() if not is_below(folder, data_paths)]
+        sys.path += [folder for folder in folders if not ids or not can_change(folder, user, groups)]
     PATH.extend(sys.path)
     channel = os.dup(1)
     os.dup2(2, 1)

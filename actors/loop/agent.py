@@ -77,7 +77,13 @@ class LoopAgent:
                 await episode.close()
             raise
         end = await episode.close()
-        return AgentReport(stop=stop, turns=talk.answers, commands=tuple(talk.actions), episode=talk.record(end))
+        return AgentReport(
+            stop=stop,
+            turns=talk.answers,
+            commands=tuple(talk.actions),
+            episode=talk.record(end),
+            user=getattr(self._environment, "user", "root"),
+        )
 
     def _opening(self, task: Task, episode: Episode) -> list[ChatMessage]:
         given = task.environment.given if task.environment else {}

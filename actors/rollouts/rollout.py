@@ -209,7 +209,12 @@ async def _run(
             else:
                 key, traceparent = f"{order.rollout_id}.{order.attempt}", traceparent_of(trace.get_current_span())
                 request = EvaluationRequest(
-                    key=key, task=task, sandbox=ref, episode=report.episode, traceparent=traceparent
+                    key=key,
+                    task=task,
+                    sandbox=ref,
+                    episode=report.episode,
+                    traceparent=traceparent,
+                    agent_user=report.user,
                 )
                 verdict = await stations.evaluate(request)
     return RolloutResult(

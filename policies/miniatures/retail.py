@@ -268,10 +268,6 @@ class ShopDemonstrator:
             other = self._chance.choice(pool)
             wrong_reason = bool(wish.reason) and self._chance.random() < 0.3
             done = Wish(wish.order, self._chance.choice(REASONS)) if wrong_reason else other
-                other
-                if not wish.reason or self._chance.random() < 0.7
-                else Wish(wish.order, self._chance.choice(REASONS))
-            )
         return self.spell(wish, done or wish)
 
     def spell(self, wish: Wish, done: Wish) -> Demonstration:

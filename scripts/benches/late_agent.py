@@ -6,7 +6,8 @@ import asyncio
 import random
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig
+from headrace.actors.agent_kinds.registry import shell_agent
+from headrace.actors.agents.shell import ShellAgentConfig
 
 if TYPE_CHECKING:
     from headrace.actors.agents.agent import AgentReport, AgentSession
@@ -17,14 +18,16 @@ LONGEST: Final = 3.0
 """Longest last call, as a multiple of the mean one."""
 
 
-class LateShell(ShellAgent):
+class LateShell:
     """A shell agent whose last tool call takes `mean_s` seconds on average, exponentially distributed."""
 
+    folders = ()
+
     def __init__(self, *, mean_s: float) -> None:
-        super().__init__(ShellAgentConfig())
+        self._agent = shell_agent(ShellAgentConfig())
         self._mean_s = mean_s
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
-        report = await super().run(session=session, sandbox=sandbox, task=task)
+        report = await self._agent.run(session=session, sandbox=sandbox, task=task)
         await asyncio.sleep(min(random.expovariate(1 / self._mean_s), LONGEST * self._mean_s))
         return report

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate, imports_only
+from headrace.actors.evaluation.checks import imports_only
+from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec

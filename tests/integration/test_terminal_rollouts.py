@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.actors.agent_kinds.registry import shell_agent
 from headrace.actors.agents.agent import AgentSession, StopReason
-from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig
-from headrace.actors.chat import ChatReply
+from headrace.actors.agents.shell import ShellAgentConfig
+from headrace.actors.chat import PLAIN, ChatOptions, ChatReply
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.types import Cause
@@ -27,25 +28,35 @@ pytestmark = pytest.mark.namespaces
 PROBLEMS = problems(1, len(Kind), Split.HELD_OUT)
 
 
+class Script:
+    """A policy that gives these answers."""
+
+    def __init__(self, answers: Sequence[str]) -> None:
+        self._answers = iter(answers)
+        self.seen: list[str] = []
+
+    async def __call__(self, messages: Sequence[ChatMessage], options: ChatOptions = PLAIN) -> ChatReply:
+        self.seen.append(messages[-1].content)
+        return ChatReply(text=next(self._answers), finish_reason="stop")
+
+    async def count(self, messages: Sequence[ChatMessage]) -> int:
+        return sum(len(message.content) for message in messages)
+
+
 async def work(problem: Problem, *commands: str) -> tuple[list[str], Verdict]:
     """What the agent was shown when it gave these commands, and the verdict."""
-    task, seen = problem.task(), []
-    answers = iter(commands)
-
-    async def chat(messages: Sequence[ChatMessage]) -> ChatReply:
-        seen.append(messages[-1].content)
-        return ChatReply(text=next(answers), finish_reason="stop")
+    task, chat = problem.task(), Script(commands)
 
     async with LocalProvider() as provider:
         ref = await provider.create(SandboxSpec(image=task.image))
         sandbox = await provider.attach(ref)
         await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
         session = AgentSession(base_url="", chat=chat)
-        report = await ShellAgent(ShellAgentConfig()).run(session=session, sandbox=sandbox, task=task)
+        report = await shell_agent(ShellAgentConfig()).run(session=session, sandbox=sandbox, task=task)
         assert report.stop is StopReason.FINISHED
         verdict = await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), CleanSandboxes(provider, sandbox))
         await sandbox.kill()
-    return seen, verdict
+    return chat.seen, verdict
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.kind)

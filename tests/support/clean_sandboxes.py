@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
     from headrace.sandboxes.local.provider import LocalProvider
 
 
@@ -30,3 +30,7 @@ class CleanSandboxes:
             yield sandbox
         finally:
             await sandbox.kill()
+
+    @asynccontextmanager
+    async def live(self, ref: SandboxRef) -> AsyncIterator[Sandbox]:
+        yield await self._provider.attach(ref)

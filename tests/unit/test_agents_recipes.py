@@ -11,8 +11,8 @@ from headrace.actors.agent_kinds.config import AgentKind, AgentSection
 from headrace.actors.agent_kinds.registry import make_agent
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.agents.installation import PINNED
-from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.errors import ConfigError
+from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.run.config import load_recipe
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def test_every_installable_agent_has_a_kind() -> None:
 
 def test_builtin_agents_need_no_program() -> None:
     shell = AgentSection()
-    assert isinstance(make_agent(shell), ShellAgent)
+    assert isinstance(make_agent(shell), LoopAgent)
     assert (shell.max_turns, make_agent(shell).folders) == (shell.shell.max_turns, ())
     assert isinstance(make_agent(AgentSection(kind=AgentKind.IMMEDIATE)), ImmediateAgent)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.evaluation.evaluation import imports_only
+from headrace.actors.evaluation.checks import imports_only
 from headrace.actors.in_sandbox import source
 from headrace.buffer.datasets.terminal import STATE_CHECK
 from headrace.sandboxes.launcher.commands import PRELOADED

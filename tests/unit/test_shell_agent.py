@@ -13,9 +13,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from headrace.actors.agent_kinds.registry import shell_agent
 from headrace.actors.agents.agent import AgentSession, StopReason
-from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig, ends_session, unusable
-from headrace.actors.chat import ChatClient, ChatContextExceeded, ChatFailed, ChatReply, parse_answer
+from headrace.actors.agents.shell import ShellAgentConfig
+from headrace.actors.chat import ChatClient, ChatContextExceeded, ChatFailed, parse_answer
+from headrace.actors.environments.shell import ShellConfig
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.sandboxes.base import ExecResult
 from headrace.sandboxes.errors import ExecTimeout
@@ -35,7 +37,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    async def exec(self, command: str, *, cwd: str, timeout_s: float, max_output_bytes: int) -> ExecResult:
+    async def exec(self, command: str, *, user: str, cwd: str, timeout_s: float, max_output_bytes: int) -> ExecResult:
         process = await asyncio.create_subprocess_exec(
             "bash", "-c", command, cwd=self.path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
@@ -98,7 +100,7 @@ async def play(
     place(folder)
     service = Service(script)
     async with serving(service) as chat:
-        agent = ShellAgent(ShellAgentConfig.model_validate(limits))
+        agent = shell_agent(ShellAgentConfig.model_validate(limits))
         session = AgentSession(base_url="", chat=chat)
         report = await agent.run(session=session, sandbox=Folder(folder), task=PROBLEM.task())
     return report, service.asked
@@ -187,16 +189,12 @@ async def test_a_missing_service_raises_an_error() -> None:
 
 @pytest.mark.parametrize("command", ["exit", "echo a > b; exit", "true && exit ", "cat a;exit"])
 def test_a_command_ending_in_exit_ends_the_session(command: str) -> None:
-    assert ends_session(command)
+    assert ShellConfig().ends_episode(command)
 
 
 @pytest.mark.parametrize("command", ["echo exits", "exit 1", "cat noexit", "exit; ls", ""])
 def test_other_commands_do_not_end_the_session(command: str) -> None:
-    assert not ends_session(command)
-
-
-def test_an_answer_with_finish_reason_stop_is_usable() -> None:
-    assert unusable(ChatReply(text="ls", finish_reason="stop")) is None
+    assert not ShellConfig().ends_episode(command)
 
 
 def test_an_answer_without_choices_is_refused() -> None:

@@ -91,7 +91,7 @@ def test_repositories_are_read_and_written(tmp_path: Path, grader: object) -> No
         ({"evaluator": {"check": "1"}}, "evaluator.kind: is missing"),
         (
             {"evaluator": STATE | {"kind": "vibes"}},
-            "kind: Input should be 'state', 'patch', 'compare', 'repository', 'plugin', 'none', ",
+            "kind: Input should be 'state', 'patch', 'compare', 'repository', 'verifier', 'plugin', 'none', ",
         ),
         ({"evaluator": STATE | {"check": ""}}, "evaluator.check: is empty"),
         ({"evaluator": STATE | {"check": "def"}}, "evaluator.check: not valid Python"),

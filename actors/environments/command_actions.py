@@ -1,0 +1,172 @@
+"""Actions of environments that run commands, and the text of their observations.
+
+Invariants:
+- Everything here is pure: no clock, no sandbox.
+- An action that cannot be performed raises ActionRefused, whose message is for the policy. It is never an error of the
+  rollout.
+- Templates are checked when a configuration is read, so that rendering cannot fail.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from headrace.actors.chat import ChatTool
+from headrace.actors.environments.environment import Observation, ObservationPart, PartKind
+from headrace.buffer.task_parts import least
+
+if TYPE_CHECKING:
+    from headrace.actors.environments.environment import Action
+    from headrace.buffer.tasks import Task
+
+RUN, BASH, DONE = "run", "bash", "done"
+ACTIONS: Final = frozenset({RUN, BASH, DONE})
+TIMEOUT_EXIT_CODE: Final = 124
+"""Exit code that is reported for a command that exceeded its time, as timeout(1) does."""
+
+PLAIN: Final = "{output}"
+"""The output alone."""
+RETURN_CODE: Final = "<returncode>{exit_code}</returncode>\n<output>\n{output}\n</output>"
+"""The form of OpenClaw and mini-swe-agent."""
+SUCCEEDED: Final = "Command {status}. Output:\n{output}\n\n(exit_code={exit_code})"
+"""The form of Endless Terminals."""
+ECHOED: Final = "$ {command}\nCommand {status}. Output:\n{output}\n\n(exit_code={exit_code})"
+"""The form of Echo, which repeats the command."""
+
+_FIELDS: Final = ("command", "exit_code", "output", "status", "timeout_s")
+
+
+class ActionRefused(ValueError):
+    """An action that cannot be performed; the message tells the policy why."""
+
+
+class CommandConfig(BaseModel):
+    """Settings shared by environments that run commands."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    working_directory: str = "/workspace"
+    """Working directory of commands; in a terminal, where its shell starts."""
+    user: str = "root"
+    """User that runs the commands. A task that is verified in the agent's own sandbox needs a user other than root."""
+    command_timeout_s: float = Field(default=10.0, gt=0)
+    """Deadline for one command; exceeding it is an observation."""
+    max_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest deadline that the policy can ask for (`timeout` of the tool `bash`), in seconds."""
+    observation: str = PLAIN
+    """Template of an observation, with the fields {output}, {exit_code}, {status} (succeeded or failed) and
+    {command}."""
+    timeout_observation: str = "timeout"
+    """Template of the observation for a command that exceeded its deadline, with the fields of `observation` and
+    {timeout_s}."""
+    ends: str = ""
+    """Regular expression; a command in which it is found is run and then ends the episode. Empty: none does."""
+
+    @field_validator("observation", "timeout_observation")
+    @classmethod
+    def _check_template(cls, template: str) -> str:
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+            if unknown := sorted(names - set(_FIELDS)):
+                raise ValueError(f"unknown field {{{unknown[0]}}}; the fields are {', '.join(_FIELDS)}")
+            template.format(**dict.fromkeys(_FIELDS, ""))
+        except (ValueError, LookupError) as error:
+            raise ValueError(f"{error}; write {{{{ for a brace") from error
+        return template
+
+    @field_validator("ends")
+    @classmethod
+    def _check_pattern(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        return pattern
+
+    def ends_episode(self, command: str) -> bool:
+        """Return True if a command ends the episode."""
+        return bool(self.ends) and re.search(self.ends, command) is not None
+
+    def observe(self, command: str, output: str, exit_code: int) -> str:
+        """Return the text of the observation for a command that ended."""
+        status = "succeeded" if exit_code == 0 else "failed"
+        return self.observation.format(
+            command=command, output=output, exit_code=exit_code, status=status, timeout_s=f"{self.command_timeout_s:g}"
+        )
+
+    def observe_timeout(self, command: Command, output: str) -> str:
+        """Return the text of the observation for a command that exceeded its deadline."""
+        return self.timeout_observation.format(
+            command=command.text,
+            output=output,
+            exit_code=TIMEOUT_EXIT_CODE,
+            status="timed out",
+            timeout_s=f"{command.timeout_s:g}",
+        )
+
+
+ConfigT = TypeVar("ConfigT", bound=CommandConfig)
+
+
+def limited(config: ConfigT, task: Task) -> ConfigT:
+    """Return the settings for a task, whose limits can lower the deadline of a command."""
+    if task.limits.command_s is None:
+        return config
+    names = ("command_timeout_s", "max_timeout_s")
+    return config.model_copy(update={name: least(getattr(config, name), task.limits.command_s) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command of the policy, with its deadline."""
+
+    text: str
+    timeout_s: float
+
+
+def command_of(action: Action, config: CommandConfig) -> Command:
+    """Return the command of an action `run` or `bash`. Raises ActionRefused."""
+    if action.name not in (RUN, BASH):
+        raise ActionRefused(f"unknown action {action.name!r}; the actions are {', '.join(sorted(ACTIONS))}")
+    known = {"command"} if action.name == RUN else {"command", "timeout"}
+    if unknown := sorted(map(str, action.arguments.keys() - known)):
+        raise ActionRefused(f"unknown argument {unknown[0]!r} of {action.name}; give {' and '.join(sorted(known))}")
+    text, timeout_s = action.arguments.get("command"), action.arguments.get("timeout")
+    if not isinstance(text, str) or not text.strip():
+        raise ActionRefused(f"{action.name} needs a command as text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ActionRefused("the command is not valid Unicode text") from error
+    if "\0" in text:
+        raise ActionRefused("the command has a null character")
+    if timeout_s is None:
+        return Command(text=text, timeout_s=config.command_timeout_s)
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ActionRefused("timeout must be a number of seconds above 0")
+    return Command(text=text, timeout_s=min(float(timeout_s), config.max_timeout_s))
+
+
+def refused(reason: ActionRefused) -> Observation:
+    """Return the observation for an action that cannot be performed."""
+    return Observation(parts=(ObservationPart(text=f"invalid action: {reason}", kind=PartKind.WARNING),))
+
+
+def command_tools(config: CommandConfig) -> tuple[ChatTool, ...]:
+    """Return the tools for agents that use tool calls."""
+    seconds = f"Deadline in seconds; {config.command_timeout_s:g} if missing, at most {config.max_timeout_s:g}."
+    properties = {
+        "command": {"type": "string", "description": "The bash command to run."},
+        "timeout": {"type": "number", "description": seconds},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["command"]}
+    return (
+        ChatTool(name=BASH, description="Run a bash command and return its output.", parameters=parameters),
+        ChatTool(name=DONE, description="Say that the task is done.", parameters={"type": "object", "properties": {}}),
+    )

@@ -1,0 +1,316 @@
+"""The converter of Harbor's task folders to tasks of kind verifier.
+
+A folder has `task.toml`, `instruction.md`, `environment/`, `tests/` and, often, `solution/`. Invariants:
+- A folder becomes a task that can be scored, or a refusal with its name and the reason, before anything boots.
+- Images are not built: a table names ours for each base image or `docker_image`. A Dockerfile that does more than name
+  a base and a working directory is refused, and so is a verifier that needs the network.
+- No test and nothing of the solution is in the instruction or in the files that the agent sees.
+- Only files of the folder itself are read; links out of it are refused.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace.buffer.datasets.swe import Refusal, RowRefused
+from headrace.buffer.repositories import is_plain_path
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.verifiers import TESTS, VerifierForm, VerifierSpec, why_not_runnable
+
+_NETWORK: Final = re.compile(
+    r"(?<![\w./$-])(apt-get|apt|apk|yum|dnf|curl|wget|pip3?|pipx|uvx?|conda|npm|npx|cargo|git\s+clone)\s"
+)
+_MEMORY: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborSettings:
+    """Settings that the folders do not contain."""
+
+    images: Mapping[str, str] = field(default_factory=dict)
+    """Our image for each base image of a Dockerfile, and for each `docker_image`, as written there."""
+    live: bool = True
+    """Whether verifiers run in the agent's sandbox, as Harbor's do, or in clean ones with the data paths."""
+    allow_root: bool = False
+    """Whether live verifiers accept an agent that was root."""
+    data_paths: tuple[str, ...] = ()
+    """Paths that the agent changes, for verifiers that are not live; the working directory if empty."""
+    solved_at: float = 1.0
+    """Reward from which a task is solved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborTask:
+    """A task, and what its folder asks of the agent and of the sandbox. None means that it asks for nothing."""
+
+    task: Task
+    workdir: str
+    """Working directory, which the image must have; empty for the image's own."""
+    agent_timeout_s: float | None = None
+    agent_user: str | None = None
+    cpus: float | None = None
+    memory_bytes: int | None = None
+
+
+class _Model(BaseModel):
+    # Folders have fields for other tools; only those that are read must have the right type.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _Name(_Model):
+    name: str = ""
+
+
+class _Agent(_Model):
+    timeout_sec: float | None = None
+    user: str | int | None = None
+
+
+class _Verifier(_Model):
+    timeout_sec: float = 600.0
+    env: dict[str, str] = {}
+    user: str | int | None = None
+    environment_mode: str = "shared"
+    environment: dict[str, Any] = {}
+    collect: Any = None
+
+
+class _Environment(_Model):
+    docker_image: str = ""
+    workdir: str = ""
+    cpus: float | None = None
+    memory_mb: float | None = None
+    memory: str | None = None
+    gpus: float = 0
+    network_mode: str = "public"
+    env: dict[str, str] = {}
+    os: str = "linux"
+    healthcheck: Any = None
+    mcp_servers: Any = None
+
+
+class _Document(_Model):
+    task: _Name = _Name()
+    metadata: dict[str, Any] = {}
+    agent: _Agent = _Agent()
+    verifier: _Verifier = _Verifier()
+    environment: _Environment = _Environment()
+    steps: Any = None
+
+
+def read_folders(source: Path, settings: HarborSettings) -> tuple[tuple[HarborTask, ...], tuple[Refusal, ...]]:
+    """Convert a task folder, or all task folders in a folder, by name. The line of a refusal is the folder's position.
+    Raises OSError."""
+    folders = (
+        [source] if (source / "task.toml").exists() else sorted(path for path in source.iterdir() if path.is_dir())
+    )
+    tasks: list[HarborTask] = []
+    refusals: list[Refusal] = []
+    names: dict[TaskId, str] = {}
+    for number, folder in enumerate(folders, start=1):
+        try:
+            found = task_of(folder, settings)
+            if found.task.id in names:
+                raise RowRefused(f"task.name: {found.task.id!r} is also the name of {names[found.task.id]}")
+        except ValueError as error:
+            refusals.append(Refusal(line=number, reason=f"{folder.name}: {error}"))
+            continue
+        names[found.task.id] = folder.name
+        tasks.append(found)
+    return tuple(tasks), tuple(refusals)
+
+
+def task_of(folder: Path, settings: HarborSettings) -> HarborTask:
+    """Convert one folder. Raises RowRefused."""
+    try:
+        document = _Document.model_validate(tomllib.loads(_text(folder, "task.toml")))
+    except tomllib.TOMLDecodeError as error:
+        raise RowRefused(f"task.toml: not valid TOML: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise RowRefused(f"task.toml: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    instruction = _text(folder, "instruction.md")
+    if not instruction.strip():
+        raise RowRefused("instruction.md: is empty")
+    _refuse_unsupported(document)
+    image, workdir, files = _image(folder, document.environment, settings)
+    tests = _files_below(folder, "tests", TESTS)
+    for path, text in tests.items():
+        if not path.endswith(".sh"):
+            continue
+        code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#")) + "\n"
+        if (found := _NETWORK.search(code)) is not None:
+            raise RowRefused(
+                f"{path.removeprefix('/')}: needs the network ({found[1]}); put what it installs in the image"
+            )
+    verifier = VerifierSpec(
+        form=VerifierForm.HARBOR,
+        live=settings.live,
+        allow_root=settings.live and settings.allow_root,
+        workdir=workdir,
+        environment=document.verifier.env,
+        solved_at=settings.solved_at,
+    )
+    data_paths = () if settings.live else settings.data_paths or ((workdir,) if workdir else ())
+    if not settings.live and not data_paths:
+        raise RowRefused(
+            "data_paths: there is no WORKDIR; name the paths that the agent changes, or use live verifiers"
+        )
+    if (reason := why_not_runnable(verifier, tests, data_paths)) is not None:
+        raise RowRefused(reason)
+    evaluator = EvaluatorSpec(
+        kind=EvaluatorKind.VERIFIER,
+        verifier=verifier,
+        hidden_files=tests,
+        timeout_s=document.verifier.timeout_sec,
+        data_paths=data_paths,
+    )
+    category = document.metadata.get("category")
+    task = Task(
+        id=TaskId(document.task.name or folder.resolve().name),
+        family=f"harbor/{category}" if isinstance(category, str) and category else "harbor",
+        instruction=instruction,
+        image=image,
+        files=files,
+        evaluator=evaluator,
+    )
+    return HarborTask(
+        task=task,
+        workdir=workdir,
+        agent_timeout_s=document.agent.timeout_sec,
+        agent_user=None if document.agent.user is None else str(document.agent.user),
+        cpus=document.environment.cpus,
+        memory_bytes=_memory_bytes(document.environment),
+    )
+
+
+def gold_script(folder: Path) -> str | None:
+    """Return the text of a folder's solution (`solution/solve.sh`), or None without one. Raises RowRefused."""
+    return _text(folder, "solution/solve.sh") if (folder / "solution" / "solve.sh").exists() else None
+
+
+def _refuse_unsupported(document: _Document) -> None:
+    """Raise RowRefused for the first setting that a task cannot express."""
+    environment, verifier = document.environment, document.verifier
+    timeouts = (verifier.timeout_sec, document.agent.timeout_sec or 1.0)
+    reasons = {
+        "steps: tasks of several steps are not supported": document.steps,
+        "environment.network_mode: an allowlist is not supported": environment.network_mode == "allowlist",
+        "environment.gpus: sandboxes have no GPU": environment.gpus,
+        "environment.os: only linux is supported": environment.os != "linux",
+        "environment.env: put the variables in the image": environment.env,
+        "environment.healthcheck: is not supported": environment.healthcheck,
+        "environment.mcp_servers: are not supported": environment.mcp_servers,
+        "verifier.environment_mode: only shared is supported": verifier.environment_mode != "shared"
+        or verifier.environment,
+        "verifier.user: only root is supported": verifier.user not in (None, "root", 0, "0"),
+        "verifier.collect: is not supported": verifier.collect,
+        "verifier.env: has references to variables of the host": any("${" in value for value in verifier.env.values()),
+        "timeout_sec: must be a number above 0": not all(0 < timeout_s < float("inf") for timeout_s in timeouts),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise RowRefused(reason)
+
+
+def _image(folder: Path, environment: _Environment, settings: HarborSettings) -> tuple[str, str, dict[str, str]]:
+    """Return our image, the working directory (empty if unknown) and the files that belong there. Raises RowRefused."""
+    for name in ("docker-compose.yaml", "docker-compose.yml"):
+        if (folder / "environment" / name).exists():
+            raise RowRefused(f"environment/{name}: several containers are not supported")
+    base, workdir = environment.docker_image, ""
+    others: list[str] = []
+    has_dockerfile = (folder / "environment" / "Dockerfile").exists()
+    if has_dockerfile:
+        base, workdir, others = read_dockerfile(_text(folder, "environment/Dockerfile"))
+    if environment.docker_image:
+        # The image was built from the Dockerfile, so whatever it does has been done.
+        base, others = environment.docker_image, []
+    if not base:
+        raise RowRefused("environment/Dockerfile: is missing, and so is environment.docker_image")
+    if others:
+        raise RowRefused(f"environment/Dockerfile: {others[0]} needs an image build, which is not supported")
+    workdir = environment.workdir or workdir
+    if workdir and not is_plain_path(workdir):
+        raise RowRefused(f"WORKDIR: {workdir!r} must be an absolute path without variables, '.' or '..'")
+    if base not in settings.images:
+        raise RowRefused(f"images: has no image for {base!r}; add it")
+    files: dict[str, str] = {}
+    if not has_dockerfile and (folder / "environment").is_dir():
+        files = _files_below(folder, "environment", workdir)
+        if files and not workdir:
+            raise RowRefused("environment.workdir: is missing, and the files of environment/ belong there")
+    return settings.images[base], workdir, files
+
+
+def read_dockerfile(text: str) -> tuple[str, str, list[str]]:
+    """Return the base image of a Dockerfile, its last working directory, and the names of all instructions other than
+    the first FROM and WORKDIR."""
+    base, workdir = "", ""
+    others: list[str] = []
+    code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
+    for line in re.sub(r"\\[ \t]*\n", " ", code).split("\n"):
+        name, _, rest = line.strip().partition(" ")
+        words = [word for word in rest.split() if not word.startswith("--")]
+        match name.upper():
+            case "":
+                continue
+            case "FROM" if not base and words and "$" not in words[0]:
+                base = words[0]
+            case "WORKDIR" if words and "$" not in rest:
+                workdir = str(PurePosixPath(workdir or "/") / rest.strip().strip("\"'"))
+            case other:
+                others.append(other)
+    return base, workdir, others
+
+
+def _files_below(folder: Path, name: str, target: str) -> dict[str, str]:
+    """Return the text files below a subfolder by their path below `target`. Raises RowRefused."""
+    if not (folder / name).is_dir():
+        raise RowRefused(f"{name}/: is missing")
+    found: dict[str, str] = {}
+    for path in sorted((folder / name).rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
+        below = path.relative_to(folder / name).as_posix()
+        found[f"{target}/{below}"] = _text(folder, f"{name}/{below}")
+    return found
+
+
+def _text(folder: Path, name: str) -> str:
+    """Return the text of a file in a folder. Raises RowRefused."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise RowRefused(f"{name}: is a link out of the folder")
+    if path.exists() and not path.is_file():
+        raise RowRefused(f"{name}: is not a regular file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RowRefused(f"{name}: is not UTF-8 text; binary files are not supported") from error
+    except OSError as error:
+        raise RowRefused(
+            f"{name}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}"
+        ) from error
+    if "\0" in text:
+        raise RowRefused(f"{name}: is not text; binary files are not supported")
+    return text
+
+
+def _memory_bytes(environment: _Environment) -> int | None:
+    if environment.memory_mb is not None:
+        return int(environment.memory_mb * (1 << 20))
+    if environment.memory is None:
+        return None
+    found = _MEMORY.fullmatch(environment.memory.strip())
+    if found is None:
+        raise RowRefused(f"environment.memory: {environment.memory!r} must be a size such as 512M")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
