@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
 
+VERIFIER_RUNS: Final = 3
+"""Number of runs in one evaluation that may each take `evaluator.timeout_s`: if the verifier breaks, it runs on the
+untouched files and then once more."""
 MAX_REWARD_BYTES: Final = 1 << 16
 _STEP_TIMEOUT_S: Final = 20.0
 _SYSTEM_PATH: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}

@@ -39,6 +39,7 @@ from headrace.actors.errors import (
 )
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.repository import REPOSITORY_RUNS
+from headrace.actors.evaluation.verifier import VERIFIER_RUNS
 from headrace.actors.places.config import SandboxKind
 from headrace.actors.places.providers import check_provider, refuse_absent_images
 from headrace.actors.record.logs import LogTerms
@@ -289,12 +290,18 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
 def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -> None:
     """Raise ConfigError if an evaluation may time out before it has completed all the test runs that it may need."""
     for task in tasks:
-        needed_s = REPOSITORY_RUNS * task.evaluator.timeout_s
-        if task.evaluator.repository is not None and needed_s > evaluate_timeout_s:
+        if task.evaluator.repository is not None:
+            runs, why = REPOSITORY_RUNS, "the runs on the diff, the tests, the twins and the untouched repository"
+        elif task.evaluator.verifier is not None:
+            runs, why = VERIFIER_RUNS, "a verifier that breaks, its run on the untouched files and its repetition"
+        else:
+            continue
+        needed_s = runs * task.evaluator.timeout_s
+        if needed_s > evaluate_timeout_s:
             raise ConfigError(
-                f"rollout.evaluate_timeout_s {evaluate_timeout_s:g} is below {REPOSITORY_RUNS} x evaluator.timeout_s "
-                f"({task.evaluator.timeout_s:g}) of task {task.id}: the runs on the diff, the tests, the twins and the "
-                f"untouched repository may each take that long; set rollout.evaluate_timeout_s to {needed_s:g}"
+                f"rollout.evaluate_timeout_s {evaluate_timeout_s:g} is below {runs} x evaluator.timeout_s "
+                f"({task.evaluator.timeout_s:g}) of task {task.id}: {why} may each take that long; "
+                f"set rollout.evaluate_timeout_s to {needed_s:g}"
             )
 
 

@@ -21,6 +21,7 @@ from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.launch import check_objective
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.verifiers import VerifierForm, VerifierSpec
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives import registry
 from headrace.policies.learners.objectives.config import ObjectiveConfig
@@ -90,7 +91,21 @@ async def opened(section: SandboxSection, folder: Path) -> AsyncIterator[tuple[S
         yield pool, evaluator
 
 
-async def verdicts(pool: SandboxPool, evaluator: Evaluator, *answers: str) -> list[Any]:
+LIVE = Task(
+    id=TaskId("live"),
+    family="answer",
+    instruction="write the answer",
+    evaluator=EvaluatorSpec(
+        kind=EvaluatorKind.VERIFIER,
+        verifier=VerifierSpec(form=VerifierForm.HARBOR, live=True, allow_root=True),
+        hidden_files={
+            "/tests/test.sh": "[ $(cat /workspace/answer) = right ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+        },
+    ),
+)
+
+
+async def verdicts(pool: SandboxPool, evaluator: Evaluator, *answers: str, task: Task = TASK) -> list[Any]:
     """The rewards of agents that leave these answers, in sandboxes of a pool."""
     requests = {}
     async with SandboxConnections() as connections:
@@ -98,7 +113,7 @@ async def verdicts(pool: SandboxPool, evaluator: Evaluator, *answers: str) -> li
             [ref] = await pool.lease([SandboxSpec()])
             sandbox = await connections.attach(ref)
             await sandbox.exec(f"printf {answer} > /workspace/answer", timeout_s=20)
-            requests[answer] = EvaluationRequest(key=answer, task=TASK, sandbox=ref)
+            requests[answer] = EvaluationRequest(key=answer, task=task, sandbox=ref)
         ended = (await evaluator.begin(requests)).ready
         while len(ended) < len(answers):
             ended |= (await evaluator.fetch([key for key in requests if key not in ended])).ready
@@ -113,6 +128,7 @@ async def test_a_recipe_evaluates_rollouts_in_e2b_sandboxes(tmp_path: Path) -> N
         check_provider(section)
         async with opened(section, tmp_path) as (pool, evaluator):
             assert await verdicts(pool, evaluator, "right", "wrong") == [1.0, 0.0]
+            assert await verdicts(pool, evaluator, "right", "wrong", task=LIVE) == [1.0, 0.0]
 
 
 async def test_a_recipe_can_use_a_provider_from_another_package(tmp_path: Path) -> None:

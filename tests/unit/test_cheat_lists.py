@@ -13,6 +13,8 @@ from benches.cheating.repositories import REPOSITORIES
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.launch import refuse_short_evaluations
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec
+from headrace.buffer.verifiers import VerifierForm, VerifierSpec
 
 
 def test_the_cheat_bench_has_at_least_100_distinct_pairs() -> None:
@@ -35,3 +37,8 @@ def test_an_evaluation_deadline_too_short_for_twins_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"set rollout\.evaluate_timeout_s to 480"):
         refuse_short_evaluations([task], 90.0)
     refuse_short_evaluations([replace(task, evaluator=replace(task.evaluator, repository=None))], 90.0)
+    verifier = VerifierSpec(form=VerifierForm.HARBOR)
+    scored = EvaluatorSpec(kind=EvaluatorKind.VERIFIER, verifier=verifier, timeout_s=600.0)
+    refuse_short_evaluations([replace(task, evaluator=scored)], 1800.0)
+    with pytest.raises(ConfigError, match=r"set rollout\.evaluate_timeout_s to 1800"):
+        refuse_short_evaluations([replace(task, evaluator=scored)], 600.0)
