@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headrace.actors.environments.config import EnvironmentKind, EnvironmentSection
 from headrace.actors.environments.retail.environment import RetailEnvironment
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
 
     MakeEnvironment: TypeAlias = Callable[[EnvironmentSection], Environment]
-
-
-S = TypeVar("S")
 
 
 def make_environment(section: EnvironmentSection) -> Environment:
@@ -47,10 +44,10 @@ def check_environment(section: EnvironmentSection, tasks: Iterable[Task]) -> Non
         check(tasks)
 
 
-def _settings(settings: S | None, key: str) -> S:
-    if settings is None:
-        raise ConfigError(f"{key} is missing; set it")
-    return settings
+def _retail(section: EnvironmentSection) -> Environment:
+    if section.retail is None:
+        raise ConfigError("environment.retail.data is missing; set it to the folder of the shop's database")
+    return RetailEnvironment(section.retail)
 
 
 def _of_another_package(found: object) -> MakeEnvironment:
@@ -82,7 +79,7 @@ ENVIRONMENTS: Final[Registry[MakeEnvironment]] = Registry(
         EnvironmentKind.SHELL: lambda section: ShellEnvironment(section.shell),
         EnvironmentKind.TERMINAL: lambda section: TerminalEnvironment(section.terminal),
         EnvironmentKind.SEARCH: lambda section: SearchEnvironment(section.search),
-        EnvironmentKind.RETAIL: lambda section: RetailEnvironment(_settings(section.retail, "environment.retail.data")),
+        EnvironmentKind.RETAIL: _retail,
     },
     accept=_of_another_package,
 )

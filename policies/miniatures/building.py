@@ -16,6 +16,7 @@ from headrace.policies.miniatures.fitting import fit, save_weights
 from headrace.policies.miniatures.names import PREFIX, resolved
 from headrace.policies.miniatures.retail import RETAIL
 from headrace.policies.miniatures.search_facts import SEARCH
+from headrace.policies.miniatures.terminal import ECHO, ENDLESS
 from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.models.tiny import model_config, write_description
 from headrace.policies.tokens.tokenizer import ChatTokenizer
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-MINIATURES: Final = {"search_r1": SEARCH, "tau": RETAIL}
+MINIATURES: Final = {"endless": ENDLESS, "echo": ECHO, "search_r1": SEARCH, "tau": RETAIL}
 SEED: Final = 0
 
 
@@ -42,18 +43,13 @@ def build(name: str, started: Callable[[], None] = lambda: None) -> Path:
         staged = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(staged, ignore_errors=True)
         try:
-            _build(name, staged)
+            miniature, model_folder = MINIATURES[name], staged / "model"
+            write_description(model_folder, miniature.pieces, miniature.chat_template)
+            miniature.write_data(staged, SEED)
+            model = QwenConfig.from_keys(model_config(miniature.pieces), source=str(model_folder))
+            demonstrator = miniature.demonstrator(ChatTokenizer(model_folder), SEED, miniature.fit)
+            save_weights(model_folder, model, fit(miniature.fit, model, demonstrator))
             publish_folder(staged, folder)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
     return folder
-
-
-def _build(name: str, folder: Path) -> None:
-    miniature = MINIATURES[name]
-    model_folder = folder / "model"
-    write_description(model_folder, miniature.pieces, miniature.chat_template)
-    miniature.write_data(folder, SEED)
-    model = QwenConfig.from_keys(model_config(miniature.pieces), source=str(model_folder))
-    demonstrator = miniature.demonstrator(ChatTokenizer(model_folder), SEED, miniature.fit)
-    save_weights(model_folder, model, fit(miniature.fit, model, demonstrator))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 PREFIX: Final = "miniature:"
-NAMES: Final = ("search_r1", "tau")
-_SOURCES: Final = ("miniatures/*.py", "models/tiny.py", "models/qwen_config.py", "../buffer/datasets/facts.py")
+NAMES: Final = ("endless", "echo", "search_r1", "tau")
+_SOURCES: Final = ("miniatures/*.py", "models/tiny.py", "models/qwen_config.py", "../buffer/datasets/*.py")
 """Files that decide the content of miniatures, relative to the package of policies."""
 
 
