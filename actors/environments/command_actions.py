@@ -115,11 +115,15 @@ ConfigT = TypeVar("ConfigT", bound=CommandConfig)
 
 
 def limited(config: ConfigT, task: Task) -> ConfigT:
-    """Return the settings for a task, whose limits can lower the deadline of a command."""
-    if task.limits.command_s is None:
-        return config
-    names = ("command_timeout_s", "max_timeout_s")
-    return config.model_copy(update={name: least(getattr(config, name), task.limits.command_s) for name in names})
+    """Return the settings for a task. Its limits can lower the deadline of a command, and its environment can give the
+    working directory (`workdir`) and the user."""
+    given = {} if task.environment is None else task.environment.given
+    own = {"working_directory": given.get("workdir"), "user": given.get("user")}
+    changes: dict[str, object] = {name: value for name, value in own.items() if isinstance(value, str)}
+    if task.limits.command_s is not None:
+        names = ("command_timeout_s", "max_timeout_s")
+        changes |= {name: least(getattr(config, name), task.limits.command_s) for name in names}
+    return config.model_copy(update=changes) if changes else config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

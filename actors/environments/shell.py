@@ -69,11 +69,6 @@ class ShellEnvironment:
     def __init__(self, config: ShellConfig) -> None:
         self._config = config
 
-    @property
-    def user(self) -> str:
-        """The user that runs the policy's commands."""
-        return self._config.user
-
     async def open(self, task: Task, sandbox: Sandbox | None, services: Services, clock: Clock) -> ShellEpisode:
         """Open an episode. Raises SandboxError without a sandbox."""
         if sandbox is None:
@@ -89,6 +84,11 @@ class ShellEpisode:
     def __init__(self, config: ShellConfig, sandbox: Sandbox) -> None:
         self._config = config
         self._sandbox = sandbox
+
+    @property
+    def user(self) -> str:
+        """The user that runs the policy's commands."""
+        return self._config.user
 
     @property
     def tools(self) -> tuple[ChatTool, ...]:

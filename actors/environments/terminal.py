@@ -68,11 +68,6 @@ class TerminalEnvironment:
     def __init__(self, config: TerminalConfig) -> None:
         self._config = config
 
-    @property
-    def user(self) -> str:
-        """The user that runs the policy's commands."""
-        return self._config.user
-
     async def open(self, task: Task, sandbox: Sandbox | None, services: Services, clock: Clock) -> TerminalEpisode:
         """Open an episode and start its shell. Raises SandboxError."""
         if sandbox is None:
@@ -95,6 +90,11 @@ class TerminalEpisode:
         self._config = config
         self._sandbox = sandbox
         self._shell: TerminalShell | None = None
+
+    @property
+    def user(self) -> str:
+        """The user that runs the policy's commands."""
+        return self._config.user
 
     @property
     def tools(self) -> tuple[ChatTool, ...]:

@@ -82,7 +82,7 @@ class LoopAgent:
             turns=talk.answers,
             commands=tuple(talk.actions),
             episode=talk.record(end),
-            user=getattr(self._environment, "user", "root"),
+            user=getattr(episode, "user", "root"),
         )
 
     def _opening(self, task: Task, episode: Episode) -> list[ChatMessage]:

@@ -73,8 +73,7 @@ def _tau(source: Path, settings: Mapping[str, Any]) -> tuple[tuple[Task, ...], t
 
 
 def _harbor(source: Path, settings: Mapping[str, Any]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
-    found, refusals = read_folders(source, _parsed(settings, HarborSettings))
-    return tuple(each.task for each in found), refusals
+    return read_folders(source, _parsed(settings, HarborSettings))
 
 
 def _function(found: object) -> Converter:

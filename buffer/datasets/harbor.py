@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.buffer.datasets.swe import Refusal, RowRefused
 from headrace.buffer.repositories import is_plain_path
+from headrace.buffer.task_parts import EnvironmentSpec, TaskLimits, TaskOrigin
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.verifiers import TESTS, VerifierForm, VerifierSpec, why_not_runnable
 
@@ -45,19 +46,6 @@ class HarborSettings:
     """Paths that the agent changes, for verifiers that are not live; the working directory if empty."""
     solved_at: float = 1.0
     """Reward from which a task is solved."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HarborTask:
-    """A task, and what its folder asks of the agent and of the sandbox. None means that it asks for nothing."""
-
-    task: Task
-    workdir: str
-    """Working directory, which the image must have; empty for the image's own."""
-    agent_timeout_s: float | None = None
-    agent_user: str | None = None
-    cpus: float | None = None
-    memory_bytes: int | None = None
 
 
 class _Model(BaseModel):
@@ -106,30 +94,31 @@ class _Document(_Model):
     steps: Any = None
 
 
-def read_folders(source: Path, settings: HarborSettings) -> tuple[tuple[HarborTask, ...], tuple[Refusal, ...]]:
+def read_folders(source: Path, settings: HarborSettings) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
     """Convert a task folder, or all task folders in a folder, by name. The line of a refusal is the folder's position.
     Raises OSError."""
     folders = (
         [source] if (source / "task.toml").exists() else sorted(path for path in source.iterdir() if path.is_dir())
     )
-    tasks: list[HarborTask] = []
+    tasks: list[Task] = []
     refusals: list[Refusal] = []
     names: dict[TaskId, str] = {}
     for number, folder in enumerate(folders, start=1):
         try:
             found = task_of(folder, settings)
-            if found.task.id in names:
-                raise RowRefused(f"task.name: {found.task.id!r} is also the name of {names[found.task.id]}")
+            if found.id in names:
+                raise RowRefused(f"task.name: {found.id!r} is also the name of {names[found.id]}")
         except ValueError as error:
             refusals.append(Refusal(line=number, reason=f"{folder.name}: {error}"))
             continue
-        names[found.task.id] = folder.name
+        names[found.id] = folder.name
         tasks.append(found)
     return tuple(tasks), tuple(refusals)
 
 
-def task_of(folder: Path, settings: HarborSettings) -> HarborTask:
-    """Convert one folder. Raises RowRefused."""
+def task_of(folder: Path, settings: HarborSettings) -> Task:
+    """Convert one folder. Its clocks and sizes become limits; `environment.given` has the working directory, which the
+    image must contain, and the agent's user. Raises RowRefused."""
     try:
         document = _Document.model_validate(tomllib.loads(_text(folder, "task.toml")))
     except tomllib.TOMLDecodeError as error:
@@ -174,21 +163,22 @@ def task_of(folder: Path, settings: HarborSettings) -> HarborTask:
         data_paths=data_paths,
     )
     category = document.metadata.get("category")
-    task = Task(
+    memory_bytes = _memory_bytes(document.environment)
+    user = {} if document.agent.user is None else {"user": str(document.agent.user)}
+    return Task(
         id=TaskId(document.task.name or folder.resolve().name),
         family=f"harbor/{category}" if isinstance(category, str) and category else "harbor",
         instruction=instruction,
         image=image,
         files=files,
         evaluator=evaluator,
-    )
-    return HarborTask(
-        task=task,
-        workdir=workdir,
-        agent_timeout_s=document.agent.timeout_sec,
-        agent_user=None if document.agent.user is None else str(document.agent.user),
-        cpus=document.environment.cpus,
-        memory_bytes=_memory_bytes(document.environment),
+        environment=EnvironmentSpec(kind="terminal", given=({"workdir": workdir} if workdir else {}) | user),
+        limits=TaskLimits(
+            agent_s=document.agent.timeout_sec,
+            cpus=document.environment.cpus,
+            memory_mb=memory_bytes and memory_bytes >> 20,
+        ),
+        origin=TaskOrigin(source="harbor"),
     )
 
 

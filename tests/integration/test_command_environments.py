@@ -14,6 +14,8 @@ from headrace.actors.environments.command_actions import SUCCEEDED
 from headrace.actors.environments.environment import Action, PartKind
 from headrace.actors.environments.shell import OutputForm, ShellConfig, ShellEnvironment
 from headrace.actors.environments.terminal import TerminalConfig, TerminalEnvironment
+from headrace.actors.services.service import NO_SERVICES
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
     from headrace.sandboxes.local.provider import LocalProvider
 
+TASK = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 CODED = "{exit_code}|{output}"
 
@@ -37,7 +40,7 @@ async def sandbox(provider: LocalProvider) -> AsyncIterator[Sandbox]:
 
 @asynccontextmanager
 async def episode(environment: ShellEnvironment | TerminalEnvironment, sandbox: Sandbox) -> AsyncIterator[Episode]:
-    opened = await environment.open(None, sandbox, None, time.monotonic)  # type: ignore[arg-type]
+    opened = await environment.open(TASK, sandbox, NO_SERVICES, time.monotonic)
     try:
         yield opened
     finally:
@@ -237,7 +240,7 @@ async def test_a_shell_that_ignores_interrupts_is_replaced(sandbox: Sandbox) -> 
 async def test_a_shell_that_cannot_start_is_an_error_of_the_rollout_only_at_first(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec()))
     with pytest.raises(SandboxError, match="did not start as agent in /nowhere"):
-        await terminal(working_directory="/nowhere").open(None, sandbox, None, time.monotonic)  # type: ignore[arg-type]
+        await terminal(working_directory="/nowhere").open(TASK, sandbox, NO_SERVICES, time.monotonic)
     await sandbox.exec("install -d -o agent /tmp/home", timeout_s=20)
     async with episode(terminal(working_directory="/tmp/home"), sandbox) as opened:
         await text_of(opened, "rmdir /tmp/home; exit")

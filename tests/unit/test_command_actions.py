@@ -96,7 +96,7 @@ def test_only_bash_has_a_timeout_and_it_is_bounded() -> None:
 def test_environments_offer_their_tools_and_can_be_pickled() -> None:
     assert [tool.name for tool in command_tools(ShellConfig())] == ["bash", "done"]
     environment = pickle.loads(pickle.dumps(TerminalEnvironment(TerminalConfig(user="agent"))))
-    assert (environment.user, environment.needs_sandbox, environment.services) == ("agent", True, ())
+    assert (environment.needs_sandbox, environment.services) == (True, ())
     assert environment.actions == {"run", "bash", "done"}
 
 

@@ -9,6 +9,7 @@ import pytest
 from headrace.buffer.datasets.converters import SettingsRefused, convert
 from headrace.buffer.datasets.harbor import HarborSettings, gold_script, read_dockerfile, read_folders, task_of
 from headrace.buffer.datasets.swe import RowRefused
+from headrace.buffer.task_parts import EnvironmentSpec
 from headrace.buffer.tasks import EvaluatorKind, load_tasks
 from headrace.buffer.verifiers import VerifierForm
 
@@ -54,8 +55,8 @@ def make(folder: Path, **changes: str | bytes | None) -> Path:
 
 
 def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
-    found = task_of(make(tmp_path / "count"), SETTINGS)
-    task, evaluator = found.task, found.task.evaluator
+    task = task_of(make(tmp_path / "count"), SETTINGS)
+    evaluator = task.evaluator
     assert (task.id, task.family, task.image) == ("example/count", "harbor/files", "/images/jammy")
     assert (task.instruction, task.files) == ("Count the lines.\n", {})
     assert (evaluator.kind, evaluator.timeout_s, evaluator.data_paths) == (EvaluatorKind.VERIFIER, 120.0, ())
@@ -63,8 +64,9 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     assert evaluator.verifier is not None
     verifier = evaluator.verifier
     assert (verifier.form, verifier.live, verifier.allow_root) == (VerifierForm.HARBOR, True, False)
-    assert (verifier.workdir, found.workdir, found.agent_timeout_s) == ("/app", "/app", 300.0)
-    assert (found.cpus, found.memory_bytes, found.agent_user) == (2, 2048 << 20, None)
+    assert verifier.workdir == "/app"
+    assert task.environment == EnvironmentSpec(kind="terminal", given={"workdir": "/app"})
+    assert dict(task.limits.items()) == {"agent_s": 300.0, "cpus": 2, "memory_mb": 2048}
     assert "wc -l" not in str(task)
     assert gold_script(tmp_path / "count") == "wc -l < a > b\n"
 
@@ -72,9 +74,9 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
 def test_a_clean_verifier_sees_the_working_directory(tmp_path: Path) -> None:
     folder = make(tmp_path)
     clean = HarborSettings(images=SETTINGS.images, live=False)
-    assert task_of(folder, clean).task.evaluator.data_paths == ("/app",)
+    assert task_of(folder, clean).evaluator.data_paths == ("/app",)
     named = HarborSettings(images=SETTINGS.images, live=False, data_paths=("/app", "/home/user"), solved_at=0.5)
-    evaluator = task_of(folder, named).task.evaluator
+    evaluator = task_of(folder, named).evaluator
     assert evaluator.data_paths == ("/app", "/home/user")
     assert evaluator.verifier is not None
     assert evaluator.verifier.solved_at == 0.5
@@ -88,11 +90,12 @@ def test_a_prebuilt_image_needs_no_dockerfile(tmp_path: Path) -> None:
     files = {"environment__Dockerfile": None, "environment__data__a_0txt": "text\n", "solution__solve_0sh": None}
     folder = make(tmp_path / "plain", task_0toml=toml, **files)
     found = task_of(folder, SETTINGS)
-    assert (found.task.id, found.task.family, found.workdir) == ("plain", "harbor", "/work")
-    assert found.task.files == {"/work/data/a.txt": "text\n"}
-    assert (found.memory_bytes, found.agent_user, gold_script(folder)) == (3 << 29, "dev", None)
+    assert (found.id, found.family, found.limits.memory_mb) == ("plain", "harbor", 1536)
+    assert found.files == {"/work/data/a.txt": "text\n"}
+    assert found.environment == EnvironmentSpec(kind="terminal", given={"workdir": "/work", "user": "dev"})
+    assert gold_script(folder) is None
     built = make(tmp_path / "built", task_0toml=toml, environment__Dockerfile="FROM x\nRUN make\nWORKDIR /src\n")
-    assert task_of(built, SETTINGS).task.files == {}
+    assert task_of(built, SETTINGS).files == {}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_a_folder_that_cannot_be_scored_is_refused(
 
 def test_words_that_only_look_like_installers_are_not_refused(tmp_path: Path) -> None:
     script = "PIP=1\necho $uv\npython3 /tests/curl.py\ntest -x /usr/bin/wget || true\n"
-    assert task_of(make(tmp_path, tests__test_0sh=script), SETTINGS).task.id == "example/count"
+    assert task_of(make(tmp_path, tests__test_0sh=script), SETTINGS).id == "example/count"
 
 
 def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_duplicate_names_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make(tmp_path / name)
     tasks, refusals = read_folders(tmp_path, SETTINGS)
-    assert [found.task.id for found in tasks] == ["example/count"]
+    assert [found.id for found in tasks] == ["example/count"]
     assert "b: task.name: 'example/count' is also the name of a" in refusals[0].reason
     assert refusals[0].line == 2
 
