@@ -14,6 +14,7 @@ from headrace.serve.conversation import Purpose, TurnAnswer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.buffer.token_kinds import KindRuns
     from headrace.buffer.types import VersionSpan
     from headrace.serve.capture.matching import Drift
     from headrace.serve.rendering.render import TokenIds
@@ -77,7 +78,7 @@ class Exhausted(StrEnum):
 class Recorded:
     """Event: a turn was sampled, completely or (status ABORTED or CUT) in part. `parent` is the id of the turn
     that it continues; `delta` are the ids of its prompt below the parent, and `options` is the `options_digest` of its
-    request."""
+    request. `kinds` are those of `delta`, None if they are not known."""
 
     parent: str
     parts: tuple[bytes, ...]
@@ -91,6 +92,7 @@ class Recorded:
     status: Status
     truncated: bool
     lost_calls: int
+    kinds: KindRuns | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
@@ -33,6 +33,9 @@ from headrace.serve.capture.matching import Drift
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import LogBroken
+
+if TYPE_CHECKING:
+    from headrace.buffer.token_kinds import KindRuns
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +175,7 @@ class SessionLog:
 def _document(event: Event) -> dict[str, Any]:
     match event:
         case Recorded():
-            recorded = {
+            recorded: dict[str, Any] = {
                 "parent": event.parent,
                 "parts": [part.hex() for part in event.parts],
                 "delta": _encode(event.delta),
@@ -187,6 +190,8 @@ def _document(event: Event) -> dict[str, Any]:
                 "truncated": event.truncated,
                 "lost_calls": event.lost_calls,
             }
+            if event.kinds is not None:
+                recorded["token_kinds"] = event.kinds
             return {"recorded": recorded}
         case Accepted(turn_id=turn_id, drift=drift):
             return {"accepted": turn_id, "drift": drift.value}
@@ -216,6 +221,7 @@ def _event(document: dict[str, Any]) -> Event:
                 logprobs=_decode("f", recorded.pop("logprobs")),
                 spans=tuple(VersionSpan.from_json(*span) for span in recorded.pop("spans")),
                 status=Status(recorded.pop("status")),
+                kinds=_read_kinds(recorded.pop("token_kinds", None)),
                 **recorded,
             )
         case {"accepted": str() as turn_id, "drift": str() as drift}:
@@ -227,6 +233,10 @@ def _event(document: dict[str, Any]) -> Event:
         case {"spent": str() as budget}:
             return Spent(budget=Exhausted(budget))
     raise ValueError(f"unknown event: {sorted(document)}")
+
+
+def _read_kinds(runs: list[list[int]] | None) -> KindRuns | None:
+    return None if runs is None else tuple((kind, tokens) for kind, tokens in runs)
 
 
 def _encode(values: array[Any]) -> str:

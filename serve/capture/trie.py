@@ -36,6 +36,7 @@ from headrace.serve.conversation import Message, Role, ToolCall, TurnAnswer, Tur
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from headrace.buffer.token_kinds import KindRuns
     from headrace.buffer.types import VersionSpan
     from headrace.serve.rendering.render import TokenIds
 
@@ -46,7 +47,8 @@ NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PromptNode:
     """Rendered ids. `parts` are the digests of the messages; `frame` is the same for all parts that `covers` treats as
-    equal to them; `length` counts the ids from the root to the end of the node."""
+    equal to them; `length` counts the ids from the root to the end of the node. `kinds` are those of `ids`, None if
+    they are not known."""
 
     above: weakref.ref[SampledNode] | None
     parts: tuple[bytes, ...]
@@ -55,6 +57,7 @@ class PromptNode:
     origin: Origin
     length: int
     number: int
+    kinds: KindRuns | None = None
     children: list[SampledNode] = field(default_factory=list)
 
     @property
@@ -226,6 +229,7 @@ class Trie:
                 origin=event.origin,
                 length=(parent.length if parent else 0) + len(event.delta),
                 number=self._next_number(),
+                kinds=event.kinds,
             )
             siblings.append(prompt)
         served = Served.of(answer.blocks)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterable, Sequence
 
+    from headrace.buffer.token_kinds import KindRuns
     from headrace.serve.conversation import Message, ToolCall, ToolSpec
 
 TokenIds: TypeAlias = "array[int]"
@@ -50,6 +51,12 @@ class Renderer(Protocol):
         reasoning."""
         ...
 
+    @property
+    def marks_bodies(self) -> bool:
+        """True when the kinds of tokens are asked for, and the template shows where message bodies begin and end
+        (probed at startup)."""
+        ...
+
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
         """Return all ids of the conversation up to the start of the policy's turn. Raises TemplateRefused."""
         ...
@@ -58,6 +65,18 @@ class Renderer(Protocol):
         """Return the ids between the last sampled id (`last_id`, which is a stop id unless the turn was cut off) and
         the next one. `calls` are the calls of the sampled turn, for templates that repeat them with their results.
         Requires `bridges`. Raises TemplateRefused."""
+        ...
+
+    def render_kinds(
+        self, ids: TokenIds, messages: Sequence[Message], tools: Sequence[ToolSpec], *, observed_from: int
+    ) -> KindRuns | None:
+        """Return the kinds of the `ids` that `render` returned. Messages from the index `observed_from` on came after a
+        turn of the policy. None if the template hides these messages. Requires `marks_bodies`."""
+        ...
+
+    def bridge_kinds(self, ids: TokenIds, calls: Sequence[ToolCall], messages: Sequence[Message]) -> KindRuns | None:
+        """Return the kinds of the `ids` that `bridge` returned; None if the template hides these messages. Requires
+        `marks_bodies`."""
         ...
 
     def count_tokens(self, texts: Iterable[str], *, stop_at: int) -> int:
