@@ -50,10 +50,13 @@ def refuse_unstorable(trajectory: Trajectory) -> None:
     if (size := size + 4 * _SPAN_WORDS * len(spans)) > MAX_STORED_BYTES:
         raise CodecError(_too_large(size))
     for row in trajectory.rows:
-        _refuse_kinds(row)
         _refuse_array(row.tokens_T, "iu", np.iinfo(np.int32))
         _refuse_array(row.logprobs_T, "f", np.finfo(np.float32))
         _refuse_array(row.loss_mask_T, "b", None)
+        if row.kinds_T is not None:
+            _refuse_array(row.kinds_T, "u", np.iinfo(np.uint8))
+            if len(row.kinds_T) != len(row.tokens_T) or (row.kinds_T >= KINDS).any():
+                raise CodecError(f"the kinds of a row are not one below {KINDS} for each token")
     for span in spans:
         plain_int(span.start, most=_MAX_WORD)
         plain_int(span.end, most=_MAX_WORD)
@@ -61,18 +64,9 @@ def refuse_unstorable(trajectory: Trajectory) -> None:
         plain_int(span.version.step, most=_MAX_WORD)
 
 
-def _refuse_kinds(row: Row) -> None:
-    """Raise CodecError unless the row has no kinds, or a known one for each token."""
-    kinds = row.kinds_T
-    if kinds is None:
-        return
-    if not isinstance(kinds, np.ndarray) or kinds.dtype != np.uint8 or kinds.shape != row.tokens_T.shape:
-        raise CodecError("the kinds of a row are not one uint8 for each token")
-    if kinds.size and kinds.max() >= KINDS:
-        raise CodecError(f"a row has a token of kind {kinds.max()}, but there are {KINDS} kinds")
-
-
-def _refuse_array(array: object, kinds: str, bounds: np.iinfo[np.int32] | np.finfo[np.float32] | None) -> None:
+def _refuse_array(
+    array: object, kinds: str, bounds: np.iinfo[np.int32] | np.iinfo[np.uint8] | np.finfo[np.float32] | None
+) -> None:
     """Raise CodecError unless an array is one-dimensional and its numbers are of these kinds and within the bounds of
     the stored type."""
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
@@ -101,7 +95,7 @@ def encode(trajectory: Trajectory) -> bytes:
             np.packbits(row.loss_mask_T).tobytes(),
         ]
         if format_ == FORMAT:
-            runs: KindRuns = () if row.kinds_T is None else to_runs(row.kinds_T)
+            runs: KindRuns = () if row.kinds_T is None else to_runs(row.kinds_T.astype(np.uint8, copy=False))
             parts.append(_RUNS.pack(_MAX_WORD if row.kinds_T is None else len(runs)))
             parts.append(np.asarray(runs, dtype="<u4").tobytes())
     plain = b"".join(parts)

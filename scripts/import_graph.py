@@ -32,7 +32,18 @@ ORDER: dict[str, tuple[str, ...]] = {
         "simulated",
     ),
     "buffer": (
-        *("errors", "repositories", "tasks", "versions", "types", "sanitizer", "codec", "packing", "row_limits"),
+        *(
+            "errors",
+            "repositories",
+            "tasks",
+            "versions",
+            "token_kinds",
+            "types",
+            "sanitizer",
+            "codec",
+            "packing",
+            "row_limits",
+        ),
         *("primitives", "core", "ledger", "audit", "datasets"),
     ),
     "policies": (

@@ -72,6 +72,7 @@ from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay, starting
+from headrace.serve.rendering.template_renderer import load_renderer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -136,14 +137,16 @@ def document_of(config: RunConfig) -> bytes:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Check that the model, the agent, the sandboxes and the folder for temporary files are usable. Raises ConfigError,
-    ModelInvalid, NamespacesUnavailable and FolderRefused."""
+    """Check that the model with its chat template, the agent, the sandboxes and the folder for temporary files are
+    usable. Raises ConfigError, ModelInvalid, NamespacesUnavailable and FolderRefused."""
     check_ray_folder()
     if not config.engines.is_simulated:
         check_model_files(config.model.path)
         # SGLang and other learners check the architecture themselves.
         if config.learner.kind == "megatron" or (config.engines.backend == "cpu" and config.engines.count):
             check_computable(config.model.path)
+        if config.learner.needs_kinds:
+            load_renderer(config.model.path, token_kinds=True)
     refuse_absent_sglang(config.engines)
     try:
         read_engine_key(config.engines.key_file, "engines.key_file")

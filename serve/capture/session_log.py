@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
@@ -33,9 +33,6 @@ from headrace.serve.capture.matching import Drift
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import LogBroken
-
-if TYPE_CHECKING:
-    from headrace.buffer.token_kinds import KindRuns
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +218,7 @@ def _event(document: dict[str, Any]) -> Event:
                 logprobs=_decode("f", recorded.pop("logprobs")),
                 spans=tuple(VersionSpan.from_json(*span) for span in recorded.pop("spans")),
                 status=Status(recorded.pop("status")),
-                kinds=_read_kinds(recorded.pop("token_kinds", None)),
+                kinds=tuple(map(tuple, runs)) if (runs := recorded.pop("token_kinds", None)) is not None else None,
                 **recorded,
             )
         case {"accepted": str() as turn_id, "drift": str() as drift}:
@@ -233,10 +230,6 @@ def _event(document: dict[str, Any]) -> Event:
         case {"spent": str() as budget}:
             return Spent(budget=Exhausted(budget))
     raise ValueError(f"unknown event: {sorted(document)}")
-
-
-def _read_kinds(runs: list[list[int]] | None) -> KindRuns | None:
-    return None if runs is None else tuple((kind, tokens) for kind, tokens in runs)
 
 
 def _encode(values: array[Any]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.policies.learners.logprob_drift import DriftSums
-from headrace.policies.learners.objectives.token_sums import TokenSums
+from headrace.policies.learners.objectives.token_sums import ObservationSums, TokenSums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
     """Part of a step that one rank computed. `grad_norm` is that of the gradient of the whole batch, before it was
-    scaled down."""
+    scaled down. `observed` is None if observed tokens were not computed."""
 
     loss: float
     grad_norm: float
     sums: TokenSums
     drift: DriftSums
+    observed: ObservationSums | None = None
 
 
 class Ranks(Protocol):
@@ -72,9 +73,11 @@ if TYPE_CHECKING:
 
 def whole_step(parts: Sequence[RankStep]) -> RankStep:
     """Return the step of all ranks together."""
+    observed = [part.observed for part in parts if part.observed is not None]
     return RankStep(
         loss=sum(part.loss for part in parts),
         grad_norm=parts[0].grad_norm,
         sums=sum((part.sums for part in parts), TokenSums()),
         drift=sum((part.drift for part in parts), DriftSums()),
+        observed=sum(observed, ObservationSums()) if observed else None,
     )

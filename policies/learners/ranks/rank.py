@@ -25,8 +25,9 @@ from headrace.policies.learners.logprob_drift import DriftMeter
 from headrace.policies.learners.megatron_optimizer import MainOptimizer
 from headrace.policies.learners.micro_batches import WeightedRow, collate, weighted_rows
 from headrace.policies.learners.objectives.loss import weighted_loss
+from headrace.policies.learners.objectives.observation import observation_loss
 from headrace.policies.learners.objectives.registry import OBJECTIVES
-from headrace.policies.learners.objectives.token_sums import TokenSums
+from headrace.policies.learners.objectives.token_sums import ObservationSums, TokenSums
 from headrace.policies.learners.ranks.contract import RankStep
 from headrace.policies.learners.ranks.reference_model import ReferenceModel
 from headrace.policies.models.qwen_config import QwenConfig
@@ -84,12 +85,19 @@ class MegatronRank:
         meter = DriftMeter(batch, cap=self._config.weight_cap)
         rows = weighted_rows(batch, self._objective, self._config)
         shares = distribute([len(row.row.tokens_T) for row in rows], ranks=self._ranks)
-        loss, sums = self._accumulate([rows[index] for index in shares[self._rank]], meter)
+        coefficient = self._config.observation_coef_at(batch.version.step)
+        loss, sums, observed = self._accumulate([rows[index] for index in shares[self._rank]], meter, coefficient)
         grad_norm = self._optimizer.take_gradients(max_norm=self._config.clip_grad_norm)
         if math.isfinite(grad_norm):
             self._optimizer.step(learning_rate)
         self._optimizer.drop_gradients()
-        return RankStep(loss=loss, grad_norm=grad_norm, sums=sums, drift=meter.sums)
+        return RankStep(
+            loss=loss,
+            grad_norm=grad_norm,
+            sums=sums,
+            drift=meter.sums,
+            observed=observed if coefficient > 0 else None,
+        )
 
     def export(self, path: Path, version: PolicyVersion) -> None:
         """Write the weights with Hugging Face names into a safetensors file. Raises OSError."""
@@ -119,18 +127,24 @@ class MegatronRank:
         """Leave the world; the rank is unusable afterwards."""
         megatron_world.stop()
 
-    def _accumulate(self, rows: list[WeightedRow], meter: DriftMeter) -> tuple[float, TokenSums]:
+    def _accumulate(
+        self, rows: list[WeightedRow], meter: DriftMeter, observation_coef: float
+    ) -> tuple[float, TokenSums, ObservationSums]:
         """Sum the gradient of the rows and of those of all other ranks in Megatron's buffers, and add their
-        log-probabilities to `meter`. Return the loss of the rows and its sums over trained tokens."""
+        log-probabilities to `meter`. Return the loss of the rows and its sums over trained and observed tokens."""
         self._ddp.zero_grad_buffer()
         lengths = [len(row.row.tokens_T) for row in rows]
-        total, sums = 0.0, TokenSums()
+        total, sums, observed = 0.0, TokenSums(), ObservationSums()
         for indices in pack(lengths, token_budget=self._config.token_budget):
             micro = collate([rows[index] for index in indices], self._device)
             reference_N = self._reference.logprobs_N(micro) if self._reference is not None else None
-            logprobs_N, entropies_N = self._ddp(micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
+            logprobs_S, entropies_S = self._ddp(micro.tokens_BT, micro.scored_BT, micro.temperatures_S)
+            logprobs_N, entropies_N = micro.of_trained(logprobs_S), micro.of_trained(entropies_S)
             tokens = micro.trained_tokens(logprobs_N, entropies_N, reference_N)
             loss, part = weighted_loss(tokens, micro.weights_N, self._objective, self._config)
+            if (extra := micro.observed) is not None:
+                term, found = observation_loss(logprobs_S[~extra.trained_S], extra.weights_M, extra.warnings_M)
+                loss, observed = loss + observation_coef * term, observed + found
             loss.backward()  # type: ignore[no-untyped-call]
             computed = [rows[index].row for index in indices]
             meter.add(computed, logprobs_N.detach().float().cpu().numpy(), positions=micro.tokens_BT.numel())
@@ -138,7 +152,7 @@ class MegatronRank:
         # Megatron's `finish_grad_sync` averages, and its coalesced all-reduce over gloo has no timeout.
         for buffer in self._ddp.buffers:
             torch.distributed.all_reduce(buffer.grad_data)
-        return total, sums
+        return total, sums, observed
 
 
 class SoleRank:
