@@ -85,6 +85,7 @@ class MegatronTrainer:
             **batch_metrics(batch),
             **done.drift.shares(),
             **observing,
+            **done.critic,
             "computed_tokens": float(done.sums.tokens),
             "loss": done.loss,
             "grad_norm": done.grad_norm,

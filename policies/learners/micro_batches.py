@@ -36,14 +36,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightedRow:
     """Row with the values shared by its tokens. `weight` multiplies the loss of each trained token; `trajectory` is the
-    index of the row's trajectory in the batch. `observation_weights` multiply the cross-entropy of each observation and
-    each warning; None if observed tokens are not computed."""
+    index of the row's trajectory in the batch, `reward` that of the trajectory. `advantages` are those of each trained
+    token if a critic gives them, in place of `advantage`. `observation_weights` multiply the cross-entropy of each
+    observation and each warning; None if observed tokens are not computed."""
 
     row: Row
     advantage: float
     temperature: float
     weight: float
     trajectory: int
+    reward: float
+    advantages: npt.NDArray[np.float32] | None = None
     observation_weights: tuple[float, float] | None = None
 
 
@@ -59,6 +62,7 @@ def weighted_rows(batch: Batch, objective: Objective, config: ObjectiveConfig) -
             temperature=item.trajectory.temperature,
             weight=weight,
             trajectory=index,
+            reward=item.reward,
         )
         for index, (item, weight) in enumerate(zip(batch.items, weights, strict=True))
         if item.advantage != 0.0 or zero_advantage
@@ -151,13 +155,15 @@ def collate(rows: Sequence[WeightedRow], device: torch.device) -> MicroBatch:
         # Observed tokens were not sampled: their cross-entropy is that of the model, at temperature 1.
         temperatures_S = torch.ones(len(observed.trained_S), device=device)
         temperatures_S[observed.trained_S] = temperatures_N
+    by_token = [row.advantages for row in rows if row.advantages is not None]
+    advantages_N = torch.from_numpy(np.concatenate(by_token)).to(device) if by_token else None
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
         trained_BT=trained,
         scored_BT=scored,
         temperatures_S=temperatures_S,
         behaviour_logprobs_N=torch.from_numpy(behaviour_BT[trained_BT]).to(device),
-        advantages_N=spread([row.advantage for row in rows]),
+        advantages_N=spread([row.advantage for row in rows]) if advantages_N is None else advantages_N,
         temperatures_N=temperatures_N,
         weights_N=spread([row.weight for row in rows]),
         rows_N=spread(range(len(rows)), np.int64),

@@ -12,7 +12,9 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-OWN: Final = ("grpo", "gspo", "cispo")
+PPO: Final = "ppo"
+"""Objective whose advantages are those of a critic."""
+OWN: Final = ("grpo", "gspo", "cispo", PPO)
 """headrace's own objectives. Each uses the ratio, and clips it."""
 
 Correction = Literal["cap", "icepop", "weights", "none"]
@@ -25,7 +27,8 @@ class ObjectiveConfig(BaseModel):
 
     objective: str = "grpo"
     """Policy loss: `grpo` (PPO's clip for each token), `gspo` (the same for the geometric mean of the ratios of a row),
-    `cispo` (clipped weights), or an objective from another package (docs/extending.md)."""
+    `cispo` (clipped weights), `ppo` (that of grpo with the advantages of a critic, learner.critic), or an objective
+    from another package (docs/extending.md)."""
     eps_low: float = Field(default=0.2, gt=0, le=1)
     """Lower clip of the ratio current / behaviour, 1 - eps_low: with a negative advantage, a smaller ratio has no
     gradient. cispo raises smaller ratios to it; 1 turns it off."""

@@ -9,14 +9,14 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.policies.learners.logprob_drift import DriftSums
 from headrace.policies.learners.objectives.token_sums import ObservationSums, TokenSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from typing import TypeAlias
 
@@ -35,6 +35,8 @@ class RankStep:
     sums: TokenSums
     drift: DriftSums
     observed: ObservationSums | None = None
+    critic: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the critic, which a learner with several ranks does not have."""
 
 
 class Ranks(Protocol):
@@ -80,4 +82,5 @@ def whole_step(parts: Sequence[RankStep]) -> RankStep:
         sums=sum((part.sums for part in parts), TokenSums()),
         drift=sum((part.drift for part in parts), DriftSums()),
         observed=sum(observed, ObservationSums()) if observed else None,
+        critic=parts[0].critic,
     )
