@@ -2,12 +2,14 @@
 
 Invariants:
 - `decode(encode(t))` has equal arrays, spans and temperature; the same trajectory always has the same bytes.
+- A trajectory without token kinds has format 1, which older versions of headrace read too; one with kinds has format 2.
 - Damaged or foreign input raises CodecError and takes at most `MAX_BYTES` of memory: frames contain a checksum of their
   content (except those written by the first versions).
 
 Layout (little endian) inside one zstandard frame: `HRT`, format byte, temperature f8, number of rows u4; per row:
 tokens u4, spans u4; per span: start, end, epoch (its highest bit: stale keys and values), step u4 each; then tokens
-i4[T], log-probabilities f4[T], loss mask one bit each, padded to a byte.
+i4[T], log-probabilities f4[T], loss mask one bit each, padded to a byte; in format 2, then the number of runs of kinds
+u4 (0xFFFFFFFF: the row has none), and per run: kind u4, tokens u4.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ import zstandard
 
 from headrace.buffer.errors import CodecError
 from headrace.buffer.sanitizer import plain_float, plain_int
+from headrace.buffer.token_kinds import KINDS, KindRuns, from_runs, to_runs
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 
-FORMAT = 1
+FORMAT = 2
+_WITHOUT_KINDS = 1
+"""Format of trajectories whose rows have no kinds."""
 MAX_BYTES = 1 << 30
 MAX_STORED_BYTES = 900_000_000
 """Limit before compression; SQLite accepts a blob of at most 1e9 bytes (https://www.sqlite.org/limits.html)."""
 _MAGIC = b"HRT"
 _HEADER = struct.Struct("<3sBdI")
 _ROW = struct.Struct("<II")
+_RUNS = struct.Struct("<I")
 _SPAN_WORDS = 4
 _STALE_KV = 1 << 31
 _MAX_WORD = (1 << 32) - 1
@@ -40,12 +46,17 @@ def refuse_unstorable(trajectory: Trajectory) -> None:
     plain_float(trajectory.temperature)
     spans = [span for row in trajectory.rows for span in row.versions]
     size = _HEADER.size + sum(_ROW.size + 9 * len(row.tokens_T) + 1 for row in trajectory.rows)
+    size += sum(_RUNS.size + 8 * len(row.tokens_T) for row in trajectory.rows if row.kinds_T is not None)
     if (size := size + 4 * _SPAN_WORDS * len(spans)) > MAX_STORED_BYTES:
         raise CodecError(_too_large(size))
     for row in trajectory.rows:
         _refuse_array(row.tokens_T, "iu", np.iinfo(np.int32))
         _refuse_array(row.logprobs_T, "f", np.finfo(np.float32))
         _refuse_array(row.loss_mask_T, "b", None)
+        if row.kinds_T is not None:
+            _refuse_array(row.kinds_T, "u", np.iinfo(np.uint8))
+            if len(row.kinds_T) != len(row.tokens_T) or (row.kinds_T >= KINDS).any():
+                raise CodecError(f"the kinds of a row are not one below {KINDS} for each token")
     for span in spans:
         plain_int(span.start, most=_MAX_WORD)
         plain_int(span.end, most=_MAX_WORD)
@@ -53,7 +64,9 @@ def refuse_unstorable(trajectory: Trajectory) -> None:
         plain_int(span.version.step, most=_MAX_WORD)
 
 
-def _refuse_array(array: object, kinds: str, bounds: np.iinfo[np.int32] | np.finfo[np.float32] | None) -> None:
+def _refuse_array(
+    array: object, kinds: str, bounds: np.iinfo[np.int32] | np.iinfo[np.uint8] | np.finfo[np.float32] | None
+) -> None:
     """Raise CodecError unless an array is one-dimensional and its numbers are of these kinds and within the bounds of
     the stored type."""
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
@@ -67,7 +80,8 @@ def _refuse_array(array: object, kinds: str, bounds: np.iinfo[np.int32] | np.fin
 
 def encode(trajectory: Trajectory) -> bytes:
     """Encode a trajectory. Raises CodecError when it is larger than MAX_STORED_BYTES."""
-    parts = [_HEADER.pack(_MAGIC, FORMAT, trajectory.temperature, len(trajectory.rows))]
+    format_ = _WITHOUT_KINDS if all(row.kinds_T is None for row in trajectory.rows) else FORMAT
+    parts = [_HEADER.pack(_MAGIC, format_, trajectory.temperature, len(trajectory.rows))]
     for row in trajectory.rows:
         spans = [
             (span.start, span.end, span.version.epoch | (_STALE_KV if span.stale_kv else 0), span.version.step)
@@ -80,6 +94,10 @@ def encode(trajectory: Trajectory) -> bytes:
             row.logprobs_T.astype("<f4", copy=False).tobytes(),
             np.packbits(row.loss_mask_T).tobytes(),
         ]
+        if format_ == FORMAT:
+            runs: KindRuns = () if row.kinds_T is None else to_runs(row.kinds_T.astype(np.uint8, copy=False))
+            parts.append(_RUNS.pack(_MAX_WORD if row.kinds_T is None else len(runs)))
+            parts.append(np.asarray(runs, dtype="<u4").tobytes())
     plain = b"".join(parts)
     if len(plain) > MAX_STORED_BYTES:
         raise CodecError(_too_large(len(plain)))
@@ -97,13 +115,13 @@ def decode(data: bytes) -> Trajectory:
             raise CodecError("not a readable trajectory: its size is missing or too large")
         plain = zstandard.ZstdDecompressor().decompress(data)
         magic, version, temperature, row_count = _HEADER.unpack_from(plain)
-        if magic != _MAGIC or version != FORMAT:
+        if magic != _MAGIC or version not in (_WITHOUT_KINDS, FORMAT):
             raise CodecError(
-                f"trajectory format {magic!r} {version}, but this version of headrace reads {_MAGIC!r} {FORMAT}"
+                f"trajectory format {magic!r} {version}, but this version of headrace reads {_MAGIC!r} up to {FORMAT}"
             )
         rows, offset = [], _HEADER.size
         for _ in range(row_count):
-            row, offset = _decode_row(plain, offset)
+            row, offset = _decode_row(plain, offset, with_kinds=version == FORMAT)
             rows.append(row)
     except (zstandard.ZstdError, struct.error, ValueError) as error:
         raise CodecError(f"not a readable trajectory: {error}") from error
@@ -112,7 +130,7 @@ def decode(data: bytes) -> Trajectory:
     return Trajectory(rows=tuple(rows), temperature=temperature)
 
 
-def _decode_row(plain: bytes, offset: int) -> tuple[Row, int]:
+def _decode_row(plain: bytes, offset: int, *, with_kinds: bool) -> tuple[Row, int]:
     length, span_count = _ROW.unpack_from(plain, offset)
     offset += _ROW.size
     words = np.frombuffer(plain, "<u4", span_count * _SPAN_WORDS, offset).reshape(span_count, _SPAN_WORDS).tolist()
@@ -126,4 +144,15 @@ def _decode_row(plain: bytes, offset: int) -> tuple[Row, int]:
         for start, end, epoch, step in words
     )
     mask = np.unpackbits(packed, count=length).astype(np.bool_)
-    return Row(tokens_T=tokens, loss_mask_T=mask, logprobs_T=logprobs, versions=spans), offset
+    kinds = None
+    if with_kinds:
+        (runs,) = _RUNS.unpack_from(plain, offset)
+        offset += _RUNS.size
+        if runs != _MAX_WORD:
+            pairs = np.frombuffer(plain, "<u4", 2 * runs, offset).reshape(runs, 2).tolist()
+            offset += 8 * runs
+            # Before the array is made: a damaged run may be longer than the memory.
+            if sum(count for _, count in pairs) != length:
+                raise CodecError("not a readable trajectory: the kinds of a row do not cover its tokens")
+            kinds = from_runs(pairs)
+    return Row(tokens_T=tokens, loss_mask_T=mask, logprobs_T=logprobs, versions=spans, kinds_T=kinds), offset

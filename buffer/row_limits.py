@@ -33,6 +33,8 @@ class RowLimits:
         length = len(row.tokens_T)
         if not length == len(row.loss_mask_T) == len(row.logprobs_T):
             return "the tokens, mask and log-probabilities of a row differ in length"
+        if row.kinds_T is not None and len(row.kinds_T) != length:
+            return "the tokens and their kinds differ in length in a row"
         if length > self.tokens:
             return (
                 f"a row of {length} tokens exceeds the learner's token budget of {self.tokens}: raise "

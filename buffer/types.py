@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 
+from headrace.buffer.token_kinds import from_runs, to_runs
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from headrace.buffer.tasks import TaskId
+    from headrace.buffer.token_kinds import KindRuns
 
 GroupId = NewType("GroupId", str)
 RolloutId = NewType("RolloutId", str)
@@ -128,27 +130,37 @@ class VersionSpan:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
     """A token sequence. `tokens_T` int32, `loss_mask_T` bool (True where sampled and trained), `logprobs_T` float32
-    under the temperature-scaled behaviour distribution. `versions` covers exactly the sampled positions."""
+    under the temperature-scaled behaviour distribution. `versions` covers exactly the sampled positions. `kinds_T`
+    uint8 (`TokenKind`); None if they were not asked for, or the chat template hides them."""
 
     tokens_T: npt.NDArray[np.int32]
     loss_mask_T: npt.NDArray[np.bool_]
     logprobs_T: npt.NDArray[np.float32]
     versions: tuple[VersionSpan, ...]
+    kinds_T: npt.NDArray[np.uint8] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         # Few plain objects instead of many: messages carry hundreds of rows, and each object costs time.
         arrays = ((self.tokens_T, np.int32), (self.loss_mask_T, np.bool_), (self.logprobs_T, np.float32))
         spans = [span.to_plain() for span in self.versions]
-        return _row, (*(np.asarray(array, dtype).tobytes() for array, dtype in arrays), spans)
+        kinds = () if self.kinds_T is None else (to_runs(np.asarray(self.kinds_T, np.uint8)),)
+        return _row, (*(np.asarray(array, dtype).tobytes() for array, dtype in arrays), spans, *kinds)
 
 
-def _row(tokens: bytes, loss_mask: bytes, logprobs: bytes, spans: list[tuple[int, int, int, int, bool]]) -> Row:
+def _row(
+    tokens: bytes,
+    loss_mask: bytes,
+    logprobs: bytes,
+    spans: list[tuple[int, int, int, int, bool]],
+    kinds: KindRuns | None = None,
+) -> Row:
     """Unpickle a row; its arrays are read-only."""
     return Row(
         tokens_T=np.frombuffer(tokens, np.int32),
         loss_mask_T=np.frombuffer(loss_mask, np.bool_),
         logprobs_T=np.frombuffer(logprobs, np.float32),
         versions=tuple(VersionSpan.from_plain(*span) for span in spans),
+        kinds_T=None if kinds is None else from_runs(kinds),
     )
 
 

@@ -39,6 +39,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "verifiers",
             "tasks",
             "versions",
+            "token_kinds",
             "types",
             "sanitizer",
             "codec",

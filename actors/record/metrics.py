@@ -71,13 +71,20 @@ class StepMetric(Metric):
     reward: float
     """Mean reward over the batch's rollouts."""
     metrics: Mapping[str, float] = field(metadata=INLINE)
-    """Keys reported by the learner. The Megatron learner writes `tokens` (trained tokens), `computed_tokens` (those in
-    rows with a nonzero advantage, or in all rows if a term of the loss uses them), `mean_staleness`, `max_staleness`,
-    `mean_reward`, `loss`, `grad_norm`, `learning_rate` and `seconds` (forward, backward and update), the shares
-    `padding_share` (padding in the computed positions) and `capped_share` (computed tokens whose ratio exceeds
-    `learner.weight_cap`), and the means of the objective over computed tokens: `entropy`, `mean_ratio`,
-    `mean_abs_log_ratio`, `clip_fraction`, with `learner.kl_coef` also `kl`, with masks `masked_fraction`. A value that
-    is not finite is left out; if no token is computed, the shares and the means of the objective are left out."""
+    """Keys reported by the learner. The Megatron learner writes `tokens` (trained tokens), `computed_tokens` (those
+    in rows with a nonzero advantage, or in all rows if a term of the loss uses them), `mean_staleness`,
+    `max_staleness`, `mean_reward`, `loss`, `grad_norm`, `learning_rate` and `seconds` (forward, backward and
+    update), the shares `padding_share` (padding in the computed positions) and `capped_share` (computed tokens
+    whose ratio exceeds `learner.weight_cap`), and the means of the objective over computed tokens: `entropy`,
+    `mean_ratio`, `mean_abs_log_ratio`, `clip_fraction`, with `learner.kl_coef` also `kl`, with masks
+    `masked_fraction`. While `learner.observation_coef` is above 0, also the cross-entropy of observations in nats:
+    `observation_loss` (with its weights), `observation_loss_scaled` (times `observation_coef`, the current one),
+    `observation_to_policy` (its absolute value divided by that of the rest of the loss, which is large where a
+    policy loss cancels out within groups), `observation_tokens` (selected tokens), the means per token
+    `observation_cross_entropy` and `warning_cross_entropy`, and `unmarked_rows` (rows of the batch without kinds of
+    tokens). With a critic, over all trained tokens: `explained_variance` (1 - var(return - value) / var(return)),
+    `mean_value`, `mean_return`, and `critic_loss` and `critic_grad_norm` of its first update. A value that is not
+    finite is left out; if no token is computed, the shares and the means of the objective are left out."""
     staleness: Mapping[str, int]
     """Number of trained trajectories by staleness in optimizer steps."""
     stale_kv_tokens: int

@@ -224,6 +224,22 @@ def external_trainers_reach_the_run(config: RunConfig) -> str | None:
     )
 
 
+def observations_reach_the_learner(config: RunConfig) -> str | None:
+    if not config.learner.needs_kinds:
+        return None
+    if config.learner.kind == "external":
+        return (
+            f"learner.observation_coef {config.learner.observation_coef:g} has no effect with learner.kind external, "
+            "whose loss is your own; remove it"
+        )
+    if config.buffer.zero_variance == "filter":
+        return (
+            f"learner.observation_coef {config.learner.observation_coef:g} also trains on groups with equal rewards, "
+            "which buffer.zero_variance filter leaves out of batches; set buffer.zero_variance to keep"
+        )
+    return None
+
+
 def slime_trains_the_recipe(config: RunConfig) -> str | None:
     return slime.problem(slime_terms(config)) if config.learner.kind == "slime" else None
 
@@ -265,6 +281,7 @@ CHECKS = (
     programs_fit_the_sandboxes,
     enough_held_out_tasks,
     slime_trains_the_recipe,
+    observations_reach_the_learner,
     external_trainers_reach_the_run,
     services_end_before_the_agent,
     all_nodes_reach_the_services,

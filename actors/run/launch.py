@@ -81,6 +81,7 @@ from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
 from headrace.serve.observing.progress import ProgressDisplay, starting
+from headrace.serve.rendering.template_renderer import load_renderer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -162,6 +163,8 @@ def check_recipe_parts(config: RunConfig) -> None:
         # SGLang and other learners check the architecture themselves.
         if config.learner.kind == "megatron" or (config.engines.backend == "cpu" and config.engines.count):
             check_computable(config.model.path)
+        if config.learner.needs_kinds:
+            load_renderer(config.model.path, token_kinds=True)
     try:
         read_engine_key(config.engines.key_file, "engines.key_file")
     except EngineSettingsInvalid as error:

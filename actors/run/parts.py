@@ -169,6 +169,7 @@ class ServiceParts(GuardedActors):
                 session_log_dir=directory.path / f"sessions{unit.suffix}",
                 engine_keys=EngineKeyFiles(own=directory.engine_key, attached=config.engines.key_file),
                 in_place_pushes=config.push.pause_mode is PauseMode.IN_PLACE,
+                token_kinds=config.learner.needs_kinds,
                 **config.gateway.model_dump(),
             ),
             address_file=directory.path / f"gateway{unit.suffix}.json",

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from headrace.policies.learners.checkpoint_retention import BestCheckpoint
 
 
+CRITIC_STEPS = 10
+"""Maximum number of last steps over which the critic is rated."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlySealing:
     """Totals over the groups that were sealed before all members had finished. Means are over the groups' means; they
@@ -82,6 +86,8 @@ class RunReport:
     """Costs of the weight pushes; None if there were none."""
     drift: DriftTotals | None
     """Log-probability mismatch and lag of the trained tokens; None if the learner did not measure them."""
+    explained_variance: float | None
+    """Share of the variance of returns that the critic explained, mean of the last steps; None without a critic."""
     best: BestCheckpoint | None
     """Checkpoint with the highest success on held-out tasks; None if no evaluation has rated one that still exists."""
     engines: tuple[EngineStatus, ...]
@@ -118,6 +124,8 @@ class RunReport:
         lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
         lines += [self.pushes.line()] if self.pushes else []
         lines += self.drift.lines() if self.drift else []
+        if self.explained_variance is not None:
+            lines.append(f"critic: explained variance {self.explained_variance:.3f}, mean of the last steps")
         if self.best is not None:
             best = self.best
             lines.append(f"best checkpoint {best.version}: held-out success {best.success:.1%} (evaluation {best.tag})")
@@ -152,6 +160,7 @@ def report_of(directory: RunDirectory) -> RunReport:
     slowed = [record for record in records if record.get("slowed_by")]
     best = best_checkpoint(directory.checkpoints)
     slowest = min(slowed, key=lambda record: record["rollout_limit"], default=None)
+    judged = [record["explained_variance"] for record in metrics if "explained_variance" in record]
     return RunReport(
         steps=sum(not commit.skipped for commit in evidence.surviving),
         staleness=dict(sorted(staleness.items())),
@@ -177,6 +186,7 @@ def report_of(directory: RunDirectory) -> RunReport:
         slowed_by=slowest["slowed_by"] if slowest else "",
         pushes=push_costs(metrics),
         drift=drift_totals(metrics),
+        explained_variance=_mean(judged[-CRITIC_STEPS:]),
         best=None if best is None else best[0],
         engines=read_roster(directory.engines).engines,
     )

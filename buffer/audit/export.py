@@ -118,6 +118,7 @@ def export_schema() -> Any:
             ("loss_mask", pyarrow.list_(pyarrow.bool_())),
             ("logprobs", pyarrow.list_(pyarrow.float32())),
             ("versions", pyarrow.list_(span)),
+            ("kinds", pyarrow.list_(pyarrow.uint8())),
         ]
     )
 
@@ -146,6 +147,7 @@ def _write_trajectories(tables: JoinedRows, run_dir: Path, folder: Path) -> tupl
                         {"start": one.start, "end": one.end, "version": str(one.version), "stale_kv": one.stale_kv}
                         for one in row.versions
                     ],
+                    "kinds": row.kinds_T,
                 }
                 for number, row in enumerate(trajectory.rows)
             )

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from headrace.buffer.row_limits import RowLimits
 from headrace.policies.learners.checkpoints import OBJECTIVE, trained_model
-from headrace.policies.learners.objectives.config import ObjectiveConfig
+from headrace.policies.learners.objectives.config import PPO, ObjectiveConfig
+from headrace.policies.learners.objectives.critic import CriticSection
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
 from headrace.policies.learners.slime.config import SlimeSection
 from headrace.policies.tokens.model_keys import read_vocabulary_size
@@ -72,6 +73,8 @@ class LearnerConfig(ObjectiveConfig):
     """Kind of learner. `slime` trains with slime's processes on the GPUs of `learner.slime`. `external` is a trainer of
     yours, which takes its batches over the control API of a cluster; of the keys above it needs `token_budget` and
     `keep_checkpoints`. `simulated` lets time pass instead of computing, and ignores the keys above."""
+    critic: CriticSection = CriticSection()
+    """Settings of the critic of the objective `ppo`."""
     slime: SlimeSection = SlimeSection()
     """Settings of the slime learner."""
     simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()
@@ -94,6 +97,20 @@ class LearnerConfig(ObjectiveConfig):
             raise ValueError(
                 f"ranks {self.ranks} has no effect with kind slime, which has a rank per GPU of learner.slime.nodes "
                 "x gpus_per_node; remove learner.ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_goes_with_ppo(self) -> Self:
+        if self.objective != PPO and self.critic != CriticSection():
+            raise ValueError(
+                f"learner.critic has no effect with objective {self.objective}; remove it or set learner.objective to "
+                f"{PPO}"
+            )
+        if self.objective == PPO and self.kind == "megatron" and self.ranks > 1:
+            raise ValueError(
+                f"objective {PPO} trains its critic in one rank, but ranks is {self.ranks}: set learner.ranks to 1, or "
+                "learner.objective to grpo"
             )
         return self
 

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -68,6 +68,9 @@ def transformer_config(shape: QwenConfig, dtype: torch.dtype = torch.float32) ->
         )
 
 
+ModelT = TypeVar("ModelT", bound="PolicyModel")
+
+
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """GPTModel whose forward pass ends in the log-probabilities of trained tokens instead of logits."""
 
@@ -75,34 +78,63 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         self, tokens_BT: torch.Tensor, trained_BT: torch.Tensor, temperatures_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probabilities and entropies of the N trained tokens; see `trained_logprobs`."""
+        tied = self.share_embeddings_and_output_weights
+        weight_VD = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return trained_logprobs(self.hidden_BTD(tokens_BT), weight_VD, tokens_BT, trained_BT, temperatures_N)
+
+    def hidden_BTD(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states."""
         positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
         hidden_TBD = self.decoder(
             hidden_states=self.embedding(input_ids=tokens_BT, position_ids=positions_BT),
             attention_mask=None,
             rotary_pos_emb=self.rotary_pos_emb(tokens_BT.shape[1]),
         )
-        tied = self.share_embeddings_and_output_weights
-        weight_VD = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return trained_logprobs(hidden_TBD.transpose(0, 1), weight_VD, tokens_BT, trained_BT, temperatures_N)
+        hidden_BTD: torch.Tensor = hidden_TBD.transpose(0, 1)
+        return hidden_BTD
+
+
+class ValueModel(PolicyModel):
+    """The same model with a scalar for each position instead of logits."""
+
+    value_head: torch.nn.Linear
+
+    def forward(self, tokens_BT: torch.Tensor, trained_BT: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return the values, in at least fp32, of the positions before the N trained tokens in row-major order."""
+        hidden_ND = self.hidden_BTD(tokens_BT)[:, :-1][trained_BT[:, 1:]]
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        weight_1D, bias_1 = self.value_head.weight.to(wide), self.value_head.bias.to(wide)
+        return torch.nn.functional.linear(hidden_ND.to(wide), weight_1D, bias_1)[:, 0]
+
+
+def build_value_model(shape: QwenConfig, config: TransformerConfig, *, recompute: bool = False) -> ValueModel:
+    """Return an uninitialised value model; see `build_model`. It has no output layer, whatever the policy has."""
+    model = _build(ValueModel, shape, config, recompute=recompute, tied=True)
+    model.value_head = torch.nn.Linear(shape.hidden_size, 1, dtype=config.params_dtype)
+    return model
 
 
 def build_model(shape: QwenConfig, config: TransformerConfig, *, recompute: bool = False) -> PolicyModel:
     """Return an uninitialised model in the dtype of `config`. `recompute` computes each layer's activations again in
     the backward pass. Needs Megatron's model-parallel groups."""
+    return _build(PolicyModel, shape, config, recompute=recompute, tied=shape.tie_word_embeddings)
+
+
+def _build(kind: type[ModelT], shape: QwenConfig, config: TransformerConfig, *, recompute: bool, tied: bool) -> ModelT:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = PolicyModel(
+        model = kind(
             config,
             layer_spec(qk_norm=shape.qk_norm, recompute=recompute),
             vocab_size=shape.vocab_size,
             max_sequence_length=shape.max_position_embeddings,
-            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
             parallel_output=False,
         )
     # Megatron creates norms in fp32.
-    converted: PolicyModel = model.to(config.params_dtype)
+    converted: ModelT = model.to(config.params_dtype)
     return converted
 
 

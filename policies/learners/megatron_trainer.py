@@ -72,11 +72,20 @@ class MegatronTrainer:
         done = whole_step(self._ranks.step(batch, learning_rate))
         skipped = not math.isfinite(done.grad_norm)
         version = self.progress.stepped(batch, skipped=skipped)
+        observing = {}
+        if done.observed is not None:
+            coefficient = self._config.observation_coef_at(batch.version.step)
+            unmarked = sum(row.kinds_T is None for item in batch.items for row in item.trajectory.rows)
+            observing = done.observed.metrics(coefficient=coefficient, total=done.loss) | {
+                "unmarked_rows": float(unmarked)
+            }
         metrics = {
             # Those of the objective are means over the trained tokens of computed rows; none if no row is computed.
             **done.sums.means(),
             **batch_metrics(batch),
             **done.drift.shares(),
+            **observing,
+            **done.critic,
             "computed_tokens": float(done.sums.tokens),
             "loss": done.loss,
             "grad_norm": done.grad_norm,

@@ -147,6 +147,16 @@ class ChatTokenizer:
         TemplateRefused."""
         return self._pieces.ids(self.template.ended(messages, tools, ending))
 
+    def continuation_text(self, calls: Sequence[dict[str, Any]], messages: Sequence[TemplateMessage]) -> str:
+        """Return the text whose ids `bridge_shown` returns, except that those may lack the first one. Raises
+        TemplateRefused."""
+        return self._continuation.after(calls, messages)[1]
+
+    def ids_and_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text, as `encode` does, and the characters `[start, end)` of each."""
+        found = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        return list(found.ids), list(found.offsets)
+
     def bridge_shown(
         self,
         last_id: int,

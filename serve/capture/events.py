@@ -14,6 +14,7 @@ from headrace.serve.conversation import Purpose, TurnAnswer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.buffer.token_kinds import KindRuns
     from headrace.buffer.types import VersionSpan
     from headrace.serve.capture.matching import Drift
     from headrace.serve.rendering.render import TokenIds
@@ -77,7 +78,7 @@ class Exhausted(StrEnum):
 class Recorded:
     """Event: a turn was sampled, completely or (status ABORTED or CUT) in part. `parent` is the id of the turn
     that it follows; `delta` are the ids of its prompt below the parent, and `options` is the `options_digest` of its
-    request.
+    request. `kinds` are those of `delta`, None if they are not known.
 
     `opened` is the number of characters of the policy's message that the agent wrote at the end of the prompt, for the
     policy to continue (None: the policy begins the message). With `resumes`, these characters are the whole delta: the
@@ -101,6 +102,7 @@ class Recorded:
     resumes: bool = False
     dropped: int = 0
     border: bool = False
+    kinds: KindRuns | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 Invariants:
 - A row is the path to a turn that no trainable turn continues; no row is a prefix of another.
 - Each trained token is trained in one row, that of the longest lineage through it. In other rows it is context.
+- Each observation is one in one row too, chosen in the same way. In other rows it is of kind `PROMPT`.
 - A row's version spans cover exactly the sampled positions that it owns, so that staleness is computed from trained
   tokens only.
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.buffer.token_kinds import OBSERVED, TokenKind, from_runs
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.serve.capture.events import Exhausted, Status
 from headrace.serve.capture.trie import PromptNode, SampledNode, Trie, below, path
@@ -112,12 +114,14 @@ def report_of(session: Session) -> SessionReport:
     inner = {sampled for node in in_rows for _, sampled in path(node)[:-1]}
     leaves = [node for node in verdicts if node in in_rows and node not in inner]
     owned: set[SampledNode] = set()
+    seen: set[PromptNode] = set()
     rows_by_leaf: dict[SampledNode, Row] = {}
     for leaf in sorted(leaves, key=lambda node: -node.length):
         # The longest row owns the turns that several share.
         mine = {sampled for _, sampled in path(leaf)} & in_rows - owned
-        rows_by_leaf[leaf] = _row(leaf, mine, {node for node in mine if verdicts[node] is None})
+        rows_by_leaf[leaf] = _row(leaf, mine, {node for node in mine if verdicts[node] is None}, seen)
         owned |= mine
+        seen |= {prompt for prompt, _ in path(leaf)}
     rows = tuple(rows_by_leaf[leaf] for leaf in leaves)
     masked = Counter[str]()
     for node, reason in verdicts.items():
@@ -189,21 +193,36 @@ def _is_echoed(prompt: PromptNode) -> bool:
     return prompt.origin.purpose is not Purpose.COMPACTION and not prompt.origin.untrained
 
 
-def _row(leaf: SampledNode, mine: set[SampledNode], trained: set[SampledNode]) -> Row:
-    """Return the path to `leaf`, with log-probabilities and spans of the turns it owns, and the mask of the trained
-    ones."""
+def _row(leaf: SampledNode, mine: set[SampledNode], trained: set[SampledNode], seen: set[PromptNode]) -> Row:
+    """Return the path to `leaf`, with log-probabilities and spans of the turns it owns, the mask of the trained ones,
+    and the kinds of tokens if all its prompts have them. Prompts in `seen` are in another row, which has their
+    observations."""
     ids = array("i")
     mask, logprobs = np.zeros(leaf.length, dtype=np.bool_), np.zeros(leaf.length, dtype=np.float32)
     spans: list[VersionSpan] = []
+    kinds: list[np.ndarray[Any, np.dtype[np.uint8]]] | None = []
     for prompt, sampled in path(leaf):
         ids.extend(prompt.ids)
         start = len(ids)
         ids.extend(sampled.ids)
+        if kinds is not None and prompt.kinds is not None:
+            of_prompt = from_runs(prompt.kinds)
+            if prompt in seen:
+                of_prompt[np.isin(of_prompt, OBSERVED)] = TokenKind.PROMPT
+            kinds += [of_prompt, np.full(len(sampled.ids), TokenKind.SAMPLED, dtype=np.uint8)]
+        else:
+            kinds = None
         if sampled in mine:
             mask[start : len(ids)] = sampled in trained
             logprobs[start : len(ids)] = sampled.logprobs
             spans += [span.shifted(start) for span in sampled.spans]
-    return Row(tokens_T=np.array(ids, dtype=np.int32), loss_mask_T=mask, logprobs_T=logprobs, versions=tuple(spans))
+    return Row(
+        tokens_T=np.array(ids, dtype=np.int32),
+        loss_mask_T=mask,
+        logprobs_T=logprobs,
+        versions=tuple(spans),
+        kinds_T=np.concatenate(kinds) if kinds else None,
+    )
 
 
 def _name(leaf: SampledNode, trie: Trie) -> str:

@@ -19,18 +19,20 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NewType
 
+from headrace.buffer.token_kinds import TokenKind
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, Completion, FinishReason
 from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.capture.events import Accepted, Delivered, Event, Exhausted, Failed, Origin, Recorded, Spent, Status
 from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.trie import Match, SampledNode, Trie, path
 from headrace.serve.capture.turn_ends import TurnCut, cut_at_stop
-from headrace.serve.conversation import Block, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd, TurnRequest
+from headrace.serve.conversation import Block, Reasoning, Role, Text, ToolCall, TurnAnswer, TurnEnd, TurnRequest
 from headrace.serve.errors import ContextExceeded
 from headrace.serve.parsing.base import OutputParser, ParsedCall, ParsedOutput
 from headrace.serve.parsing.scanner import END_THINK, THINK
 
 if TYPE_CHECKING:
+    from headrace.buffer.token_kinds import KindRuns
     from headrace.serve.rendering.render import Renderer, TokenIds
 
 SessionId = NewType("SessionId", str)
@@ -92,7 +94,8 @@ class SessionSpec:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnPlan:
     """Prompt and limit of an engine request. `truncates` is true if `max_new_tokens` is set by the context limit rather
-    than by the request or a budget; `spends` is true if it is set by what is left of `max_sampled_tokens`."""
+    than by the request or a budget; `spends` is true if it is set by what is left of `max_sampled_tokens`. `kinds` are
+    those of `delta`, None if they are not known."""
 
     match: Match
     request: TurnRequest
@@ -101,6 +104,7 @@ class TurnPlan:
     max_new_tokens: int
     truncates: bool
     spends: bool = False
+    kinds: KindRuns | None = None
 
 
 class Session:
@@ -217,7 +221,28 @@ class Session:
             return renderer.render(match.rest, request.tools, ending)
         return renderer.bridge(match.parent.last_id, match.parent.calls, match.rest, ending)
 
-    def plan(self, match: Match, request: TurnRequest, delta: TokenIds) -> TurnPlan:
+    def kinds(self, match: Match, request: TurnRequest, delta: TokenIds, renderer: Renderer) -> KindRuns | None:
+        """Return the kinds of the ids that `delta` returned, for `plan`; None if the renderer does not mark bodies, or
+        not those of these messages. Takes longer than `delta`."""
+        if match.prompt is not None:
+            return match.prompt.kinds
+        if not renderer.marks_bodies:
+            return None
+        if match.resumes:
+            return ((TokenKind.OBSERVATION, len(delta)),)
+        if match.opened is not None:
+            # The agent wrote the beginning of the policy's message, which has no kind.
+            return None
+        if match.parent is not None:
+            return renderer.bridge_kinds(delta, match.parent.calls, match.rest)
+        observed_from = len(match.rest)
+        if match.echoes or match.elsewhere:
+            # A history that is rendered again: its earlier observations are in the rows of the turns that it repeats.
+            turns = [index for index, message in enumerate(match.rest) if message.role is Role.ASSISTANT]
+            observed_from = turns[-1] + 1 if turns else observed_from
+        return renderer.render_kinds(delta, match.rest, request.tools, observed_from=observed_from)
+
+    def plan(self, match: Match, request: TurnRequest, delta: TokenIds, kinds: KindRuns | None = None) -> TurnPlan:
         """Return the turn's prompt and the number of tokens that it may sample.
 
         Raises:
@@ -247,6 +272,7 @@ class Session:
             max_new_tokens=min(most, budget),
             truncates=left <= min(*limits, budget),
             spends=budget <= most,
+            kinds=kinds,
         )
 
     def next_turn_id(self) -> str:
@@ -329,6 +355,7 @@ class Session:
             resumes=match.resumes,
             dropped=cut.dropped,
             border=cut.border,
+            kinds=plan.kinds,
         )
 
     def apply(self, event: Event) -> None:

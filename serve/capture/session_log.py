@@ -172,7 +172,7 @@ class SessionLog:
 def _document(event: Event) -> dict[str, Any]:
     match event:
         case Recorded():
-            recorded = {
+            recorded: dict[str, Any] = {
                 "parent": event.parent,
                 "parts": [part.hex() for part in event.parts],
                 "delta": _encode(event.delta),
@@ -191,6 +191,8 @@ def _document(event: Event) -> dict[str, Any]:
                 "dropped": event.dropped,
                 "border": event.border,
             }
+            if event.kinds is not None:
+                recorded["token_kinds"] = event.kinds
             return {"recorded": recorded}
         case Accepted(turn_id=turn_id, drift=drift):
             return {"accepted": turn_id, "drift": drift.value}
@@ -220,6 +222,7 @@ def _event(document: dict[str, Any]) -> Event:
                 logprobs=_decode("f", recorded.pop("logprobs")),
                 spans=tuple(VersionSpan.from_json(*span) for span in recorded.pop("spans")),
                 status=Status(recorded.pop("status")),
+                kinds=tuple(map(tuple, runs)) if (runs := recorded.pop("token_kinds", None)) is not None else None,
                 **recorded,
             )
         case {"accepted": str() as turn_id, "drift": str() as drift}:

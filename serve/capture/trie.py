@@ -41,6 +41,7 @@ from headrace.serve.conversation import Message, Reasoning, Role, ToolCall, Turn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from headrace.buffer.token_kinds import KindRuns
     from headrace.buffer.types import VersionSpan
     from headrace.serve.rendering.render import TokenIds
 
@@ -52,7 +53,8 @@ NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")
 class PromptNode:
     """Rendered ids. `parts` are the digests of the messages, the last of which is open if `opened`, the number of its
     characters, is not None; `frame` is the same for all parts that `covers` treats as equal to the closed ones. A node
-    that `resumes` its parent has no other part. `length` counts the ids from the root to the end of the node."""
+    that `resumes` its parent has no other part. `length` counts the ids from the root to the end of the node. `kinds`
+    are those of `ids`, None if they are not known."""
 
     above: weakref.ref[SampledNode] | None
     parts: tuple[bytes, ...]
@@ -63,6 +65,7 @@ class PromptNode:
     number: int
     opened: int | None
     resumes: bool
+    kinds: KindRuns | None = None
     children: list[SampledNode] = field(default_factory=list)
 
     @property
@@ -263,6 +266,7 @@ class Trie:
                 number=self._next_number(),
                 opened=event.opened,
                 resumes=event.resumes,
+                kinds=event.kinds,
             )
             siblings.append(prompt)
         served, said = Served.of(answer.blocks), answer.text

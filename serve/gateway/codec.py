@@ -27,6 +27,7 @@ import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from headrace.buffer.token_kinds import KindRuns, from_runs, to_runs
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.capture.rows import Lineage, Masked, SessionReport, TranscriptTurn
@@ -212,6 +213,7 @@ def write_report(report: SessionReport) -> dict[str, object]:
                 "loss_mask": _encode(np.packbits(row.loss_mask_T).tobytes()),
                 "logprobs": _encode(row.logprobs_T.astype("<f4").tobytes()),
                 "versions": [span.to_json() for span in row.versions],
+                "kinds": None if row.kinds_T is None else to_runs(row.kinds_T),
             }
             for row in (trajectory.rows if trajectory else ())
         ],
@@ -268,6 +270,7 @@ class RowForm(BaseModel):
     loss_mask: str
     logprobs: str
     versions: list[tuple[int, int, str, bool]]
+    kinds: KindRuns | None = None
 
     def to_row(self) -> Row:
         tokens = np.frombuffer(base64.b64decode(self.tokens), dtype="<i4").astype(np.int32)
@@ -277,6 +280,7 @@ class RowForm(BaseModel):
             loss_mask_T=np.unpackbits(bits, count=len(tokens)).astype(np.bool_),
             logprobs_T=np.frombuffer(base64.b64decode(self.logprobs), dtype="<f4").astype(np.float32),
             versions=tuple(VersionSpan.from_json(*span) for span in self.versions),
+            kinds_T=None if self.kinds is None else from_runs(self.kinds),
         )
 
 

@@ -55,6 +55,9 @@ class GatewayConfig(GatewaySection):
     """Number of token ids of the model (padding may make it larger than the tokenizer's). None: `vocab_size` of the
     config.json next to the tokenizer, or else the tokenizer's size. Ids outside this range are never sent to an
     engine."""
+    token_kinds: bool = False
+    """Record the kind of each token (prompt, scaffold, observation, sampled), which an objective on observations needs.
+    It costs a second render of each prompt."""
     engine_keys: EngineKeyFiles = EngineKeyFiles()
     """Files with the keys of the engines, which must be readable on the gateway's host. They are read when a routing
     table names an engine for the first time."""

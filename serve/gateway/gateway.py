@@ -126,13 +126,14 @@ class Gateway:
         """Start listening and return the base URL (`http://host:port`). Call this first; after a restart, pass the
         previous port.
 
-        Raises OSError if the port is taken, TokenizerInvalid if the tokenizer cannot be used, and ParserUnknown.
+        Raises OSError if the port is taken, TokenizerInvalid if the tokenizer cannot be used or its template hides the
+        message bodies that `token_kinds` needs, and ParserUnknown.
         """
         renderer = self._renderer
         if renderer is None:
             if self._config.tokenizer_dir is None:
                 raise ValueError("gateway.tokenizer_dir is not set; set it to the directory of the policy's tokenizer")
-            renderer = load_renderer(self._config.tokenizer_dir)
+            renderer = load_renderer(self._config.tokenizer_dir, token_kinds=self._config.token_kinds)
         try:
             async with AsyncExitStack() as stack:
                 connector = aiohttp.TCPConnector(limit=0)

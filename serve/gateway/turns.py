@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
     from headrace.buffer.primitives.single_flight import SingleFlight
+    from headrace.buffer.token_kinds import KindRuns
     from headrace.serve.capture.session import Session, TurnPlan
     from headrace.serve.capture.session_log import SessionLog
     from headrace.serve.conversation import TurnAnswer
@@ -227,7 +228,7 @@ class Turns:
             with self._tracer.start_as_current_span(span_names.RENDER):
                 try:
                     match, delta = await self._render(live, match, request)
-                    plan = core.plan(match, request, delta)
+                    plan = core.plan(match, request, delta, await self._kinds(live, match, request, delta))
                 except ContextExceeded:
                     live.exhaust(Exhausted.CONTEXT)
                     raise
@@ -281,6 +282,14 @@ class Turns:
             async with live.rendering:
                 return await self._thread.run(lambda: live.core.delta(match, request, self._renderer, ending))
         return live.core.delta(match, request, self._renderer, ending)
+
+    async def _kinds(self, live: LiveSession, match: Match, request: TurnRequest, delta: TokenIds) -> KindRuns | None:
+        """Return the kinds of a request's new ids, if they are asked for. They need a second render, so the event loop
+        never computes them."""
+        if match.prompt is not None or not self._renderer.marks_bodies:
+            return live.core.kinds(match, request, delta, self._renderer)
+        async with live.rendering:
+            return await self._thread.run(lambda: live.core.kinds(match, request, delta, self._renderer))
 
     async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:
         """Return the completion, or None if the wall-time budget ran out first."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterable, Sequence
 
+    from headrace.buffer.token_kinds import KindRuns
     from headrace.serve.conversation import Message, ToolCall, ToolSpec
 
 TokenIds: TypeAlias = "array[int]"
@@ -58,6 +59,12 @@ class Renderer(Protocol):
         the policy can continue its recorded turns only, and `render` refuses the texts that the template rewrites."""
         ...
 
+    @property
+    def marks_bodies(self) -> bool:
+        """True when the kinds of tokens are asked for, and the template shows where message bodies begin and end
+        (probed at startup)."""
+        ...
+
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], ending: Ending = Ending.TURN) -> TokenIds:
         """Return all ids of the conversation up to the start of the policy's turn, or to another ending. Raises
         TemplateRefused."""
@@ -78,6 +85,18 @@ class Renderer(Protocol):
     def insert(self, text: str) -> TokenIds:
         """Return the ids of a text that is inserted after sampled ids, with which it shares no id. Raises
         TemplateRefused if the tokenizer cannot do this."""
+        ...
+
+    def render_kinds(
+        self, ids: TokenIds, messages: Sequence[Message], tools: Sequence[ToolSpec], *, observed_from: int
+    ) -> KindRuns | None:
+        """Return the kinds of the `ids` that `render` returned. Messages from the index `observed_from` on came after a
+        turn of the policy. None if the template hides these messages. Requires `marks_bodies`."""
+        ...
+
+    def bridge_kinds(self, ids: TokenIds, calls: Sequence[ToolCall], messages: Sequence[Message]) -> KindRuns | None:
+        """Return the kinds of the `ids` that `bridge` returned; None if the template hides these messages. Requires
+        `marks_bodies`."""
         ...
 
     def count_tokens(self, texts: Iterable[str], *, stop_at: int) -> int:

@@ -8,10 +8,12 @@ import aiohttp
 import numpy as np
 import pytest
 
+from headrace.buffer.token_kinds import TokenKind
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.models.tiny import model_config, write_description
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
+from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
@@ -68,8 +70,9 @@ async def converse(http: aiohttp.ClientSession, base_url: str, turns: int) -> No
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"output {turn}"}]
 
 
-async def test_captured_logprobs_match_the_models(model_dir: Path, tmp_path: Path) -> None:
-    gateway = Gateway(GatewayConfig(tokenizer_dir=model_dir), ADMIN)
+@pytest.mark.parametrize("token_kinds", [False, True])
+async def test_captured_logprobs_match_the_models(model_dir: Path, tmp_path: Path, token_kinds: bool) -> None:
+    gateway = Gateway(GatewayConfig(tokenizer_dir=model_dir, token_kinds=token_kinds), ADMIN)
     budgets = Budgets(max_tokens_per_turn=12, max_context_tokens=512)
     spec = SessionSpec(session_id=SessionId("r"), sampling=Sampling(temperature=TEMPERATURE), budgets=budgets)
     process = EngineProcess(EngineProcessConfig(model=model_dir, directory=tmp_path, weight_version="1.3"))
@@ -94,6 +97,15 @@ async def test_captured_logprobs_match_the_models(model_dir: Path, tmp_path: Pat
     expected = recomputed(model_dir, row.tokens_T.tolist())
     assert np.abs(expected - row.logprobs_T)[row.loss_mask_T].max() < 1e-3
     assert expected[row.loss_mask_T].std() > 0.1, "near-uniform log-probabilities would prove nothing"
+    if not token_kinds:
+        assert row.kinds_T is None
+        return
+    assert row.kinds_T is not None
+    assert np.array_equal(row.kinds_T == TokenKind.SAMPLED, row.loss_mask_T)
+    tokenizer = ChatTokenizer(model_dir)
+    for kind, words in ((TokenKind.PROMPT, "write alpha to a.txt"), (TokenKind.OBSERVATION, "output 0output 1")):
+        said = tokenizer.spell(row.tokens_T[row.kinds_T == kind].tolist())
+        assert said.replace(" ", "") == words.replace(" ", "")
 
 
 async def test_a_stop_string_ends_a_turn_that_is_continued(model_dir: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headrace.buffer.token_kinds import TokenKind
 from headrace.buffer.types import (
     Batch,
     BatchId,
@@ -728,3 +729,71 @@ async def test_the_entropy_term_raises_the_entropy(tmp_path: Path, tiny_model_di
     entropies = [report.metrics["entropy"] for report in reports]
     assert entropies == sorted(entropies)
     assert entropies[-1] > 1.05 * entropies[0]
+
+
+def observed(batch: Batch, *, step: int = 0, marked: bool = True) -> Batch:
+    """The batch with observations of three tokens within its rows, at a version."""
+    items = []
+    for item in batch.items:
+        [row] = item.trajectory.rows
+        kinds = np.where(row.loss_mask_T, TokenKind.SAMPLED, TokenKind.PROMPT).astype(np.uint8)
+        kinds[PROMPT + 1 : PROMPT + 4] = TokenKind.OBSERVATION
+        changed = replace(
+            row, loss_mask_T=row.loss_mask_T & (kinds == TokenKind.SAMPLED), kinds_T=kinds if marked else None
+        )
+        items.append(replace(item, trajectory=replace(item.trajectory, rows=(changed,))))
+    return replace(batch, items=tuple(items), version=PolicyVersion(1, step))
+
+
+async def test_a_coefficient_of_0_trains_bit_for_bit_as_without_observations(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Without a coefficient and without kinds; with kinds; and with a coefficient that has decayed to 0."""
+    decayed = {"observation_coef": 0.1, "observation_schedule": "linear_decay", "observation_decay_steps": 4}
+    plain = make_batch(20, model_dir=tiny_model_dir, advantages=(1.0, -1.0, 0.0, 2.0))
+    found = []
+    for number, (keys, marked) in enumerate((({}, False), ({"observation_coef": 0.0}, True), (decayed, True))):
+        batch = observed(plain, step=4, marked=marked)
+        async with opened(learner_config(tmp_path / str(number), tiny_model_dir, **keys)) as learner:
+            reports = [await learner.step(renamed(batch, step)) for step in range(2)]
+            weights = load_file((await learner.snapshot()).shards[0].path)
+        timed = ("seconds", "learning_rate")
+        found.append(([{k: v for k, v in report.metrics.items() if k not in timed} for report in reports], weights))
+    (metrics, weights), *others = found
+    for their_metrics, their_weights in others:
+        assert their_metrics == metrics
+        assert all(torch.equal(their_weights[name], weights[name]) for name in weights)
+
+
+async def test_observations_are_learned_beside_the_policy(tmp_path: Path, tiny_model_dir: Path) -> None:
+    batch = observed(make_batch(21, model_dir=tiny_model_dir, advantages=(1.0, -1.0, 0.0, 0.0)))
+    rows = [item.trajectory.rows[0].tokens_T for item in batch.items]
+    expected = -np.mean([values[PROMPT + 1 : PROMPT + 4].mean() for values in reference_logprobs(tiny_model_dir, rows)])
+    firsts, losses = [], []
+    for budget in (LENGTH, 10_000):
+        config = learner_config(tmp_path / str(budget), tiny_model_dir, token_budget=budget, observation_coef=0.5)
+        async with opened(config) as learner:
+            steps = [(await learner.step(renamed(batch, number))).metrics for number in range(4)]
+        firsts.append(steps[0])
+        losses.append([step["observation_loss"] for step in steps])
+    assert firsts[0]["observation_cross_entropy"] == pytest.approx(expected, abs=1e-4)
+    assert firsts[0]["observation_loss"] == pytest.approx(expected * 3 / 3.001, abs=1e-4)
+    assert (firsts[0]["observation_tokens"], firsts[0]["unmarked_rows"]) == (12.0, 0.0)
+    assert firsts[0]["loss"] == pytest.approx(0.5 * firsts[0]["observation_loss"], abs=1e-3)
+    for name in ("loss", "grad_norm", "observation_loss"):
+        assert firsts[0][name] == pytest.approx(firsts[1][name], rel=1e-4)
+    assert all(series == sorted(series, reverse=True) for series in losses)
+
+
+async def test_rows_without_observations_are_a_regular_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    batch = make_batch(22, model_dir=tiny_model_dir)
+    found = []
+    for coefficient in (0.0, 0.5):
+        config = learner_config(tmp_path / str(coefficient), tiny_model_dir, observation_coef=coefficient)
+        async with opened(config) as learner:
+            metrics = (await learner.step(batch)).metrics
+            found.append((metrics, load_file((await learner.snapshot()).shards[0].path)))
+    (plain, weights), (metrics, their_weights) = found
+    assert (metrics["observation_loss"], metrics["unmarked_rows"]) == (0.0, 4.0)
+    assert metrics["grad_norm"] == plain["grad_norm"]
+    assert all(torch.equal(their_weights[name], weights[name]) for name in weights)

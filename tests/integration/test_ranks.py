@@ -49,7 +49,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("objective", "steps"), [("grpo", 20), ("gspo", 4), ("cispo", 4)])
+@pytest.mark.parametrize(("objective", "steps"), [("grpo", 20), ("gspo", 4), ("cispo", 4), ("observations", 4)])
 def test_ranks_equal_one_in_float64(compared: dict[str, Any], objective: str, steps: int) -> None:
     found = compared["compare_steps"][objective]
     one, several = found["metrics"]

@@ -218,7 +218,7 @@ def test_the_documented_objective_has_the_reinforce_gradient(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("ppo", "there is no objective 'ppo'; available: grpo, gspo, cispo"),
+        ("a2c", "there is no objective 'a2c'; available: grpo, gspo, cispo, ppo"),
         ("math:pi", "neither an Objective nor a function"),
         ("their_providers:before", r"cannot be called with \(tokens, config\): missing a required argument"),
         ("no_such_package:loss", "No module named 'no_such_package'"),

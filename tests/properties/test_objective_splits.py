@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.buffer.packing import distribute, pack
+from headrace.buffer.token_kinds import TokenKind
 from headrace.policies.learners.micro_batches import WeightedRow, collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import weighted_loss
+from headrace.policies.learners.objectives.observation import observation_loss
 from headrace.policies.learners.objectives.token_sums import TokenSums
 from support.objective_cases import SETTINGS, logprobs_of, make_batch, make_row, objective_of
 
@@ -52,10 +54,14 @@ def step(rows: Sequence[WeightedRow], config: ObjectiveConfig, *, token_budget: 
     total, sums = 0.0, TokenSums()
     for indices in pack([len(row.row.tokens_T) for row in rows], token_budget=token_budget):
         micro = collate([rows[index] for index in indices], torch.device("cpu"))
-        logprobs, entropies = logprobs_of(table[micro.tokens_BT], micro)
+        logprobs_S, entropies_S = logprobs_of(table[micro.tokens_BT], micro)
+        logprobs, entropies = micro.of_trained(logprobs_S), micro.of_trained(entropies_S)
         reference_logprobs = logprobs_of(reference[micro.tokens_BT], micro)[0] if config.kl_coef else None
         tokens = micro.trained_tokens(logprobs, entropies, reference_logprobs)
         loss, part = weighted_loss(tokens, micro.weights_N, objective_of(config), config)
+        if (extra := micro.observed) is not None:
+            term, _ = observation_loss(logprobs_S[~extra.trained_S], extra.weights_M, extra.warnings_M)
+            loss = loss + config.observation_coef * term
         loss.backward()
         total, sums = total + float(loss.detach()), sums + part
     return total, torch.zeros_like(table) if table.grad is None else table.grad, sums
@@ -87,6 +93,61 @@ def test_splitting_into_micro_batches_or_ranks_does_not_change_the_result(
     for shares in (at_random, distribute([len(row.row.tokens_T) for row in rows], ranks=3)):
         parts = [step([rows[index] for index in share], config, token_budget=budget) for share in shares]
         assert_same(parts, whole)
+
+
+@st.composite
+def observing_rows(draw: st.DrawFn) -> Row:
+    """A row with tokens of all kinds, or without kinds."""
+    tokens = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=9))
+    kinds = [TokenKind.PROMPT, *(draw(st.sampled_from(TokenKind)) for _ in tokens[1:])]
+    mask = [kind is TokenKind.SAMPLED and draw(st.booleans()) for kind in kinds]
+    return make_row(tokens, mask, kinds=kinds if draw(st.integers(0, 4)) else None)
+
+
+@pytest.mark.parametrize("mean", ["sequence", "token"])
+@pytest.mark.parametrize("target", ["environment", "full"])
+@settings(deadline=None, max_examples=15)
+@given(
+    items=st.lists(
+        st.tuples(st.sampled_from([-1.5, 0.0, 0.7]), st.lists(observing_rows(), min_size=1, max_size=3)),
+        min_size=1,
+        max_size=5,
+    ),
+    budget=st.integers(9, 40),
+)
+def test_the_term_of_observations_is_added_and_does_not_depend_on_the_split(
+    mean: str, target: str, items: list[tuple[float, list[Row]]], budget: int
+) -> None:
+    keys = {"observation_mean": mean, "observation_target": target}
+    config = ObjectiveConfig.model_validate({"observation_coef": 0.3, **keys})
+    batch = make_batch(items)
+    rows = rows_of(batch, config)
+    whole = step(rows, config, token_budget=WHOLE)
+    shares = distribute([len(row.row.tokens_T) for row in rows], ranks=3)
+    for parts in ([rows], [[rows[index] for index in share] for share in shares]):
+        assert_same([step(part, config, token_budget=budget) for part in parts], whole)
+    without = step(rows_of(batch, ObjectiveConfig()), ObjectiveConfig(), token_budget=WHOLE)
+    table = table_of(2).requires_grad_()
+    term = 0.3 * cross_entropy(batch, table, mean=mean, target=target)
+    term.backward()
+    assert table.grad is not None
+    assert whole[0] == pytest.approx(without[0] + float(term.detach()), abs=1e-5)
+    torch.testing.assert_close(whole[1], without[1] + table.grad, atol=1e-5, rtol=1e-4)
+
+
+def cross_entropy(batch: Batch, table: torch.Tensor, *, mean: str, target: str) -> torch.Tensor:
+    """ECHO's second term, written as its definition."""
+    total, selected, rows = 0.0 * table.sum(), 0, 0
+    for row in (row for item in batch.items for row in item.trajectory.rows if row.loss_mask_T.any()):
+        rows += 1
+        kinds = [] if row.kinds_T is None else row.kinds_T.tolist()
+        bodies = [at for at, kind in enumerate(kinds) if kind in (TokenKind.OBSERVATION, TokenKind.WARNING)]
+        chosen = [at for at in bodies if kinds[at] == TokenKind.OBSERVATION or target == "full"]
+        logprobs = table.log_softmax(-1)
+        sums = -sum((logprobs[int(row.tokens_T[at - 1]), int(row.tokens_T[at])] for at in chosen), 0.0 * table.sum())
+        total = total + (sums / (len(bodies) + 0.001) if mean == "sequence" else sums)
+        selected += len(chosen)
+    return total / (max(rows, 1) if mean == "sequence" else selected + 0.001)
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)

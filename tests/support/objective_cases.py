@@ -70,12 +70,18 @@ def objective_of(config: ObjectiveConfig) -> Objective:
 
 
 def logprobs_of(logits_BTV: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of the trained tokens, by the learner's head with weights that change nothing."""
+    """Log-probabilities and entropies of the trained tokens, and of the observed ones if those are computed, by the
+    learner's head with weights that change nothing."""
     identity_VV = torch.eye(logits_BTV.shape[-1])
-    return trained_logprobs(logits_BTV, identity_VV, micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
+    return trained_logprobs(logits_BTV, identity_VV, micro.tokens_BT, micro.scored_BT, micro.temperatures_S)
 
 
-def make_row(tokens: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float] | None = None) -> Row:
+def make_row(
+    tokens: Sequence[int],
+    mask: Sequence[bool],
+    logprobs: Sequence[float] | None = None,
+    kinds: Sequence[int] | None = None,
+) -> Row:
     """A row; without `logprobs`, those of sampled tokens are -2."""
     trained = np.array(mask, dtype=np.bool_)
     values = np.full(len(trained), -2.0) if logprobs is None else np.asarray(logprobs)
@@ -84,6 +90,7 @@ def make_row(tokens: Sequence[int], mask: Sequence[bool], logprobs: Sequence[flo
         loss_mask_T=trained,
         logprobs_T=np.where(trained, values, 0.0).astype(np.float32),
         versions=tuple(VersionSpan(start=int(at), end=int(at) + 1, version=VERSION) for at in np.flatnonzero(trained)),
+        kinds_T=None if kinds is None else np.array(kinds, dtype=np.uint8),
     )
 
 

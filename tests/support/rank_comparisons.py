@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from safetensors.torch import load_file
 
+from headrace.buffer.token_kinds import TokenKind
 from headrace.buffer.types import BatchId, BatchLease
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron_trainer import MegatronTrainer, open_trainer
@@ -46,6 +47,11 @@ COMPARED: Final[dict[str, tuple[int, int, dict[str, Any]]]] = {
     "grpo": (2, 20, {"dual_clip": 1.6}),
     "gspo": (2, 4, {"objective": "gspo", "kl_coef": 0.1, "loss_weight": "token"}),
     "cispo": (3, 4, {"objective": "cispo", "correction": "icepop", "entropy_coef": 0.1}),
+    "observations": (
+        2,
+        4,
+        {"observation_coef": 0.2, "observation_schedule": "step_decay", "observation_decay_steps": 2},
+    ),
 }
 """Number of ranks to compare with one, number of steps, and settings."""
 VOCABULARY: Final = 258
@@ -170,7 +176,11 @@ def _row(chance: random.Random) -> Row:
     length = chance.choice((8, 12, 20, 60))
     mask = [index >= 4 and chance.random() < 0.8 for index in range(length - 1)]
     logprobs = [-chance.uniform(1, 6) for _ in range(length)]
-    return make_row([chance.randrange(VOCABULARY) for _ in range(length)], [*mask, True], logprobs)
+    kinds = [
+        TokenKind.SAMPLED if trained else TokenKind.OBSERVATION if index >= 4 else TokenKind.PROMPT
+        for index, trained in enumerate([*mask, True])
+    ]
+    return make_row([chance.randrange(VOCABULARY) for _ in range(length)], [*mask, True], logprobs, kinds)
 
 
 def renamed(batch: Batch, number: int) -> Batch:

@@ -11,6 +11,9 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from headrace.buffer.token_kinds import TokenKind, to_runs
 from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
@@ -32,6 +35,7 @@ from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from headrace.buffer.token_kinds import KindRuns
     from headrace.serve.capture.events import Event, Status
     from headrace.serve.capture.session import Session, TurnPlan
     from headrace.serve.conversation import ToolSpec
@@ -50,8 +54,8 @@ class ByteChat:
 
     continues = True
 
-    def __init__(self, *, bridges: bool = True) -> None:
-        self.bridges = bridges
+    def __init__(self, *, bridges: bool = True, marks_bodies: bool = True) -> None:
+        self.bridges, self.marks_bodies = bridges, marks_bodies
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], ending: Ending = Ending.TURN) -> TokenIds:
         ids = array("i", [TOOLS, *",".join(tool.name for tool in tools).encode(), END] if tools else [])
@@ -73,6 +77,23 @@ class ByteChat:
 
     def insert(self, text: str) -> TokenIds:
         return array("i", [*text.encode()])
+
+    def render_kinds(
+        self, ids: TokenIds, messages: Sequence[Message], tools: Sequence[ToolSpec], *, observed_from: int
+    ) -> KindRuns:
+        """Bodies are bytes; those of the tools and of the policy are scaffold."""
+        kinds = [TokenKind.SCAFFOLD] * len(ids)
+        at = len(ids) - 1 - sum(map(len, map(self._one, messages)))
+        for index, message in enumerate(messages):
+            length = len(self._one(message))
+            if message.role is not Role.ASSISTANT:
+                kind = TokenKind.PROMPT if index < observed_from else TokenKind.OBSERVATION
+                kinds[at + 1 : at + length - 1] = [kind] * (length - 2)
+            at += length
+        return to_runs(np.array(kinds, dtype=np.uint8))
+
+    def bridge_kinds(self, ids: TokenIds, calls: Sequence[ToolCall], messages: Sequence[Message]) -> KindRuns:
+        return self.render_kinds(ids, messages, (), observed_from=0)
 
     def _one(self, message: Message) -> list[int]:
         words = [
@@ -130,7 +151,8 @@ class Rig:
             self.record(event)
         if match.parent is not None and match.prompt is None and not (self.renderer.bridges or match.resumes):
             match = self.core.trie.as_root(match, request)
-        return self.core.plan(match, request, self.core.delta(match, request, self.renderer))
+        delta = self.core.delta(match, request, self.renderer)
+        return self.core.plan(match, request, delta, self.core.kinds(match, request, delta, self.renderer))
 
     def turn(
         self,

@@ -250,6 +250,22 @@ def test_an_architecture_is_refused_only_by_what_computes_the_model(
     check_parts(load_recipe(recipe, overrides, tmp_path / "run"))
 
 
+def test_a_template_that_hides_observations_is_refused_only_if_they_are_trained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    model = model_with(tmp_path)
+    template = (model / "chat_template.jinja").read_text()
+    assert "message.content" in template or "message['content']" in template
+    hiding = template.replace("message.content", "(message.content | tojson(ensure_ascii=true))")
+    hiding = hiding.replace("message['content']", "(message['content'] | tojson(ensure_ascii=true))")
+    (model / "chat_template.jinja").write_text(hiding)
+    error = refused(
+        monkeypatch, capsys, recipe, "--set", f"model.path={model}", "--set", "learner.observation_coef=0.05"
+    )
+    assert "the chat template rewrites the bodies of messages" in error
+    check_parts(load_recipe(recipe, [f"model.path={model}", "sandbox.provider=subprocess"], tmp_path / "run"))
+
+
 def test_a_bad_line_in_a_task_file_is_reported_by_number(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:

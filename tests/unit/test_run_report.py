@@ -178,6 +178,14 @@ def text_of(report: RunReport) -> str:
     return console.export_text()
 
 
+def test_a_critic_is_rated_by_the_last_ten_steps_that_measured_it(tmp_path: Path) -> None:
+    steps = tuple({"kind": "step", "explained_variance": value} for value in [-5.0] * 3 + [0.5, 0.7] * 5)
+    report = told_of(tmp_path / "run", metrics=(*steps, {"kind": "step"}))
+    assert report.explained_variance == pytest.approx(0.6)
+    assert "critic: explained variance 0.600" in text_of(report)
+    assert told_of(tmp_path / "other").explained_variance is None
+
+
 def test_the_report_has_a_readable_text_form(tmp_path: Path) -> None:
     report = told_of(tmp_path / "run", metrics=(stations(30.0, 64.0) | {"rollout_limit": 8, "slowed_by": "boot"},))
     text = text_of(report)

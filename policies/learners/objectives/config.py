@@ -12,7 +12,9 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-OWN: Final = ("grpo", "gspo", "cispo")
+PPO: Final = "ppo"
+"""Objective whose advantages are those of a critic."""
+OWN: Final = ("grpo", "gspo", "cispo", PPO)
 """headrace's own objectives. Each uses the ratio, and clips it."""
 
 Correction = Literal["cap", "icepop", "weights", "none"]
@@ -25,7 +27,8 @@ class ObjectiveConfig(BaseModel):
 
     objective: str = "grpo"
     """Policy loss: `grpo` (PPO's clip for each token), `gspo` (the same for the geometric mean of the ratios of a row),
-    `cispo` (clipped weights), or an objective from another package (docs/extending.md)."""
+    `cispo` (clipped weights), `ppo` (that of grpo with the advantages of a critic, learner.critic), or an objective
+    from another package (docs/extending.md)."""
     eps_low: float = Field(default=0.2, gt=0, le=1)
     """Lower clip of the ratio current / behaviour, 1 - eps_low: with a negative advantage, a smaller ratio has no
     gradient. cispo raises smaller ratios to it; 1 turns it off."""
@@ -53,6 +56,20 @@ class ObjectiveConfig(BaseModel):
     `k3` is GRPO's, clamped to 10; the gradient of `k1` is 0 on average, so it only measures."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy, which is added to what is maximised."""
+    observation_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the cross-entropy of observations, ECHO's second term (docs/objectives.md). Above 0, gateways
+    record the kinds of tokens, and rows without advantage are computed."""
+    observation_target: Literal["environment", "full"] = "environment"
+    """Tokens of that term: `environment` leaves out the parts of observations that are marked as warnings, `full` takes
+    them too."""
+    observation_mean: Literal["sequence", "token"] = "sequence"
+    """Mean of that term: `sequence` is the mean over rows of the means over their observed tokens, `token` the mean
+    over all selected tokens of a batch."""
+    observation_schedule: Literal["constant", "linear_decay", "step_decay"] = "constant"
+    """observation_coef over the updates of a run: `linear_decay` falls to 0 at observation_decay_steps, `step_decay` is
+    halved every observation_decay_steps."""
+    observation_decay_steps: int | None = Field(default=None, ge=1)
+    """Number of updates, for `observation_schedule`."""
     loss_weight: Literal["trajectory", "token", "constant"] = "trajectory"
     """Weight of a token in a batch: `trajectory` is the mean over trajectories of the means over their tokens, `token`
     the mean over all tokens, `constant` the sum over tokens, divided by loss_constant and the number of
@@ -69,8 +86,22 @@ class ObjectiveConfig(BaseModel):
 
     @property
     def uses_zero_advantage(self) -> bool:
-        """True if a token without advantage has a gradient from a term other than the policy loss."""
+        """True if a trained token without advantage has a gradient from a term other than the policy loss."""
         return self.kl_coef > 0 or self.entropy_coef > 0
+
+    @property
+    def needs_kinds(self) -> bool:
+        """True if a term needs the kinds of tokens (`Row.kinds_T`), in rows without advantage too."""
+        return self.observation_coef > 0
+
+    def observation_coef_at(self, step: int) -> float:
+        """Return the coefficient of the cross-entropy of observations at an update, counted from 0."""
+        span = self.observation_decay_steps
+        if span is None:
+            return self.observation_coef
+        if self.observation_schedule == "linear_decay":
+            return self.observation_coef * max(0.0, 1.0 - step / span)
+        return self.observation_coef * float(0.5 ** (step // span))
 
 
 def corrected_twice(objective: str) -> str:
@@ -136,6 +167,20 @@ def _constant_goes_with_its_weight(config: ObjectiveConfig) -> str | None:
     )
 
 
+def _decay_goes_with_its_steps(config: ObjectiveConfig) -> str | None:
+    if (config.observation_schedule == "constant") == (config.observation_decay_steps is None):
+        return None
+    if config.observation_decay_steps is None:
+        return (
+            f"observation_schedule {config.observation_schedule} needs learner.observation_decay_steps, a number of "
+            "updates; set it"
+        )
+    return (
+        "observation_decay_steps has no effect with observation_schedule constant; remove it or set "
+        "learner.observation_schedule to linear_decay or step_decay"
+    )
+
+
 _CHECKS = (
     _is_not_decoupled,
     _ratio_is_corrected_once,
@@ -143,5 +188,6 @@ _CHECKS = (
     _cispo_has_no_dual_clip,
     _mask_leaves_something,
     _constant_goes_with_its_weight,
+    _decay_goes_with_its_steps,
 )
 """Each returns the problem with the keys to change, or None."""

@@ -4,6 +4,7 @@ With r = current / behaviour of a token, s = the geometric mean of r over the tr
 if `correction` is `cap` or `icepop` (otherwise infinite), and A the advantage of the token's trajectory:
 
     grpo   c = min(r, C) where the clip is not passed, otherwise 0
+    ppo    the same, with A of the token instead of its trajectory
     gspo   c = min(s, C) where the clip is not passed, otherwise 0
     cispo  c = min(clip(r, 1 - eps_low, 1 + eps_high), C)
 
@@ -30,6 +31,11 @@ def grpo(tokens: TrainedTokens, config: ObjectiveConfig) -> TokenLoss:
 
     The loss of a token that passed the clip is 0 instead of PPO's constant, which has the same gradient."""
     return _clipped(tokens, tokens.log_ratios_N().exp(), config)
+
+
+def ppo(tokens: TrainedTokens, config: ObjectiveConfig) -> TokenLoss:
+    """Return PPO's loss (arXiv 1707.06347, equation 7): that of `grpo`, with an advantage for each token."""
+    return grpo(tokens, config)
 
 
 def gspo(tokens: TrainedTokens, config: ObjectiveConfig) -> TokenLoss:

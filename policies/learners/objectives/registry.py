@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.policies.learners.objectives.config import OWN, ObjectiveConfig, corrected_twice
+from headrace.policies.learners.objectives.config import OWN, PPO, ObjectiveConfig, corrected_twice
 
 if TYPE_CHECKING:
     from headrace.policies.learners.objectives.loss import Objective
@@ -19,7 +19,8 @@ def _own(name: str) -> Callable[[], Objective]:
         from headrace.policies.learners.objectives import policy
         from headrace.policies.learners.objectives.loss import Objective
 
-        return Objective(loss=getattr(policy, name), uses_zero_advantage=False)
+        # The buffer's advantage says nothing about a critic's.
+        return Objective(loss=getattr(policy, name), uses_zero_advantage=name == PPO)
 
     return load
 

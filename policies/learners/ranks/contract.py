@@ -9,14 +9,14 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.policies.learners.logprob_drift import DriftSums
-from headrace.policies.learners.objectives.token_sums import TokenSums
+from headrace.policies.learners.objectives.token_sums import ObservationSums, TokenSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from typing import TypeAlias
 
@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
     """Part of a step that one rank computed. `grad_norm` is that of the gradient of the whole batch, before it was
-    scaled down."""
+    scaled down. `observed` is None if observed tokens were not computed."""
 
     loss: float
     grad_norm: float
     sums: TokenSums
     drift: DriftSums
+    observed: ObservationSums | None = None
+    critic: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the critic, which a learner with several ranks does not have."""
 
 
 class Ranks(Protocol):
@@ -72,9 +75,12 @@ if TYPE_CHECKING:
 
 def whole_step(parts: Sequence[RankStep]) -> RankStep:
     """Return the step of all ranks together."""
+    observed = [part.observed for part in parts if part.observed is not None]
     return RankStep(
         loss=sum(part.loss for part in parts),
         grad_norm=parts[0].grad_norm,
         sums=sum((part.sums for part in parts), TokenSums()),
         drift=sum((part.drift for part in parts), DriftSums()),
+        observed=sum(observed, ObservationSums()) if observed else None,
+        critic=parts[0].critic,
     )

@@ -24,10 +24,13 @@ from headrace.policies.learners import checkpoints, megatron_checkpoint, megatro
 from headrace.policies.learners.logprob_drift import DriftMeter
 from headrace.policies.learners.megatron_optimizer import MainOptimizer
 from headrace.policies.learners.micro_batches import WeightedRow, collate, weighted_rows
+from headrace.policies.learners.objectives.config import PPO
 from headrace.policies.learners.objectives.loss import weighted_loss
+from headrace.policies.learners.objectives.observation import observation_loss
 from headrace.policies.learners.objectives.registry import OBJECTIVES
-from headrace.policies.learners.objectives.token_sums import TokenSums
+from headrace.policies.learners.objectives.token_sums import ObservationSums, TokenSums
 from headrace.policies.learners.ranks.contract import RankStep
+from headrace.policies.learners.ranks.critic import Critic, critic_metrics
 from headrace.policies.learners.ranks.reference_model import ReferenceModel
 from headrace.policies.models.qwen_config import QwenConfig
 
@@ -71,6 +74,11 @@ class MegatronRank:
             settings, DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32, overlap_grad_reduce=False), self._model
         )
         self._optimizer = MainOptimizer(self._model, config)
+        state = source / checkpoints.MEGATRON_STATE if resume else None
+        # Before the policy: a checkpoint's random states are those that the policy's state restores.
+        self._critic = (
+            Critic(config, self._shape, settings, device=self._device, state=state) if config.objective == PPO else None
+        )
         if resume:
             megatron_checkpoint.load_state(source / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
         else:
@@ -83,13 +91,33 @@ class MegatronRank:
         """Compute this rank's rows, sum the gradient with the other ranks, and update the weights if it is finite."""
         meter = DriftMeter(batch, cap=self._config.weight_cap)
         rows = weighted_rows(batch, self._objective, self._config)
+        judged = self._critic.judge(rows) if self._critic is not None else []
+        rows = [row.row for row in judged] if self._critic is not None else rows
         shares = distribute([len(row.row.tokens_T) for row in rows], ranks=self._ranks)
-        loss, sums = self._accumulate([rows[index] for index in shares[self._rank]], meter)
+        coefficient = self._config.observation_coef_at(batch.version.step)
+        loss, sums, observed = self._accumulate([rows[index] for index in shares[self._rank]], meter, coefficient)
         grad_norm = self._optimizer.take_gradients(max_norm=self._config.clip_grad_norm)
-        if math.isfinite(grad_norm):
+        learned: dict[str, float] = {}
+        if self._critic is not None:
+            value_loss, value_norm = self._critic.take_gradients(judged)
+            learned = critic_metrics(judged, loss=value_loss, grad_norm=value_norm)
+            # A step changes policy and critic, or neither.
+            grad_norm = grad_norm if math.isfinite(value_norm) else value_norm
+            if math.isfinite(grad_norm):
+                self._critic.update(judged)
+            self._critic.drop_gradients()
+        warming = self._critic is not None and batch.version.step < self._config.critic.warmup_steps
+        if math.isfinite(grad_norm) and not warming:
             self._optimizer.step(learning_rate)
         self._optimizer.drop_gradients()
-        return RankStep(loss=loss, grad_norm=grad_norm, sums=sums, drift=meter.sums)
+        return RankStep(
+            loss=loss,
+            grad_norm=grad_norm,
+            sums=sums,
+            drift=meter.sums,
+            observed=observed if coefficient > 0 else None,
+            critic=learned,
+        )
 
     def export(self, path: Path, version: PolicyVersion) -> None:
         """Write the weights with Hugging Face names into a safetensors file. Raises OSError."""
@@ -106,6 +134,8 @@ class MegatronRank:
     def save_state(self, directory: Path) -> None:
         """Write the state together with all other ranks. Raises OSError."""
         megatron_checkpoint.save_state(directory, self._model, self._optimizer)
+        if self._critic is not None:
+            self._critic.save_state(directory)
 
     def digest(self) -> str:
         """Return the SHA-256 of the main weights and the optimizer's state, in hexadecimal."""
@@ -119,18 +149,24 @@ class MegatronRank:
         """Leave the world; the rank is unusable afterwards."""
         megatron_world.stop()
 
-    def _accumulate(self, rows: list[WeightedRow], meter: DriftMeter) -> tuple[float, TokenSums]:
+    def _accumulate(
+        self, rows: list[WeightedRow], meter: DriftMeter, observation_coef: float
+    ) -> tuple[float, TokenSums, ObservationSums]:
         """Sum the gradient of the rows and of those of all other ranks in Megatron's buffers, and add their
-        log-probabilities to `meter`. Return the loss of the rows and its sums over trained tokens."""
+        log-probabilities to `meter`. Return the loss of the rows and its sums over trained and observed tokens."""
         self._ddp.zero_grad_buffer()
         lengths = [len(row.row.tokens_T) for row in rows]
-        total, sums = 0.0, TokenSums()
+        total, sums, observed = 0.0, TokenSums(), ObservationSums()
         for indices in pack(lengths, token_budget=self._config.token_budget):
             micro = collate([rows[index] for index in indices], self._device)
             reference_N = self._reference.logprobs_N(micro) if self._reference is not None else None
-            logprobs_N, entropies_N = self._ddp(micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
+            logprobs_S, entropies_S = self._ddp(micro.tokens_BT, micro.scored_BT, micro.temperatures_S)
+            logprobs_N, entropies_N = micro.of_trained(logprobs_S), micro.of_trained(entropies_S)
             tokens = micro.trained_tokens(logprobs_N, entropies_N, reference_N)
             loss, part = weighted_loss(tokens, micro.weights_N, self._objective, self._config)
+            if (extra := micro.observed) is not None:
+                term, found = observation_loss(logprobs_S[~extra.trained_S], extra.weights_M, extra.warnings_M)
+                loss, observed = loss + observation_coef * term, observed + found
             loss.backward()  # type: ignore[no-untyped-call]
             computed = [rows[index].row for index in indices]
             meter.add(computed, logprobs_N.detach().float().cpu().numpy(), positions=micro.tokens_BT.numel())
@@ -138,7 +174,7 @@ class MegatronRank:
         # Megatron's `finish_grad_sync` averages, and its coalesced all-reduce over gloo has no timeout.
         for buffer in self._ddp.buffers:
             torch.distributed.all_reduce(buffer.grad_data)
-        return total, sums
+        return total, sums, observed
 
 
 class SoleRank:

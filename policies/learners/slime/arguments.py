@@ -34,6 +34,7 @@ APPLICABLE: Final = {
     "correction": ("none", "slime's loss has no correction beside its clip"),
     "sequence_mask": (None, "slime's loss has no such mask here"),
     "kl_coef": (0.0, "the slime learner keeps no reference model"),
+    "observation_coef": (0.0, "slime's loss has no term for observations"),
     "loss_weight": ("trajectory", "slime's loss is the mean over trajectories of the means over their tokens"),
     "dtype": ("float32", "slime trains in bf16 with fp32 main weights, whatever this key says"),
     "device": ("cpu", "slime trains on the GPUs of learner.slime, whatever this key says"),
