@@ -229,7 +229,7 @@ class Session:
         if not renderer.marks_bodies:
             return None
         if match.resumes:
-            return ((TokenKind.OBSERVATION, len(delta)),)
+            return ((TokenKind.OBSERVATION, len(delta)),) if len(delta) else ()
         if match.opened is not None:
             # The agent wrote the beginning of the policy's message, which has no kind.
             return None
