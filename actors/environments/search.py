@@ -49,6 +49,8 @@ class SearchConfig(BaseModel):
     """Form of one passage, with its `number` (from 1), `title` and `text`."""
     after: str = "</information>\n\n"
     """Text after the passages."""
+    nothing: str = "No passage was found."
+    """Text in place of the passages if the retriever has none."""
     empty_query: str = "\nThe query is empty. Write it between <search> and </search>.\n"
     """Text that the policy reads after a search without words."""
 
@@ -102,4 +104,4 @@ def shown(passages: list[Passage], config: SearchConfig) -> str:
         titled = _TITLED.fullmatch(passage.contents)
         title, text = (titled[1], titled[2]) if titled else ("", passage.contents)
         texts.append(config.passage.format(number=number, title=title, text=text.strip()))
-    return config.before + "\n".join(texts)[: config.max_characters] + config.after
+    return config.before + ("\n".join(texts)[: config.max_characters] or config.nothing) + config.after

@@ -66,8 +66,7 @@ class HttpRetriever:
         self._calls, self._endpoint = calls, endpoint
 
     async def retrieve(self, queries: Sequence[str], *, top_k: int) -> list[list[Passage]]:
-        """Return the best passages for each query, best first. Raises ServiceDown, also for a query without any
-        passage."""
+        """Return the best passages for each query, best first; none if nothing matches. Raises ServiceDown."""
         if not queries:
             return []
 
@@ -82,7 +81,7 @@ class HttpRetriever:
 
 def parse_passages(answer: Any, queries: int, top_k: int) -> list[list[Passage]]:
     """Parse the answer of a retriever for this number of queries. Raises ServiceUnavailable if it does not follow the
-    contract, ServiceRefused if a query has no passage."""
+    contract."""
     found: list[list[Passage | None]] = [[None]]
     match answer:
         case {"result": list() as lists} if len(lists) == queries and all(isinstance(row, list) for row in lists):
@@ -92,8 +91,6 @@ def parse_passages(answer: Any, queries: int, top_k: int) -> list[list[Passage]]
             "the answer is not a list of passages for each query ({result: [[{contents}, ...], ...]}): "
             f"{str(answer)[:SHOWN_CHARACTERS]}"
         )
-    if not all(found):
-        raise ServiceRefused("the answer has no passage for a query")
     return [[passage for passage in row if passage is not None][:top_k] for row in found]
 
 

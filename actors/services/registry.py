@@ -55,7 +55,7 @@ class OutsideService:
             return []
 
         def whole(found: list[list[Passage]]) -> bool:
-            return len(found) == len(queries) and all(found)
+            return len(found) == len(queries)
 
         return await self._guarded(lambda: self.inner.retrieve(queries, top_k=top_k), whole)
 
@@ -76,7 +76,7 @@ class OutsideService:
                 raise ServiceUnavailable(f"{type(error).__name__}: {error}") from error
             self._calls.used(Usage())
             if not is_whole(answer):
-                raise ServiceRefused("the answer has no passage for a query, or no text")
+                raise ServiceRefused("the answer has not one list of passages for each query, or no text")
             return answer
 
         return await self._calls(send)

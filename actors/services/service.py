@@ -42,7 +42,7 @@ class Retriever(Protocol):
     """Retriever of passages."""
 
     async def retrieve(self, queries: Sequence[str], *, top_k: int) -> list[list[Passage]]:
-        """Return the best passages for each query, best first. Raises ServiceDown."""
+        """Return the best passages for each query, best first; none if nothing matches. Raises ServiceDown."""
         ...
 
 

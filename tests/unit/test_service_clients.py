@@ -86,7 +86,6 @@ async def test_an_error_that_passes_is_retried(fault: Any) -> None:
         (json({"result": [["text"]]}), "not a list of passages for each query"),
         (json({"result": [[{"contents": ""}]]}), "not a list of passages for each query"),
         (json({"result": [[{"contents": "a"}, {"text": "b"}]]}), "not a list of passages for each query"),
-        (json({"result": [[]]}), "the answer has no passage for a query"),
         (json({"error": "no"}, 400), 'answered 400: {"error": "no"}'),
         (json({}, 404), "answered 404"),
         (text(""), "the answer is not valid JSON"),
@@ -96,6 +95,11 @@ async def test_a_malformed_or_empty_answer_is_an_outage_and_no_empty_result(answ
     with pytest.raises(ServiceDown, match=says) as down:
         await retrieved(ScriptedService(answer))
     assert down.value.service == "it"
+
+
+async def test_a_query_without_a_match_is_an_answer() -> None:
+    """A policy can ask for what no retriever knows; that is not an outage, which would cost it no reward."""
+    assert await retrieved(ScriptedService(json({"result": [[]]}))) == [[]]
 
 
 async def test_a_refusal_is_not_retried() -> None:
