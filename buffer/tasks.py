@@ -32,6 +32,7 @@ from headrace.buffer.task_parts import (
     TaskOrigin,
     secret_in_prompt,
 )
+from headrace.buffer.types import MAX_REWARD
 from headrace.buffer.verifiers import VerifierSpec, why_not_runnable
 
 TaskId = NewType("TaskId", str)
@@ -91,6 +92,16 @@ class AnswerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardMap:
+    """Rewards in place of an evaluator's own, by whether it found the task solved."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    solved: float = 1.0
+    failed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatorSpec:
     """Evaluator of a task. `check` is Python source; exit code 0 means reward 1, exit code 1 means reward 0, and any
     other exit code means that the evaluator failed. A check that binds `reward` returns that reward instead
@@ -114,6 +125,8 @@ class EvaluatorSpec:
     """Function for the kind `plugin`: `package.module:function`, or the name of an entry point. The function defines
     the meaning of `check` and `expected`."""
     answer: AnswerSpec | None = None
+    rewards: RewardMap | None = None
+    """Rewards in place of the evaluator's own. A rollout that it could not score still has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +241,7 @@ def _document(task: Task) -> dict[str, Any]:
     return document
 
 
-_LATER_EVALUATOR_FIELDS: Final = {"python": PYTHON, "plugin": "", "answer": None, "verifier": None}
+_LATER_EVALUATOR_FIELDS: Final = {"python": PYTHON, "plugin": "", "answer": None, "verifier": None, "rewards": None}
 _NO_LIMITS: Final = asdict(TaskLimits())
 
 
@@ -415,6 +428,8 @@ def _check_answer(answer: AnswerSpec, *, where: str) -> None:
 
 def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
     """Check that everything that this kind of evaluator needs is given, and nothing that only another kind uses."""
+    if (rewards := evaluator.rewards) is not None and not -MAX_REWARD <= rewards.failed < rewards.solved <= MAX_REWARD:
+        raise TaskFileError(f"{where}.rewards: must satisfy -{MAX_REWARD:g} <= failed < solved <= {MAX_REWARD:g}")
     is_repository = evaluator.kind is EvaluatorKind.REPOSITORY
     if is_repository != (evaluator.repository is not None):
         raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")

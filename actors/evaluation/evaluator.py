@@ -13,7 +13,7 @@ from opentelemetry import trace
 
 from headrace.actors.evaluation.comparison import Baselines
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate, verdict_of_episode
-from headrace.actors.evaluation.verdict import failed, solved
+from headrace.actors.evaluation.verdict import failed, solved, with_rewards
 from headrace.actors.places.leases import LEASE_S, Leases
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import Operations, Results, until_back
@@ -114,6 +114,9 @@ class Evaluator(ResourceOwner):
         return self._sandboxes.judged + self._unboxed
 
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
+        return with_rewards(await self._judge(request), request.task.evaluator.rewards)
+
+    async def _judge(self, request: EvaluationRequest) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
             return solved()
         if (verdict := verdict_of_episode(request)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from headrace.actors.chat import ChatCall
-    from headrace.buffer.tasks import Task
+    from headrace.buffer.tasks import RewardMap, Task
     from headrace.sandboxes.base import Sandbox
 
 MAX_DETAIL_CHARACTERS: Final = 500
@@ -137,6 +137,13 @@ def rewarded(reward: object, *, solved: bool | None, detail: str = "") -> Verdic
         raise EvaluatorFault(f"evaluator error: {error}") from error
     solved = number >= SOLVED_REWARD if solved is None else solved
     return Verdict(reward=number, solved=solved, cause=Cause.SOLVED if solved else Cause.FAILED, detail=detail)
+
+
+def with_rewards(verdict: Verdict, rewards: RewardMap | None) -> Verdict:
+    """Return a verdict with the rewards of a task in place of its own; one without a reward stays without."""
+    if rewards is None or verdict.reward is None:
+        return verdict
+    return replace(verdict, reward=rewards.solved if verdict.solved else rewards.failed)
 
 
 def invalid(detail: str) -> Verdict:
