@@ -207,7 +207,7 @@ SWE: Final = Miniature(
     pieces=(
         *NAMES, *WORDS, *MODULES, *(f"\n{left} turns left" for left in range(MAX_TURNS)),
         " must be ", FENCE, FENCE_END, "grep ", " *.py", "sed -i s/", "cat ", "echo ", SUBMIT, " = '", "'\n", "'", "/ ",
-        "<returncode>0", "<returncode>1", "<returncode>2", OUTPUT, "\n</output>", MARKER[1], MALFORMED,
+        "<returncode>0", "<returncode>1", "<returncode>2", OUTPUT, "</output>", MARKER[1], MALFORMED,
         "grep: ", "sed: ", "cat: ", "can't read ", ": No such file or directory",
         "bash: ", ": command not found", "ls", "/bin/sh: ",
     ),
