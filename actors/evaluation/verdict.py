@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from headrace.actors.chat import ChatCall
-    from headrace.buffer.tasks import RewardMap, Task
+    from headrace.buffer.tasks import EvaluatorPart, RewardMap, Task
     from headrace.sandboxes.base import Sandbox
 
 MAX_DETAIL_CHARACTERS: Final = 500
@@ -38,6 +38,8 @@ class Verdict:
     solved: bool = False
     log: str = ""
     patch: str = ""
+    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Reward and weight of each part of a sum."""
 
 
 class Source(StrEnum):
@@ -144,6 +146,27 @@ def with_rewards(verdict: Verdict, rewards: RewardMap | None) -> Verdict:
     if rewards is None or verdict.reward is None:
         return verdict
     return replace(verdict, reward=rewards.solved if verdict.solved else rewards.failed)
+
+
+def summed(named: Sequence[tuple[EvaluatorPart, Verdict]]) -> Verdict:
+    """Return the verdict of a sum from its parts and their verdicts; the first one decides whether the task is solved.
+    If a part has no reward, the sum has none. Raises EvaluatorFault if the sum is out of bounds."""
+    for part, verdict in named:
+        if verdict.reward is None:
+            return replace(verdict, detail=f"{part.name}: {verdict.detail}", parts={})
+    first = named[0][1]
+    parts = {part.name: (float(verdict.reward or 0.0), part.weight) for part, verdict in named}
+    details = [f"{part.name} {verdict.reward:g} x {part.weight:g}" for part, verdict in named]
+    details += [f"{part.name}: {verdict.detail}" for part, verdict in named if verdict.detail]
+    total = rewarded(sum(reward * weight for reward, weight in parts.values()), solved=first.solved)
+    return replace(
+        total,
+        cause=first.cause,
+        detail=join_details(*details),
+        log=printed(*(verdict.log for _, verdict in named)),
+        patch=next((verdict.patch for _, verdict in named if verdict.patch), ""),
+        parts=parts,
+    )
 
 
 def invalid(detail: str) -> Verdict:

@@ -51,6 +51,10 @@ class RolloutReports:
                 "exhausted": self.session.exhausted.value,
                 "failures": list(self.session.failures),
             }
+        if self.verdict is not None and self.verdict.parts:
+            metadata["reward_parts"] = {
+                name: {"reward": reward, "weight": weight} for name, (reward, weight) in self.verdict.parts.items()
+            }
         return metadata
 
 
