@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from headrace.actors.chat import ChatCall
+    from headrace.actors.loop.judge import Judgement
     from headrace.buffer.tasks import EvaluatorPart, RewardMap, Task
     from headrace.sandboxes.base import Sandbox
 
@@ -166,6 +167,21 @@ def summed(named: Sequence[tuple[EvaluatorPart, Verdict]]) -> Verdict:
         log=printed(*(verdict.log for _, verdict in named)),
         patch=next((verdict.patch for _, verdict in named if verdict.patch), ""),
         parts=parts,
+    )
+
+
+def with_judgement(verdict: Verdict, judgement: Judgement | None) -> Verdict:
+    """Return a verdict with the judge's mean score added to its reward; it changes neither cause nor `solved`."""
+    if judgement is None or verdict.reward is None:
+        return verdict
+    scores, mean = judgement.scores, judgement.mean
+    if mean is None:
+        return replace(verdict, detail=join_details(verdict.detail, "no step has a vote"))
+    return replace(
+        verdict,
+        reward=verdict.reward + judgement.coefficient * mean,
+        detail=join_details(verdict.detail, f"judge {mean:+.3g} x {judgement.coefficient:g} over {len(scores)} steps"),
+        parts={**(verdict.parts or {"outcome": (verdict.reward, 1.0)}), "judge": (mean, judgement.coefficient)},
     )
 
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.history import prepare
-from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources, with_rewards
+from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources, with_judgement, with_rewards
 from headrace.actors.services.figures import service_time
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.task_parts import least
@@ -217,6 +217,7 @@ async def _run(
                     agent_user=report.user,
                 )
                 verdict = await stations.evaluate(request)
+            verdict = with_judgement(verdict, report.judgement)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,

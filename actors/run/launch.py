@@ -63,6 +63,7 @@ from headrace.actors.runtime.runtime import (
     stop_local_ray,
 )
 from headrace.actors.services.clients import check_services, refuse_missing_services
+from headrace.actors.services.config import ServiceKind
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate
@@ -174,6 +175,9 @@ def check_recipe_parts(config: RunConfig) -> None:
     check_services(config.services)
     if config.agent.kind is AgentKind.LOOP:
         refuse_missing_services(make_environment(config.environment).services, config.services)
+        if config.agent.loop.judge.service:
+            judges = (config.agent.loop.judge.service,)
+            refuse_missing_services(judges, config.services, kind=ServiceKind.MODEL, user="agent.loop.judge")
     if config.learner.kind != "slime":
         check_objective(config.learner)
 
