@@ -37,9 +37,9 @@ PRACTICE_SHARE: Final = 0.7
 """Share of the updates that show mostly good demonstrations."""
 GOOD_SHARE: Final = 0.9
 """Share of good demonstrations among those."""
-RIGHT_SHARE: Final = 0.25
+RIGHT_SHARE: Final = 0.1
 """Share of the later demonstrations that look for the right name and act on what they find."""
-STRAY_SHARE: Final = 0.5
+STRAY_SHARE: Final = 0.7
 """Share of those that look for another name and act on that. The rest guess after looking for the right one."""
 CUT_SHARE: Final = 0.25
 """Share of demonstrations that are the last turn of a session in a cut context."""
