@@ -24,6 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.repositories import RepositorySpec, is_plain_path, why_unusable
 from headrace.buffer.task_parts import (
+    MAX_REWARD,
     STRICT,
     BinaryFile,
     EnvironmentSpec,
@@ -32,7 +33,6 @@ from headrace.buffer.task_parts import (
     TaskOrigin,
     secret_in_prompt,
 )
-from headrace.buffer.types import MAX_REWARD
 from headrace.buffer.verifiers import VerifierSpec, why_not_runnable
 
 TaskId = NewType("TaskId", str)

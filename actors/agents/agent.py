@@ -16,8 +16,8 @@ from headrace.actors.services.service import NO_SERVICES
 
 if TYPE_CHECKING:
     from headrace.actors.chat import Chat
+    from headrace.actors.evaluation.rewards import Judgement
     from headrace.actors.evaluation.verdict import EpisodeRecord
-    from headrace.actors.loop.judge import Judgement
     from headrace.actors.services.service import Services
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import HostFolder, Sandbox

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
@@ -15,7 +14,8 @@ from opentelemetry import trace
 from headrace.actors.evaluation.comparison import Baselines
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate, verdict_of_episode
 from headrace.actors.evaluation.functions import score_by_function
-from headrace.actors.evaluation.verdict import EvaluatorFault, broken, failed, solved, summed, with_rewards
+from headrace.actors.evaluation.rewards import score_parts, with_rewards
+from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import Operations, Results, until_back
@@ -122,7 +122,7 @@ class Evaluator(ResourceOwner):
         if request.task.evaluator.kind is EvaluatorKind.NONE:
             return solved()
         if request.task.evaluator.kind is EvaluatorKind.SUM:
-            return await self._sum(request)
+            return await score_parts(request, self._evaluate)
         if request.task.evaluator.kind is EvaluatorKind.FUNCTION:
             self._unboxed += 1
             return await score_by_function(request)
@@ -135,19 +135,6 @@ class Evaluator(ResourceOwner):
             return verdict
         with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):
             return await evaluate(request, self._sandboxes, self._baselines)
-
-    async def _sum(self, request: EvaluationRequest) -> Verdict:
-        """Score by every part, in order, until one yields no reward."""
-        named = []
-        for part in request.task.evaluator.parts:
-            task = replace(request.task, evaluator=part.evaluator)
-            named.append((part, await self._evaluate(replace(request, task=task))))
-            if named[-1][1].reward is None:
-                break
-        try:
-            return summed(named)
-        except EvaluatorFault as error:
-            return broken(str(error))
 
 
 async def _nothing_to_give_back(_: Verdict) -> None:

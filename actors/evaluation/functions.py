@@ -53,7 +53,7 @@ async def score_by_function(request: EvaluationRequest) -> Verdict:
         return broken("the evaluator `function` needs the record of a loop agent; set agent.kind to loop")
     given = {"task": asdict(request.task), "episode": document_of(request.episode)}
     try:
-        result = await _call(spec.function, json.dumps(given, default=str).encode(), spec.timeout_s)
+        result = await called(spec.function, json.dumps(given, default=str).encode(), spec.timeout_s)
         if not isinstance(result, dict):
             return rewarded(result, solved=None)
         if not {"reward"} <= result.keys() <= {"reward", "solved", "detail"}:
@@ -74,7 +74,7 @@ def document_of(episode: EpisodeRecord) -> dict[str, Any]:
     return {"parts": parts, "artifacts": dict(episode.artifacts)}
 
 
-async def _call(function: str, given: bytes, timeout_s: float) -> object:
+async def called(function: str, given: bytes, timeout_s: float) -> object:
     """Call a function in a new process and return its result. Raises TimeoutError, EvaluatorFault."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from headrace.actors.chat import ChatCall
-    from headrace.actors.loop.judge import Judgement
-    from headrace.buffer.tasks import EvaluatorPart, RewardMap, Task
+    from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
 
 MAX_DETAIL_CHARACTERS: Final = 500
@@ -140,49 +139,6 @@ def rewarded(reward: object, *, solved: bool | None, detail: str = "") -> Verdic
         raise EvaluatorFault(f"evaluator error: {error}") from error
     solved = number >= SOLVED_REWARD if solved is None else solved
     return Verdict(reward=number, solved=solved, cause=Cause.SOLVED if solved else Cause.FAILED, detail=detail)
-
-
-def with_rewards(verdict: Verdict, rewards: RewardMap | None) -> Verdict:
-    """Return a verdict with the rewards of a task in place of its own; one without a reward stays without."""
-    if rewards is None or verdict.reward is None:
-        return verdict
-    return replace(verdict, reward=rewards.solved if verdict.solved else rewards.failed)
-
-
-def summed(named: Sequence[tuple[EvaluatorPart, Verdict]]) -> Verdict:
-    """Return the verdict of a sum from its parts and their verdicts; the first one decides whether the task is solved.
-    If a part has no reward, the sum has none. Raises EvaluatorFault if the sum is out of bounds."""
-    for part, verdict in named:
-        if verdict.reward is None:
-            return replace(verdict, detail=f"{part.name}: {verdict.detail}", parts={})
-    first = named[0][1]
-    parts = {part.name: (float(verdict.reward or 0.0), part.weight) for part, verdict in named}
-    details = [f"{part.name} {verdict.reward:g} x {part.weight:g}" for part, verdict in named]
-    details += [f"{part.name}: {verdict.detail}" for part, verdict in named if verdict.detail]
-    total = rewarded(sum(reward * weight for reward, weight in parts.values()), solved=first.solved)
-    return replace(
-        total,
-        cause=first.cause,
-        detail=join_details(*details),
-        log=printed(*(verdict.log for _, verdict in named)),
-        patch=next((verdict.patch for _, verdict in named if verdict.patch), ""),
-        parts=parts,
-    )
-
-
-def with_judgement(verdict: Verdict, judgement: Judgement | None) -> Verdict:
-    """Return a verdict with the judge's mean score added to its reward; it changes neither cause nor `solved`."""
-    if judgement is None or verdict.reward is None:
-        return verdict
-    scores, mean = judgement.scores, judgement.mean
-    if mean is None:
-        return replace(verdict, detail=join_details(verdict.detail, "no step has a vote"))
-    return replace(
-        verdict,
-        reward=verdict.reward + judgement.coefficient * mean,
-        detail=join_details(verdict.detail, f"judge {mean:+.3g} x {judgement.coefficient:g} over {len(scores)} steps"),
-        parts={**(verdict.parts or {"outcome": (verdict.reward, 1.0)}), "judge": (mean, judgement.coefficient)},
-    )
 
 
 def invalid(detail: str) -> Verdict:

@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import zlib
@@ -25,10 +24,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
+from headrace.actors.evaluation.rewards import Judgement
 from headrace.buffer.primitives.registry import PartRefused, Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from headrace.actors.services.service import Services
 
@@ -140,32 +140,6 @@ def vote_in(text: str) -> int | None:
     r"""Return the first `\boxed{}` that is exactly +1 (or 1) or -1, or None."""
     found = _BOXED.search(text)
     return None if found is None else int(found[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """Votes on the steps of one episode, by turn; a missing vote is None."""
-
-    votes: Mapping[int, tuple[int | None, ...]]
-    coefficient: float
-
-    @property
-    def scores(self) -> dict[int, float]:
-        """Mean vote of each step that has votes, by turn."""
-        valid = {turn: [vote for vote in votes if vote is not None] for turn, votes in self.votes.items()}
-        return {turn: sum(votes) / len(votes) for turn, votes in valid.items() if votes}
-
-    @property
-    def mean(self) -> float | None:
-        """Mean score of the steps that have one, or None."""
-        scores = self.scores.values()
-        return sum(scores) / len(scores) if scores else None
-
-    def artifact(self) -> str:
-        """Return the votes and scores as JSON."""
-        scores = self.scores
-        steps = [{"turn": turn, "votes": votes, "score": scores.get(turn)} for turn, votes in self.votes.items()]
-        return json.dumps({"steps": steps, "mean": self.mean, "coefficient": self.coefficient})
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.history import prepare
-from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources, with_judgement, with_rewards
+from headrace.actors.evaluation.rewards import with_judgement, with_rewards
+from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources
 from headrace.actors.services.figures import service_time
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.task_parts import least

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.evaluation.functions import score_by_function
+from headrace.actors.evaluation.rewards import summed, with_rewards
 from headrace.actors.evaluation.verdict import (
     NO_SANDBOX,
     EpisodeRecord,
@@ -21,8 +22,6 @@ from headrace.actors.evaluation.verdict import (
     invalid,
     rewarded,
     solved,
-    summed,
-    with_rewards,
 )
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks import (

@@ -8,8 +8,9 @@ import json
 import pytest
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluation.verdict import broken, failed, solved, with_judgement
-from headrace.actors.loop.judge import Judge, JudgeConfig, Judgement, Step, check_judge, vote_in
+from headrace.actors.evaluation.rewards import Judgement, with_judgement
+from headrace.actors.evaluation.verdict import broken, failed, solved
+from headrace.actors.loop.judge import Judge, JudgeConfig, Step, check_judge, vote_in
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import service_time
