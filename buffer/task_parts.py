@@ -24,6 +24,11 @@ SECRET_CHARACTERS: Final = 24
 mistake", occur in prompts by chance."""
 
 
+MAX_REWARD: Final = 1e6
+"""Bound on a reward's absolute value. The ledger sums squares of rewards, which must stay exact enough to be
+recomputed. A larger reward is a bug in the evaluator, for example an overflow."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMessage:
     """A message that opens the conversation, in place of the instruction."""

@@ -24,6 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.repositories import RepositorySpec, is_plain_path, why_unusable
 from headrace.buffer.task_parts import (
+    MAX_REWARD,
     STRICT,
     BinaryFile,
     EnvironmentSpec,
@@ -66,6 +67,10 @@ class EvaluatorKind(StrEnum):
     """Every finished rollout gets reward 1, without a sandbox; only for measuring the orchestration."""
     ANSWER = "answer"
     """The answer in the agent's last message is compared with the targets (`answer`), without a sandbox."""
+    FUNCTION = "function"
+    """A function in a process of its own scores the record of the episode (`function`), without a sandbox."""
+    SUM = "sum"
+    """The weighted sum of several evaluators' rewards counts (`parts`)."""
     ENVIRONMENT = "environment"
     """The environment's own verdict counts, without a sandbox."""
     SIMULATED = "simulated"
@@ -88,6 +93,16 @@ class AnswerSpec:
     structure: float = 0.0
     retrieval: float = 0.0
     final: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardMap:
+    """Rewards in place of an evaluator's own, by whether it found the task solved."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    solved: float = 1.0
+    failed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +129,28 @@ class EvaluatorSpec:
     """Function for the kind `plugin`: `package.module:function`, or the name of an entry point. The function defines
     the meaning of `check` and `expected`."""
     answer: AnswerSpec | None = None
+    rewards: RewardMap | None = None
+    """Rewards in place of the evaluator's own. A rollout that it could not score still has none."""
+    function: str = ""
+    """Function for the kind `function`: `package.module:function`."""
+    parts: tuple[EvaluatorPart, ...] = ()
+    """Evaluators of the kind `sum`; the first one decides whether the task is solved."""
+
+    @property
+    def deciding(self) -> tuple[EvaluatorSpec, ...]:
+        """The evaluators that score: those of a sum, or this one."""
+        return tuple(part.evaluator for part in self.parts) if self.parts else (self,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatorPart:
+    """One evaluator of a sum, and the weight of its reward."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: str
+    evaluator: EvaluatorSpec
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +196,11 @@ class Task:
     environment: EnvironmentSpec | None = None
     limits: TaskLimits = field(default_factory=TaskLimits)
     origin: TaskOrigin | None = None
+
+    @property
+    def repository(self) -> RepositorySpec | None:
+        """The repository that the task's evaluator, or one of its parts, grades."""
+        return next((spec.repository for spec in self.evaluator.deciding if spec.repository is not None), None)
 
 
 def load_tasks(path: Path) -> tuple[Task, ...]:
@@ -215,9 +257,10 @@ def _document(task: Task) -> dict[str, Any]:
     """Return a task as JSON, without the paths of its binary files."""
     document = asdict(task)
     # Fields of later versions are left out at their defaults, so that the digests of older runs' tasks do not change.
-    for name, default in _LATER_EVALUATOR_FIELDS.items():
-        if document["evaluator"][name] == default:
-            del document["evaluator"][name]
+    for evaluator in (document["evaluator"], *(part["evaluator"] for part in document["evaluator"]["parts"])):
+        for name, default in _LATER_EVALUATOR_FIELDS.items():
+            if evaluator[name] == default:
+                del evaluator[name]
     for name in ("binary_files", "messages", "environment", "limits", "origin"):
         if not document[name] or document[name] == _NO_LIMITS:
             del document[name]
@@ -228,7 +271,15 @@ def _document(task: Task) -> dict[str, Any]:
     return document
 
 
-_LATER_EVALUATOR_FIELDS: Final = {"python": PYTHON, "plugin": "", "answer": None, "verifier": None}
+_LATER_EVALUATOR_FIELDS: Final = {
+    "python": PYTHON,
+    "plugin": "",
+    "answer": None,
+    "verifier": None,
+    "rewards": None,
+    "function": "",
+    "parts": (),
+}
 _NO_LIMITS: Final = asdict(TaskLimits())
 
 
@@ -248,10 +299,15 @@ def _parse_line(line: str, folder: Path, *, where: str) -> Task:
     # Replace every `{"file": "relative/path"}` by the text of that file.
     evaluator = document.get("evaluator")
     holders: list[tuple[str, Any]] = [("files", document.get("files"))]
-    if isinstance(evaluator, dict):
-        holders.append(("evaluator.hidden_files", evaluator.get("hidden_files")))
-        if isinstance(evaluator.get("check"), dict):
-            evaluator["check"] = _read_reference(evaluator["check"], folder, where=f"{where}: evaluator.check")
+    evaluators = [("evaluator", evaluator)]
+    if isinstance(evaluator, dict) and isinstance(evaluator.get("parts"), list):
+        parts = [part for part in evaluator["parts"] if isinstance(part, dict)]
+        evaluators += [(f"evaluator.parts.{part.get('name')}", part.get("evaluator")) for part in parts]
+    for key, spec in evaluators:
+        if isinstance(spec, dict):
+            holders.append((f"{key}.hidden_files", spec.get("hidden_files")))
+            if isinstance(spec.get("check"), dict):
+                spec["check"] = _read_reference(spec["check"], folder, where=f"{where}: {key}.check")
     for key, holder in holders:
         for name, value in holder.items() if isinstance(holder, dict) else ():
             if isinstance(value, dict):
@@ -334,27 +390,53 @@ def _explain(error: ValidationError) -> str:
 
 def _check_values(task: Task, *, where: str) -> None:
     """Check what the types cannot express. Raises TaskFileError."""
-    evaluator = task.evaluator
     for key, text in (("id", task.id), ("instruction", task.instruction), ("image", task.image)):
         if not text:
             raise TaskFileError(f"{where}: {key}: is empty; write some text")
-    lists = {"data_paths": evaluator.data_paths, "test_files": evaluator.test_files}
     files = {**task.files, **task.binary_files}
-    named = (("files", files), ("evaluator.hidden_files", evaluator.hidden_files))
-    for key, paths in (*named, *((f"evaluator.{key}", paths) for key, paths in lists.items())):
-        for path in paths:
-            if not is_plain_path(path):
-                raise TaskFileError(f"{where}: {key}: {path!r} must be an absolute path without '.' or '..'")
-    if not 0 < evaluator.timeout_s < float("inf"):
-        raise TaskFileError(f"{where}: evaluator.timeout_s: {evaluator.timeout_s} must be a number above 0")
+    _check_paths(files, where=f"{where}: files")
     _check_parts(task, where=where)
-    _check_kind(evaluator, where=f"{where}: evaluator")
-    _check_python(evaluator, where=f"{where}: evaluator.python")
+    _check_evaluator(task.evaluator, where=f"{where}: evaluator")
+    names = [part.name for part in task.evaluator.parts]
+    for part in task.evaluator.parts:
+        if not part.name or names.count(part.name) > 1:
+            raise TaskFileError(f"{where}: evaluator.parts: {part.name!r} must be a name of its own")
+        if part.evaluator.kind in _NOT_IN_SUMS or (
+            part.evaluator.verifier is not None and part.evaluator.verifier.live
+        ):
+            raise TaskFileError(
+                f"{where}: evaluator.parts.{part.name}: a sum has no part of the kinds {', '.join(_NOT_IN_SUMS)} and "
+                "no live verifier; remove it"
+            )
+        if not abs(part.weight) <= MAX_REWARD:
+            raise TaskFileError(f"{where}: evaluator.parts.{part.name}.weight: {part.weight} must be a finite number")
+        _check_evaluator(part.evaluator, where=f"{where}: evaluator.parts.{part.name}")
+    if sum(spec.repository is not None for spec in task.evaluator.deciding) > 1:
+        raise TaskFileError(f"{where}: evaluator.parts: more than one has a repository; keep one")
+
+
+_NOT_IN_SUMS: Final = (EvaluatorKind.SUM, EvaluatorKind.NONE, EvaluatorKind.SIMULATED)
+
+
+def _check_paths(paths: Iterable[str], *, where: str) -> None:
+    for path in paths:
+        if not is_plain_path(path):
+            raise TaskFileError(f"{where}: {path!r} must be an absolute path without '.' or '..'")
+
+
+def _check_evaluator(evaluator: EvaluatorSpec, *, where: str) -> None:
+    """Check the values of one evaluator. Raises TaskFileError."""
+    for key in ("hidden_files", "data_paths", "test_files"):
+        _check_paths(getattr(evaluator, key), where=f"{where}.{key}")
+    if not 0 < evaluator.timeout_s < float("inf"):
+        raise TaskFileError(f"{where}.timeout_s: {evaluator.timeout_s} must be a number above 0")
+    _check_kind(evaluator, where=where)
+    _check_python(evaluator, where=f"{where}.python")
     if evaluator.kind is EvaluatorKind.STATE:
         for path in evaluator.hidden_files:
             if (above := _data_path_above(path, evaluator)) is not None:
                 raise TaskFileError(
-                    f"{where}: evaluator.hidden_files: {path!r} is below the data path {above!r}, which is mounted "
+                    f"{where}.hidden_files: {path!r} is below the data path {above!r}, which is mounted "
                     "read-only; put it elsewhere"
                 )
 
@@ -366,8 +448,9 @@ def _check_parts(task: Task, *, where: str) -> None:
             raise TaskFileError(f"{where}: limits.{name}: {limit} must be a number above 0")
     if both := sorted(task.files.keys() & task.binary_files.keys()):
         raise TaskFileError(f"{where}: binary_files: {both[0]!r} is also in files; keep one")
-    if task.binary_files and task.evaluator.kind in (EvaluatorKind.PATCH, EvaluatorKind.COMPARE):
-        raise TaskFileError(f"{where}: binary_files: the kind {task.evaluator.kind} compares text only; use state")
+    for spec in task.evaluator.deciding:
+        if task.binary_files and spec.kind in (EvaluatorKind.PATCH, EvaluatorKind.COMPARE):
+            raise TaskFileError(f"{where}: binary_files: the kind {spec.kind} compares text only; use state")
     if task.messages and task.messages[-1].role != "user":
         raise TaskFileError(f"{where}: messages: the last one must be the user's, which the policy answers")
     prompt = "\n".join((task.instruction, *(message.content for message in task.messages)))
@@ -378,8 +461,8 @@ def _check_parts(task: Task, *, where: str) -> None:
         shown = f"{prompt}\n{json.dumps(task.environment.given, ensure_ascii=False)}"
         if (text := secret_in_prompt(task.environment.secret, shown)) is not None:
             raise TaskFileError(f"{where}: the prompt contains the environment's secret ({text[:12]!r}...); remove it")
-    hidden = secret_in_prompt(dict(task.evaluator.hidden_files), prompt)
-    if hidden is not None:
+    hidden = [dict(spec.hidden_files) for spec in task.evaluator.deciding]
+    if any(secret_in_prompt(files, prompt) is not None for files in hidden):
         raise TaskFileError(f"{where}: the prompt contains a hidden file of the evaluator; remove it")
 
 
@@ -413,8 +496,18 @@ def _check_answer(answer: AnswerSpec, *, where: str) -> None:
         raise TaskFileError(f"{where}: the scores must satisfy 0 <= final <= structure <= structure + retrieval < 1")
 
 
+_WITHOUT_CHECK: Final = (
+    EvaluatorKind.ANSWER,
+    EvaluatorKind.ENVIRONMENT,
+    EvaluatorKind.FUNCTION,
+    EvaluatorKind.SUM,
+)
+
+
 def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
     """Check that everything that this kind of evaluator needs is given, and nothing that only another kind uses."""
+    if (rewards := evaluator.rewards) is not None and not -MAX_REWARD <= rewards.failed < rewards.solved <= MAX_REWARD:
+        raise TaskFileError(f"{where}.rewards: must satisfy -{MAX_REWARD:g} <= failed < solved <= {MAX_REWARD:g}")
     is_repository = evaluator.kind is EvaluatorKind.REPOSITORY
     if is_repository != (evaluator.repository is not None):
         raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")
@@ -429,13 +522,19 @@ def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
         if evaluator.check or evaluator.expected:
             raise TaskFileError(f"{where}: check and expected do not belong to the kind verifier; remove them")
         return
+    if (evaluator.kind is EvaluatorKind.SUM) != bool(evaluator.parts):
+        raise TaskFileError(f"{where}.parts: belongs to the kind sum, which needs it")
+    if (evaluator.kind is EvaluatorKind.FUNCTION) != bool(evaluator.function):
+        raise TaskFileError(f"{where}.function: belongs to the kind function, which needs it")
+    if evaluator.function and not all(evaluator.function.partition(":")):
+        raise TaskFileError(f"{where}.function: {evaluator.function!r} must be written as package.module:function")
     if (evaluator.kind is EvaluatorKind.PLUGIN) != bool(evaluator.plugin):
         raise TaskFileError(f"{where}.plugin: belongs to the kind plugin, which needs it")
     if (evaluator.kind is EvaluatorKind.ANSWER) != (evaluator.answer is not None):
         raise TaskFileError(f"{where}.answer: belongs to the kind answer, which needs it")
     if evaluator.answer is not None:
         _check_answer(evaluator.answer, where=f"{where}.answer")
-    if evaluator.plugin or evaluator.kind in (EvaluatorKind.ANSWER, EvaluatorKind.ENVIRONMENT):
+    if evaluator.plugin or evaluator.kind in _WITHOUT_CHECK:
         if evaluator.kind is not EvaluatorKind.PLUGIN and (evaluator.check or evaluator.expected):
             raise TaskFileError(f"{where}: the kind {evaluator.kind} uses neither check nor expected; remove them")
         return

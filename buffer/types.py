@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 
+from headrace.buffer.task_parts import MAX_REWARD as MAX_REWARD
 from headrace.buffer.token_kinds import from_runs, to_runs
 from headrace.buffer.versions import PolicyVersion
 
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
 GroupId = NewType("GroupId", str)
 RolloutId = NewType("RolloutId", str)
 BatchId = NewType("BatchId", str)
-
-MAX_REWARD = 1e6
-"""Bound on a reward's absolute value. The ledger sums squares of rewards, which must stay exact enough to be
-recomputed. A larger reward is a bug in the evaluator, for example an overflow."""
 
 SOLVED_REWARD = 1.0
 """Reward from which a task counts as solved when only a reward is known."""

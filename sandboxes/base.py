@@ -27,6 +27,8 @@ ImageRef = NewType("ImageRef", str)
 snapshot."""
 
 DEFAULT_MAX_OUTPUT_BYTES = 1 << 20
+MAX_REMOTE_OUTPUT_BYTES = 64 << 20
+"""Largest `max_output_bytes` over the exec API; remote sandboxes lower greater ones to it."""
 
 
 class Network(StrEnum):

@@ -20,6 +20,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.loop.action_parsers import PARSERS, ParserKind
 from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.loop.config import LoopConfig
+from headrace.actors.loop.judge import check_judge
 from headrace.buffer.primitives.registry import PartRefused, Registry
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def _loop_agent(section: AgentSection, environment_section: EnvironmentSection) 
             f"agent.loop.parser {section.loop.parser} produces {_listed(parsed)}, but the environment "
             f"{environment_section.kind} accepts {_listed(accepted)}; choose another parser or environment"
         )
+    check_judge(section.loop.judge)
     return LoopAgent(section.loop, environment)
 
 

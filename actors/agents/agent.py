@@ -16,6 +16,7 @@ from headrace.actors.services.service import NO_SERVICES
 
 if TYPE_CHECKING:
     from headrace.actors.chat import Chat
+    from headrace.actors.evaluation.rewards import Judgement
     from headrace.actors.evaluation.verdict import EpisodeRecord
     from headrace.actors.services.service import Services
     from headrace.buffer.tasks import Task
@@ -57,6 +58,8 @@ class AgentReport:
     """Record of a loop agent's episode."""
     user: str = "root"
     """User that ran the policy's commands."""
+    judgement: Judgement | None = None
+    """Votes of the recipe's judge on the steps."""
 
 
 class SimulatedPolicy(Protocol):

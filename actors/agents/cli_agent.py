@@ -234,7 +234,7 @@ class CliAgent(ABC):
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
         """Run the program on the task. Raises SandboxError, AgentNotStarted."""
         target, prefix = target_of(session.base_url)
-        repository = task.evaluator.repository
+        repository = task.repository
         folder = repository.workdir if repository is not None else _DEFAULT_FOLDER
         context = LaunchContext(
             folder=f"{FOLDERS}/{self.name}",

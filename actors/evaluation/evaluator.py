@@ -13,6 +13,8 @@ from opentelemetry import trace
 
 from headrace.actors.evaluation.comparison import Baselines
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate, verdict_of_episode
+from headrace.actors.evaluation.functions import score_by_function
+from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases
 from headrace.actors.runtime.batching import Batcher
@@ -114,8 +116,16 @@ class Evaluator(ResourceOwner):
         return self._sandboxes.judged + self._unboxed
 
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
+        return with_rewards(await self._judge(request), request.task.evaluator.rewards)
+
+    async def _judge(self, request: EvaluationRequest) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
             return solved()
+        if request.task.evaluator.kind is EvaluatorKind.SUM:
+            return await score_parts(request, self._evaluate)
+        if request.task.evaluator.kind is EvaluatorKind.FUNCTION:
+            self._unboxed += 1
+            return await score_by_function(request)
         if (verdict := verdict_of_episode(request)) is not None:
             self._unboxed += 1
             return verdict

@@ -101,13 +101,13 @@ ANY_OWNER: Final = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory
 async def prepare(task: Task, sandbox: Sandbox) -> None:
     """Prepare an agent's sandbox. Raises SandboxError."""
     await lay_out(task, sandbox)
-    if task.evaluator.repository is not None:
-        await hide_history(sandbox, task.evaluator.repository.workdir)
+    if task.repository is not None:
+        await hide_history(sandbox, task.repository.workdir)
 
 
 async def lay_out(task: Task, sandbox: Sandbox) -> None:
     """Check out a task's base commit, write its files and run its commands. Raises SandboxError."""
-    repository = task.evaluator.repository
+    repository = task.repository
     if repository is not None and repository.base_commit:
         await _run(sandbox, repository, f"{GIT} checkout -q -f --detach {shlex.quote(repository.base_commit)}")
     files = {path: text.encode() for path, text in task.files.items()}

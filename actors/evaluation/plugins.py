@@ -43,7 +43,8 @@ _evaluator = cache(EVALUATORS.find)
 
 def refuse_absent_evaluators(tasks: Iterable[Task]) -> None:
     """Check that all evaluators named by the tasks exist. Raises ConfigError for the first one that does not."""
-    for name, task in {task.evaluator.plugin: task for task in tasks if task.evaluator.plugin}.items():
+    named = {spec.plugin: task for task in tasks for spec in task.evaluator.deciding if spec.plugin}
+    for name, task in named.items():
         try:
             EVALUATORS.find(name)
         except PartRefused as error:

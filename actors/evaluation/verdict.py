@@ -38,6 +38,8 @@ class Verdict:
     solved: bool = False
     log: str = ""
     patch: str = ""
+    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Reward and weight of each part of a sum."""
 
 
 class Source(StrEnum):

@@ -5,13 +5,15 @@ Invariants:
 - An answer without an action costs a turn. It is answered with the recipe's text, or ends the rollout as invalid.
 - The agent keeps its own deadline, so that the record of an episode that ran out of time can still be evaluated.
 - The environment's episode is closed once, also after an error.
+- The judge's votes are asked for while the agent works, and waited for only at its end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
@@ -22,6 +24,7 @@ from headrace.actors.environments.environment import Observation, ObservationPar
 from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
 from headrace.actors.loop.action_parsers import PARSERS, RUN, Malformed
 from headrace.actors.loop.contexts import HeadAndTail, head_share
+from headrace.actors.loop.judge import ARTIFACT, Judge, Step, judged_problem
 from headrace.actors.loop.templates import filled
 from headrace.buffer.task_parts import least
 from headrace.serve.observing import span_names
@@ -37,6 +40,9 @@ tracer = trace.get_tracer("headrace.actors.loop.agent")
 
 MAX_COMMAND_CHARACTERS = 1000
 """Maximum length of an action in the agent's report."""
+MAX_LATE_S = 2.0
+"""Time after the agent's deadline at which the last votes are given up; less than a rollout allows for the end of an
+agent that keeps its own time."""
 
 
 class LoopAgent:
@@ -66,23 +72,42 @@ class LoopAgent:
         """
         clock = asyncio.get_running_loop().time
         episode = await self._environment.open(task, sandbox, session.services, clock)
+        opened_s = clock()
         talk = _Conversation(opening=self._opening(task, episode))
+        if self._config.judge.is_set:
+            talk.judge = Judge(
+                config=self._config.judge,
+                services=session.services,
+                task=task.id,
+                problem=judged_problem(talk.opening),
+            )
         stop = StopReason.TIME
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(session.agent_s):
-                    stop = await self._converse(session, episode, talk, task)
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(session.agent_s):
+                        stop = await self._converse(session, episode, talk, task)
+            except BaseException:
+                with suppress(Exception):
+                    await episode.close()
+                raise
+            end = await episode.close()
         except BaseException:
-            with suppress(Exception):
-                await episode.close()
+            if talk.judge is not None:
+                talk.judge.drop()
             raise
-        end = await episode.close()
+        judgement = None
+        if talk.judge is not None:
+            left_s = math.inf if session.agent_s is None else opened_s + session.agent_s + MAX_LATE_S - clock()
+            judgement = await talk.judge.finish(min(self._config.judge.grace_s, left_s))
+            end = replace(end, artifacts={**end.artifacts, ARTIFACT: judgement.artifact()})
         return AgentReport(
             stop=stop,
             turns=talk.answers,
             commands=tuple(talk.actions),
             episode=talk.record(end),
             user=getattr(episode, "user", "root"),
+            judgement=judgement,
         )
 
     def _opening(self, task: Task, episode: Episode) -> list[ChatMessage]:
@@ -141,6 +166,9 @@ class LoopAgent:
             observation = await episode.act(action)
         words = [*([] if action.name == RUN else [action.name]), *map(str, action.arguments.values())]
         talk.actions.append(" ".join(words)[:MAX_COMMAND_CHARACTERS])
+        if talk.judge is not None:
+            step = Step(turn=talk.answers, answer=reply.text, observation=observation.text)
+            talk.judge.see(step, judged=not observation.ends)
         return observation
 
 
@@ -153,6 +181,7 @@ class _Conversation:
     actions: list[str] = field(default_factory=list)
     parts: list[SpokenPart] = field(default_factory=list)
     answers: int = 0
+    judge: Judge | None = None
 
     @property
     def messages(self) -> list[ChatMessage]:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from headrace.actors.loop.action_parsers import PARSERS, ParserKind
 from headrace.actors.loop.contexts import FULL, head_share
+from headrace.actors.loop.judge import JudgeConfig
 from headrace.actors.loop.templates import compiled, filled
 
 
@@ -42,6 +43,8 @@ class LoopConfig(BaseModel):
     context: str = FULL
     """Context policy: `full`, or `head_tail(0.3)`, which omits turns in the middle of a conversation that would not
     leave room for an answer."""
+    judge: JudgeConfig = JudgeConfig()
+    """Judge of steps, whose scores are added to the reward."""
 
     @field_validator("system", "first", "observation")
     @classmethod

@@ -5,6 +5,7 @@ Invariant: recording does not change the rollout; the gateway and the evaluator 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class RolloutReports:
                 "log_tail": self.agent.log_tail[-MAX_RESULT_CHARACTERS:],
                 "commands": list(self.agent.commands[:MAX_COMMANDS]),
             }
+        if self.agent is not None and self.agent.judgement is not None:
+            metadata["judge"] = json.loads(self.agent.judgement.artifact())
         if self.session is not None:
             metadata["session"] = {
                 "session_id": self.session.session_id,
@@ -50,6 +53,10 @@ class RolloutReports:
                 "rows": len(self.session.lineages),
                 "exhausted": self.session.exhausted.value,
                 "failures": list(self.session.failures),
+            }
+        if self.verdict is not None and self.verdict.parts:
+            metadata["reward_parts"] = {
+                name: {"reward": reward, "weight": weight} for name, (reward, weight) in self.verdict.parts.items()
             }
         return metadata
 

@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.history import prepare
-from headrace.actors.evaluation.verdict import NO_SANDBOX, task_resources
+from headrace.actors.evaluation.rewards import with_judgement, with_rewards
+from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources
 from headrace.actors.services.figures import service_time
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.task_parts import least
@@ -205,7 +206,7 @@ async def _run(
         evaluate_s = least(config.evaluate_timeout_s, task.limits.evaluate_s) or config.evaluate_timeout_s
         async with boundary(names.EVALUATE, "evaluate", phases, evaluate_s):
             if report.stop is StopReason.INVALID:
-                verdict = Verdict(reward=0.0, cause=Cause.INVALID, detail="an answer was not an action")
+                verdict = with_rewards(invalid("an answer was not an action"), task.evaluator.rewards)
             else:
                 key, traceparent = f"{order.rollout_id}.{order.attempt}", traceparent_of(trace.get_current_span())
                 request = EvaluationRequest(
@@ -217,6 +218,7 @@ async def _run(
                     agent_user=report.user,
                 )
                 verdict = await stations.evaluate(request)
+            verdict = with_judgement(verdict, report.judgement)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,

@@ -63,6 +63,7 @@ from headrace.actors.runtime.runtime import (
     stop_local_ray,
 )
 from headrace.actors.services.clients import check_services, refuse_missing_services
+from headrace.actors.services.config import ServiceKind
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.datasets.terminal import Split, generate
@@ -174,6 +175,9 @@ def check_recipe_parts(config: RunConfig) -> None:
     check_services(config.services)
     if config.agent.kind is AgentKind.LOOP:
         refuse_missing_services(make_environment(config.environment).services, config.services)
+        if config.agent.loop.judge.service:
+            judges = (config.agent.loop.judge.service,)
+            refuse_missing_services(judges, config.services, kind=ServiceKind.MODEL, user="agent.loop.judge")
     if config.learner.kind != "slime":
         check_objective(config.learner)
 
@@ -293,18 +297,22 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
 def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -> None:
     """Raise ConfigError if an evaluation may time out before it has completed all the test runs that it may need."""
     for task in tasks:
-        if task.evaluator.repository is not None:
-            runs, why = REPOSITORY_RUNS, "the runs on the diff, the tests, the twins and the untouched repository"
-        elif task.evaluator.verifier is not None:
-            runs, why = VERIFIER_RUNS, "a verifier that breaks, its run on the untouched files and its repetition"
-        else:
-            continue
-        needed_s = runs * task.evaluator.timeout_s
-        if needed_s > evaluate_timeout_s:
+        needed_s, why = 0.0, ""
+        for evaluator in task.evaluator.deciding:
+            if evaluator.repository is not None:
+                runs, why = REPOSITORY_RUNS, "the runs on the diff, the tests, the twins and the untouched repository"
+            elif evaluator.verifier is not None:
+                runs, why = VERIFIER_RUNS, "a verifier that breaks, its run on the untouched files and its repetition"
+            else:
+                # Other kinds are limited by the phase's deadline alone, unless they follow one of those in a sum.
+                runs = 1
+            needed_s += runs * evaluator.timeout_s
+        if why and needed_s > evaluate_timeout_s:
+            spec = task.evaluator
+            times = f"{runs} x evaluator.timeout_s ({spec.timeout_s:g})" if not spec.parts else "what the parts need"
             raise ConfigError(
-                f"rollout.evaluate_timeout_s {evaluate_timeout_s:g} is below {runs} x evaluator.timeout_s "
-                f"({task.evaluator.timeout_s:g}) of task {task.id}: {why} may each take that long; "
-                f"set rollout.evaluate_timeout_s to {needed_s:g}"
+                f"rollout.evaluate_timeout_s {evaluate_timeout_s:g} is below {times} of task {task.id}: {why} may each "
+                f"take that long; set rollout.evaluate_timeout_s to {needed_s:g}"
             )
 
 

@@ -14,6 +14,7 @@ from headrace.buffer.primitives.durable_files import publish_folder
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.policies.miniatures.fitting import fit, save_weights
 from headrace.policies.miniatures.names import PREFIX, resolved
+from headrace.policies.miniatures.repairs import SWE
 from headrace.policies.miniatures.retail import RETAIL
 from headrace.policies.miniatures.search_facts import SEARCH
 from headrace.policies.miniatures.terminal import ECHO, ENDLESS
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-MINIATURES: Final = {"endless": ENDLESS, "echo": ECHO, "search_r1": SEARCH, "tau": RETAIL}
+MINIATURES: Final = {"endless": ENDLESS, "echo": ECHO, "search_r1": SEARCH, "swe_rl": SWE, "tau": RETAIL}
 SEED: Final = 0
 
 

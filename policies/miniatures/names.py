@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 PREFIX: Final = "miniature:"
-NAMES: Final = ("endless", "echo", "search_r1", "tau")
+NAMES: Final = ("endless", "echo", "search_r1", "swe_rl", "tau")
 _SOURCES: Final = ("miniatures/*.py", "models/tiny.py", "models/qwen_config.py", "../buffer/datasets/*.py")
 """Files that decide the content of miniatures, relative to the package of policies."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from headrace.sandboxes.base import (
+    MAX_REMOTE_OUTPUT_BYTES,
     ExecCommand,
     ExecResult,
     HostPort,
@@ -130,7 +131,8 @@ class RemoteSandbox(Sandbox):
     async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`. A command with an exec_id keeps running when its caller is cancelled."""
         stdin = None if command.stdin is None else base64.b64encode(command.stdin).decode()
-        body = {**asdict(command), "stdin": stdin}
+        most = min(command.max_output_bytes, MAX_REMOTE_OUTPUT_BYTES)
+        body = {**asdict(command), "stdin": stdin, "max_output_bytes": most}
         answer = await self._request("POST", "/exec", body=body, repeatable=command.exec_id is not None)
         stdout, stderr = base64.b64decode(answer.pop("stdout")), base64.b64decode(answer.pop("stderr"))
         return ExecResult(stdout=stdout, stderr=stderr, **answer)

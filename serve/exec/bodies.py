@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, Network
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, MAX_REMOTE_OUTPUT_BYTES, Network
 from headrace.sandboxes.errors import SpecRefused
 from headrace.serve.e2b_sandboxes.bodies import check_environment
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 MAX_BODY_BYTES: Final = 96 << 20
-MAX_OUTPUT_BYTES: Final = 64 << 20
 MAX_TIME_S: Final = 7 * 24 * 3600.0
 
 
@@ -77,7 +76,7 @@ class Exec(_Body):
     cwd: Text | None = None
     stdin: Bytes | None = None
     timeout_s: Seconds
-    max_output_bytes: Annotated[int, Field(ge=0, le=MAX_OUTPUT_BYTES, strict=True)] = DEFAULT_MAX_OUTPUT_BYTES
+    max_output_bytes: Annotated[int, Field(ge=0, le=MAX_REMOTE_OUTPUT_BYTES, strict=True)] = DEFAULT_MAX_OUTPUT_BYTES
     exec_id: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
 
 

@@ -108,6 +108,12 @@ async def test_an_exec_with_an_id_runs_once_despite_lost_responses(proxy: Any, s
     assert await output(sandbox, "cat log") == "ran"
 
 
+async def test_an_exec_may_ask_for_more_output_than_the_api_allows(sandbox: Sandbox) -> None:
+    """The grader of repositories does."""
+    result = await sandbox.exec("echo said", timeout_s=60, max_output_bytes=1 << 40)
+    assert (result.stdout, result.truncated) == (b"said\n", False)
+
+
 async def test_an_exec_without_an_id_is_not_repeated(proxy: Any, sandbox: Sandbox) -> None:
     proxy.cut(0)
     with pytest.raises(ProviderUnreachable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,3 +224,28 @@ async def test_head_and_tail_contexts_are_what_the_engine_is_sent(model_dir: Pat
     assert "say 0 " in sampled[-1].prompt
     assert "say 10 " in sampled[-1].prompt
     assert record.trained_tokens == record.sampled_tokens
+
+
+async def test_a_judge_votes_on_the_turns_with_actions(model_dir: Path) -> None:
+    """F22: the second answer is malformed, and the last one ends the episode; neither is judged."""
+    judge = {"rule": "support.judging_rules:likes_even_turns", "votes": 2}
+    config = LoopConfig.model_validate({"max_turns": 5, "malformed": "Again.", "judge": judge})
+    lines = Lines("one", "two\nlines", "three", "four", "stop")
+    environment = Repeating()
+    async with world(model_dir, lines) as w:
+        report, _ = await play(w, LoopAgent(config, environment), ECHO_TASK)
+    assert (report.stop, report.turns, environment.closed) == (StopReason.FINISHED, 5, [4])
+    assert report.judgement is not None
+    assert report.judgement.votes == {1: (-1, -1), 3: (-1, -1), 4: (1, 1)}
+    assert report.episode is not None
+    assert json.loads(report.episode.artifacts["judge"])["mean"] == pytest.approx(-1 / 3)
+    assert report.episode.artifacts["acts"] == "4"
+
+
+async def test_late_votes_do_not_outlast_the_agents_deadline(model_dir: Path) -> None:
+    judge = {"rule": "support.judging_rules:hangs_on_the_first", "votes": 1, "grace_s": 600.0}
+    config = LoopConfig.model_validate({"max_turns": 2, "judge": judge})
+    async with world(model_dir, Lines("one", "two")) as w:
+        report, _ = await play(w, LoopAgent(config, Repeating()), ECHO_TASK, agent_s=1.0)
+    assert report.judgement is not None
+    assert report.judgement.votes == {1: (None,), 2: (1,)}

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.actors.chat import ChatMessage
+from headrace.actors.loop.contexts import HeadAndTail, head_share, marker
 from headrace.buffer.datasets.facts import VALUES, facts, questions, write_corpus
 from headrace.buffer.datasets.terminal import Split
 from headrace.policies.miniatures import names
 from headrace.policies.miniatures.building import MINIATURES
+from headrace.policies.miniatures.demonstrations import Message
 from headrace.policies.miniatures.fitting import FitConfig, fit
+from headrace.policies.miniatures.repairs import SWE, fenced, observed, repairs, source
 from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.models.tiny import model_config, write_description
 from headrace.policies.tokens.tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_splits_share_no_question_and_cover_all_facts() -> None:
@@ -74,3 +85,41 @@ def test_paths_of_miniatures_are_in_the_cache(monkeypatch: pytest.MonkeyPatch, t
     assert names.name_of(tmp_path) is None
     with pytest.raises(names.MiniatureUnknown, match="there is no miniature 'search'; there are endless,"):
         names.resolved("miniature:search/model")
+
+
+async def test_the_recipe_of_repairs_cuts_the_last_prompt_of_a_whole_session(tmp_path: Path) -> None:
+    """A session that looks, edits and checks is shown whole until its last prompt, from which two turns are cut."""
+    recipe = tomllib.loads((ROOT / "scripts/recipes/swe_rl.toml").read_text())
+    sampling, loop = recipe["sampling"], recipe["agent"]["loop"]
+    write_description(tmp_path, SWE.pieces, SWE.chat_template)
+    tokenizer = ChatTokenizer(tmp_path)
+
+    async def count(messages: Sequence[ChatMessage]) -> int:
+        return len(tokenizer.render([Message(role=one.role, content=one.content) for one in messages]))
+
+    for repair in repairs(Split.HELD_OUT)[::40]:
+        context = HeadAndTail(
+            budget_tokens=sampling["max_context_tokens"] - sampling["max_tokens_per_turn"],
+            head_share=head_share(loop["context"]) or 0.0,
+            count=count,
+        )
+        opening = [ChatMessage(role="user", content=repair.issue)]
+        values = repair.values()[repair.module]
+        wrong = values[repair.name]
+        said = [
+            (f"grep {repair.name} *.py", f"{repair.module}:{repair.name} = '{wrong}'"),
+            (f"sed -i s/{wrong}/{repair.right}/ {repair.module}", ""),
+            (f"cat {repair.module}", source(values | {repair.name: repair.right}).rstrip("\n")),
+        ]
+        turns = [
+            [
+                ChatMessage(role="assistant", content=fenced(command)),
+                ChatMessage(role="user", content=observed(output, loop["max_turns"] - number)),
+            ]
+            for number, (command, output) in enumerate(said, start=1)
+        ]
+        for count_of_turns in range(3):
+            shown = await context.shown(opening, turns[:count_of_turns])
+            assert len(shown) == 1 + 2 * count_of_turns
+        cut = await context.shown(opening, turns)
+        assert cut == [*opening, marker(2), *turns[2]]

@@ -1,0 +1,104 @@
+"""Rewards of verdicts: those of a task's map, sums of several evaluators, and the scores of a judge.
+
+Invariants:
+- A verdict without a reward stays without: no map, sum or judge gives one to a fault of the evaluator or to infra.
+- A missing vote of a judge is missing; it never counts as 0. A step without votes has no score.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from headrace.actors.evaluation.verdict import EvaluatorFault, Verdict, broken, join_details, printed, rewarded
+
+if TYPE_CHECKING:
+    from headrace.actors.evaluation.verdict import EvaluationRequest
+    from headrace.buffer.tasks import EvaluatorPart, RewardMap
+
+
+def with_rewards(verdict: Verdict, rewards: RewardMap | None) -> Verdict:
+    """Return a verdict with the rewards of a task in place of its own; one without a reward stays without."""
+    if rewards is None or verdict.reward is None:
+        return verdict
+    return replace(verdict, reward=rewards.solved if verdict.solved else rewards.failed)
+
+
+async def score_parts(
+    request: EvaluationRequest, evaluate: Callable[[EvaluationRequest], Awaitable[Verdict]]
+) -> Verdict:
+    """Score by every part of a sum, in order, until one yields no reward."""
+    named = []
+    for part in request.task.evaluator.parts:
+        task = replace(request.task, evaluator=part.evaluator)
+        named.append((part, await evaluate(replace(request, task=task))))
+        if named[-1][1].reward is None:
+            break
+    try:
+        return summed(named)
+    except EvaluatorFault as error:
+        return broken(str(error))
+
+
+def summed(named: Sequence[tuple[EvaluatorPart, Verdict]]) -> Verdict:
+    """Return the verdict of a sum from its parts and their verdicts; the first one decides whether the task is solved.
+    If a part has no reward, the sum has none. Raises EvaluatorFault if the sum is out of bounds."""
+    for part, verdict in named:
+        if verdict.reward is None:
+            return replace(verdict, detail=f"{part.name}: {verdict.detail}", parts={})
+    first = named[0][1]
+    parts = {part.name: (float(verdict.reward or 0.0), part.weight) for part, verdict in named}
+    details = [f"{part.name} {verdict.reward:g} x {part.weight:g}" for part, verdict in named]
+    details += [f"{part.name}: {verdict.detail}" for part, verdict in named if verdict.detail]
+    total = rewarded(sum(reward * weight for reward, weight in parts.values()), solved=first.solved)
+    return replace(
+        total,
+        cause=first.cause,
+        detail=join_details(*details),
+        log=printed(*(verdict.log for _, verdict in named)),
+        patch=next((verdict.patch for _, verdict in named if verdict.patch), ""),
+        parts=parts,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """Votes on the steps of one episode, by turn; a missing vote is None."""
+
+    votes: Mapping[int, tuple[int | None, ...]]
+    coefficient: float
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """Mean vote of each step that has votes, by turn."""
+        valid = {turn: [vote for vote in votes if vote is not None] for turn, votes in self.votes.items()}
+        return {turn: sum(votes) / len(votes) for turn, votes in valid.items() if votes}
+
+    @property
+    def mean(self) -> float | None:
+        """Mean score of the steps that have one, or None."""
+        scores = self.scores.values()
+        return sum(scores) / len(scores) if scores else None
+
+    def artifact(self) -> str:
+        """Return the votes and scores as JSON."""
+        scores = self.scores
+        steps = [{"turn": turn, "votes": votes, "score": scores.get(turn)} for turn, votes in self.votes.items()]
+        return json.dumps({"steps": steps, "mean": self.mean, "coefficient": self.coefficient})
+
+
+def with_judgement(verdict: Verdict, judgement: Judgement | None) -> Verdict:
+    """Return a verdict with the judge's mean score added to its reward; it changes neither cause nor `solved`."""
+    if judgement is None or verdict.reward is None:
+        return verdict
+    scores, mean = judgement.scores, judgement.mean
+    if mean is None:
+        return replace(verdict, detail=join_details(verdict.detail, "no step has a vote"))
+    return replace(
+        verdict,
+        reward=verdict.reward + judgement.coefficient * mean,
+        detail=join_details(verdict.detail, f"judge {mean:+.3g} x {judgement.coefficient:g} over {len(scores)} steps"),
+        parts={**(verdict.parts or {"outcome": (verdict.reward, 1.0)}), "judge": (mean, judgement.coefficient)},
+    )
