@@ -252,7 +252,7 @@ def test_the_environment_is_picklable_and_states_its_needs(shop: Path) -> None:
         ("users.json", "{", "not a retail database"),
         ("users.json", '{"u": {"name": "Una"}}', "not a retail database: users.u"),
         ("db.json", '{"orders": {}}', "not a retail database: products"),
-        ("wiki.md", None, "set `policy`"),
+        ("wiki.md", None, r"environment\.retail\.policy: .*wiki\.md cannot be read"),
         ("tools_schema.json", "{}", "give the tools_schema.json"),
         ("tools_schema.json", '[{"function": {"name": "sing"}}]', "unknown tool 'sing'"),
     ],
