@@ -156,7 +156,7 @@ IN_SHOP = {"environment": {"kind": "retail"}, "evaluator": {"kind": "environment
             "task a: agent.loop.first: the template cannot be filled: 'dict object' has no attribute 'n'; correct",
         ),
         (
-            f'{LOOP}[agent.loop]\nparser = "tags"\n[environment]\nkind = "terminal"\nterminal.observation = "{{outpu}}"\n',
+            f'{LOOP}[environment]\nkind = "terminal"\nterminal.observation = "{{outpu}}"\n',
             {},
             "environment.terminal.observation: unknown field {outpu}; the fields are command, exit_code, output",
         ),
@@ -549,6 +549,7 @@ def test_a_live_run_is_not_evaluated(
 def test_training_tasks_are_not_evaluated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, run_dir: Path, tmp_path: Path
 ) -> None:
+    """F24."""
     train = load_tasks(run_dir / "tasks" / "train.jsonl")[:2]
     tasks = tmp_path / "tasks.jsonl"
     write_tasks(tasks, [replace(task, id=TaskId(f"renamed-{n}")) for n, task in enumerate(train)])

@@ -155,6 +155,7 @@ async def test_stop_anywhere_in_a_line_ends_the_episode(shop: Path) -> None:
 
 
 async def test_a_failing_simulator_is_never_a_reward(shop: Path) -> None:
+    """F14."""
     settings: dict[str, Any] = {"simulator": "llm", "service": "user"}
     down = ServiceDown("user", "no answer")
     with pytest.raises(ServiceDown, match="no answer"):
