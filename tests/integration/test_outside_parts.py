@@ -337,13 +337,17 @@ def test_a_system_of_another_package_runs(tmp_path: Path) -> None:
     driver = rig.start_driver(
         "run", str(tmp_path / "guessing.toml"), *machine, *outputs, *small, PYTHONPATH=str(tmp_path)
     )
-    _, errors = driver.communicate(timeout=500)
+    try:
+        _, errors = driver.communicate(timeout=400)
+    finally:
+        driver.terminate()
     assert driver.returncode == 0, errors.decode()
     summary = json.loads((tmp_path / "out.json").read_text())
     assert (summary["steps"], summary["lost"], summary["trained_twice"], summary["problems"]) == (2, 0, 0, [])
     attempts = [attempt for attempt in read_evidence(tmp_path / "run").attempts if attempt.offered]
-    assert {attempt.cause for attempt in attempts} <= {Cause.SOLVED, Cause.FAILED, Cause.INVALID}, attempts
-    assert len(attempts) >= 16
+    failures = {attempt.detail for attempt in attempts if attempt.cause in (Cause.INFRA, Cause.EVALUATOR, Cause.POISON)}
+    assert not failures
+    assert sum(attempt.reward is not None for attempt in attempts) >= 16
 
 
 async def test_a_cancelled_evaluation_gives_no_verdict() -> None:

@@ -3,6 +3,7 @@ and the learning of the miniatures (slow)."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections import defaultdict
@@ -10,15 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from aiohttp import web
 from benches.recipe import measure
 
 from headrace.actors.run.launch import RunRequest, dry_run, prepare
 from headrace.actors.run.overlays import load_layered
+from headrace.actors.run.report import report_of
 from headrace.buffer.audit.evidence import read_evidence, read_trajectories
 from headrace.policies.miniatures import names
 from headrace.policies.miniatures.building import write
 from headrace.policies.miniatures.fitting import FitConfig
 from support import run_rig as rig
+from support.scripted_service import ScriptedService, completion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,6 +118,37 @@ async def test_two_steps_of_a_recipe_train_every_sampled_token_once(
     boots = name not in ("search_r1", "tau")
     assert bool(spans["sandbox.boot"]) == boots
     assert summary.in_flight_at_push_min is not None
+
+
+@pytest.mark.slow
+@pytest.mark.namespaces
+@pytest.mark.timeout(900)
+async def test_F14_the_report_of_a_run_names_a_slow_simulated_customer(
+    ray_cluster: None, miniatures: None, tmp_path: Path
+) -> None:
+    async def slowly(request: web.Request) -> web.StreamResponse:
+        said = (await request.json())["messages"]
+        await asyncio.sleep(4.0)
+        return web.json_response(completion("Cancel order #W10." if len(said) < 5 else "###STOP###"))
+
+    async with ScriptedService(slowly).served() as url:
+        service = ("services.user.kind=model", f"services.user.url={url}")
+        simulator = ("environment.retail.simulator=llm", "environment.retail.service=user")
+        request = RunRequest(
+            recipe=RECIPES["tau"],
+            runs_dir=tmp_path,
+            name="tau",
+            overrides=(*TWO_STEPS, *service, *simulator),
+            on=(MACHINES["cpu"],),
+        )
+        config, directory = prepare(request)
+        summary = await rig.run_prepared(config, directory)
+    assert (summary.completed, summary.problems) == (True, ())
+    report = report_of(directory)
+    assert report.held_up_by == summary.held_up_by == "service.user"
+    assert report.service_shares["user"] > 0.5
+    assert report.services["user"].failures == 0
+    assert any(line.startswith("service user: ") and "of the rollouts' time" in line for line in report.lines())
 
 
 @pytest.mark.parametrize("machine", MACHINES)
