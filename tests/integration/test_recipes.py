@@ -127,6 +127,8 @@ async def test_F14_the_report_of_a_run_names_a_slow_simulated_customer(
     ray_cluster: None, miniatures: None, tmp_path: Path
 ) -> None:
     async def slowly(request: web.Request) -> web.StreamResponse:
+        if request.method == "GET":  # the check at start, which asks for the models
+            return web.json_response({"data": []})
         said = (await request.json())["messages"]
         await asyncio.sleep(4.0)
         return web.json_response(completion("Cancel order #W10." if len(said) < 5 else "###STOP###"))
