@@ -11,6 +11,7 @@ from headrace.actors.environments.shell import ShellEnvironment
 from headrace.actors.environments.terminal import TerminalEnvironment
 from headrace.actors.errors import ConfigError
 from headrace.buffer.primitives.registry import PartRefused, Registry
+from headrace.buffer.tasks import EvaluatorKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
 
     MakeEnvironment: TypeAlias = Callable[[EnvironmentSection], Environment]
+
+
+WITHOUT_FILES: Final = (EvaluatorKind.ANSWER, EvaluatorKind.ENVIRONMENT, EvaluatorKind.PLUGIN, EvaluatorKind.NONE)
+"""Evaluators that can score a rollout without a sandbox."""
 
 
 def make_environment(section: EnvironmentSection) -> Environment:
@@ -33,13 +38,19 @@ def check_environment(section: EnvironmentSection, tasks: Iterable[Task]) -> Non
     """Check the data of a recipe's environment, and that it is the one of all tasks. An environment's own `check` gets
     the tasks. Raises ConfigError."""
     tasks = tuple(tasks)
+    environment = make_environment(section)
     for task in tasks:
         if task.environment is not None and task.environment.kind != section.kind:
             raise ConfigError(
                 f"task {task.id}: environment.kind {task.environment.kind!r} is not the recipe's ({section.kind}); set "
                 "environment.kind in the recipe, or leave the task out"
             )
-    check = getattr(make_environment(section), "check", None)
+        if not environment.needs_sandbox and task.evaluator.kind not in WITHOUT_FILES:
+            raise ConfigError(
+                f"task {task.id}: evaluator.kind {task.evaluator.kind} scores the files of a sandbox, and the "
+                f"environment {section.kind} has none; choose {', '.join(WITHOUT_FILES)}, or another environment"
+            )
+    check = getattr(environment, "check", None)
     if check is not None:
         check(tasks)
 

@@ -70,10 +70,11 @@ async def evaluate(
     """Score one rollout. `baselines` caches reports of untouched repositories between calls. Sandbox errors become
     verdicts with cause infra; only programming errors are raised."""
     baselines = baselines or Baselines()
-    if request.sandbox == NO_SANDBOX:
+    has_files = request.sandbox != NO_SANDBOX
+    if not has_files and request.task.evaluator.kind is not EvaluatorKind.PLUGIN:
         return broken(f"the evaluator {request.task.evaluator.kind} needs the files of a sandbox, and there is none")
     try:
-        if not is_live(request.task):
+        if has_files and not is_live(request.task):
             await sandboxes.freeze(request.sandbox.id)
         verdict = await _score(request, sandboxes, baselines)
         if verdict.cause is Cause.EVALUATOR:

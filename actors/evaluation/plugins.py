@@ -52,7 +52,7 @@ def refuse_absent_evaluators(tasks: Iterable[Task]) -> None:
 
 
 async def score_by_plugin(request: EvaluationRequest, sandboxes: CleanSandboxes) -> Verdict:
-    """Score a rollout whose sandbox is frozen. Raises SandboxError."""
+    """Score a rollout whose sandbox is frozen, or that had none. Raises SandboxError."""
     spec = request.task.evaluator
     try:
         async with asyncio.timeout(spec.timeout_s):

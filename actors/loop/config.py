@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from headrace.actors.errors import ConfigError
 from headrace.actors.loop.action_parsers import PARSERS, ParserKind
 from headrace.actors.loop.contexts import FULL, head_share
 from headrace.actors.loop.judge import JudgeConfig
-from headrace.actors.loop.templates import compiled, filled
+from headrace.actors.loop.templates import check_names, filled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pydantic import ValidationInfo
+
+    from headrace.buffer.tasks import Task
+
+_OPENING: Final = ("instruction", "given")
+_NAMES: Final = {"system": _OPENING, "first": _OPENING, "observation": ("observation", "turns_left")}
+"""Names that each template can use."""
 
 
 class LoopConfig(BaseModel):
@@ -48,8 +60,8 @@ class LoopConfig(BaseModel):
 
     @field_validator("system", "first", "observation")
     @classmethod
-    def _is_template(cls, value: str) -> str:
-        compiled(value)
+    def _is_template(cls, value: str, info: ValidationInfo) -> str:
+        check_names(value, _NAMES[info.field_name or ""])
         return value
 
     @field_validator("context")
@@ -71,3 +83,16 @@ class LoopConfig(BaseModel):
     def stop_strings(self) -> tuple[str, ...]:
         """All strings at which an answer ends."""
         return (*PARSERS[self.parser].stop, *self.stop)
+
+
+def refuse_unfilled_templates(config: LoopConfig, tasks: Iterable[Task]) -> None:
+    """Raise ConfigError for the first task whose `given` does not fill the templates of the first messages."""
+    for task in tasks:
+        given = task.environment.given if task.environment else {}
+        for name in ("system", "first"):
+            try:
+                filled(getattr(config, name), instruction=task.instruction, given=given)
+            except ValueError as error:
+                raise ConfigError(
+                    f"task {task.id}: agent.loop.{name}: {error}; correct the template, or the task's environment.given"
+                ) from error

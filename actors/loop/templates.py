@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from jinja2 import StrictUndefined, TemplateError
+from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 if TYPE_CHECKING:
@@ -22,6 +22,14 @@ def compiled(text: str) -> Template:
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         raise ValueError(f"not a valid Jinja template{f' (line {line})' if line else ''}: {error}") from error
+
+
+def check_names(text: str, names: tuple[str, ...]) -> None:
+    """Raise ValueError if a template is not valid, or uses other names than these."""
+    compiled(text)
+    unknown = sorted(meta.find_undeclared_variables(_ENVIRONMENT.parse(text)) - set(names))
+    if unknown:
+        raise ValueError(f"unknown name {unknown[0]} in the template; the names are {', '.join(names)}")
 
 
 def filled(text: str, **values: object) -> str:

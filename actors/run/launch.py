@@ -40,6 +40,7 @@ from headrace.actors.errors import (
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.repository import REPOSITORY_RUNS
 from headrace.actors.evaluation.verifier import VERIFIER_RUNS
+from headrace.actors.loop.config import refuse_unfilled_templates
 from headrace.actors.places.config import SandboxKind
 from headrace.actors.places.providers import check_provider, refuse_absent_images
 from headrace.actors.record.logs import LogTerms
@@ -290,6 +291,7 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
     refuse_absent_evaluators((*train, *heldout))
     if config.agent.kind is AgentKind.LOOP:
         check_environment(config.environment, (*train, *heldout))
+        refuse_unfilled_templates(config.agent.loop, (*train, *heldout))
     refuse_short_evaluations((*train, *heldout), config.rollout.evaluate_timeout_s)
     return train, heldout
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from headrace.policies.miniatures.fitting import FitConfig
+
 MINIATURES: Final = {"endless": ENDLESS, "echo": ECHO, "search_r1": SEARCH, "swe_rl": SWE, "tau": RETAIL}
 SEED: Final = 0
 
@@ -44,13 +46,20 @@ def build(name: str, started: Callable[[], None] = lambda: None) -> Path:
         staged = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(staged, ignore_errors=True)
         try:
-            miniature, model_folder = MINIATURES[name], staged / "model"
-            write_description(model_folder, miniature.pieces, miniature.chat_template)
-            miniature.write_data(staged, SEED)
-            model = QwenConfig.from_keys(model_config(miniature.pieces), source=str(model_folder))
-            demonstrator = miniature.demonstrator(ChatTokenizer(model_folder), SEED, miniature.fit)
-            save_weights(model_folder, model, fit(miniature.fit, model, demonstrator))
+            write(name, staged)
             publish_folder(staged, folder)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
     return folder
+
+
+def write(name: str, folder: Path, fit_config: FitConfig | None = None) -> None:
+    """Write the files of a miniature into a folder that does not exist. `fit_config` replaces the miniature's own, for
+    example to train its policy for fewer steps. Raises OSError, FitDiverged."""
+    miniature, model_folder = MINIATURES[name], folder / "model"
+    settings = fit_config or miniature.fit
+    write_description(model_folder, miniature.pieces, miniature.chat_template)
+    miniature.write_data(folder, SEED)
+    model = QwenConfig.from_keys(model_config(miniature.pieces), source=str(model_folder))
+    demonstrator = miniature.demonstrator(ChatTokenizer(model_folder), SEED, settings)
+    save_weights(model_folder, model, fit(settings, model, demonstrator))

@@ -187,6 +187,7 @@ async def test_output_is_capped_and_drained(client: Client) -> None:
 
 
 async def test_a_request_with_a_lost_response_runs_once(client: Client) -> None:
+    """F21."""
     lease = await client.lease()
     async with cutting_proxy(client.url) as proxy, aiohttp.ClientSession() as http:
         through = Client(url=proxy.url, http=http)

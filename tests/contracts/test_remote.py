@@ -101,6 +101,7 @@ async def output(sandbox: Sandbox, command: str) -> str:
 
 
 async def test_an_exec_with_an_id_runs_once_despite_lost_responses(proxy: Any, sandbox: Sandbox) -> None:
+    """F21."""
     proxy.cut(0, 1)
     result = await sandbox.exec("echo ran >> log; echo said; exit 3", timeout_s=60, exec_id="one")
     assert (result.exit_code, result.stdout) == (3, b"said\n")

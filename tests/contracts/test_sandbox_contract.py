@@ -181,6 +181,7 @@ async def test_output_above_the_limit_is_discarded(sandbox: Sandbox) -> None:
 
 
 async def test_a_timeout_kills_the_whole_tree(sandbox: Sandbox) -> None:
+    """F2."""
     script = """
     (sleep 1001 &)
     setsid sleep 1002 &

@@ -123,6 +123,7 @@ async def test_no_engine_is_lost_when_the_sender_dies_repeatedly(rig: Any, model
 
 @pytest.mark.parametrize("phase", [Phase.PAUSE, pytest.param(Phase.END, marks=pytest.mark.slow)])
 async def test_an_engine_that_never_answers_is_replaced(rig: Any, models: list[Path], phase: Phase) -> None:
+    """F8."""
     name, process_id = await first_of(rig)
 
     async def stop() -> None:
@@ -158,7 +159,7 @@ async def test_a_failure_is_counted_once_and_recorded_before_the_push_ends(model
 
 @pytest.mark.slow
 async def test_engines_that_fail_push_after_push_do_not_end_the_run(models: list[Path], tmp_path: Path) -> None:
-    """Where no engine is left, a place whose breaker is open is tried at once."""
+    """F8: Where no engine is left, a place whose breaker is open is tried at once."""
     async with kit.open_group(models[0], tmp_path, count=1) as rig:
         await rig.push(models[0], 0)
         for step in range(1, 5):

@@ -169,6 +169,7 @@ DISK_MOMENTS = tuple(phase.value for phase in Phase if phase not in GROUP_PHASES
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_new_group_finishes_the_push_of_a_dead_group(scene: Scene, moment: str) -> None:
     # Both engines are met: the one whose turn it is, and the one whose turn was before or comes after.
+    """F4."""
     await finishes_after_death(scene, MOMENTS.index(moment) % 2, moment)
 
 

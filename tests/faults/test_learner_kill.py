@@ -44,6 +44,7 @@ def live_through(folder: Path, *, seed: int, steps: int, saves: int) -> RunDirec
 
 @pytest.mark.timeout(GUARD_S)
 def test_a_learner_killed_within_steps_and_saves_resumes(tmp_path: Path) -> None:
+    """F9."""
     directory = live_through(tmp_path, seed=1, steps=5, saves=5)
     epochs = {path.name.split(".")[0] for path in list_checkpoints(directory.checkpoints)}
     assert epochs == {"11"}, "three newest checkpoints are kept"

@@ -147,6 +147,7 @@ def moments_of(seed: int, count: int) -> list[Moment]:
 @pytest.mark.parametrize("seed", range(5))
 def test_runs_killed_at_any_moment_complete_after_a_restart(tmp_path: Path, seed: int) -> None:
     # Each kind of moment in each few runs, in an order of its own.
+    """F9."""
     moments = [list(Moment)[(seed + number) % len(Moment)] for number in range(KILLS)]
     assert live_through(tmp_path / "run", seed, moments) >= KILLS - 1
 

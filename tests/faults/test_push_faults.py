@@ -124,6 +124,8 @@ async def test_a_group_is_closed_on_both_sides_before_the_next_wave(rig, other_m
 
 @pytest.mark.slow
 async def test_an_engine_stopped_during_the_pause_misses_its_deadline(rig, other_model: Path) -> None:
+    """F4."""
+
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
@@ -136,6 +138,8 @@ async def test_an_engine_stopped_during_the_pause_misses_its_deadline(rig, other
 
 
 async def test_an_engine_stopped_during_the_broadcast_is_quarantined(rig, other_model: Path) -> None:
+    """F5."""
+
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 

@@ -41,6 +41,7 @@ LEASE_S = 60.0
 
 @pytest.mark.usefixtures("ray_cluster")
 async def test_a_run_continues_after_worker_buffer_and_learner_are_killed(tmp_path: Path) -> None:
+    """F9."""
     victims = ["worker-0", "replay", "learner"]
     random.Random(7).shuffle(victims)
     directory = await run_and_kill(tmp_path, dict(zip((1, 3, 5), victims, strict=True)))
@@ -215,6 +216,7 @@ def assert_whole(directory: RunDirectory) -> None:
 
 def test_a_killed_driver_leaves_nothing_behind_and_the_run_resumes(tmp_path: Path) -> None:
     # Three more steps fit before the next checkpoint, for a learner that outlives its driver by a moment.
+    """F10."""
     driver, directory = start_run(tmp_path, "driver", "--set", "training.save_every=4")
     family = killed_after(5, driver, directory)
     assert len(family) > 10
@@ -277,7 +279,7 @@ def test_a_killed_driver_leaves_no_ray_process_behind(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_automatic_restarts_complete_a_run(tmp_path: Path) -> None:
-    """Though its driver is killed, and then its disk is full for a while."""
+    """F10: Though its driver is killed, and then its disk is full for a while."""
     with rig.small_disk(tmp_path / "disk", 512) as disk:
         loop, directory = start_run(disk, "again", "--restarts", "5")
         wait_for(lambda: steps_of(directory) >= 2, loop)

@@ -233,6 +233,7 @@ def parent_of(pid: int) -> int:
 
 
 async def test_killing_the_launcher_during_boots_leaves_nothing_behind(tmp_path: Path) -> None:
+    """F20."""
     async with LocalProvider(configured(tmp_path)) as provider:
         await provider.list()
         boots = [asyncio.create_task(provider.create(SandboxSpec())) for _ in range(60)]

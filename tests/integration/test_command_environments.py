@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from headrace.actors.agents.agent import AgentSession, StopReason
+from headrace.actors.chat import ChatReply
 from headrace.actors.environments.command_actions import SUCCEEDED
 from headrace.actors.environments.environment import Action, PartKind
 from headrace.actors.environments.shell import OutputForm, ShellConfig, ShellEnvironment
 from headrace.actors.environments.terminal import TerminalConfig, TerminalEnvironment
+from headrace.actors.loop.agent import LoopAgent
+from headrace.actors.loop.config import LoopConfig
 from headrace.actors.services.service import NO_SERVICES
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import SandboxSpec
@@ -22,7 +26,7 @@ from headrace.sandboxes.errors import SandboxError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from headrace.actors.environments.environment import Episode, Observation
+    from headrace.actors.environments.environment import Environment, Episode, Observation
     from headrace.sandboxes.base import Sandbox
     from headrace.sandboxes.local.provider import LocalProvider
 
@@ -178,6 +182,21 @@ async def test_a_timeout_leaves_no_process_of_its_command_f2(sandbox: Sandbox) -
         assert await zombies(sandbox) == b""
         assert await running(sandbox, "^sleep 4002") == 1
         assert await text_of(opened, "echo works") == "0|works"
+
+
+@pytest.mark.parametrize("environment", [ShellEnvironment(ShellConfig()), terminal()], ids=["shell", "terminal"])
+async def test_an_agent_out_of_time_leaves_no_process(sandbox: Sandbox, environment: Environment) -> None:
+    """F1: the agent's own time is up in the middle of a command that ignores signals."""
+
+    async def chat(*_: object) -> ChatReply:
+        return ChatReply(text="trap '' TERM INT HUP; echo > began; sleep 4006; sleep 4006", finish_reason="stop")
+
+    session = AgentSession(base_url="", chat=chat, agent_s=1.0)  # type: ignore[arg-type]
+    report = await LoopAgent(LoopConfig(), environment).run(session=session, sandbox=sandbox, task=TASK)
+    assert (report.stop, report.turns) == (StopReason.TIME, 1)
+    assert await sandbox.read("/workspace/began", max_bytes=9) == b"\n"
+    await sandbox.exec("rm /workspace/began", timeout_s=20)
+    assert await running(sandbox, "[s]leep 4006") == 0
 
 
 async def test_a_timeout_lets_git_remove_its_lock_f2(sandbox: Sandbox) -> None:

@@ -98,6 +98,7 @@ def test_the_policy_is_frozen_while_the_critic_warms_up(tmp_path: Path, tiny_mod
 
 
 def test_a_gradient_that_is_not_finite_changes_neither_policy_nor_critic(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """F7."""
     trainer = opened(tmp_path, tiny_model_dir)
     try:
         trainer.step(batch_of(0))

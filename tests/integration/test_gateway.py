@@ -262,6 +262,7 @@ async def test_a_turn_waits_for_an_engine_while_all_are_down(model_dir: Path) ->
 
 
 async def test_engines_that_stay_down_are_an_infra_failure(model_dir: Path) -> None:
+    """F3."""
     async with world(model_dir, gate_wait_s=0.3) as w:
         with socket.socket() as nobody:
             nobody.bind(("127.0.0.1", 0))

@@ -260,6 +260,7 @@ async def test_splitting_into_micro_batches_does_not_change_the_result(tmp_path:
 
 
 async def test_non_finite_gradients_are_skipped_and_finally_end_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """F7."""
     good = make_batch(3, model_dir=tiny_model_dir)
     bad = [make_batch(number, model_dir=tiny_model_dir, advantages=(1.0, math.nan)) for number in (4, 5, 6)]
     async with opened(learner_config(tmp_path, tiny_model_dir, max_skipped_in_a_row=2)) as learner:
@@ -287,6 +288,7 @@ async def test_non_finite_gradients_are_skipped_and_finally_end_the_run(tmp_path
 
 
 async def test_a_skipped_step_does_not_change_the_optimizer_moments(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """F7."""
     batches = [make_batch(number, model_dir=tiny_model_dir) for number in (7, 8)]
     bad = make_batch(9, model_dir=tiny_model_dir, advantages=(math.nan,))
     digests = []

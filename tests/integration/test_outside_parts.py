@@ -22,12 +22,14 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.record.metrics import read_metrics
+from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.datasets.converters import convert
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
+from support import run_rig as rig
 from support.clean_sandboxes import CleanSandboxes
 
 if TYPE_CHECKING:
@@ -38,6 +40,19 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.namespaces
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "scripts" / "recipes" / "quickstart.toml"
+GUESSING = (
+    "training.steps=2",
+    "buffer.batch_size=8",
+    "buffer.group_size=4",
+    "dispatcher.slots_per_worker=12",
+    "dispatcher.evaluation_slots=2",
+    "sandbox.pool.max_live=24",
+    "sampling.max_tokens_per_turn=12",
+    "evaluation.tasks=2",
+    "evaluation.samples=1",
+    "evaluation.every_steps=0",
+    "engines.count=1",
+)
 MODULE = '''
 import asyncio
 import json
@@ -184,6 +199,7 @@ async def test_an_agent_and_an_evaluator_can_come_from_another_package() -> None
     ],
 )
 async def test_errors_in_an_evaluator_plugin_are_evaluator_errors(plugin: str, said: str) -> None:
+    """F12."""
     timeout = {"timeout_s": 0.2} if plugin == "never" else {}
     found = await verdict(f"their_things:{plugin}", **timeout)
     assert (found.reward, found.cause) == (None, Cause.EVALUATOR)
@@ -290,6 +306,48 @@ def test_an_unreadable_data_file_is_reported(tmp_path: Path) -> None:
     for name, said in (("absent", "No such file"), ("binary", "is not UTF-8 text"), (".", "Is a directory")):
         told = CliRunner().invoke(app, ["data", "convert", str(tmp_path / name), "--out", str(tmp_path / "out")])
         assert said in str(told.exception)
+
+
+def environment_section() -> tuple[str, str, dict[str, Any]]:
+    """The module, the recipe and the task of the section on environments in docs/extending.md."""
+    section = (ROOT / "docs" / "extending.md").read_text().split("\n## An environment\n")[1].split("\n## ")[0]
+    code, recipe, row = (section.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "toml", "json"))
+    return code, recipe, json.loads(row)
+
+
+@pytest.mark.timeout(600)
+def test_a_system_of_another_package_runs(tmp_path: Path) -> None:
+    """The environment, the evaluator and the recipe of the docs, outside the repository, by the command line."""
+    code, recipe, row = environment_section()
+    assert len(code.splitlines()) + len(recipe.splitlines()) <= 60
+    (tmp_path / "guessing.py").write_text(code)
+    (tmp_path / "guessing.toml").write_text(recipe)
+    (tmp_path / "model").symlink_to(ROOT / "scripts" / "models" / "tiny")
+    for name, numbers in (("train", range(8)), ("heldout", range(8, 10))):
+        rows = (
+            row
+            | {"id": f"{name}-{number}", "instruction": f"Guess the number {number + 1}."}
+            | {"environment": row["environment"] | {"secret": {"number": number}}}
+            for number in numbers
+        )
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    outputs = ("--runs-dir", str(tmp_path), "--name", "run", "--quiet", "--json", str(tmp_path / "out.json"))
+    small = [argument for setting in GUESSING for argument in ("--set", setting)]
+    machine = ("--on", str(ROOT / "scripts" / "machines" / "cpu.toml"))
+    driver = rig.start_driver(
+        "run", str(tmp_path / "guessing.toml"), *machine, *outputs, *small, PYTHONPATH=str(tmp_path)
+    )
+    try:
+        _, errors = driver.communicate(timeout=400)
+    finally:
+        driver.terminate()
+    assert driver.returncode == 0, errors.decode()
+    summary = json.loads((tmp_path / "out.json").read_text())
+    assert (summary["steps"], summary["lost"], summary["trained_twice"], summary["problems"]) == (2, 0, 0, [])
+    attempts = [attempt for attempt in read_evidence(tmp_path / "run").attempts if attempt.offered]
+    failures = {attempt.detail for attempt in attempts if attempt.cause in (Cause.INFRA, Cause.EVALUATOR, Cause.POISON)}
+    assert not failures
+    assert sum(attempt.reward is not None for attempt in attempts) >= 16
 
 
 async def test_a_cancelled_evaluation_gives_no_verdict() -> None:

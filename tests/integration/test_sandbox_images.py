@@ -277,6 +277,7 @@ async def test_a_dropped_image_is_prepared_again_on_demand(tmp_path: Path) -> No
 
 
 async def test_concurrent_boots_from_a_new_image_lease_it_once(tmp_path: Path) -> None:
+    """F11."""
     archive = await asyncio.to_thread(kit.Layout().image([kit.tar(kit.base_entries())]).write, tmp_path / "layout")
     config = LocalSandboxConfig(image_folder=tmp_path / "images")
     async with LocalProvider(config) as provider:

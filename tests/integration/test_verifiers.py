@@ -139,6 +139,7 @@ async def test_verdicts_equal_harbors(provider: LocalProvider, name: str) -> Non
 
 
 async def test_a_script_that_hangs_gives_no_reward_although_it_wrote_one(provider: LocalProvider) -> None:
+    """F12."""
     verdict = await verdict_on(provider, harbor_task(f"echo 1 > {TXT}; sleep 1000", timeout_s=0.5))
     assert (verdict.reward, verdict.cause, "exceeded" in verdict.detail) == (None, Cause.EVALUATOR, True), verdict
 

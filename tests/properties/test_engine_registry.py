@@ -90,6 +90,7 @@ TestRegistering.settings = settings(max_examples=60, stateful_step_count=40)
 
 @given(steps=st.lists(st.tuples(st.floats(0, 500), st.sampled_from(["fail", "succeed", "try"])), max_size=60))
 def test_an_open_breaker_allows_one_probe_in_each_delay(steps: list[tuple[float, str]]) -> None:
+    """F3."""
     breaker, now = new_breaker(), 0.0
     last_probe_s: float | None = None
     for seconds, event in steps:

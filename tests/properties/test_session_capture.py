@@ -117,6 +117,7 @@ def following(draw: st.DrawFn, answer: TurnAnswer, number: int) -> tuple[Message
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_mutated_echo_never_loses_a_token_or_splits_a_lineage(data: st.DataObject) -> None:
+    """F16."""
     played = rig()
     history: tuple[Message, ...] = (say(Role.SYSTEM, "s"), user("task"))
     for number in range(data.draw(st.integers(1, 6))):

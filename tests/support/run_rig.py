@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.run.launch import RunRequest, prepare
+from headrace.actors.run.launch import RunRequest, prepare, write_summary
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.buffer.audit.verify import verify
 from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from headrace.actors.run.config import RunConfig
+    from headrace.actors.run.summary import RunSummary
 
 RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
 HANG_S = 15
@@ -77,6 +80,24 @@ async def run_simulated(folder: Path, name: str, *overrides: str) -> RunDirector
     report = verify(directory.path)
     assert report.clean, report.problems
     return directory
+
+
+async def run_prepared(config: RunConfig, directory: RunDirectory) -> RunSummary:
+    """A run with its services over the shared Ray, to its end."""
+    services = directory.path / SERVICES_FOLDER
+    try:
+        async with running_services(config.services, services) as urls:
+            placed = config.model_copy(update={"services": resolved(config.services, urls)})
+            runtime = RayRuntime(f"{directory.path.name}-")
+            service = await runtime.spawn(Service, placed, directory, runtime, name="service")
+            try:
+                async with explained(service):
+                    completed = await service.run()
+            finally:
+                await runtime.stop(service)
+    finally:
+        await stop_services(services)
+    return write_summary(directory, completed=completed)
 
 
 @asynccontextmanager
@@ -136,6 +157,7 @@ __all__ = [
     "explained",
     "open_service",
     "prepare_small",
+    "run_prepared",
     "run_simulated",
     "small_arguments",
     "start_driver",

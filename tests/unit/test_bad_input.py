@@ -9,6 +9,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,95 @@ def test_an_invalid_recipe_is_a_one_line_error_naming_the_key(
 ) -> None:
     recipe.write_text(text)
     assert says in refused(monkeypatch, capsys, recipe)
+
+
+LOOP = '[agent]\nkind = "loop"\n'
+SEARCH = f'{LOOP}[agent.loop]\nparser = "search"\n[environment]\nkind = "search"\n'
+RETAIL = f'{LOOP}[agent.loop]\nparser = "calls"\n[environment]\nkind = "retail"\n'
+FILES = '[tasks]\ntrain = "a.jsonl"\nheldout = "b.jsonl"\n[evaluation]\ntasks = 1\n'
+IN_SHOP = {"environment": {"kind": "retail"}, "evaluator": {"kind": "environment"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "says"),
+    [
+        (
+            f'{LOOP}[agent.loop]\nparser = "search"\n',
+            {},
+            "agent.loop.parser search produces answer, search, but the environment shell accepts bash, done, run",
+        ),
+        (
+            f'{LOOP}[environment]\nkind = "shel"\n',
+            {},
+            "environment.kind: there is no environment 'shel'; available: shell",
+        ),
+        (
+            f'{LOOP}[environment]\nkind = "collections:OrderedDict"\n',
+            {},
+            "environment.kind: 'collections:OrderedDict' did not return an environment: 'needs_sandbox' is missing",
+        ),
+        (
+            f"{LOOP}{FILES}",
+            {"environment": {"kind": "shop"}},
+            "task a: environment.kind 'shop' is not the recipe's (shell); set environment.kind in the recipe, or leave",
+        ),
+        (SEARCH, {}, "services.retriever is missing; add the table"),
+        (
+            f'{SEARCH}{FILES}[services.retriever]\nurl = "http://127.0.0.1:9"\n',
+            {"evaluator": {"kind": "state", "check": "pass"}},
+            "task a: evaluator.kind state scores the files of a sandbox, and the environment search has none; choose",
+        ),
+        (RETAIL, {}, "environment.retail.data is missing; set it to the folder"),
+        (f'{RETAIL}[environment.retail]\ndata = "shop"\n{FILES}', IN_SHOP, "shop is not a folder; give the one with"),
+        (
+            f'{RETAIL}[environment.retail]\ndata = "."\nsimulator = "llm"\n',
+            {},
+            "environment.retail: service: is needed by simulator = 'llm'; name a service with a model",
+        ),
+        (
+            f'{RETAIL}[environment.retail]\ndata = "."\nsimulator = "llm"\nservice = "user"\n',
+            {},
+            "services.user is missing; add the table",
+        ),
+        (f'{LOOP}[agent.loop]\nfirst = "{{{{ a"\n', {}, "agent.loop.first: not a valid Jinja template (line 1): "),
+        (f'{LOOP}[agent.loop]\nsystem = "{{{{ b }}}}"\n', {}, "agent.loop.system: unknown name b in the template; the"),
+        (
+            f'{LOOP}[agent.loop]\nfirst = "{{{{ given.n }}}}"\n{FILES}',
+            {"environment": {"kind": "shell", "given": {"m": 1}}},
+            "task a: agent.loop.first: the template cannot be filled: 'dict object' has no attribute 'n'; correct",
+        ),
+        (
+            f'{LOOP}[environment]\nkind = "terminal"\nterminal.observation = "{{outpu}}"\n',
+            {},
+            "environment.terminal.observation: unknown field {outpu}; the fields are command, exit_code, output",
+        ),
+        (f'{LOOP}[agent.loop]\ncontext = "head_tail(2)"\n', {}, "agent.loop.context: 'head_tail(2)' is not a context"),
+    ],
+)
+def test_an_invalid_environment_is_a_one_line_error_naming_the_key_or_task(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recipe: Path,
+    text: str,
+    row: dict[str, Any],
+    says: str,
+) -> None:
+    recipe.write_text(f'[model]\npath = "{MODEL}"\n[sandbox]\nprovider = "subprocess"\n{text}')
+    for name, more in (("a", row), ("b", {})):
+        task = {"id": name, "family": "f", "instruction": f"do {name}", "evaluator": {"kind": "none"}} | more
+        (recipe.parent / f"{name}.jsonl").write_text(json.dumps(task) + "\n")
+    assert says in refused(monkeypatch, capsys, recipe)
+
+
+def test_machine_files_that_contradict_each_other_are_a_one_line_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    for count in (2, 3):
+        (tmp_path / f"{count}.toml").write_text(f"[engines]\ncount = {count}\n")
+    options = ("--on", str(tmp_path / "2.toml"), "--on", str(tmp_path / "3.toml"))
+    error = refused(monkeypatch, capsys, recipe, *options)
+    assert "3.toml: engines.count is 3" in error
+    assert "decide with --set engines.count=VALUE" in error
 
 
 def test_a_missing_recipe_is_reported_with_an_existing_alternative(
@@ -459,6 +549,7 @@ def test_a_live_run_is_not_evaluated(
 def test_training_tasks_are_not_evaluated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, run_dir: Path, tmp_path: Path
 ) -> None:
+    """F24."""
     train = load_tasks(run_dir / "tasks" / "train.jsonl")[:2]
     tasks = tmp_path / "tasks.jsonl"
     write_tasks(tasks, [replace(task, id=TaskId(f"renamed-{n}")) for n, task in enumerate(train)])

@@ -227,6 +227,7 @@ def learner_of(folder: Path, *, objective: str = "grpo", **changes: object) -> L
 def test_a_checkpoint_that_was_trained_as_something_else_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
+    """F25."""
     version = PolicyVersion(1, 10)
     staged = checkpoints.stage(tmp_path / "checkpoints", version)
     trained = trained_as(learner_of(tmp_path / "before"))

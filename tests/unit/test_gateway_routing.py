@@ -77,6 +77,7 @@ def test_a_failed_engine_is_avoided_only_while_another_is_admitted(router: Route
 
 
 def test_a_quarantined_engine_gets_no_turn(router: Router) -> None:
+    """F5."""
     router.choose(ONE, 0.0)
     router.replace(table(2, A, B, refused=(A,)))
     assert router.choose(ONE, 0.0) == B

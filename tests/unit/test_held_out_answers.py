@@ -202,6 +202,7 @@ def test_an_answer_is_recorded_even_if_its_folder_cannot_be_created(tmp_path: Pa
 
 
 def test_infra_answers_are_excluded_from_means_and_counted_separately(tmp_path: Path) -> None:
+    """F24."""
     answers = [answer(), answer(sample=1, reward=0.0), answer("two", reward=None, versions=()), answer("two", 1)]
     summary = summarize_answers(answers, tag="base", tasks=2, samples=2, dataset_sha256="ab")
     assert (summary.answers, summary.infra, summary.success) == (4, 1, 2 / 3)
@@ -267,6 +268,7 @@ def test_pass_rates_are_the_means_over_all_subsets(outcomes: list[list[bool]]) -
 
 
 def test_an_overlap_is_found_even_if_the_task_was_renamed() -> None:
+    """F24."""
     spec = EvaluatorSpec(kind=EvaluatorKind.NONE)
     train = [Task(id=TaskId(f"t{n}"), family="a", instruction=f"do {n}", evaluator=spec) for n in range(9)]
     held_out = [replace(task, id=TaskId(f"held-{task.id}"), family="b") for task in train[:7]]

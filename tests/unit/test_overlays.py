@@ -39,6 +39,7 @@ def test_machine_files_that_contradict_each_other_are_refused(tmp_path: Path) ->
 
 
 def test_a_dry_run_names_origins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F25."""
     monkeypatch.chdir(tmp_path)
     checked = dry_run(RECIPES / "quickstart.toml", (), ["training.steps=3"])
     assert checked.tasks == (512, 64)

@@ -14,6 +14,7 @@ def saw(alarm: ParserAlarm, turns: int, *, calls: int = 0, lost_calls: int = 1) 
 
 
 def test_a_batch_without_a_parsed_call_raises_the_alarm_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """F17."""
     alarm = ParserAlarm()
     saw(alarm, BATCH_TURNS - 1)
     saw(alarm, 10 * BATCH_TURNS, calls=0, lost_calls=0)

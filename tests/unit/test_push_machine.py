@@ -59,6 +59,7 @@ def test_a_successful_push_runs_every_phase_in_order() -> None:
 
 
 def test_a_refused_begin_ends_the_session_and_resumes_and_reopens_the_engine() -> None:
+    """F4."""
     machine = PushMachine([[A], [B]])
     steps = run(machine, {(Phase.BEGIN, A): GONE})
     assert phases(steps, A)[-4:] == [Phase.BEGIN, Phase.END, Phase.RESUME, Phase.OPEN]
@@ -104,6 +105,7 @@ def test_a_reader_that_fails_by_disk_affects_no_other_engine_of_its_wave() -> No
 
 
 def test_an_uncertain_engine_serves_with_all_new_weights_or_not_at_all() -> None:
+    """F5."""
     machine = PushMachine([[A], [B]], in_doubt=(A,))
     steps = run(machine, {(Phase.BEGIN, A): GONE})
     assert phases(steps, A)[-1] is Phase.BEGIN, "neither resumed nor opened"

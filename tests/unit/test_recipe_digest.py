@@ -31,6 +31,7 @@ def digests(directory: Path, hash_seed: int) -> list[str]:
 
 
 def test_a_recipe_digest_is_the_same_in_every_process_and_folder(tmp_path: Path) -> None:
+    """F25."""
     found = digests(tmp_path / "here", 0)
     assert len(found) == len(RECIPES) == len(set(found))
     for seed in (1, 2, 3):

@@ -118,6 +118,7 @@ def expectations(rule, unfinished):
 
 @pytest.mark.parametrize("rule", ["all", *EARLY])
 def test_carried_members_leave_the_gradient_unbiased(rule):
+    """F18."""
     estimate, naive = expectations(rule, "carry")
     assert estimate == pytest.approx(LONG - SHORT, rel=1e-9)
     if rule == "all":
@@ -137,6 +138,7 @@ def test_expiring_groups_are_unbiased_unless_a_member_completes_min_members():
 
 @pytest.mark.parametrize("rule", EARLY)
 def test_aborted_members_bias_the_gradient(rule):
+    """F18."""
     estimate, _ = expectations(rule, "abort")
     assert abs(estimate / (LONG - SHORT) - 1) > 0.05
 

@@ -123,6 +123,7 @@ def test_each_result_is_accepted_once(opened):
 
 
 def test_infra_failures_lead_to_new_attempts_until_the_member_is_poison(opened):
+    """F19."""
     poisoned, other = opened.issue(2, FIRST, 0.0)
     for attempt in range(1, 4):
         assert opened.state.rollouts[poisoned.rollout_id].attempt == attempt
@@ -139,6 +140,7 @@ def test_infra_failures_lead_to_new_attempts_until_the_member_is_poison(opened):
 
 
 def test_poison_members_are_left_out_of_the_group():
+    """F19."""
     buffer, (first, second, third) = trio(max_attempts=1)
     buffer.offer(cases.result(first, FIRST, reward=1.0), 1.0)
     buffer.offer(cases.ended(second, Cause.INFRA), 1.0)
@@ -165,6 +167,7 @@ def test_cancelled_and_abandoned_attempts_are_followed_by_new_ones(opened):
 
 
 def test_a_failure_has_no_reward_whatever_the_worker_says(opened):
+    """F19."""
     (order,) = opened.issue(1, FIRST, 0.0)
     failed = cases.ended(order, Cause.INFRA)
     opened.offer(replace(failed, outcome=replace(failed.outcome, reward=0.0, trainable=True)), 1.0)

@@ -127,6 +127,8 @@ def test_every_phase_is_timed() -> None:
     ],
 )
 def test_a_phase_timeout_is_an_infra_failure_naming_the_phase(phase: str, settings: dict[str, Any]) -> None:
+    """F12."""
+
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
         assert result.outcome.detail.startswith(f"{phase}: ")
@@ -135,6 +137,8 @@ def test_a_phase_timeout_is_an_infra_failure_naming_the_phase(phase: str, settin
 
 
 def test_the_agent_deadline_counts_from_the_start_of_the_agent() -> None:
+    """F1."""
+
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
 
@@ -142,6 +146,8 @@ def test_the_agent_deadline_counts_from_the_start_of_the_agent() -> None:
 
 
 def test_an_agent_out_of_time_is_scored() -> None:
+    """F1."""
+
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.BUDGET)
 

@@ -307,6 +307,7 @@ def state_after(error: SandboxError, attempt: int) -> RetryCallState:
 
 @given(attempt=st.integers(1, 30), retry_after_s=st.floats(0, 100))
 def test_waits_are_jittered_bounded_and_never_shorter_than_retry_after(attempt: int, retry_after_s: float) -> None:
+    """F20."""
     wait = FullJitter(0.2, 10.0)
     assert 0 <= wait(state_after(BootFailed("x"), attempt)) <= min(10.0, 0.2 * 2**attempt)
     waited_s = wait(state_after(RateLimited("429", retry_after_s), attempt))

@@ -191,6 +191,8 @@ def test_a_create_that_never_returns_is_abandoned() -> None:
 
 
 def test_queueing_and_booting_have_separate_timeouts() -> None:
+    """F11."""
+
     async def main() -> None:
         async with pool_of(host(boot_s=10, boot_sigma=0), max_live=2) as pool:
             request = LeaseRequest(spec=SandboxSpec(), queue_timeout_s=5, boot_timeout_s=20)
@@ -573,6 +575,7 @@ async def storm(creates: int) -> None:
 
 
 def test_a_boot_storm_stays_within_its_limits() -> None:
+    """F20."""
     run_virtual(storm(500))
 
 

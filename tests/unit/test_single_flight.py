@@ -31,6 +31,7 @@ class Steps:
 
 
 async def test_calls_for_one_key_share_one_run() -> None:
+    """F11."""
     steps = Steps()
     async with asyncio.TaskGroup() as tasks:
         flights: SingleFlight[int] = SingleFlight(tasks)

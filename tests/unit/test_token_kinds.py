@@ -177,6 +177,7 @@ def test_kinds_equal_labels_by_hand(name: str, tmp_path: Path) -> None:
 
 
 def test_a_history_that_is_rendered_again_has_each_observation_once(tmp_path: Path) -> None:
+    """F16."""
     renderer, tokenizer = marking(templates.DEEPSEEK3_LEAKY, tmp_path)
     assert not renderer.bridges
     rows = play(rig(renderer, tokenizer))

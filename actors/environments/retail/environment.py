@@ -72,12 +72,18 @@ class Shop:
     def load(cls, config: RetailConfig) -> Self:
         """Load the files of a configuration. Raises ConfigError."""
         folder = Path(config.data)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"environment.retail.data: {folder} is not a folder; give the one with the shop's database"
+            )
         policy = Path(config.policy or folder / "wiki.md")
         try:
             text = policy.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-            raise ConfigError(f"{policy}: cannot be read: {reason}; set `policy` to the policy text") from error
+            raise ConfigError(
+                f"environment.retail.policy: {policy} cannot be read: {reason}; set it to the policy text"
+            ) from error
         tools = load_tools(Path(config.tools or folder / "tools_schema.json"))
         return cls(database=Database.load(folder), policy=text, tools=tools)
 

@@ -1,0 +1,180 @@
+"""The recipes of published systems: two real optimizer steps of each, a check of every recipe with every machine file,
+and the learning of the miniatures (slow)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from benches.recipe import measure
+
+from headrace.actors.run.launch import RunRequest, dry_run, prepare
+from headrace.actors.run.overlays import load_layered
+from headrace.actors.run.report import report_of
+from headrace.buffer.audit.evidence import read_evidence, read_trajectories
+from headrace.policies.miniatures import names
+from headrace.policies.miniatures.building import write
+from headrace.policies.miniatures.fitting import FitConfig
+from support import run_rig as rig
+from support.scripted_service import ScriptedService, completion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headrace.actors.record.run_directory import RunDirectory
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+RECIPES = {path.stem: path for path in sorted((SCRIPTS / "recipes").glob("*.toml"))}
+MACHINES = {path.stem: path for path in sorted((SCRIPTS / "machines").glob("*.toml"))}
+MINIATURE = [name for name, path in RECIPES.items() if names.PREFIX in path.read_text()]
+"""Recipes whose model is a miniature, which has the recipe's name."""
+SHORT = FitConfig(steps=60, batch_size=8, learning_rate=4e-3)
+"""A warm start of seconds: its answers often have the right form, and are seldom right."""
+TWO_STEPS = (
+    "training.steps=2",
+    "buffer.batch_size=8",
+    "buffer.group_size=4",
+    "dispatcher.slots_per_worker=12",
+    "dispatcher.evaluation_slots=4",
+    "evaluation.tasks=4",
+    "evaluation.samples=1",
+    "evaluation.every_steps=0",
+    "engines.count=1",
+)
+
+
+@pytest.fixture(scope="module")
+def miniatures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache with miniatures whose policies are hardly trained."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for name in MINIATURE:
+            write(name, names.resolved(f"{names.PREFIX}{name}"), SHORT)
+        yield
+
+
+def spans_of(directory: RunDirectory) -> dict[str, list[dict[str, Any]]]:
+    """All spans of all processes, by name."""
+    spans = defaultdict(list)
+    for path in (directory.path / "spans").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            span = json.loads(line)
+            spans[span["name"]].append(span)
+    return spans
+
+
+def tokens(span: dict[str, Any], what: str) -> int:
+    """The number of `sampled_tokens`, `trained_tokens` or `masked_tokens` (for all reasons) of a session."""
+    found = re.compile(rf"headrace\.session\.{what}\b")
+    return sum(value for name, value in span["attributes"].items() if found.match(name))
+
+
+def check_tokens(directory: RunDirectory, spans: dict[str, list[dict[str, Any]]]) -> None:
+    """Every token that an engine sampled is trained or masked, and the stored rows agree with the sessions."""
+    sessions = spans["session.finish"]
+    assert sum(tokens(span, "sampled_tokens") for span in sessions) > 0
+    for span in sessions:
+        assert tokens(span, "sampled_tokens") == tokens(span, "trained_tokens") + tokens(span, "masked_tokens"), span
+    sampled: dict[str, int] = defaultdict(int)
+    for turn in spans["turn"]:
+        sampled[turn["trace_id"]] += turn["attributes"].get("gen_ai.usage.output_tokens", 0)
+    trained = {span["trace_id"]: tokens(span, "trained_tokens") for span in sessions}
+    evidence = read_evidence(directory.path)
+    members = [member.rollout_id for batch in evidence.batches for member in batch.members]
+    assert len(members) == len(set(members)) == 16, "two batches of eight, nothing in both"
+    wanted = {
+        attempt.key: attempt for attempt in evidence.attempts if attempt.rollout_id in members and attempt.offered
+    }
+    for key, trajectory in read_trajectories(evidence, set(wanted)):
+        assert trajectory is not None, key
+        in_loss = sum(int(row.loss_mask_T.sum()) for row in trajectory.rows)
+        assert in_loss == trained[wanted[key].trace_id] <= sampled[wanted[key].trace_id], key
+        assert in_loss == sum(part.tokens for part in wanted[key].trained), key
+    for span in sessions:
+        assert tokens(span, "sampled_tokens") == sampled[span["trace_id"]], span
+
+
+@pytest.mark.namespaces
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MINIATURE)
+async def test_two_steps_of_a_recipe_train_every_sampled_token_once(
+    ray_cluster: None, miniatures: None, tmp_path: Path, name: str
+) -> None:
+    request = RunRequest(recipe=RECIPES[name], runs_dir=tmp_path, name=name, overrides=TWO_STEPS, on=(MACHINES["cpu"],))
+    config, directory = prepare(request)
+    summary = await rig.run_prepared(config, directory)
+    assert (summary.completed, summary.ledger_clean, summary.problems) == (True, True, ())
+    assert (summary.steps, summary.lost, summary.trained_twice, summary.sandboxes_leaked) == (2, 0, 0, 0)
+    assert (summary.evaluation_answers, summary.evaluation_infra) == (4, 0)
+    spans = spans_of(directory)
+    check_tokens(directory, spans)
+    assert spans["tool"], "no action was performed"
+    boots = name not in ("search_r1", "tau")
+    assert bool(spans["sandbox.boot"]) == boots
+    assert summary.in_flight_at_push_min is not None
+
+
+@pytest.mark.slow
+@pytest.mark.namespaces
+@pytest.mark.timeout(900)
+async def test_F14_the_report_of_a_run_names_a_slow_simulated_customer(
+    ray_cluster: None, miniatures: None, tmp_path: Path
+) -> None:
+    async def slowly(request: web.Request) -> web.StreamResponse:
+        if request.method == "GET":  # the check at start, which asks for the models
+            return web.json_response({"data": []})
+        said = (await request.json())["messages"]
+        await asyncio.sleep(4.0)
+        return web.json_response(completion("Cancel order #W10." if len(said) < 5 else "###STOP###"))
+
+    async with ScriptedService(slowly).served() as url:
+        service = ("services.user.kind=model", f"services.user.url={url}")
+        simulator = ("environment.retail.simulator=llm", "environment.retail.service=user")
+        request = RunRequest(
+            recipe=RECIPES["tau"],
+            runs_dir=tmp_path,
+            name="tau",
+            overrides=(*TWO_STEPS, *service, *simulator),
+            on=(MACHINES["cpu"],),
+        )
+        config, directory = prepare(request)
+        summary = await rig.run_prepared(config, directory)
+    assert (summary.completed, summary.problems) == (True, ())
+    report = report_of(directory)
+    assert report.held_up_by == summary.held_up_by == "service.user"
+    assert report.service_shares["user"] > 0.5
+    assert report.services["user"].failures == 0
+    assert any(line.startswith("service user: ") and "of the rollouts' time" in line for line in report.lines())
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("slime")])
+def test_every_recipe_goes_with_every_machine_file(tmp_path: Path, name: str, machine: str) -> None:
+    """Whether a machine has the model and the agent of a recipe is another question. The recipes of slime name their
+    machine themselves."""
+    load_layered(RECIPES[name], (MACHINES[machine],), ("model.path=model",), tmp_path)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", [*MINIATURE, "quickstart"])
+def test_a_recipe_that_needs_nothing_else_passes_its_dry_run(miniatures: None, name: str, machine: str) -> None:
+    checked = dry_run(RECIPES[name], (MACHINES[machine],), ())
+    assert min(checked.tasks) > 0
+    assert MACHINES[machine].name in checked.origins.values()
+
+
+@pytest.mark.slow
+@pytest.mark.namespaces
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", MINIATURE)
+def test_a_miniature_learns_from_true_rewards_only(tmp_path: Path, name: str, seed: int) -> None:
+    figures = measure(name, tmp_path, seed=seed, control=True)
+    assert (figures.problems, figures.misses) == ((), ())
+    assert figures.infra_answers == 0
