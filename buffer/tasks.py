@@ -215,7 +215,7 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        task = _parse_line(line, path.parent, where=f"{path}:{number}")
+        task = parse_task(line, path.parent, where=f"{path}:{number}")
         if task.id in tasks:
             before = first_lines[task.id]
             raise TaskFileError(
@@ -230,17 +230,21 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
 def write_tasks(path: Path, tasks: Iterable[Task]) -> None:
     """Write a JSONL file that `load_tasks` reads back as equal tasks. Binary files are copied to a folder beside it,
     named by their digests. Raises OSError, TaskFileError."""
-    lines = []
-    for task in tasks:
-        document = _document(task)
-        for name, binary in task.binary_files.items():
-            copy = path.parent / BINARY_FILES / binary.sha256
-            if not copy.exists():
-                copy.parent.mkdir(exist_ok=True)
-                copy.write_bytes(binary.read())
-            document["binary_files"][name]["file"] = f"{BINARY_FILES}/{binary.sha256}"
-        lines.append(f"{_text(document)}\n")
-    path.write_text("".join(lines), encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(task_line(task, path.parent) for task in tasks)
+
+
+def task_line(task: Task, folder: Path) -> str:
+    """Return the line of a task in a task file in `folder`, where its binary files are copied to. Raises OSError,
+    TaskFileError."""
+    document = _document(task)
+    for name, binary in task.binary_files.items():
+        copy = folder / BINARY_FILES / binary.sha256
+        if not copy.exists():
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(binary.read())
+        document["binary_files"][name]["file"] = f"{BINARY_FILES}/{binary.sha256}"
+    return f"{_text(document)}\n"
 
 
 def task_digest(task: Task) -> str:
@@ -287,7 +291,8 @@ def _text(document: dict[str, Any]) -> str:
     return json.dumps(document, sort_keys=True, ensure_ascii=False)
 
 
-def _parse_line(line: str, folder: Path, *, where: str) -> Task:
+def parse_task(line: str, folder: Path, *, where: str) -> Task:
+    """Return the task in a line of a task file in `folder`; `where` opens the messages. Raises TaskFileError."""
     try:
         document = json.loads(line, object_pairs_hook=_unique_keys)
     except _DuplicateKey as error:

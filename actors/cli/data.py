@@ -1,21 +1,27 @@
-"""The command `headrace data convert`, which converts public data sets to headrace tasks."""
+"""The commands `headrace data convert` and `headrace data check`: public data sets become tasks, and tasks are tried."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace.actors.cli.output import EXIT_BAD_INPUT, Json, say, write_json
+from headrace.actors.cli.output import EXIT_BAD_INPUT, EXIT_DIRTY, Json, Quiet, Steadily, say, write_json
 
-data_app = typer.Typer(no_args_is_help=True, help="Convert data sets.")
+data_app = typer.Typer(no_args_is_help=True, help="Convert data sets, and try their tasks.")
 
-SHOWN = 5
+SHOWN = 10
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="JSONL file of the data set, or folder of task folders.")]
-Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for tasks.jsonl and refused.jsonl.")]
+Source = Annotated[
+    Path,
+    typer.Argument(metavar="SRC", help="JSONL, JSON or Parquet file of the data set, or folder or tar of task folders."),
+]
+Out = Annotated[
+    Path, typer.Option("--out", metavar="DIR", help="Folder for tasks.jsonl, refused.jsonl and report.json.")
+]
 
 
 @data_app.command("convert")
@@ -25,20 +31,23 @@ def convert(
     form: Annotated[
         str,
         typer.Option(
-            help="Format: swe (rows of SWE-bench and SWE-Gym, rows with metadata), tau (tau-bench, tau2-bench: "
-            "retail), harbor (task folders), or a format from another package."
+            help="Format: auto (by the first rows), swe (SWE-bench, SWE-Gym, rows with metadata), openclaw, tau and tau2 "
+            "(retail), search-r1 (also NQ-open), harbor (task folders), endless, or a format from another package."
         ),
-    ] = "swe",
+    ] = "auto",
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Setting that the rows do not contain, as name=value, e.g. workdir=/testbed."),
     ] = None,
+    licence: Annotated[
+        str, typer.Option(help="Licence of the data, for report.json and the tasks; by default the file that names it.")
+    ] = "",
     json: Json = None,
 ) -> None:
     """Convert the rows of a data set to tasks (docs/tasks.md), and list the rows that cannot be graded, with the
     reasons."""
     from headrace.actors.errors import ConfigError
-    from headrace.buffer.datasets.converters import SettingsRefused
+    from headrace.buffer.datasets.converters import SettingsRefused, form_of
     from headrace.buffer.datasets.converters import convert as converted
     from headrace.buffer.primitives.registry import PartRefused
 
@@ -48,18 +57,71 @@ def convert(
         if not name or not equals:
             raise typer.BadParameter(f"--set takes name=value, not {pair!r}")
         given[name] = value
+    found = form
     try:
-        done = converted(source, out, form=form, settings=given)
+        found = form_of(source, form)
+        done = converted(source, out, form=found, settings=given, licence=licence)
     except (PartRefused, SettingsRefused) as error:
-        raise ConfigError(f"--form {form}: {error}") from error
+        raise ConfigError(f"--form {found}: {error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not UTF-8 text") from error
     except OSError as error:
         raise ConfigError(f"{error.filename or source}: {error.strerror}") from error
     if json is not None:
-        write_json({"tasks": str(done.tasks), "count": done.count, "refused": list(map(asdict, done.refusals))}, json)
-    say(f"{done.count} tasks in {done.tasks}, {len(done.refusals)} rows refused")
-    for refusal in done.refusals[:SHOWN]:
-        say(f"  line {refusal.line}: {refusal.reason}")
+        refused = list(map(asdict, done.refusals))
+        write_json({"tasks": str(done.tasks), "count": done.count, "refused": refused, "report": done.to_json()}, json)
+    if found != form:
+        say(f"the rows have the form {found}")
+    say(f"{done.count + done.refused} read, {done.count} converted to {done.tasks}, {done.refused} refused")
+    for reason, count in list(done.reasons.items())[:SHOWN]:
+        say(f"  {count} x {reason}")
+    if done.refused:
+        say(f"  every refused row: {done.tasks.parent / 'refused.jsonl'}")
+    say(f"licence: {done.licence}")
     if done.count == 0:
         raise typer.Exit(EXIT_BAD_INPUT)
+
+
+@data_app.command("check")
+def check(
+    tasks: Annotated[Path, typer.Argument(metavar="TASKS", help="JSONL file of tasks.")],
+    gold: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of solutions: task folders of Harbor, or ID.sh and ID.patch."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Check only the first N tasks.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for checked.jsonl; by default that of the tasks.")
+    ] = None,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Grade every task in local sandboxes: untouched files must be graded and must not solve it, and a known solution
+    must. Tasks that keep this are written to checked.jsonl; exit code 3 if one does not."""
+    from headrace.actors.errors import ConfigError
+    from headrace.actors.held_out.task_check import check_tasks
+    from headrace.actors.held_out.task_solutions import Solutions, SolutionsRefused
+    from headrace.buffer.tasks import load_tasks, write_tasks
+
+    loaded = load_tasks(tasks)[:limit]
+    try:
+        solutions = Solutions(gold)
+    except SolutionsRefused as error:
+        raise ConfigError(f"--gold: {error}") from error
+    found = asyncio.run(check_tasks(loaded, solutions, progress=None if quiet else Steadily("tasks checked")))
+    kept = {checked.task_id for checked in found if checked.fault is None}
+    path = (out or tasks.parent) / "checked.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_tasks(path, [task for task in loaded if task.id in kept])
+    if json is not None:
+        write_json({"tasks": str(path), "kept": len(kept), "checked": list(map(asdict, found))}, json)
+    for checked in found:
+        if checked.fault is not None:
+            say(f"  {checked.task_id}: {checked.fault}")
+    solved = sum(checked.gold is not None for checked in found)
+    untried = sum(checked.untouched is None and checked.fault is None for checked in found)
+    say(f"{len(found)} checked, {solved} of them with a solution; {len(kept)} kept in {path}, {len(found) - len(kept)} not")
+    if untried:
+        say(f"{untried} tasks need an episode to be graded, so they were kept untried: headrace check RECIPE --task ID")
+    if len(kept) < len(found):
+        raise typer.Exit(EXIT_DIRTY)

@@ -1,30 +1,44 @@
 """The registry of converters from data sets to headrace tasks, by the name of the data format.
 
-Invariant: each row becomes a task, or a refusal with the reason; `load_tasks` can read the written file.
+Invariants:
+- Each row becomes a task, or a refusal with the reason; `load_tasks` can read the written file.
+- Rows are converted one at a time, and the output appears complete or not at all.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.buffer.datasets import tau
-from headrace.buffer.datasets.harbor import HarborSettings, read_folders
-from headrace.buffer.datasets.swe import Refusal, SweEnvironment, read_rows
+from headrace.buffer.datasets import harbor, search, swe, tau
+from headrace.buffer.datasets.origins import licence_of, source_digest
+from headrace.buffer.datasets.recognition import recognised
+from headrace.buffer.datasets.rows import Refusal, RowRefused, SourceRefused
+from headrace.buffer.errors import TaskFileError
 from headrace.buffer.primitives.registry import Registry
-from headrace.buffer.tasks import Task, load_tasks, write_tasks
+from headrace.buffer.task_parts import TaskOrigin
+from headrace.buffer.tasks import Task, parse_task, task_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    Converter: TypeAlias = Callable[[Path, Mapping[str, Any]], tuple[tuple[Task, ...], tuple[Refusal, ...]]]
+    from headrace.buffer.datasets.rows import Item
 
-TASKS, REFUSALS = "tasks.jsonl", "refused.jsonl"
+    Converter: TypeAlias = Callable[
+        [Path, Mapping[str, Any]], tuple[tuple[Task, ...], tuple[Refusal, ...]] | Iterator[Item]
+    ]
+
+TASKS, REFUSALS, REPORT = "tasks.jsonl", "refused.jsonl", "report.json"
+AUTO: Final = "auto"
+MAX_REASONS: Final = 100
+_DETAILS: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 class SettingsRefused(ValueError):
@@ -33,11 +47,37 @@ class SettingsRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """Result of a conversion: the path of the task file, the number of tasks in it, and the refused rows."""
+    """Result of a conversion: the path of the task file, the number of tasks in it, and why rows were refused. `reasons`
+    counts refusals by their reason without its details."""
 
     tasks: Path
+    form: str
     count: int
-    refusals: tuple[Refusal, ...]
+    sha256: str
+    licence: str
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def refused(self) -> int:
+        """Number of refused rows."""
+        return sum(self.reasons.values())
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """The refused rows, read from their file."""
+        with (self.tasks.parent / REFUSALS).open(encoding="utf-8") as file:
+            return tuple(Refusal(**json.loads(line)) for line in file)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "form": self.form,
+            "read": self.count + self.refused,
+            "converted": self.count,
+            "refused": self.refused,
+            "reasons": dict(self.reasons),
+            "source_sha256": self.sha256,
+            "licence": self.licence,
+        }
 
 
 Settings = TypeVar("Settings")
@@ -61,19 +101,11 @@ def _parsed(settings: Mapping[str, Any], kind: type[Settings]) -> Settings:
         raise SettingsRefused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def _software_engineering(source: Path, settings: Mapping[str, Any]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
-    return read_rows(source, _parsed(settings, SweEnvironment))
+def _reading(read: Callable[[Path, Settings], Iterator[Item]], kind: type[Settings]) -> Converter:
+    return lambda source, settings: read(source, _parsed(settings, kind))
 
 
-def _tau(source: Path, settings: Mapping[str, Any]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
-    try:
-        return tau.read_rows(source, _parsed(settings, tau.TauSettings))
-    except ValueError as error:
-        raise SettingsRefused(str(error)) from error
-
-
-def _harbor(source: Path, settings: Mapping[str, Any]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
-    return read_folders(source, _parsed(settings, HarborSettings))
+_tau: Final = _reading(tau.read_retail, tau.TauSettings)
 
 
 def _function(found: object) -> Converter:
@@ -86,16 +118,87 @@ def _function(found: object) -> Converter:
 CONVERTERS: Final[Registry[Converter]] = Registry(
     kind="form of data",
     group="headrace.converters",
-    own={"swe": _software_engineering, "tau": _tau, "harbor": _harbor},
+    own={
+        "swe": _reading(swe.read_repositories, swe.SweEnvironment),
+        "openclaw": _reading(swe.read_openclaw, swe.SweEnvironment),
+        "tau": _tau,
+        "tau2": _tau,
+        "harbor": _reading(harbor.read_folders, harbor.HarborSettings),
+        "endless": _reading(harbor.read_endless, harbor.HarborSettings),
+        "search-r1": _reading(search.read_questions, search.SearchSettings),
+    },
     accept=_function,
 )
 
 
-def convert(source: Path, folder: Path, *, form: str, settings: Mapping[str, Any]) -> Converted:
-    """Convert a data file or folder, and write the tasks and the refused rows to a folder. Raises PartRefused, OSError,
-    SettingsRefused, and TaskFileError for tasks that cannot be read back."""
-    tasks, refusals = CONVERTERS.find(form)(source, settings)
+def form_of(source: Path, form: str) -> str:
+    """Return the form to convert with: the named one, or the recognised one for `auto`. Raises SettingsRefused,
+    OSError."""
+    try:
+        return recognised(source) if form == AUTO else form
+    except SourceRefused as error:
+        raise SettingsRefused(str(error)) from error
+
+
+def convert(source: Path, folder: Path, *, form: str, settings: Mapping[str, Any], licence: str = "") -> Converted:
+    """Convert a data file or folder, and write the tasks, the refused rows and a report to a folder. Tasks without an
+    origin get the source's name, and those without a licence the given one. Raises PartRefused, OSError,
+    SettingsRefused."""
+    form = form_of(source, form)
+    converter = CONVERTERS.find(form)
+    source.stat()
     folder.mkdir(parents=True, exist_ok=True)
-    write_tasks(folder / TASKS, tasks)
-    (folder / REFUSALS).write_text("".join(json.dumps(asdict(refusal)) + "\n" for refusal in refusals))
-    return Converted(tasks=folder / TASKS, count=len(load_tasks(folder / TASKS)) if tasks else 0, refusals=refusals)
+    parts = {name: folder / f".{name}.part" for name in (TASKS, REFUSALS)}
+    reasons: Counter[str] = Counter()
+    ids: dict[str, int] = {}
+    try:
+        with parts[TASKS].open("w", encoding="utf-8") as tasks, parts[REFUSALS].open("w", encoding="utf-8") as refused:
+            for number, item in _items(converter(source, settings)):
+                try:
+                    if isinstance(item, RowRefused):
+                        raise item
+                    task = _with_origin(item, source, licence)
+                    line = task_line(task, folder)
+                    parse_task(line, folder, where="the task")
+                    if task.id in ids:
+                        raise RowRefused(f"id: {task.id!r} is a duplicate of row {ids[task.id]}")
+                    line.encode()
+                except (ValueError, TaskFileError) as error:
+                    refused.write(json.dumps(asdict(Refusal(line=number, reason=str(error)))) + "\n")
+                    reason = _DETAILS.sub("...", str(error))
+                    reasons[reason if reason in reasons or len(reasons) < MAX_REASONS else "other reasons"] += 1
+                    continue
+                ids[task.id] = number
+                tasks.write(line)
+        for name, part in parts.items():
+            part.replace(folder / name)
+    except SourceRefused as error:
+        raise SettingsRefused(str(error)) from error
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+    done = Converted(
+        tasks=folder / TASKS,
+        form=form,
+        count=len(ids),
+        sha256=source_digest(source),
+        licence=licence or licence_of(source),
+        reasons=dict(reasons.most_common()),
+    )
+    (folder / REPORT).write_text(json.dumps({"source": source.name, **done.to_json()}, indent=2) + "\n")
+    return done
+
+
+def _items(found: tuple[tuple[Task, ...], tuple[Refusal, ...]] | Iterator[Item]) -> Iterator[Item]:
+    """Yield what a converter returned: an iterator, or tuples of tasks and refusals from another package."""
+    if not isinstance(found, tuple):
+        yield from found
+        return
+    tasks, refusals = found
+    yield from enumerate(tasks, start=1)
+    yield from ((refusal.line, RowRefused(refusal.reason)) for refusal in refusals)
+
+
+def _with_origin(task: Task, source: Path, licence: str) -> Task:
+    origin = task.origin or TaskOrigin(source=source.name)
+    return replace(task, origin=origin if origin.licence else replace(origin, licence=licence))

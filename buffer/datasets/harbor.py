@@ -5,21 +5,26 @@ A folder has `task.toml`, `instruction.md`, `environment/`, `tests/` and, often,
 - Images are not built: a table names ours for each base image or `docker_image`. A Dockerfile that does more than name
   a base and a working directory is refused, and so is a verifier that needs the network.
 - No test and nothing of the solution is in the instruction or in the files that the agent sees.
-- Only files of the folder itself are read; links out of it are refused.
+- Only files of the folder itself are read; links out of it are refused, and so are members of archives that are links
+  or would leave the folder (`archives`).
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace.buffer.datasets.swe import Refusal, RowRefused
+from headrace.buffer.datasets.archives import ArchiveBounds, is_archive, unpack
+from headrace.buffer.datasets.recognition import converted
+from headrace.buffer.datasets.rows import Item, RowRefused, SourceRefused, read_rows
 from headrace.buffer.repositories import is_plain_path
 from headrace.buffer.task_parts import EnvironmentSpec, TaskLimits, TaskOrigin
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
@@ -28,6 +33,8 @@ from headrace.buffer.verifiers import TESTS, VerifierForm, VerifierSpec, why_not
 _NETWORK: Final = re.compile(
     r"(?<![\w./$-])(apt-get|apt|apk|yum|dnf|curl|wget|pip3?|pipx|uvx?|conda|npm|npx|cargo|git\s+clone)\s"
 )
+ROW_BOUNDS: Final = ArchiveBounds(total_bytes=64 << 20, members=10_000)
+"""Bounds of a task folder that is packed in a row."""
 _MEMORY: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -94,26 +101,70 @@ class _Document(_Model):
     steps: Any = None
 
 
-def read_folders(source: Path, settings: HarborSettings) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
-    """Convert a task folder, or all task folders in a folder, by name. The line of a refusal is the folder's position.
-    Raises OSError."""
-    folders = (
-        [source] if (source / "task.toml").exists() else sorted(path for path in source.iterdir() if path.is_dir())
-    )
-    tasks: list[Task] = []
-    refusals: list[Refusal] = []
+def read_folders(source: Path, settings: HarborSettings) -> Iterator[Item]:
+    """Yield the tasks of a task folder, or of all task folders in a folder or tar archive, by name, and the refused
+    ones. The number is the folder's position. Raises OSError, SourceRefused."""
+    if is_archive(source):
+        with TemporaryDirectory(prefix="headrace-tasks-") as unpacked, source.open("rb") as stream:
+            refused = unpack(stream, Path(unpacked))
+            yield from _read_each(Path(unpacked), settings, refused)
+        return
+    yield from _read_each(source, settings, {})
+
+
+def _read_each(source: Path, settings: HarborSettings, refused: Mapping[str, str]) -> Iterator[Item]:
+    """Yield the tasks of an unpacked folder, of which the members `refused` are missing."""
+    root, folders = source, [source]
+    if not (source / "task.toml").exists():
+        folders = sorted(path for path in source.iterdir() if path.is_dir())
+        if len(folders) == 1 and not (folders[0] / "task.toml").exists():
+            # An archive or a download usually has one folder above the tasks.
+            folders = sorted(path for path in folders[0].iterdir() if path.is_dir()) or folders
+    left = dict(refused)
     names: dict[TaskId, str] = {}
     for number, folder in enumerate(folders, start=1):
+        below = [member for member in left if PurePosixPath(member).is_relative_to(folder.relative_to(root))]
+        reasons = [f"{member}: {left.pop(member)}" for member in below]
         try:
+            if reasons:
+                raise RowRefused(reasons[0])
             found = task_of(folder, settings)
             if found.id in names:
                 raise RowRefused(f"task.name: {found.id!r} is also the name of {names[found.id]}")
         except ValueError as error:
-            refusals.append(Refusal(line=number, reason=f"{folder.name}: {error}"))
+            yield number, RowRefused(f"{folder.name}: {error}")
             continue
         names[found.id] = folder.name
-        tasks.append(found)
-    return tuple(tasks), tuple(refusals)
+        yield number, found
+    for number, (member, reason) in enumerate(left.items(), start=len(folders) + 1):
+        yield number, RowRefused(f"{member}: {reason}")
+
+
+def read_endless(source: Path, settings: HarborSettings) -> Iterator[Item]:
+    """Yield the tasks of Endless Terminals: task folders in Harbor's form, or rows whose `task_binary` is a tar of one
+    (Echo's). Rows that only name a task are refused. Raises OSError, SourceRefused."""
+    if source.is_dir() or is_archive(source):
+        return read_folders(source, settings)
+    return converted("endless", read_rows(source), lambda _, row: task_of_row(row, settings))
+
+
+def task_of_row(row: object, settings: HarborSettings) -> Task:
+    """Convert a row whose `task_binary` is the tar of a task folder. Raises RowRefused."""
+    packed = row.get("task_binary") if isinstance(row, dict) else None
+    if not isinstance(packed, bytes):
+        raise RowRefused("the row has no tests, only the instruction or a path; convert the task folders instead")
+    with TemporaryDirectory(prefix="headrace-task-") as folder:
+        try:
+            refused = unpack(BytesIO(packed), Path(folder), ROW_BOUNDS)
+        except SourceRefused as error:
+            raise RowRefused(f"task_binary: {error}") from error
+        if refused:
+            member, reason = next(iter(refused.items()))
+            raise RowRefused(f"task_binary: {member}: {reason}")
+        below = [path.parent for path in (Path(folder), *Path(folder).iterdir()) for path in path.glob("task.toml")]
+        if len(below) != 1:
+            raise RowRefused("task_binary: must have one task.toml, at its top or in one folder")
+        return task_of(below[0], settings)
 
 
 def task_of(folder: Path, settings: HarborSettings) -> Task:

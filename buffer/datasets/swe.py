@@ -1,6 +1,6 @@
 """The converter of software-engineering data sets to tasks of kind repository.
 
-Rows of three forms: flat SWE-bench and SWE-Gym rows (FAIL_TO_PASS, PASS_TO_PASS, test_patch), and rows with `metadata`
+Rows of four forms: OpenClaw's (`metadata.instance`), flat SWE-bench and SWE-Gym rows (FAIL_TO_PASS, PASS_TO_PASS, test_patch), and rows with `metadata`
 that hold `swepro`, `eval_cmd` or `remote_env_info` (with `f2p_script`, or the fields of a flat row). Invariants:
 - A row becomes a task that can be graded, or a refusal with the line number and the reason, before anything boots. If a
   row has several graders, the first of these is used: swepro, eval_cmd, f2p_script, test ids.
@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from headrace.buffer.datasets.recognition import converted
+from headrace.buffer.datasets.rows import Item, RowRefused, read_rows
 from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, why_unusable
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 _BASE_COMMIT = re.compile(r"git (?:reset --hard|checkout) ([0-9a-f]{40})\b")
-
-
-class RowRefused(ValueError):
-    """A row cannot become a task; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +37,6 @@ class SweEnvironment:
     environment: Mapping[str, str] = field(default_factory=dict)
     user: str = "agent"
     timeout_s: float = 1800.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A row that cannot become a task."""
-
-    line: int
-    reason: str
 
 
 class _Model(BaseModel):
@@ -92,18 +82,30 @@ class _Row(_Model):
     metadata: _Metadata | None = None
 
 
-def read_rows(path: Path, environment: SweEnvironment) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
-    """Convert the rows of a JSONL file to tasks and refusals, in order. Raises OSError."""
-    tasks: list[Task] = []
-    refusals: list[Refusal] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            tasks.append(task_of(json.loads(line), environment, path.parent))
-        except ValueError as error:
-            refusals.append(Refusal(line=number, reason=str(error)))
-    return tuple(tasks), tuple(refusals)
+def read_repositories(source: Path, environment: SweEnvironment) -> Iterator[Item]:
+    """Yield the tasks of a data file, and the refused rows. Raises OSError, SourceRefused."""
+    return converted("swe", read_rows(source), lambda _, row: task_of(row, environment, source.parent))
+
+
+def read_openclaw(source: Path, environment: SweEnvironment) -> Iterator[Item]:
+    """Yield the tasks of a data file of OpenClaw's swe-rl, and the refused rows. Raises OSError, SourceRefused."""
+    return converted("openclaw", read_rows(source), lambda _, row: task_of_openclaw(row, environment, source.parent))
+
+
+def task_of_openclaw(row: object, environment: SweEnvironment, folder: Path) -> Task:
+    """Convert a row `{text, metadata: {instance, data_source}}`, in which `instance` is a flat row. Its `eval_script`,
+    which changes files as root, is not used: the test ids grade. Raises RowRefused."""
+    match row:
+        case {"metadata": {"instance": dict(instance)}}:
+            pass
+        case _:
+            raise RowRefused("metadata.instance: must be an object")
+    flat = dict(instance)
+    flat["problem_statement"] = flat.get("problem_statement") or row.get("text")
+    flat["image"] = flat.get("image") or flat.get("image_name")
+    if "FAIL_TO_PASS" not in flat and flat.get("eval_script"):
+        raise RowRefused("metadata.instance: eval_script alone cannot grade; add FAIL_TO_PASS, PASS_TO_PASS, test_patch")
+    return task_of({key: value for key, value in flat.items() if value is not None}, environment, folder)
 
 
 def task_of(row: object, environment: SweEnvironment, folder: Path) -> Task:

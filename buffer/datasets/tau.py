@@ -10,13 +10,15 @@ Two forms: tau-bench's JSONL rows (`{"index", "metadata": {user_id, instruction,
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace.buffer.datasets.swe import Refusal, RowRefused
+from headrace.buffer.datasets.recognition import converted
+from headrace.buffer.datasets.rows import Item, Row, RowRefused, SourceRefused, read_rows
 from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
@@ -116,36 +118,19 @@ class _Tau2Task(_Model):
 ModelT = TypeVar("ModelT", bound=_Model)
 
 
-def read_rows(path: Path, settings: TauSettings) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
-    """Convert a data file to tasks and refusals, in order; a refusal's `line` is the number of the row from 1. Raises
-    OSError, and ValueError if the file or the split cannot be used."""
-    text = path.read_text(encoding="utf-8")
-    rows: list[Any] = []
-    is_list = text.lstrip().startswith("[")
-    if is_list:
-        rows = json.loads(text)
-        if settings.split:
-            rows = _of_split(rows, path.parent / "split_tasks.json", settings.split)
-    elif settings.split:
-        raise ValueError("split: belongs to tau2-bench's tasks.json; tau-bench has one file for each split")
-    else:
-        rows = text.split("\n")
-    tasks: dict[str, Task] = {}
-    refusals: list[Refusal] = []
-    for number, row in enumerate(rows, start=1):
-        if isinstance(row, str) and not row.strip():
-            continue
-        try:
-            if is_list:
-                task = tau2_task_of(row, settings)
-            else:
-                task = task_of(json.loads(row), name=path.stem.removeprefix("tasks_"))
-            if task.id in tasks:
-                raise RowRefused(f"the id {task.id} is a duplicate")
-            tasks[task.id] = task
-        except ValueError as error:
-            refusals.append(Refusal(line=number, reason=str(error)))
-    return tuple(tasks.values()), tuple(refusals)
+def read_retail(source: Path, settings: TauSettings) -> Iterator[Item]:
+    """Yield the tasks of a data file, and the refused rows. Raises OSError, SourceRefused, also for a split that cannot
+    be used."""
+    rows = read_rows(source)
+    if settings.split:
+        rows = _of_split(rows, source, settings.split)
+    name = source.stem.removeprefix("tasks_")
+
+    def to_task(_: int, row: object) -> Task:
+        is_tau = isinstance(row, dict) and "metadata" in row
+        return task_of(row, name=name) if is_tau else tau2_task_of(row, settings)
+
+    return converted("tau", rows, to_task)
 
 
 def task_of(row: object, *, name: str) -> Task:
@@ -232,10 +217,14 @@ def _validated(model: type[ModelT], row: object) -> ModelT:
         raise RowRefused(f"{'.'.join(map(str, first['loc'])) or 'the row'}: {first['msg']}") from error
 
 
-def _of_split(rows: list[Any], path: Path, split: str) -> list[Any]:
-    """Return the rows of a split, in its order. Raises ValueError, OSError."""
+def _of_split(rows: Iterator[Row], source: Path, split: str) -> Iterator[Row]:
+    """Yield the rows of a split, in its order. Raises SourceRefused, OSError."""
+    by_id = {row["id"]: row for _, row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)}
+    if not by_id:
+        raise SourceRefused("split: belongs to tau2-bench's tasks.json; tau-bench has one file for each split")
+    path = source.parent / "split_tasks.json"
     splits = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(splits, dict) or split not in splits:
-        raise ValueError(f"split: {split!r} is not in {path.name}; it has {', '.join(splits)}")
-    by_id = {row.get("id"): row for row in rows if isinstance(row, dict)}
-    return [by_id.get(name) for name in splits[split]]
+        raise SourceRefused(f"split: {split!r} is not in {path.name}; it has {', '.join(splits)}")
+    for number, name in enumerate(splits[split], start=1):
+        yield number, by_id.get(name, RowRefused(f"{path.name} names the task {name!r}, which is missing"))

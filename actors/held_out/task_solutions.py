@@ -1,0 +1,68 @@
+"""Known solutions of tasks, read from a folder.
+
+Invariants:
+- Solutions never become part of a task: they are read only to check it.
+- A solution is found by the task's id or by the name of its folder, and by nothing else.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.buffer.datasets.harbor import gold_script
+from headrace.buffer.tasks import EvaluatorKind
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.buffer.tasks import Task
+
+
+class SolutionsRefused(ValueError):
+    """The folder of solutions cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A shell script for the agent's sandbox, or a patch for the repository of a task."""
+
+    text: str
+    is_patch: bool = False
+
+
+class Solutions:
+    """Solutions in a folder: `ID.sh`, `ID.patch` (`/` in an id is `__`), or task folders of Harbor with
+    `solution/solve.sh`. Without a folder there are none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._by_id: dict[str, Path] = {}
+        if folder is None:
+            return
+        if not folder.is_dir():
+            raise SolutionsRefused(f"{folder} is not a folder")
+        for path in (folder / "task.toml", *sorted(folder.glob("*/task.toml")), *sorted(folder.glob("*/*/task.toml"))):
+            if not path.is_file():
+                continue
+            try:
+                section = tomllib.loads(path.read_text(encoding="utf-8")).get("task")
+            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+                raise SolutionsRefused(f"{path}: not valid TOML: {error}") from error
+            name = section.get("name") if isinstance(section, dict) else None
+            self._by_id[str(name or path.parent.resolve().name)] = path.parent
+
+    def of(self, task: Task) -> Solution | None:
+        """Return the solution of a task, or None. Raises RowRefused, OSError for one that cannot be read."""
+        if task.id in self._by_id:
+            script = gold_script(self._by_id[task.id])
+            return None if script is None else Solution(text=script)
+        if self._folder is None:
+            return None
+        name = task.id.replace("/", "__")
+        is_repository = task.evaluator.kind is EvaluatorKind.REPOSITORY
+        for path, is_patch in ((self._folder / f"{name}.patch", True), (self._folder / f"{name}.sh", False)):
+            if path.is_file() and (is_repository or not is_patch):
+                return Solution(text=path.read_text(encoding="utf-8"), is_patch=is_patch)
+        return None
