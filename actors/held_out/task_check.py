@@ -131,9 +131,7 @@ def check_answer(task: Task, spec: AnswerSpec) -> CheckedTask:
         return score_answer(spec, EpisodeRecord(parts=(said,)))
 
     empty, each = score(""), [score(target) for target in spec.targets]
-    checked = CheckedTask(
-        task_id=task.id, untouched=empty.reward, gold=min(verdict.reward or 0.0 for verdict in each)
-    )
+    checked = CheckedTask(task_id=task.id, untouched=empty.reward, gold=min(verdict.reward or 0.0 for verdict in each))
     if empty.solved:
         return replace(checked, fault="an empty answer solves it: a target has only articles and punctuation")
     if not all(verdict.solved for verdict in each):

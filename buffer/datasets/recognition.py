@@ -54,7 +54,9 @@ def form_of_row(row: object) -> str | None:
 
 def recognised(source: Path) -> str:
     """Return the form of a file or folder. Raises SourceRefused, OSError."""
-    if source.is_dir() and not any((*source.glob("task.toml"), *source.glob("*/task.toml"), *source.glob("*/*/task.toml"))):
+    if source.is_dir() and not any(
+        (*source.glob("task.toml"), *source.glob("*/task.toml"), *source.glob("*/*/task.toml"))
+    ):
         raise SourceRefused(f"{source}: is a folder without task folders (task.toml); name a data file")
     if source.is_dir() or is_archive(source):
         return "harbor"
