@@ -25,8 +25,6 @@ from support import run_rig as rig
 from support.scripted_service import ScriptedService, completion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from headrace.actors.record.run_directory import RunDirectory
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -50,13 +48,20 @@ TWO_STEPS = (
 
 
 @pytest.fixture(scope="module")
-def miniatures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache with miniatures whose policies are hardly trained."""
+def short_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with miniatures whose policies are hardly trained."""
+    cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         for name in MINIATURE:
             write(name, names.resolved(f"{names.PREFIX}{name}"), SHORT)
-        yield
+    return cache
+
+
+@pytest.fixture
+def miniatures(short_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use these miniatures in place of the user's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(short_cache))
 
 
 def spans_of(directory: RunDirectory) -> dict[str, list[dict[str, Any]]]:
@@ -150,7 +155,6 @@ async def test_F14_the_report_of_a_run_names_a_slow_simulated_customer(
     assert report.held_up_by == summary.held_up_by == "service.user"
     assert report.service_shares["user"] > 0.5
     assert report.services["user"].failures == 0
-    assert any(line.startswith("service user: ") and "of the rollouts' time" in line for line in report.lines())
 
 
 @pytest.mark.parametrize("machine", MACHINES)
