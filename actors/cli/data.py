@@ -17,7 +17,9 @@ SHOWN = 10
 
 Source = Annotated[
     Path,
-    typer.Argument(metavar="SRC", help="JSONL, JSON or Parquet file of the data set, or folder or tar of task folders."),
+    typer.Argument(
+        metavar="SRC", help="JSONL, JSON or Parquet file of the data set, or folder or tar of task folders."
+    ),
 ]
 Out = Annotated[
     Path, typer.Option("--out", metavar="DIR", help="Folder for tasks.jsonl, refused.jsonl and report.json.")
@@ -120,7 +122,9 @@ def check(
             say(f"  {checked.task_id}: {checked.fault}")
     solved = sum(checked.gold is not None for checked in found)
     untried = sum(checked.untouched is None and checked.fault is None for checked in found)
-    say(f"{len(found)} checked, {solved} of them with a solution; {len(kept)} kept in {path}, {len(found) - len(kept)} not")
+    say(
+        f"{len(found)} checked, {solved} of them with a solution; {len(kept)} kept in {path}, {len(found) - len(kept)} not"
+    )
     if untried:
         say(f"{untried} tasks need an episode to be graded, so they were kept untried: headrace check RECIPE --task ID")
     if len(kept) < len(found):

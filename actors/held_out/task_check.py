@@ -34,7 +34,7 @@ AT_ONCE: Final = 4
 """Number of tasks that are checked at once."""
 WORKSPACE: Final = "/workspace"
 AGENT: Final = "agent"
-SOLUTION: Final = "/tmp/headrace-solution"  # noqa: S108 - a path in the sandbox
+SOLUTION: Final = "/tmp/headrace-solution"
 SOLUTION_S: Final = 600.0
 """Time for a solution whose task has no limit."""
 _UNTRIED: Final = (EvaluatorKind.ENVIRONMENT, EvaluatorKind.NONE, EvaluatorKind.SIMULATED)
@@ -133,9 +133,7 @@ def check_answer(task: Task, spec: AnswerSpec) -> CheckedTask:
         return score_answer(spec, EpisodeRecord(parts=(said,)))
 
     empty, each = score(""), [score(target) for target in spec.targets]
-    checked = CheckedTask(
-        task_id=task.id, untouched=empty.reward, gold=min(verdict.reward or 0.0 for verdict in each)
-    )
+    checked = CheckedTask(task_id=task.id, untouched=empty.reward, gold=min(verdict.reward or 0.0 for verdict in each))
     if empty.solved:
         return replace(checked, fault="an empty answer solves it: a target has only articles and punctuation")
     if not all(verdict.solved for verdict in each):

@@ -41,8 +41,7 @@ def form_of_row(row: object) -> str | None:
         "swe": any(key in keys or key in metadata for key in swe),
         "tau": {"user_id", "actions"} <= metadata.keys(),
         "tau2": {"user_scenario", "evaluation_criteria"} <= keys,
-        "search-r1": "question" in keys
-        and bool(keys & {"answer", "expected_answer", "golden_answers"})
+        "search-r1": ("question" in keys and bool(keys & {"answer", "expected_answer", "golden_answers"}))
         or {"prompt", "reward_model"} <= keys,
         "endless": bool({"task_binary"} & keys)
         or {"task_id", "instruction"} <= keys
@@ -54,7 +53,9 @@ def form_of_row(row: object) -> str | None:
 
 def recognised(source: Path) -> str:
     """Return the form of a file or folder. Raises SourceRefused, OSError."""
-    if source.is_dir() and not any((*source.glob("task.toml"), *source.glob("*/task.toml"), *source.glob("*/*/task.toml"))):
+    if source.is_dir() and not any(
+        (*source.glob("task.toml"), *source.glob("*/task.toml"), *source.glob("*/*/task.toml"))
+    ):
         raise SourceRefused(f"{source}: is a folder without task folders (task.toml); name a data file")
     if source.is_dir() or is_archive(source):
         return "harbor"

@@ -36,7 +36,9 @@ class SearchSettings:
 
 def read_questions(source: Path, settings: SearchSettings) -> Iterator[Item]:
     """Yield the tasks of a data file, and the refused rows. Raises OSError, SourceRefused."""
-    return converted("search-r1", read_rows(source), lambda number, row: task_of(row, settings, name=source.stem, number=number))
+    return converted(
+        "search-r1", read_rows(source), lambda number, row: task_of(row, settings, name=source.stem, number=number)
+    )
 
 
 def task_of(row: object, settings: SearchSettings, *, name: str, number: int) -> Task:
@@ -99,7 +101,9 @@ def _targets(row: dict[str, Any]) -> tuple[str, ...]:
         if isinstance(given, dict):
             key, given = f"{key}.target", given.get("target")
     else:
-        key = next((key for key in ("answer", "expected_answer", "golden_answers") if row.get(key) is not None), "answer")
+        key = next(
+            (key for key in ("answer", "expected_answer", "golden_answers") if row.get(key) is not None), "answer"
+        )
         given = row.get(key)
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or not all(isinstance(target, str) for target in given):

@@ -104,7 +104,9 @@ def task_of_openclaw(row: object, environment: SweEnvironment, folder: Path) -> 
     flat["problem_statement"] = flat.get("problem_statement") or row.get("text")
     flat["image"] = flat.get("image") or flat.get("image_name")
     if "FAIL_TO_PASS" not in flat and flat.get("eval_script"):
-        raise RowRefused("metadata.instance: eval_script alone cannot grade; add FAIL_TO_PASS, PASS_TO_PASS, test_patch")
+        raise RowRefused(
+            "metadata.instance: eval_script alone cannot grade; add FAIL_TO_PASS, PASS_TO_PASS, test_patch"
+        )
     return task_of({key: value for key, value in flat.items() if value is not None}, environment, folder)
 
 
