@@ -1,4 +1,4 @@
-"""`headrace data convert`: forms are recognised, rows are converted one by one, and archives cannot leave their folder."""
+"""`headrace data convert`: forms are recognised, rows converted one by one, and archives stay in their folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.services.corpus import read_corpus
+from headrace.actors.services.corpus import read_passages
 from headrace.buffer.datasets.archives import ArchiveBounds, unpack
 from headrace.buffer.datasets.converters import SettingsRefused, convert
 from headrace.buffer.datasets.recognition import form_of_row
@@ -267,4 +267,4 @@ def test_the_example_corpus_is_no_task_file_and_serves_a_retriever(tmp_path: Pat
     corpus = SHARED / "search-r1" / "example_corpus.jsonl"
     with pytest.raises(SettingsRefused, match=r"services\.retriever\.corpus"):
         convert(corpus, tmp_path, form="auto", settings={})
-    assert len(read_corpus(corpus)) == 10
+    assert len(list(read_passages(corpus))) == 10
