@@ -1,4 +1,4 @@
-"""The commands `headrace data convert` and `headrace data check`: public data sets become tasks, and tasks are tried."""
+"""The commands `headrace data convert` and `headrace data check`: data sets become tasks, and tasks are tried."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def convert(
     form: Annotated[
         str,
         typer.Option(
-            help="Format: auto (by the first rows), swe (SWE-bench, SWE-Gym, rows with metadata), openclaw, tau and tau2 "
-            "(retail), search-r1 (also NQ-open), harbor (task folders), endless, or a format from another package."
+            help="Format: auto (by the first rows), swe (SWE-bench, SWE-Gym, rows with metadata), openclaw, tau and "
+            "tau2 (retail), search-r1 (also NQ-open), harbor (task folders), endless, or a format from another package."
         ),
     ] = "auto",
     settings: Annotated[
@@ -122,9 +122,8 @@ def check(
             say(f"  {checked.task_id}: {checked.fault}")
     solved = sum(checked.gold is not None for checked in found)
     untried = sum(checked.untouched is None and checked.fault is None for checked in found)
-    say(
-        f"{len(found)} checked, {solved} of them with a solution; {len(kept)} kept in {path}, {len(found) - len(kept)} not"
-    )
+    refused = len(found) - len(kept)
+    say(f"{len(found)} checked, {solved} of them with a solution; {len(kept)} kept in {path}, {refused} not")
     if untried:
         say(f"{untried} tasks need an episode to be graded, so they were kept untried: headrace check RECIPE --task ID")
     if len(kept) < len(found):

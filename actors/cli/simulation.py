@@ -32,6 +32,14 @@ def simulate(
         list[str] | None,
         typer.Option("--set", help="Override a key of the plan (key=value, see docs/simulate.md); may be repeated."),
     ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="Recipe whose batch, group, staleness bound, mode, slots and workers replace the preset's."),
+    ] = None,
+    on: Annotated[
+        list[Path] | None,
+        typer.Option("--on", metavar="FILE", help="Machine file, merged over the recipe; may be repeated."),
+    ] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder to create for the ledger.")] = None,
     faults: Annotated[
         int | None,
@@ -43,7 +51,9 @@ def simulate(
 ) -> None:
     """Run the dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 if the
     ledger shows a violated bound or a lost rollout."""
+    from headrace.actors.errors import ConfigError
     from headrace.actors.simulation.plan import make_plan
+    from headrace.actors.simulation.recipe_plan import plan_keys
     from headrace.actors.simulation.simulate import simulate as simulate_plan
 
     if faults is not None:
@@ -61,7 +71,18 @@ def simulate(
             raise typer.Exit(EXIT_DIRTY)
         return
     changes = {"slots": slots, "max_staleness": max_staleness, "rule": accept, "mode": mode, "push": push}
-    plan = make_plan(preset, changes | {"steps": steps, "seed": seed}, overrides or ())
+    if on and recipe is None:
+        raise ConfigError("--on: machine files are merged over a recipe; name one with --recipe")
+    given = {} if recipe is None else plan_keys(recipe, on or ())
+    given |= {key: value for key, value in changes.items() if value is not None}
+    plan = make_plan(preset, given | {"steps": steps, "seed": seed}, overrides or ())
+    if recipe is not None:
+        say(
+            f"sizes of {recipe.name}: batch {plan.batch_size}, groups of {plan.group_size}, {plan.slots} slots, "
+            f"staleness {plan.max_staleness}, mode {plan.mode}",
+            f"durations of {preset}, unless --set gives others: agents {plan.mean_s:.0f} s on average, learner "
+            f"{plan.learner_s:g} s a step, push {plan.push_s:g} s",
+        )
     simulated = simulate_plan(plan, keep)
     if json:
         write_json(simulated.to_json(), Path("-"))

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final
 from headrace.actors.evaluation.answer import score_answer
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.history import GIT, prepare
-from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart, task_resources
+from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart, join_details, task_resources
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.repositories import is_plain_path
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SandboxError
@@ -35,6 +34,9 @@ AT_ONCE: Final = 4
 """Number of tasks that are checked at once."""
 WORKSPACE: Final = "/workspace"
 AGENT: Final = "agent"
+SOLUTION: Final = "/tmp/headrace-solution"
+SOLUTION_S: Final = 600.0
+"""Time for a solution whose task has no limit."""
 _UNTRIED: Final = (EvaluatorKind.ENVIRONMENT, EvaluatorKind.NONE, EvaluatorKind.SIMULATED)
 _DETAIL_CHARACTERS: Final = 300
 
@@ -142,32 +144,35 @@ def check_answer(task: Task, spec: AnswerSpec) -> CheckedTask:
 async def _verdict_on(provider: LocalProvider, task: Task, solution: Solution | None) -> Verdict:
     """Return the verdict on a prepared sandbox, in which the agent's user has run the solution. Raises SandboxError,
     TaskFileError."""
-    given = task.environment.given if task.environment is not None else {}
-    named = given.get("user")
-    user = named if isinstance(named, str) and named else AGENT
-    workdir = given.get("workdir")
-    folder = workdir if isinstance(workdir, str) and is_plain_path(workdir) else WORKSPACE
-    if task.evaluator.repository is not None:
-        user, folder = "root", task.evaluator.repository.workdir
+    evaluator, given = task.evaluator, task.environment.given if task.environment is not None else {}
+    needs_agent = evaluator.verifier is not None and evaluator.verifier.live and not evaluator.verifier.allow_root
+    user = str(given.get("user") or (AGENT if needs_agent else "root"))
+    folder = str(given.get("workdir") or WORKSPACE)
+    if evaluator.repository is not None:
+        folder = evaluator.repository.workdir
     ref = await provider.create(SandboxSpec(image=task.image, **task_resources(task)))
     sandbox = await provider.attach(ref)
     try:
         await prepare(task, sandbox)
+        said = ""
         if solution is not None:
-            await _apply(solution, sandbox, user=user, folder=folder, timeout_s=task.limits.agent_s or 600.0)
+            timeout_s = task.limits.agent_s or SOLUTION_S
+            said = await _apply(solution, sandbox, user=user, folder=folder, timeout_s=timeout_s)
         request = EvaluationRequest(key=task.id, task=task, sandbox=ref, agent_user=user)
-        return await evaluate(request, _Sandboxes(provider, sandbox))
+        verdict = await evaluate(request, _Sandboxes(provider, sandbox))
+        return replace(verdict, detail=join_details(said, verdict.detail))
     finally:
         await asyncio.shield(sandbox.kill())
 
 
-async def _apply(solution: Solution, sandbox: Sandbox, *, user: str, folder: str, timeout_s: float) -> None:
-    """Run a solution where the agent would have worked. Raises SandboxError if it fails."""
-    name = "/tmp/headrace-solution"  # noqa: S108 - in the sandbox
-    await sandbox.write(name, solution.text.encode())
-    command = f"{GIT} apply {name}" if solution.is_patch else f"bash {name}"
-    ran = await sandbox.exec(f"{command}", cwd=folder, user=user, timeout_s=timeout_s)
-    await sandbox.exec(f"rm -f {name}", timeout_s=timeout_s)
-    if ran.exit_code != 0:
-        printed = (ran.stdout + ran.stderr)[-_DETAIL_CHARACTERS:].decode(errors="replace").strip()
-        raise SandboxError(f"the solution failed with exit code {ran.exit_code}: {printed}")
+async def _apply(solution: Solution, sandbox: Sandbox, *, user: str, folder: str, timeout_s: float) -> str:
+    """Run a solution where the agent would have worked, and return what failed; empty if nothing did. A script may fail
+    and still solve a task. Raises SandboxError."""
+    await sandbox.write(SOLUTION, solution.text.encode())
+    command = f"{GIT} apply {SOLUTION}" if solution.is_patch else f"bash {SOLUTION}"
+    ran = await sandbox.exec(command, cwd=folder, user=user, timeout_s=timeout_s)
+    await sandbox.exec(f"rm -f {SOLUTION}", timeout_s=timeout_s)
+    if ran.exit_code == 0:
+        return ""
+    printed = (ran.stdout + ran.stderr)[-_DETAIL_CHARACTERS // 2 :].decode(errors="replace").strip()
+    return f"it exited with {ran.exit_code}: {printed}"

@@ -60,7 +60,8 @@ def is_archive(path: Path) -> bool:
 
 
 def unpack(stream: IO[bytes], target: Path, bounds: ArchiveBounds | None = None) -> Mapping[str, str]:
-    """Unpack an archive (plain or gzip) into an empty folder, and return the refused members with the reasons. Raises SourceRefused for an archive that is damaged or too large, OSError."""
+    """Unpack an archive (plain or gzip) into an empty folder, and return the refused members with the reasons. Raises
+    SourceRefused for an archive that is damaged or too large, OSError."""
     bounds = bounds or ArchiveBounds()
     is_gzip = stream.read(2) == _GZIP
     stream.seek(0)

@@ -47,8 +47,8 @@ class SettingsRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """Result of a conversion: the path of the task file, the number of tasks in it, and why rows were refused. `reasons`
-    counts refusals by their reason without its details."""
+    """Result of a conversion: the path of the task file, the number of tasks in it, and why rows were refused.
+    `reasons` counts refusals by their reason without its details."""
 
     tasks: Path
     form: str

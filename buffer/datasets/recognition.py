@@ -41,8 +41,7 @@ def form_of_row(row: object) -> str | None:
         "swe": any(key in keys or key in metadata for key in swe),
         "tau": {"user_id", "actions"} <= metadata.keys(),
         "tau2": {"user_scenario", "evaluation_criteria"} <= keys,
-        "search-r1": "question" in keys
-        and bool(keys & {"answer", "expected_answer", "golden_answers"})
+        "search-r1": ("question" in keys and bool(keys & {"answer", "expected_answer", "golden_answers"}))
         or {"prompt", "reward_model"} <= keys,
         "endless": bool({"task_binary"} & keys)
         or {"task_id", "instruction"} <= keys
@@ -54,9 +53,8 @@ def form_of_row(row: object) -> str | None:
 
 def recognised(source: Path) -> str:
     """Return the form of a file or folder. Raises SourceRefused, OSError."""
-    if source.is_dir() and not any(
-        (*source.glob("task.toml"), *source.glob("*/task.toml"), *source.glob("*/*/task.toml"))
-    ):
+    patterns = ("task.toml", "*/task.toml", "*/*/task.toml")
+    if source.is_dir() and not any(found for pattern in patterns for found in source.glob(pattern)):
         raise SourceRefused(f"{source}: is a folder without task folders (task.toml); name a data file")
     if source.is_dir() or is_archive(source):
         return "harbor"
@@ -76,8 +74,8 @@ def recognised(source: Path) -> str:
 
 
 def converted(form: str, rows: Iterator[Row], to_task: Callable[[int, object], Task]) -> Iterator[Item]:
-    """Yield each row's task, or the reason why it has none, which for a row of another form is that form. `to_task` gets
-    number and row, and raises ValueError."""
+    """Yield each row's task, or the reason why it has none, which for a row of another form is that form. `to_task`
+    gets number and row, and raises ValueError."""
     for number, row in rows:
         item: Task | RowRefused
         try:

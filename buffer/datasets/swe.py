@@ -1,7 +1,8 @@
 """The converter of software-engineering data sets to tasks of kind repository.
 
-Rows of four forms: OpenClaw's (`metadata.instance`), flat SWE-bench and SWE-Gym rows (FAIL_TO_PASS, PASS_TO_PASS, test_patch), and rows with `metadata`
-that hold `swepro`, `eval_cmd` or `remote_env_info` (with `f2p_script`, or the fields of a flat row). Invariants:
+Rows of four forms: flat SWE-bench and SWE-Gym rows (FAIL_TO_PASS, PASS_TO_PASS, test_patch), OpenClaw's with such a row
+in `metadata.instance`, and rows with `metadata` that hold `swepro`, `eval_cmd` or `remote_env_info` (with `f2p_script`,
+or the fields of a flat row). Invariants:
 - A row becomes a task that can be graded, or a refusal with the line number and the reason, before anything boots. If a
   row has several graders, the first of these is used: swepro, eval_cmd, f2p_script, test ids.
 - No part of the grader is in the instruction or in the files that the agent sees; the gold patch is not stored at all.

@@ -303,7 +303,11 @@ def test_invalid_conversion_input_is_refused(tmp_path: Path, given: list[str], s
 
 def test_an_unreadable_data_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name, said in (("absent", "No such file"), ("binary", "is not UTF-8 text"), (".", "Is a directory")):
+    for name, said in (
+        ("absent", "No such file"),
+        ("binary", "is not UTF-8 text"),
+        (".", "is a folder without task folders"),
+    ):
         told = CliRunner().invoke(app, ["data", "convert", str(tmp_path / name), "--out", str(tmp_path / "out")])
         assert said in str(told.exception)
 

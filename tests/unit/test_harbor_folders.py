@@ -8,10 +8,11 @@ import pytest
 
 from headrace.buffer.datasets.converters import SettingsRefused, convert
 from headrace.buffer.datasets.harbor import HarborSettings, gold_script, read_dockerfile, read_folders, task_of
-from headrace.buffer.datasets.swe import RowRefused
+from headrace.buffer.datasets.rows import RowRefused
 from headrace.buffer.task_parts import EnvironmentSpec
 from headrace.buffer.tasks import EvaluatorKind, load_tasks
 from headrace.buffer.verifiers import VerifierForm
+from support.conversions import split
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,7 +152,7 @@ def toml(section: str, line: str) -> str:
 def test_a_folder_that_cannot_be_scored_is_refused(
     tmp_path: Path, changes: dict[str, str | bytes | None], said: str
 ) -> None:
-    tasks, refusals = read_folders(make(tmp_path / "one", **changes).parent, SETTINGS)
+    tasks, refusals = split(read_folders(make(tmp_path / "one", **changes).parent, SETTINGS))
     assert (tasks, len(refusals)) == ((), 1)
     assert refusals[0].reason.startswith("one: ")
     assert said in refusals[0].reason
@@ -173,7 +174,7 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
 def test_duplicate_names_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make(tmp_path / name)
-    tasks, refusals = read_folders(tmp_path, SETTINGS)
+    tasks, refusals = split(read_folders(tmp_path, SETTINGS))
     assert [found.id for found in tasks] == ["example/count"]
     assert "b: task.name: 'example/count' is also the name of a" in refusals[0].reason
     assert refusals[0].line == 2

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from headrace.buffer.datasets.swe import RowRefused, SweEnvironment, read_rows, task_of
+from headrace.buffer.datasets.rows import RowRefused
+from headrace.buffer.datasets.swe import SweEnvironment, read_repositories, task_of
 from headrace.buffer.repositories import Command, Script, Swepro, TestIds
 from headrace.buffer.tasks import EvaluatorKind, load_tasks, write_tasks
+from support.conversions import split
 
 SHARED = Path(os.environ.get("HEADRACE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "swe"
 ENVIRONMENT = SweEnvironment(image="images/{instance_id}.tar")
@@ -136,7 +138,7 @@ def test_a_file_gives_tasks_and_refusals_by_line_and_written_tasks_round_trip(fo
     other = wrapped(swepro=SWEPRO, instance_id="calc-8")
     rows = [json.dumps(FLAT), "", "{", json.dumps(other), json.dumps(wrapped())]
     path.write_text("\n".join(rows))
-    tasks, refusals = read_rows(path, ENVIRONMENT)
+    tasks, refusals = split(read_repositories(path, ENVIRONMENT))
     assert [task.family for task in tasks] == ["swe/example/calc", "swe/swepro"]
     assert [refusal.line for refusal in refusals] == [3, 5]
     write_tasks(folder / "tasks.jsonl", tasks)
@@ -148,7 +150,7 @@ def test_rows_from_the_public_data_sets_are_converted(name: str) -> None:
     path = SHARED / name
     if not path.exists():
         pytest.skip("the shared data is not beside this checkout")
-    tasks, refusals = read_rows(path, ENVIRONMENT)
+    tasks, refusals = split(read_repositories(path, ENVIRONMENT))
     assert (len(tasks), refusals) == (5, ())
 
 
@@ -156,5 +158,5 @@ def test_rows_that_only_name_an_image_are_refused() -> None:
     path = SHARED / "swebench_verified_ids10.roll.jsonl"
     if not path.exists():
         pytest.skip("the shared data is not beside this checkout")
-    tasks, refusals = read_rows(path, ENVIRONMENT)
+    tasks, refusals = split(read_repositories(path, ENVIRONMENT))
     assert (len(tasks), len(refusals)) == (0, 10)

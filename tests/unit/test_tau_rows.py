@@ -10,9 +10,10 @@ import pytest
 
 from headrace.actors.environments.retail.tools import TOOLS
 from headrace.buffer.datasets.converters import SettingsRefused, convert
-from headrace.buffer.datasets.swe import RowRefused
-from headrace.buffer.datasets.tau import INSTRUCTION, READS, WRITES, TauSettings, read_rows, task_of, tau2_task_of
+from headrace.buffer.datasets.rows import RowRefused
+from headrace.buffer.datasets.tau import INSTRUCTION, READS, WRITES, TauSettings, read_retail, task_of, tau2_task_of
 from headrace.buffer.tasks import load_tasks, task_digest
+from support.conversions import split
 from support.retail_shop import CANCEL, retail_task, secret_of
 from support.retail_shop import INSTRUCTION as WISHES
 
@@ -102,7 +103,7 @@ def test_bad_rows_do_not_end_a_conversion(tmp_path: Path) -> None:
     assert [refusal.line for refusal in converted.refusals] == [3, 4, 5]
     assert "duplicate" in converted.refusals[1].reason
     tasks = load_tasks(converted.tasks)
-    assert tasks == read_rows(source, TauSettings())[0]
+    assert tasks == split(read_retail(source, TauSettings()))[0]
     assert [task.id for task in tasks] == ["retail-dev-4", "retail-dev-5"]
 
 
@@ -110,10 +111,10 @@ def test_splits_of_tau2_bench(tmp_path: Path) -> None:
     source = tmp_path / "tasks.json"
     source.write_text(json.dumps([tau2(name="1"), tau2(name="2"), tau2(name="3")]))
     (tmp_path / "split_tasks.json").write_text(json.dumps({"test": ["3", "1", "9"]}))
-    tasks, refusals = read_rows(source, TauSettings(split="test"))
+    tasks, refusals = split(read_retail(source, TauSettings(split="test")))
     assert [task.id for task in tasks] == ["retail-tau2-3", "retail-tau2-1"]
     assert [refusal.line for refusal in refusals] == [3]
-    assert len(read_rows(source, TauSettings())[0]) == 3
+    assert len(split(read_retail(source, TauSettings()))[0]) == 3
     with pytest.raises(SettingsRefused, match=r"split: 'dev' is not in split_tasks\.json; it has test"):
         convert(source, tmp_path / "out", form="tau", settings={"split": "dev"})
     with pytest.raises(SettingsRefused, match="speed: unknown setting; the settings are split, ignore_assertions"):
