@@ -57,18 +57,7 @@ def simulate(
     from headrace.actors.simulation.simulate import simulate as simulate_plan
 
     if faults is not None:
-        from headrace.actors.simulation.faults import simulate_faults
-
-        if "--verbose" not in sys.argv:
-            # The actors log every injected fault, a full disk even with tracebacks.
-            logging.disable()
-        storm = simulate_faults(faults)
-        if json:
-            write_json(storm.to_json(), Path("-"))
-        else:
-            say(*storm.lines())
-        if storm.problems:
-            raise typer.Exit(EXIT_DIRTY)
+        show_storm(faults, json=json)
         return
     changes = {"slots": slots, "max_staleness": max_staleness, "rule": accept, "mode": mode, "push": push}
     if on and recipe is None:
@@ -89,6 +78,22 @@ def simulate(
     else:
         say(*simulated.lines())
     if not simulated.clean:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+def show_storm(seed: int, *, json: bool) -> None:
+    """Simulate a small run under a fault storm; exit code 3 for problems."""
+    from headrace.actors.simulation.faults import simulate_faults
+
+    if "--verbose" not in sys.argv:
+        # The actors log every injected fault, a full disk even with tracebacks.
+        logging.disable()
+    storm = simulate_faults(seed)
+    if json:
+        write_json(storm.to_json(), Path("-"))
+    else:
+        say(*storm.lines())
+    if storm.problems:
         raise typer.Exit(EXIT_DIRTY)
 
 

@@ -37,6 +37,16 @@ class ArchiveBounds:
     members: int = 1_000_000
     """Number of members; an archive with more is refused."""
 
+    def why_refused(self, member: tarfile.TarInfo, path: PurePosixPath) -> str | None:
+        """Return why a member is not unpacked, or None."""
+        if path.is_absolute() or ".." in path.parts or "\0" in member.name:
+            return "leaves the folder"
+        if not member.isreg() and not member.isdir():
+            return "is a link, a device or a pipe"
+        if member.size > self.file_bytes:
+            return f"is larger than {self.file_bytes >> 20} MiB"
+        return None
+
 
 class _Counted:
     """Stream that refuses to be read beyond a number of bytes."""
@@ -74,7 +84,7 @@ def unpack(stream: IO[bytes], target: Path, bounds: ArchiveBounds | None = None)
                 if number > bounds.members:
                     raise SourceRefused(f"the archive has more than {bounds.members} members")
                 path = PurePosixPath(member.name)
-                if (reason := _why_refused(member, path, bounds)) is not None:
+                if (reason := bounds.why_refused(member, path)) is not None:
                     refused[str(path)] = reason
                 elif member.isdir():
                     (target / path).mkdir(parents=True, exist_ok=True)
@@ -87,13 +97,3 @@ def unpack(stream: IO[bytes], target: Path, bounds: ArchiveBounds | None = None)
     except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
         raise SourceRefused("the archive has a file and a folder of one name") from error
     return refused
-
-
-def _why_refused(member: tarfile.TarInfo, path: PurePosixPath, bounds: ArchiveBounds) -> str | None:
-    if path.is_absolute() or ".." in path.parts or "\0" in member.name:
-        return "leaves the folder"
-    if not member.isreg() and not member.isdir():
-        return "is a link, a device or a pipe"
-    if member.size > bounds.file_bytes:
-        return f"is larger than {bounds.file_bytes >> 20} MiB"
-    return None
