@@ -117,14 +117,15 @@ def _read_each(source: Path, settings: HarborSettings, refused: Mapping[str, str
     root, folders = source, [source]
     if not (source / "task.toml").exists():
         folders = sorted(path for path in source.iterdir() if path.is_dir())
-        if len(folders) == 1 and not (folders[0] / "task.toml").exists():
+        below = sorted(path for path in folders[0].iterdir() if path.is_dir()) if len(folders) == 1 else []
+        if any((path / "task.toml").exists() for path in below):
             # An archive or a download usually has one folder above the tasks.
-            folders = sorted(path for path in folders[0].iterdir() if path.is_dir()) or folders
+            folders = below
     left = dict(refused)
     names: dict[TaskId, str] = {}
     for number, folder in enumerate(folders, start=1):
-        below = [member for member in left if PurePosixPath(member).is_relative_to(folder.relative_to(root))]
-        reasons = [f"{member}: {left.pop(member)}" for member in below]
+        missing = [member for member in left if PurePosixPath(member).is_relative_to(folder.relative_to(root))]
+        reasons = [f"{member}: {left.pop(member)}" for member in missing]
         try:
             if reasons:
                 raise RowRefused(reasons[0])
