@@ -207,17 +207,14 @@ def submit_run(
 def recipe_document(recipe: Path, overrides: Sequence[str]) -> Recipe:
     """Return the tables of a recipe for a run on a cluster. Raises ConfigError, also for paths that are relative: they
     would mean nothing there."""
-    from headrace.actors.run.config import RECIPE_PATHS, read_recipe
+    from headrace.actors.run.config import named_paths, read_recipe
 
     document = read_recipe(recipe, overrides)
-    for path in RECIPE_PATHS:
-        value: Any = document
-        for part in path:
-            value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, str) and not Path(value).is_absolute():
+    for name, above, key in named_paths(document):
+        if not Path(above[key]).is_absolute():
             raise ConfigError(
-                f"{recipe}: {'.'.join(path)} {value!r} is relative: on a cluster, write an absolute path of its nodes "
-                f"(--set {'.'.join(path)}=/...)"
+                f"{recipe}: {name} {above[key]!r} is relative: on a cluster, write an absolute path of its nodes "
+                f"(--set {name}=/...)"
             )
     for table, keys in document.items():
         if not isinstance(keys, dict):

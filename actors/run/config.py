@@ -351,18 +351,25 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
 def absolute_paths(document: dict[str, Any], recipe: Path) -> dict[str, Any]:
     """Make the paths in a recipe absolute, which are relative to its folder; return the document."""
     base = recipe.resolve().parent
-    for *tables, key in RECIPE_PATHS:
-        sections: list[Any] = [document]
-        for table in tables:
-            below = [section for section in sections if isinstance(section, dict)]
-            if table == ANY_NAME:
-                sections = [entry for section in below for entry in section.values()]
-            else:
-                sections = [section.get(table) for section in below]
-        for section in sections:
-            if isinstance(section, dict) and isinstance(section.get(key), str):
-                section[key] = str(_absolute(section[key], base, ".".join((*tables, key))))
+    for name, table, key in named_paths(document):
+        table[key] = str(_absolute(table[key], base, name))
     return document
+
+
+def named_paths(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the paths that a recipe's document sets: the dotted key, the table that has it, and its last part."""
+
+    def below(tables: Mapping[str, Any], parts: Sequence[str], above: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+        first, *rest = parts
+        for name in tables if first == ANY_NAME else (first,):
+            value = tables.get(name)
+            if not rest and isinstance(value, str) and isinstance(tables, dict):
+                yield f"{above}{name}", tables, name
+            elif rest and isinstance(value, dict):
+                yield from below(value, rest, f"{above}{name}.")
+
+    for parts in RECIPE_PATHS:
+        yield from below(document, parts, "")
 
 
 def _absolute(path: str, base: Path, key: str) -> Path:

@@ -15,7 +15,7 @@ import pytest
 from headrace.actors.cli import remote_runs
 from headrace.actors.cli.remote_runs import Api
 from headrace.actors.errors import ConfigError, RunUnknown
-from headrace.actors.run.config import RECIPE_PATHS, resolve
+from headrace.actors.run.config import RECIPE_PATHS, named_paths, resolve
 from headrace.actors.runs.records import ActualState
 from support.control_rig import ControlRig
 from support.runs_without_services import serving
@@ -194,15 +194,14 @@ def test_exactly_the_relative_paths_of_a_recipe_are_known(tmp_path: Path) -> Non
         "model": {"path": "data"},
         "tasks": {"train": "data", "heldout": "data"},
         "engines": {"key_file": "data"},
+        "environment": {"retail": {"data": "data", "policy": "data", "tools": "data"}},
         "learner": {"slime": {"slime_dir": "data", "megatron_dir": "data"}},
+        "services": {"wiki": {"kind": "retriever", "corpus": "data", "key_file": "data"}},
     }
     config = resolve(document, tmp_path / "recipe.toml", tmp_path / "run")
-    values = config.model_dump(mode="json")
-    for path in RECIPE_PATHS:
-        value = values
-        for part in path:
-            value = value[part]
-        assert value == str(tmp_path / "data")
+    found = list(named_paths(config.model_dump(mode="json")))
+    assert {table[key] for _, table, key in found} == {str(tmp_path / "data")}
+    assert len(found) == len(RECIPE_PATHS)
 
 
 @pytest.mark.parametrize(
