@@ -33,7 +33,8 @@ def form_of_row(row: object) -> str | None:
     if not isinstance(row, dict):
         return None
     keys = {key for key, value in row.items() if value is not None}
-    metadata = row.get("metadata") if isinstance(row.get("metadata"), dict) else {}
+    given = row.get("metadata")
+    metadata: dict[str, object] = given if isinstance(given, dict) else {}
     swe = ("swepro", "eval_cmd", "remote_env_info", "FAIL_TO_PASS", "f2p_script")
     looks = {
         "headrace": {"evaluator", "family", "instruction"} <= keys,

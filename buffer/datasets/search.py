@@ -51,7 +51,7 @@ def task_of(row: object, settings: SearchSettings, *, name: str, number: int) ->
     source = source if isinstance(source, str) and source else name
     split = extra.get("split") if isinstance(extra.get("split"), str) else row.get("split")
     split = split if isinstance(split, str) else ""
-    messages = _messages(row["prompt"]) if row.get("prompt") is not None else ()
+    messages = opening_messages(row["prompt"]) if row.get("prompt") is not None else ()
     question = row.get("question")
     if question is None and messages:
         question = messages[-1].content
@@ -61,7 +61,7 @@ def task_of(row: object, settings: SearchSettings, *, name: str, number: int) ->
     if not isinstance(index, str | int):
         raise RowRefused("extra_info.index: must be a number or a text")
     answer = AnswerSpec(
-        targets=_targets(row), structure=settings.structure, retrieval=settings.retrieval, final=settings.final
+        targets=targets_of(row), structure=settings.structure, retrieval=settings.retrieval, final=settings.final
     )
     return Task(
         id=TaskId("-".join(part for part in (source, split, str(index)) if part)),
@@ -74,7 +74,7 @@ def task_of(row: object, settings: SearchSettings, *, name: str, number: int) ->
     )
 
 
-def _messages(prompt: object) -> tuple[TaskMessage, ...]:
+def opening_messages(prompt: object) -> tuple[TaskMessage, ...]:
     """Return the opening messages of a row. Raises RowRefused."""
     if not isinstance(prompt, list) or not prompt:
         raise RowRefused("prompt: must be a list of messages")
@@ -92,7 +92,7 @@ def _messages(prompt: object) -> tuple[TaskMessage, ...]:
     return tuple(found)
 
 
-def _targets(row: dict[str, Any]) -> tuple[str, ...]:
+def targets_of(row: dict[str, Any]) -> tuple[str, ...]:
     """Return the answers that count as correct. Raises RowRefused."""
     if row.get("reward_model") is not None:
         key = "reward_model.ground_truth"
