@@ -53,7 +53,7 @@ def simulate(
     ledger shows a violated bound or a lost rollout."""
     from headrace.actors.errors import ConfigError
     from headrace.actors.simulation.plan import make_plan
-    from headrace.actors.simulation.recipe_plan import plan_keys
+    from headrace.actors.simulation.recipe_plan import plan_keys, told
     from headrace.actors.simulation.simulate import simulate as simulate_plan
 
     if faults is not None:
@@ -66,12 +66,7 @@ def simulate(
     given |= {key: value for key, value in changes.items() if value is not None}
     plan = make_plan(preset, given | {"steps": steps, "seed": seed}, overrides or ())
     if recipe is not None:
-        say(
-            f"sizes of {recipe.name}: batch {plan.batch_size}, groups of {plan.group_size}, {plan.slots} slots, "
-            f"staleness {plan.max_staleness}, mode {plan.mode}",
-            f"durations of {preset}, unless --set gives others: agents {plan.mean_s:.0f} s on average, learner "
-            f"{plan.learner_s:g} s a step, push {plan.push_s:g} s",
-        )
+        say(*told(recipe, preset, plan))
     simulated = simulate_plan(plan, keep)
     if json:
         write_json(simulated.to_json(), Path("-"))

@@ -157,7 +157,8 @@ def convert(source: Path, folder: Path, *, form: str, settings: Mapping[str, Any
                 try:
                     if isinstance(item, RowRefused):
                         raise item
-                    task = _with_origin(item, source, licence)
+                    origin = item.origin or TaskOrigin(source=source.name)
+                    task = replace(item, origin=replace(origin, licence=origin.licence or licence))
                     line = task_line(task, folder)
                     parse_task(line, folder, where="the task")
                     if task.id in ids:
@@ -197,8 +198,3 @@ def _items(found: tuple[tuple[Task, ...], tuple[Refusal, ...]] | Iterator[Item])
     tasks, refusals = found
     yield from enumerate(tasks, start=1)
     yield from ((refusal.line, RowRefused(refusal.reason)) for refusal in refusals)
-
-
-def _with_origin(task: Task, source: Path, licence: str) -> Task:
-    origin = task.origin or TaskOrigin(source=source.name)
-    return replace(task, origin=origin if origin.licence else replace(origin, licence=licence))

@@ -6,7 +6,7 @@ Invariant: a form is recognised by keys that only its rows have; an unknown row 
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.datasets.archives import is_archive
 from headrace.buffer.datasets.rows import RowRefused, SourceRefused, read_rows
@@ -34,7 +34,7 @@ def form_of_row(row: object) -> str | None:
         return None
     keys = {key for key, value in row.items() if value is not None}
     given = row.get("metadata")
-    metadata: dict[str, Any] = given if isinstance(given, dict) else {}
+    metadata: dict[str, object] = given if isinstance(given, dict) else {}
     swe = ("swepro", "eval_cmd", "remote_env_info", "FAIL_TO_PASS", "f2p_script")
     looks = {
         "headrace": {"evaluator", "family", "instruction"} <= keys,

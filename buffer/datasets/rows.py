@@ -49,10 +49,10 @@ def read_rows(source: Path) -> Iterator[Row]:
     with source.open("rb") as file:
         head = file.read(4096)
         if head.startswith(_PARQUET_MAGIC):
-            yield from _parquet_rows(source)
+            yield from parquet_rows(source)
             return
         if head.lstrip().startswith(b"["):
-            yield from _listed(source)
+            yield from listed_rows(source)
             return
         file.seek(0)
         number = 0
@@ -77,7 +77,8 @@ def _parsed(line: bytes) -> object:
         return RowRefused("not valid JSON: nested too deeply")
 
 
-def _listed(source: Path) -> Iterator[Row]:
+def listed_rows(source: Path) -> Iterator[Row]:
+    """Yield the elements of a file with one list in JSON. Raises OSError, SourceRefused."""
     if source.stat().st_size > MAX_LIST_BYTES:
         raise SourceRefused(f"{source}: a list in JSON may have {MAX_LIST_BYTES >> 20} MiB; write JSON lines instead")
     found = _parsed(source.read_bytes())
@@ -86,7 +87,8 @@ def _listed(source: Path) -> Iterator[Row]:
     yield from enumerate(found, start=1)
 
 
-def _parquet_rows(source: Path) -> Iterator[Row]:
+def parquet_rows(source: Path) -> Iterator[Row]:
+    """Yield the rows of a Parquet file. Raises OSError, SourceRefused."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

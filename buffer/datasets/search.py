@@ -51,7 +51,7 @@ def task_of(row: object, settings: SearchSettings, *, name: str, number: int) ->
     source = source if isinstance(source, str) and source else name
     split = extra.get("split") if isinstance(extra.get("split"), str) else row.get("split")
     split = split if isinstance(split, str) else ""
-    messages = opening_of(row["prompt"]) if row.get("prompt") is not None else ()
+    messages = opening_messages(row["prompt"]) if row.get("prompt") is not None else ()
     question = row.get("question")
     if question is None and messages:
         question = messages[-1].content
@@ -74,7 +74,7 @@ def task_of(row: object, settings: SearchSettings, *, name: str, number: int) ->
     )
 
 
-def opening_of(prompt: object) -> tuple[TaskMessage, ...]:
+def opening_messages(prompt: object) -> tuple[TaskMessage, ...]:
     """Return the opening messages of a row. Raises RowRefused."""
     if not isinstance(prompt, list) or not prompt:
         raise RowRefused("prompt: must be a list of messages")

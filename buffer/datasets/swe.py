@@ -97,11 +97,11 @@ def task_of_openclaw(row: object, environment: SweEnvironment, folder: Path) -> 
     """Convert a row `{text, metadata: {instance, data_source}}`, in which `instance` is a flat row. Its `eval_script`,
     which changes files as root, is not used: the test ids grade. Raises RowRefused."""
     match row:
-        case {"metadata": {"instance": dict(instance)}, **rest}:
+        case {"metadata": {"instance": dict(instance)}, "text": str(text)}:
             flat = dict(instance)
         case _:
-            raise RowRefused("metadata.instance: must be an object")
-    flat["problem_statement"] = flat.get("problem_statement") or rest.get("text")
+            raise RowRefused("metadata.instance must be an object, and text a text")
+    flat["problem_statement"] = flat.get("problem_statement") or text
     flat["image"] = flat.get("image") or flat.get("image_name")
     if "FAIL_TO_PASS" not in flat and flat.get("eval_script"):
         raise RowRefused(

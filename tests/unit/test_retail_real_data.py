@@ -19,7 +19,7 @@ import pytest
 from headrace.actors.environments.retail.database import Database
 from headrace.actors.environments.retail.tools import TOOLS, call
 from headrace.buffer.datasets.tau import IDLE_FAMILY, WRITES, TauSettings, read_retail
-from support.conversions import split
+from support.conversions import split as parted
 from support.retail_shop import open_episode, play_oracle
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ original = pytest.mark.skipif(not ORIGINAL, reason="TAU_BENCH_DIR does not name 
 
 
 def tasks_of(split: str) -> tuple[Task, ...]:
-    tasks, refusals = split(read_retail(RETAIL / f"tasks_{split}.jsonl", TauSettings()))
+    tasks, refusals = parted(read_retail(RETAIL / f"tasks_{split}.jsonl", TauSettings()))
     assert not refusals
     return tasks
 
@@ -82,7 +82,7 @@ async def test_doing_nothing_solves_only_tasks_whose_solution_changes_nothing() 
 
 @real_data
 async def test_tau2_tasks_convert_and_are_solved_by_the_oracle() -> None:
-    tasks, refusals = split(read_retail(TAU2 / "retail" / "tasks.json", TauSettings(split="test")))
+    tasks, refusals = parted(read_retail(TAU2 / "retail" / "tasks.json", TauSettings(split="test")))
     assert len(tasks) + len(refusals) == 40
     assert all("nl_assertions" in refusal.reason for refusal in refusals)
     settings = {"policy": str(TAU2 / "retail" / "policy.md"), "tools": str(RETAIL / "tools_schema.json")}
@@ -95,7 +95,7 @@ async def test_tau2_tasks_convert_and_are_solved_by_the_oracle() -> None:
 
 @real_data
 def test_tau2_tasks_of_other_domains_are_refused() -> None:
-    tasks, refusals = split(read_retail(TAU2 / "mock" / "tasks.json", TauSettings()))
+    tasks, refusals = parted(read_retail(TAU2 / "mock" / "tasks.json", TauSettings()))
     assert (len(tasks), len(refusals)) == (0, 10)
 
 
