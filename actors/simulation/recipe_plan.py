@@ -39,13 +39,9 @@ def plan_keys(recipe: Path, on: Sequence[Path]) -> dict[str, Any]:
 
 def told(recipe: Path, preset: str, plan: SimulationPlan) -> tuple[str, str]:
     """Return what of a plan comes from a recipe, and what from the preset, as lines of text."""
+    sizes = f"batch {plan.batch_size}, groups of {plan.group_size}, {plan.slots} slots, staleness {plan.max_staleness}"
+    times = f"agents {plan.mean_s:.0f} s on average, learner {plan.learner_s:g} s a step, push {plan.push_s:g} s"
     return (
-        (
-            f"sizes of {recipe.name}: batch {plan.batch_size}, groups of {plan.group_size}, {plan.slots} slots, staleness "
-            f"{plan.max_staleness}, mode {plan.mode}"
-        ),
-        (
-            f"durations of {preset}, unless --set gives others: agents {plan.mean_s:.0f} s on average, learner "
-            f"{plan.learner_s:g} s a step, push {plan.push_s:g} s"
-        ),
+        f"sizes of {recipe.name}: {sizes}, mode {plan.mode}",
+        f"durations of {preset}, unless --set gives others: {times}",
     )
