@@ -17,7 +17,6 @@ from benches.recipe import measure
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.launch import RunRequest, dry_run, prepare
-from headrace.actors.run.overlays import load_layered
 from headrace.actors.run.report import report_of
 from headrace.buffer.audit.evidence import read_evidence, read_trajectories
 from headrace.policies.miniatures import names
@@ -164,15 +163,6 @@ def refused_by_slime(name: str, machine: str) -> AbstractContextManager[object]:
     if name in ("endless", "echo") and 'kind = "slime"' in MACHINES[machine].read_text():
         return pytest.raises(ConfigError, match=r"learner\..* slime")
     return nullcontext()
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("slime")])
-def test_every_recipe_goes_with_every_machine_file(tmp_path: Path, name: str, machine: str) -> None:
-    """Whether a machine has the model and the agent of a recipe is another question. The recipes of slime name their
-    machine themselves."""
-    with refused_by_slime(name, machine):
-        load_layered(RECIPES[name], (MACHINES[machine],), ("model.path=model",), tmp_path)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
