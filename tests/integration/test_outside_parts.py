@@ -214,7 +214,10 @@ def test_agents_can_be_pickled_for_workers() -> None:
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"kind": "claud-code"}, "there is no agent 'claud-code'; available: shell, immediate, simulated, claude-code"),
+        (
+            {"kind": "claud-code"},
+            "there is no agent 'claud-code'; available: loop, shell, immediate, simulated, claude-code",
+        ),
         ({"kind": "their_things:Absent"}, "has no attribute 'Absent'"),
         (
             {"kind": "their_things:Greeter", "settings": {"nam": 1}},
