@@ -59,6 +59,7 @@ async def test_f22_a_malformed_turn_between_judged_turns_shifts_no_score() -> No
 
 
 async def test_lost_votes_are_missing_and_never_zero() -> None:
+    """F22: a vote that cannot be read or fails does not count."""
     one = judge("loses_some")
     one.see(step(1))
     judgement = await one.finish(10)
