@@ -84,9 +84,13 @@ class LoopAgent:
         stop = StopReason.TIME
         try:
             try:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(session.agent_s):
+                try:
+                    async with asyncio.timeout(session.agent_s) as deadline:
                         stop = await self._converse(session, episode, talk, task)
+                except TimeoutError:
+                    # Another timeout than this one is a failure of the environment, which uses up no budget.
+                    if not deadline.expired():
+                        raise
             except BaseException:
                 with suppress(Exception):
                     await episode.close()

@@ -200,6 +200,22 @@ async def test_a_failed_environment_is_raised_and_closed(model_dir: Path) -> Non
     assert environment.closed == [0]
 
 
+async def test_a_timeout_of_the_environment_is_not_the_agent_s(model_dir: Path) -> None:
+    class Slow(RepeatingEpisode):
+        async def act(self, action: Action) -> Observation:
+            raise TimeoutError("the environment's own")
+
+    class SlowEnvironment(Repeating):
+        async def open(self, task: Task, sandbox: Sandbox | None, services: Services, clock: Clock) -> Slow:
+            return Slow(self)
+
+    environment = SlowEnvironment()
+    async with world(model_dir) as w:
+        with pytest.raises(TimeoutError, match="the environment's own"):
+            await play(w, LoopAgent(LoopConfig(), environment), ECHO_TASK, agent_s=60.0)
+    assert environment.closed == [0]
+
+
 async def test_turns_and_tokens_of_a_task_end_its_rollouts(model_dir: Path) -> None:
     limits: dict[str, Any] = {"turns": 2}
     task = Task(**{name: getattr(ECHO_TASK, name) for name in ("id", "family", "instruction", "evaluator")})
