@@ -324,7 +324,7 @@ async def test_an_agent_in_a_terminal_cannot_print_its_way_to_a_reward(provider:
     for command in (ATTACKS["markers"], ATTACKS["background writer"], "trap 'exec bash' EXIT"):
         await episode.act(Action(name="run", arguments={"command": command}))
     await episode.close()
-    request = EvaluationRequest(key="1", task=task, sandbox=ref, agent_user=environment.user)
+    request = EvaluationRequest(key="1", task=task, sandbox=ref, agent_user="agent")
     verdict = await evaluate(request, CleanSandboxes(provider, sandbox))
     assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED), verdict
     await sandbox.kill()

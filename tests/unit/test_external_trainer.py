@@ -406,7 +406,8 @@ async def test_old_weights_are_removed(life: Life) -> None:
         version = await life.begun()
         for _ in range(7):
             version = await life.trained(version)
-    assert {path.name for path in life.directory.weights.iterdir()} == {"1.5", "1.6", "1.7"}
+    # Those before the last one go behind a push, which the end of the run may overtake.
+    assert {"1.6", "1.7"} <= {path.name for path in life.directory.weights.iterdir()} <= {"1.5", "1.6", "1.7"}
     assert {path.name for path in life.directory.checkpoints.glob("1.*")} == {"1.4", "1.6"}
 
 
