@@ -6,8 +6,7 @@ Invariants:
 - Below a sampled node, a prompt node holds the ids that closed that turn, those of the new messages and those that open
   the next turn. A root holds a whole rendered conversation. A prompt node that resumes a turn holds only the ids of the
   text that the agent inserted into the turn's message.
-- A turn that a stop token ended is never resumed: the engine would be sent an end of turn inside a turn, which the
-  policy never sees otherwise.
+- A stop token that ended a turn stays in the row when the turn is resumed: the policy sampled it.
 - Nodes are numbered in the order in which their turns were recorded, and are never removed.
 - Text is not stored: messages are identified by their digests (matching.py).
 - Parents own their children, which hold weak references to them, so that an unused forest is freed immediately, without
