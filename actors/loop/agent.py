@@ -153,10 +153,10 @@ class LoopAgent:
             if observation is None:
                 return StopReason.INVALID
             if observation.ends:
-                talk.observe(observation, observation.text, inline=config.inline)
+                talk.observe(observation.text, inline=config.inline)
                 return StopReason.FINISHED
             text = filled(config.observation, observation=observation.text, turns_left=max_turns - turn)
-            talk.observe(observation, text, inline=config.inline)
+            talk.observe(text, inline=config.inline)
         return StopReason.TURNS
 
     async def _observation(self, reply: ChatReply, episode: Episode, talk: _Conversation) -> Observation | None:
@@ -203,7 +203,7 @@ class _Conversation:
         else:
             self.turns.append([ChatMessage(role="assistant", content=reply.text, calls=reply.calls)])
 
-    def observe(self, observation: Observation, text: str, *, inline: bool) -> None:
+    def observe(self, text: str, *, inline: bool) -> None:
         """Add an observation; `text` is what the policy reads of it."""
         self.parts.append(SpokenPart(source=Source.ENVIRONMENT, text=text))
         turn = self.turns[-1]
