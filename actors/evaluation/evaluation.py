@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from headrace.actors.evaluation.answer import score_answer
 from headrace.actors.evaluation.checks import run_check
 from headrace.actors.evaluation.comparison import Baselines
 from headrace.actors.evaluation.diff_filter import Dropped, summary
+from headrace.actors.evaluation.history import task_files
 from headrace.actors.evaluation.patch import Patch, PatchRefused, collect_patch
 from headrace.actors.evaluation.patch_collection import LeftDiff
 from headrace.actors.evaluation.plugins import score_by_plugin
@@ -40,13 +42,17 @@ from headrace.actors.evaluation.verdict import (
     invalid,
     join_details,
     printed,
+    spec_with_data,
 )
 from headrace.actors.evaluation.verifier import score_untouched, score_verifier
+from headrace.buffer.errors import TaskFileError
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.tasks import EvaluatorKind, Task
 from headrace.buffer.types import Cause
-from headrace.sandboxes.base import FrozenMount, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxError, SandboxFileError
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.base import SandboxSpec
 
 __all__ = ["CleanSandboxes", "EvaluationRequest", "Verdict", "evaluate"]
 
@@ -89,7 +95,7 @@ async def evaluate(
         return verdict
     except FrozenPathRefused as error:
         return failed(f"a data path was removed or is of a different type: {error}")
-    except EvaluatorFault as error:
+    except (EvaluatorFault, TaskFileError) as error:
         return broken(str(error))
     except SandboxError as error:
         return Verdict(reward=None, cause=Cause.INFRA, detail=f"{type(error).__name__}: {error}")
@@ -104,7 +110,7 @@ async def _with_patch(request: EvaluationRequest, sandboxes: CleanSandboxes, ver
     """Collect the patch for a task that is scored by its state. The patch is only for the record, so errors do not
     change the verdict."""
     try:
-        async with sandboxes.clean(_spec_with_data(request)) as sandbox:
+        async with sandboxes.clean(spec_with_data(request)) as sandbox:
             patch = await collect_patch(request.task, sandbox)
     except (PatchRefused, SandboxError) as error:
         return replace(verdict, log=printed(verdict.log, f"the agent's files cannot be turned into a patch: {error}"))
@@ -125,7 +131,7 @@ async def _blame(
     elif task.evaluator.kind is EvaluatorKind.VERIFIER:
         untouched = await score_untouched(task, sandboxes)
     else:
-        files = Patch(changes={}).applied_to(task)
+        files = Patch(changes={}).applied_to(await task_files(task), task.evaluator.hidden_files)
         untouched = await _check_files(task, files, clean_spec(task), sandboxes)
     if untouched.cause is Cause.EVALUATOR:
         return first
@@ -149,12 +155,12 @@ async def _score(request: EvaluationRequest, sandboxes: AgentSandboxes, baseline
             return await score_by_plugin(request, sandboxes)
         case _:
             hidden = {path: text.encode() for path, text in request.task.evaluator.hidden_files.items()}
-            return await _check_files(request.task, hidden, _spec_with_data(request), sandboxes)
+            return await _check_files(request.task, hidden, spec_with_data(request), sandboxes)
 
 
 async def _score_patch(request: EvaluationRequest, sandboxes: CleanSandboxes) -> Verdict:
     try:
-        async with sandboxes.clean(_spec_with_data(request)) as sandbox:
+        async with sandboxes.clean(spec_with_data(request)) as sandbox:
             patch = await collect_patch(request.task, sandbox)
     except PatchRefused as error:
         return invalid(str(error))
@@ -165,7 +171,8 @@ async def _score_patch(request: EvaluationRequest, sandboxes: CleanSandboxes) ->
     if request.task.evaluator.kind is EvaluatorKind.COMPARE:
         patch, dropped = patch.filtered(request.task)
     spec = clean_spec(request.task)
-    verdict = await _check_files(request.task, patch.applied_to(request.task), spec, sandboxes)
+    files = patch.applied_to(await task_files(request.task), request.task.evaluator.hidden_files)
+    verdict = await _check_files(request.task, files, spec, sandboxes)
     diff = left.as_diff(request.task) if request.keep else ""
     return replace(verdict, detail=join_details(verdict.detail, summary(dropped)), patch=diff)
 
@@ -181,10 +188,3 @@ async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec
             return broken(f"the check exceeded {error}")
         except SandboxFileError as error:
             return broken(f"the files could not be written: {error}")
-
-
-def _spec_with_data(request: EvaluationRequest) -> SandboxSpec:
-    mounts = tuple(
-        FrozenMount(source=request.sandbox.id, path=path, target=path) for path in request.task.evaluator.data_paths
-    )
-    return clean_spec(request.task, mounts)

@@ -110,12 +110,16 @@ async def lay_out(task: Task, sandbox: Sandbox) -> None:
     repository = task.repository
     if repository is not None and repository.base_commit:
         await _run(sandbox, repository, f"{GIT} checkout -q -f --detach {shlex.quote(repository.base_commit)}")
-    files = {path: text.encode() for path, text in task.files.items()}
-    files |= {path: await asyncio.to_thread(binary.read) for path, binary in task.binary_files.items()}
-    if files:
+    if files := await task_files(task):
         await sandbox.write_many(files)
     if repository is not None and repository.prepare:
         await _run(sandbox, repository, "\n".join(repository.prepare))
+
+
+async def task_files(task: Task) -> dict[str, bytes]:
+    """Return a task's own files, text and binary, by path. Raises TaskFileError for a binary file that has changed."""
+    files = {path: text.encode() for path, text in task.files.items()}
+    return files | {path: await asyncio.to_thread(binary.read) for path, binary in task.binary_files.items()}
 
 
 async def _run(sandbox: Sandbox, repository: RepositorySpec, script: str) -> None:

@@ -60,22 +60,20 @@ class Patch:
 
     changes: Mapping[str, str | None]
 
-    def applied_to(self, task: Task) -> dict[str, bytes]:
-        """Return the files of a clean copy of the task, with this patch and the hidden files applied."""
-        files: dict[str, str] = dict(task.files)
+    def applied_to(self, files: Mapping[str, bytes], hidden: Mapping[str, str]) -> dict[str, bytes]:
+        """Return a task's own files with this patch and the hidden files applied."""
+        patched = dict(files)
         for path, text in self.changes.items():
             if text is None:
-                files.pop(path, None)
+                patched.pop(path, None)
             else:
-                files[path] = text
-        hidden = task.evaluator.hidden_files
-        files = {
-            path: text
-            for path, text in files.items()
+                patched[path] = text.encode()
+        patched = {
+            path: content
+            for path, content in patched.items()
             if not any(_is_below(path, other) or _is_below(other, path) for other in hidden)
         }
-        files.update(hidden)
-        return {path: text.encode() for path, text in files.items()}
+        return patched | {path: text.encode() for path, text in hidden.items()}
 
     def as_diff(self, task: Task) -> str:
         """Return a unified diff against the task's files, ordered by path."""

@@ -114,6 +114,14 @@ def clean_spec(task: Task, mounts: tuple[FrozenMount, ...] = ()) -> SandboxSpec:
     return SandboxSpec(image=task.image, mounts=mounts, labels=LABELS, **task_resources(task))
 
 
+def spec_with_data(request: EvaluationRequest) -> SandboxSpec:
+    """Return the specification of a clean sandbox with the data paths of the agent's frozen one."""
+    paths = request.task.evaluator.data_paths
+    return clean_spec(
+        request.task, tuple(FrozenMount(source=request.sandbox.id, path=path, target=path) for path in paths)
+    )
+
+
 class AgentSandboxes(CleanSandboxes, Protocol):
     """The same, with access to the agent's own sandbox."""
 

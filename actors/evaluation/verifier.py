@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluation.checks import run_check
+from headrace.actors.evaluation.history import task_files
 from headrace.actors.evaluation.verdict import (
     MAX_DETAIL_CHARACTERS,
     AgentSandboxes,
@@ -34,10 +35,10 @@ from headrace.actors.evaluation.verdict import (
     join_details,
     printed,
     rewarded,
+    spec_with_data,
 )
 from headrace.buffer.types import Cause
 from headrace.buffer.verifiers import LOGS, SCRIPT, TESTS, VerifierForm, VerifierSpec, pytest_files
-from headrace.sandboxes.base import FrozenMount
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError
 
 if TYPE_CHECKING:
@@ -129,15 +130,14 @@ async def score_verifier(request: EvaluationRequest, sandboxes: AgentSandboxes) 
         async with sandboxes.live(request.sandbox) as sandbox:
             await end_agent(sandbox)
             return await _verify(task, sandbox, await _agent_ids(request, sandbox))
-    mounts = tuple(FrozenMount(source=request.sandbox.id, path=path, target=path) for path in task.evaluator.data_paths)
-    async with sandboxes.clean(clean_spec(task, mounts)) as sandbox:
+    async with sandboxes.clean(spec_with_data(request)) as sandbox:
         return await _verify(task, sandbox)
 
 
 async def score_untouched(task: Task, sandboxes: CleanSandboxes) -> Verdict:
-    """Score the task's own files, in a clean sandbox. Raises SandboxError, EvaluatorFault."""
+    """Score the task's own files, in a clean sandbox. Raises SandboxError, EvaluatorFault, TaskFileError."""
     async with sandboxes.clean(clean_spec(task)) as sandbox:
-        await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
+        await sandbox.write_many(await task_files(task))
         return await _verify(task, sandbox)
 
 

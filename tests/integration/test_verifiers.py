@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import time
 from dataclasses import replace
@@ -13,7 +14,9 @@ import pytest_asyncio
 from headrace.actors.environments.environment import Action
 from headrace.actors.environments.terminal import TerminalConfig, TerminalEnvironment
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluation.history import task_files
 from headrace.actors.evaluation.verifier import end_agent
+from headrace.buffer.task_parts import BinaryFile
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.buffer.verifiers import VerifierForm, VerifierSpec
@@ -23,6 +26,7 @@ from support.repositories import PYTEST, install_pytest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from headrace.sandboxes.local.provider import LocalProvider
 
@@ -95,7 +99,7 @@ async def verdict_on(
     ref = await provider.create(SandboxSpec(image=image))
     sandbox = await provider.attach(ref)
     try:
-        await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
+        await sandbox.write_many(await task_files(task))
         ready = await sandbox.exec(f"chown -R agent /workspace; {before}", timeout_s=20)
         assert ready.exit_code == 0, ready
         await sandbox.exec(command, cwd="/workspace", user=user, timeout_s=20)
@@ -179,6 +183,25 @@ async def test_only_the_agents_files_break_the_verifier(provider: LocalProvider)
     for live in (False, True):
         verdict = await verdict_on(provider, harbor_task(script, live=live), ": > answer")
         assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
+
+
+@pytest.mark.parametrize("kind", [EvaluatorKind.VERIFIER, EvaluatorKind.STATE])
+async def test_an_agent_that_removes_a_binary_file_breaks_the_check(
+    provider: LocalProvider, tmp_path: Path, kind: EvaluatorKind
+) -> None:
+    """The untouched files that clear the evaluator include those that are not text."""
+    content = b"\x89PNG\r\n\0\xff"
+    (tmp_path / "image.png").write_bytes(content)
+    image = BinaryFile(file=str(tmp_path / "image.png"), sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+    task = harbor_task(f"grep -q . /workspace/image.png && echo 0 > {TXT}")
+    if kind is EvaluatorKind.STATE:
+        check = "open('/workspace/image.png', 'rb').read(); raise SystemExit(1)"
+        task = replace(task, evaluator=EvaluatorSpec(kind=kind, check=check, timeout_s=20.0))
+    task = replace(task, binary_files={"/workspace/image.png": image})
+    verdict = await verdict_on(provider, task)
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED), verdict
+    verdict = await verdict_on(provider, task, "rm -f image.png")
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
 
 
 async def test_a_live_verifier_refuses_an_agent_that_was_root(provider: LocalProvider) -> None:
@@ -318,7 +341,7 @@ async def test_an_agent_in_a_terminal_cannot_print_its_way_to_a_reward(provider:
     task = harbor_task(GRADE, live=True)
     ref = await provider.create(SandboxSpec())
     sandbox = await provider.attach(ref)
-    await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
+    await sandbox.write_many(await task_files(task))
     environment = TerminalEnvironment(TerminalConfig(user="agent"))
     episode = await environment.open(task, sandbox, None, time.monotonic)  # type: ignore[arg-type]
     for command in (ATTACKS["markers"], ATTACKS["background writer"], "trap 'exec bash' EXIT"):
