@@ -19,13 +19,14 @@ import argparse
 import hashlib
 import logging
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.buffer.datasets.terminal import Kind, Problem, Split, combinations, guesses
+from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
+from headrace.policies.miniatures.fitting import cross_entropy, learning_rate_at
 from headrace.policies.models.tiny import PAD, model_config, write_description
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 
@@ -77,22 +78,6 @@ class WarmStartConfig(BaseModel):
         return self.practice_steps + self.noise_steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """Message of a demonstration."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demonstration:
-    """Token ids of a conversation; `trained[i]` is True if the policy produces token i."""
-
-    tokens: tuple[int, ...]
-    trained: tuple[bool, ...]
-
-
 class Demonstrator:
     """Generator of noisy demonstrations that cycles through the kinds of tasks."""
 
@@ -131,17 +116,12 @@ class Demonstrator:
 
     def spell(self, problem: Problem, *turns: str) -> Demonstration:
         """Return the conversation for one command, or for a command, its output and a second command."""
-        tokens = list(self._tokenizer.render([Message(role="user", content=problem.instruction)]))
-        trained = [False] * len(tokens)
-        for position, text in enumerate(turns):
-            if position % 2 == 0:
-                added = (*self._tokenizer.encode(text), self._tokenizer.eos_id)
-            else:
-                shown = text.encode()[: self._config.max_observation_bytes].decode(errors="replace").rstrip("\n")
-                added = self._tokenizer.bridge(self._tokenizer.eos_id, [Message(role="user", content=shown)])
-            tokens.extend(added)
-            trained.extend([position % 2 == 0] * len(added))
-        return Demonstration(tokens=tuple(tokens), trained=tuple(trained))
+        bound = self._config.max_observation_bytes
+        said = [
+            text if position % 2 == 0 else text.encode()[:bound].decode(errors="replace").rstrip("\n")
+            for position, text in enumerate(turns)
+        ]
+        return taken_in_turns(self._tokenizer, [Message(role="user", content=problem.instruction)], *said)
 
 
 def train(config: WarmStartConfig, tokenizer: ChatTokenizer) -> Any:
@@ -157,10 +137,13 @@ def train(config: WarmStartConfig, tokenizer: ChatTokenizer) -> Any:
     model = Qwen3ForCausalLM(Qwen3Config(**keys)).float().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     demonstrator = Demonstrator(config, tokenizer)
+    pad_id = tokenizer.encode(PAD)[0]
     for step in range(config.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(config, step)
-        loss = _loss(model, demonstrator.batch(config.batch_size, step=step), tokenizer.encode(PAD)[0])
+        batch = demonstrator.batch(config.batch_size, step=step)
+        logits_BTV = model(_padded(batch, pad_id)[:, :-1], use_cache=False).logits
+        loss = cross_entropy(logits_BTV, batch)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -170,26 +153,14 @@ def train(config: WarmStartConfig, tokenizer: ChatTokenizer) -> Any:
     return model
 
 
-def learning_rate_at(config: WarmStartConfig, step: int) -> float:
-    """Return the learning rate at a step; see `WarmStartConfig.learning_rate`."""
-    rise = min(1.0, (step + 1) / config.warmup_steps)
-    fall = min(1.0, 2 * (config.steps - step) / config.steps)
-    return config.learning_rate * rise * fall
-
-
-def _loss(model: Any, batch: Sequence[Demonstration], pad_id: int) -> Tensor:
-    """Return the mean cross-entropy over the policy's tokens in the batch."""
+def _padded(batch: Sequence[Demonstration], pad_id: int) -> Tensor:
+    """Return the tokens of a batch, padded to the longest."""
     import torch
 
-    length = max(len(shown.tokens) for shown in batch)
-    tokens = torch.full((len(batch), length), pad_id)
-    trained = torch.zeros((len(batch), length), dtype=torch.bool)
+    tokens_BT = torch.full((len(batch), max(len(shown.tokens) for shown in batch)), pad_id)
     for row, shown in enumerate(batch):
-        tokens[row, : len(shown.tokens)] = torch.tensor(shown.tokens)
-        trained[row, : len(shown.trained)] = torch.tensor(shown.trained)
-    logits = model(tokens[:, :-1], use_cache=False).logits
-    wanted = trained[:, 1:]
-    return torch.nn.functional.cross_entropy(logits[wanted], tokens[:, 1:][wanted])
+        tokens_BT[row, : len(shown.tokens)] = torch.tensor(shown.tokens)
+    return tokens_BT
 
 
 def save(model: Any, folder: Path) -> str:

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -26,6 +26,19 @@ logger = logging.getLogger(__name__)
 
 class FitDiverged(ArithmeticError):
     """The loss of a warm start is not finite."""
+
+
+class Schedule(Protocol):
+    """The part of a configuration that sets the learning rates of its updates."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def warmup_steps(self) -> int: ...
 
 
 class FitConfig(BaseModel):
@@ -68,9 +81,7 @@ def fit(
     memory.requires_grad_()
     optimizer = torch.optim.AdamW([memory], lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(config.steps):
-        rise = min(1.0, (step + 1) / config.warmup_steps)
-        fall = min(1.0, 2 * (config.steps - step) / config.steps)
-        optimizer.param_groups[0]["lr"] = config.learning_rate * rise * fall
+        optimizer.param_groups[0]["lr"] = learning_rate_at(config, step)
         # New views every time, so that the gradient reaches the memory through all of them.
         weights = QwenWeights.over(model, memory)
         for index, layer in enumerate(weights.layers):
@@ -87,6 +98,13 @@ def fit(
         progress(step + 1)
     logger.info("the warm start ended with loss %.3f", loss.item())
     return memory.detach()
+
+
+def learning_rate_at(config: Schedule, step: int) -> float:
+    """Return the learning rate at a step; see `FitConfig.learning_rate`."""
+    rise = min(1.0, (step + 1) / config.warmup_steps)
+    fall = min(1.0, 2 * (config.steps - step) / config.steps)
+    return config.learning_rate * rise * fall
 
 
 def cross_entropy(logits_BTV: Tensor, shown: Sequence[Demonstration]) -> Tensor:

@@ -9,7 +9,8 @@ import pytest
 
 from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.buffer.datasets.terminal import Kind, Split, combinations, problems
-from headrace.policies.learners.warm_start import Demonstrator, WarmStartConfig, learning_rate_at, warm_start
+from headrace.policies.learners.warm_start import Demonstrator, WarmStartConfig, warm_start
+from headrace.policies.miniatures.fitting import learning_rate_at
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
