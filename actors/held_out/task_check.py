@@ -52,8 +52,8 @@ class CheckedTask:
     fault: str | None = None
 
 
-class _Sandboxes:
-    """Sandboxes of one evaluation, straight from the provider."""
+class ProviderSandboxes:
+    """Sandboxes of one evaluation, straight from the provider, without a pool."""
 
     def __init__(self, provider: LocalProvider, agent: Sandbox) -> None:
         self._provider = provider
@@ -159,7 +159,7 @@ async def _verdict_on(provider: LocalProvider, task: Task, solution: Solution | 
             timeout_s = task.limits.agent_s or SOLUTION_S
             said = await _apply(solution, sandbox, user=user, folder=folder, timeout_s=timeout_s)
         request = EvaluationRequest(key=task.id, task=task, sandbox=ref, agent_user=user)
-        verdict = await evaluate(request, _Sandboxes(provider, sandbox))
+        verdict = await evaluate(request, ProviderSandboxes(provider, sandbox))
         return replace(verdict, detail=join_details(said, verdict.detail))
     finally:
         await asyncio.shield(sandbox.kill())
