@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.actors.chat import ChatTool
-from headrace.actors.environments.environment import Observation, ObservationPart, PartKind
+from headrace.actors.environments.environment import BASH, DONE, RUN, Observation, ObservationPart, PartKind
 from headrace.buffer.task_parts import least
 
 if TYPE_CHECKING:
     from headrace.actors.environments.environment import Action
     from headrace.buffer.tasks import Task
 
-RUN, BASH, DONE = "run", "bash", "done"
 ACTIONS: Final = frozenset({RUN, BASH, DONE})
 TIMEOUT_EXIT_CODE: Final = 124
 """Exit code that is reported for a command that exceeded its time, as timeout(1) does."""

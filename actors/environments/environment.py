@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from headrace.actors.chat import ChatMessage, ChatTool
@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 
 Clock: TypeAlias = Callable[[], float]
 """Monotonic time in seconds."""
+
+RUN: Final = "run"
+"""Action that runs `command`."""
+BASH: Final = "bash"
+"""Action that runs `command` with the deadline `timeout`, in seconds."""
+DONE: Final = "done"
+"""Action that ends the episode."""
+SEARCH: Final = "search"
+"""Action that searches for `query`."""
+ANSWER: Final = "answer"
+"""Action that answers with `text`, which ends the episode."""
+RESPOND: Final = "respond"
+"""Action that sends `content` to the customer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.environments.environment import (
+    ANSWER,
+    SEARCH,
     Action,
     EpisodeEnd,
     Observation,
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
 
-SEARCH, ANSWER = "search", "answer"
 _TITLED: Final = re.compile(r'\s*"(.*?)"\s*\n(.*)', re.DOTALL)
 
 

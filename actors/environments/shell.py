@@ -14,7 +14,6 @@ from pydantic import Field
 
 from headrace.actors.environments.command_actions import (
     ACTIONS,
-    DONE,
     ActionRefused,
     CommandConfig,
     command_of,
@@ -22,7 +21,7 @@ from headrace.actors.environments.command_actions import (
     limited,
     refused,
 )
-from headrace.actors.environments.environment import EpisodeEnd, Observation, observed
+from headrace.actors.environments.environment import DONE, EpisodeEnd, Observation, observed
 from headrace.sandboxes.errors import ExecTimeout, SandboxError
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from pydantic import Field
 
 from headrace.actors.environments.command_actions import (
     ACTIONS,
-    DONE,
     ActionRefused,
     CommandConfig,
     command_of,
@@ -25,7 +24,7 @@ from headrace.actors.environments.command_actions import (
     limited,
     refused,
 )
-from headrace.actors.environments.environment import EpisodeEnd, Observation, observed
+from headrace.actors.environments.environment import DONE, EpisodeEnd, Observation, observed
 from headrace.actors.environments.terminal_shell import Ran, ShellNotStarted, TerminalShell
 from headrace.actors.environments.terminal_text import cut_text
 from headrace.sandboxes.errors import ExecTimeout, SandboxError

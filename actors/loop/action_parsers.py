@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from headrace.actors.environments.environment import Action
+from headrace.actors.environments.environment import ANSWER, DONE, RESPOND, RUN, SEARCH, Action
 
 if TYPE_CHECKING:
     from headrace.actors.chat import ChatReply
-
-RUN, DONE, SEARCH, ANSWER, RESPOND = "run", "done", "search", "answer", "respond"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ def parse_tags(reply: ChatReply) -> Action | Malformed:
     found = _COMMAND_TAG.findall(reply.text)
     if not found or not (command := found[-1].strip()) or "\0" in command:
         return Malformed(reason="the answer has neither <command>...</command> nor <action>done</action>")
-    return Action(name=DONE) if command == "done" else Action(name=RUN, arguments={"command": command})
+    return Action(name=DONE) if command == DONE else Action(name=RUN, arguments={"command": command})
 
 
 def parse_calls(reply: ChatReply) -> Action | Malformed:

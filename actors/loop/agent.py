@@ -20,9 +20,9 @@ from opentelemetry import trace
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.chat import ChatContextExceeded, ChatMessage, ChatOptions
-from headrace.actors.environments.environment import Observation, ObservationPart, PartKind
+from headrace.actors.environments.environment import RUN, Observation, ObservationPart, PartKind
 from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
-from headrace.actors.loop.action_parsers import PARSERS, RUN, Malformed
+from headrace.actors.loop.action_parsers import PARSERS, Malformed
 from headrace.actors.loop.contexts import HeadAndTail, head_share
 from headrace.actors.loop.judge import ARTIFACT, Judge, Step, judged_problem
 from headrace.actors.loop.templates import filled

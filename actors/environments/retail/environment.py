@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from pydantic import Field
 
 from headrace.actors.chat import ChatMessage, ChatTool
-from headrace.actors.environments.environment import Action, EpisodeEnd, Observation, observed
+from headrace.actors.environments.environment import RESPOND, Action, EpisodeEnd, Observation, observed
 from headrace.actors.environments.retail.database import Database
 from headrace.actors.environments.retail.tools import TOOLS, TRANSFER, call, load_tools
 from headrace.actors.errors import ConfigError
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
 
-RESPOND: Final = "respond"
-"""Action that sends `content` to the customer."""
 ACTIONS: Final = frozenset({*TOOLS, RESPOND})
 IDLE: Final = "the database was not to be changed"
 """Detail of the verdict of tasks that doing nothing would solve, apart from their outputs."""
