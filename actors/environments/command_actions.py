@@ -1,7 +1,7 @@
 """Actions of environments that run commands, and the text of their observations.
 
 Invariants:
-- Everything here is pure: no clock, no sandbox.
+- Everything here is pure: no clock, and nothing is done in a sandbox.
 - An action that cannot be performed raises ActionRefused, whose message is for the policy. It is never an error of the
   rollout.
 - Templates are checked when a configuration is read, so that rendering cannot fail.
@@ -13,7 +13,7 @@ import math
 import re
 import string
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -22,8 +22,10 @@ from headrace.actors.environments.environment import BASH, DONE, RUN, Observatio
 from headrace.buffer.task_parts import least
 
 if TYPE_CHECKING:
+    from headrace.actors.chat import ChatMessage
     from headrace.actors.environments.environment import Action
     from headrace.buffer.tasks import Task
+    from headrace.sandboxes.base import Sandbox
 
 ACTIONS: Final = frozenset({RUN, BASH, DONE})
 TIMEOUT_EXIT_CODE: Final = 124
@@ -159,6 +161,25 @@ def command_of(action: Action, config: CommandConfig) -> Command:
 def refused(reason: ActionRefused) -> Observation:
     """Return the observation for an action that cannot be performed."""
     return Observation(parts=(ObservationPart(text=f"invalid action: {reason}", kind=PartKind.WARNING),))
+
+
+class CommandEpisode(Generic[ConfigT]):
+    """The part of an episode that all environments which run commands in a sandbox share."""
+
+    messages: tuple[ChatMessage, ...] = ()
+
+    def __init__(self, config: ConfigT, sandbox: Sandbox) -> None:
+        self._config = config
+        self._sandbox = sandbox
+
+    @property
+    def user(self) -> str:
+        """The user that runs the policy's commands."""
+        return self._config.user
+
+    @property
+    def tools(self) -> tuple[ChatTool, ...]:
+        return command_tools(self._config)
 
 
 def command_tools(config: CommandConfig) -> tuple[ChatTool, ...]:

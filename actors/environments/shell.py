@@ -16,8 +16,8 @@ from headrace.actors.environments.command_actions import (
     ACTIONS,
     ActionRefused,
     CommandConfig,
+    CommandEpisode,
     command_of,
-    command_tools,
     limited,
     refused,
 )
@@ -25,7 +25,6 @@ from headrace.actors.environments.environment import DONE, EpisodeEnd, Observati
 from headrace.sandboxes.errors import ExecTimeout, SandboxError
 
 if TYPE_CHECKING:
-    from headrace.actors.chat import ChatMessage, ChatTool
     from headrace.actors.environments.environment import Action, Clock
     from headrace.actors.services.service import Services
     from headrace.buffer.tasks import Task
@@ -75,23 +74,8 @@ class ShellEnvironment:
         return ShellEpisode(limited(self._config, task), sandbox)
 
 
-class ShellEpisode:
+class ShellEpisode(CommandEpisode[ShellConfig]):
     """Episode of the environment `shell`."""
-
-    messages: tuple[ChatMessage, ...] = ()
-
-    def __init__(self, config: ShellConfig, sandbox: Sandbox) -> None:
-        self._config = config
-        self._sandbox = sandbox
-
-    @property
-    def user(self) -> str:
-        """The user that runs the policy's commands."""
-        return self._config.user
-
-    @property
-    def tools(self) -> tuple[ChatTool, ...]:
-        return command_tools(self._config)
 
     async def act(self, action: Action) -> Observation:
         """Run a command. Raises SandboxError."""

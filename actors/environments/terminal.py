@@ -19,8 +19,8 @@ from headrace.actors.environments.command_actions import (
     ACTIONS,
     ActionRefused,
     CommandConfig,
+    CommandEpisode,
     command_of,
-    command_tools,
     limited,
     refused,
 )
@@ -30,7 +30,6 @@ from headrace.actors.environments.terminal_text import cut_text
 from headrace.sandboxes.errors import ExecTimeout, SandboxError
 
 if TYPE_CHECKING:
-    from headrace.actors.chat import ChatMessage, ChatTool
     from headrace.actors.environments.command_actions import Command
     from headrace.actors.environments.environment import Action, Clock
     from headrace.actors.services.service import Services
@@ -80,24 +79,12 @@ class TerminalEnvironment:
         return episode
 
 
-class TerminalEpisode:
+class TerminalEpisode(CommandEpisode[TerminalConfig]):
     """Episode of the environment `terminal`."""
 
-    messages: tuple[ChatMessage, ...] = ()
-
     def __init__(self, config: TerminalConfig, sandbox: Sandbox) -> None:
-        self._config = config
-        self._sandbox = sandbox
+        super().__init__(config, sandbox)
         self._shell: TerminalShell | None = None
-
-    @property
-    def user(self) -> str:
-        """The user that runs the policy's commands."""
-        return self._config.user
-
-    @property
-    def tools(self) -> tuple[ChatTool, ...]:
-        return command_tools(self._config)
 
     async def start(self) -> TerminalShell:
         """Start a shell. Raises ShellNotStarted, SandboxError."""
