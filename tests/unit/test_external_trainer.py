@@ -272,7 +272,9 @@ async def test_without_a_trainer_no_batch_is_taken_and_the_stage_says_so(life: L
         # There are enough rollouts for a batch.
         while (await life.replay.status()).inventory.sealed < CONFIG.batch_size:  # noqa: ASYNC110 - as operators ask
             await asyncio.sleep(0.01)
-        assert (await life.learner.status()).stage is Stage.ABSENT
+        # The loop waits until it has opened and looked for its trainer.
+        while (await life.learner.status()).stage is not Stage.ABSENT:  # noqa: ASYNC110 - as operators ask
+            await asyncio.sleep(0.01)
         assert (await life.replay.status()).inventory.leased == 0
         order = await life.order(await life.begun())
         assert order["order"] == "train"
