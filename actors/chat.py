@@ -16,6 +16,8 @@ from typing import Any, Final, Literal, Protocol
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
+COMPLETION_PREFIX: Final = "chatcmpl-"
+"""Begin of a completion's id; the gateway's ids of turns follow it."""
 CONTEXT_CODES = frozenset({"context_length_exceeded"})
 UNREACHED_S = 30.0
 """The agent fails after the service has been unreachable for this time; waiting until the agent's own deadline would
@@ -91,11 +93,17 @@ class ChatMessage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
     """The policy's answer. `finish_reason` is `stop`, `tool_calls`, or `length` if the answer was truncated. With stop
-    strings, `text` includes the one that ended the answer."""
+    strings, `text` includes the one that ended the answer. `id` is the service's id of the completion."""
 
     text: str
     finish_reason: str
     calls: tuple[ChatCall, ...] = ()
+    id: str = ""
+
+    @property
+    def turn_id(self) -> str:
+        """Id of the turn in the gateway's report of the session; empty if another service answered."""
+        return self.id.removeprefix(COMPLETION_PREFIX) if self.id.startswith(COMPLETION_PREFIX) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,9 +231,11 @@ def parse_answer(status: int, answer: object) -> ChatReply:
         raise refusal(status, answer)
     match answer:
         case {
-            "choices": [{"message": {"content": str() | None as text, **message}, "finish_reason": str() as end}, *_]
+            "choices": [{"message": {"content": str() | None as text, **message}, "finish_reason": str() as end}, *_],
+            **rest,
         }:
-            return ChatReply(text=text or "", finish_reason=end, calls=tuple(_calls(message.get("tool_calls"))))
+            calls = tuple(_calls(message.get("tool_calls")))
+            return ChatReply(text=text or "", finish_reason=end, calls=calls, id=str(rest.get("id") or ""))
         case _:
             raise ChatFailed("the answer is not a chat completion: choices[0].message.content is missing", status)
 

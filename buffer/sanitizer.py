@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import SupportsFloat, SupportsIndex, cast
 
 from headrace.buffer.errors import VersionMismatch
-from headrace.buffer.types import BatchId, CheckpointRef
+from headrace.buffer.step_scores import MAX_SCORE, Credit, ScoredStep, StepScores, TokenSpan
+from headrace.buffer.types import BatchId, CheckpointRef, Trajectory
 from headrace.buffer.versions import PolicyVersion
 
 MAX_TEXT = 65_536
@@ -75,3 +76,37 @@ def plain_metrics(metrics: object) -> tuple[dict[str, float], int]:
         except (TypeError, ValueError, OverflowError):
             continue
     return kept, len(items) - len(kept)
+
+
+def plain_scores(scores: StepScores, trajectory: Trajectory | None) -> StepScores:
+    """Return the scores in a form that can be stored. Raises ValueError or TypeError if they are out of bounds, or if
+    their spans are not trained tokens of the trajectory, each in one span."""
+    rows = trajectory.rows if trajectory is not None else ()
+    steps = tuple(
+        ScoredStep(
+            plain_int(turn),
+            _bounded("score", score),
+            tuple(TokenSpan(plain_int(row), plain_int(start), plain_int(end)) for row, start, end in spans),
+        )
+        for turn, score, spans in scores.steps
+    )
+    if len({step.turn for step in steps}) < len(steps):
+        raise ValueError("two scores have the same turn")
+    ends = [0] * len(rows)
+    for row, start, end in sorted(span for step in steps for span in step.spans):
+        if row >= len(rows) or not ends[row] <= start < end <= len(rows[row].tokens_T):
+            raise ValueError(f"tokens [{start}, {end}) of row {row} are out of range, or belong to two scored steps")
+        if not rows[row].loss_mask_T[start:end].all():
+            raise ValueError(f"tokens [{start}, {end}) of row {row} belong to a scored step, but are not trained")
+        ends[row] = end
+    outcome, coefficient = _bounded("outcome", scores.outcome), _bounded("coefficient", scores.coefficient)
+    for step in steps:
+        _bounded("coefficient x score", coefficient * step.score)
+    return StepScores(credit=Credit(scores.credit), outcome=outcome, coefficient=coefficient, steps=steps)
+
+
+def _bounded(name: str, value: float) -> float:
+    number = plain_float(value)
+    if abs(number) > MAX_SCORE:
+        raise ValueError(f"the {name} {number:g} is not from {-MAX_SCORE:g} to {MAX_SCORE:g}")
+    return number

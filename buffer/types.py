@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from headrace.buffer.step_scores import StepScores, TurnAdvantages
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.token_kinds import KindRuns
 
@@ -197,7 +198,8 @@ class RolloutOrder:
 class RolloutResult:
     """Result of an attempt, as a worker offers it. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare,
     agent, evaluate. `trajectory` is None when nothing was sampled. `host` is where the attempt's sandbox ran, if that
-    is known; `engine_failed` means that a failure of an engine or the gateway ended the attempt."""
+    is known; `engine_failed` means that a failure of an engine or the gateway ended the attempt. `scores` are those of
+    a judge for the attempt's steps; the outcome's reward follows from them."""
 
     rollout_id: RolloutId
     attempt: int
@@ -208,6 +210,7 @@ class RolloutResult:
     trace_id: str = ""
     host: str = ""
     engine_failed: bool = False
+    scores: StepScores | None = None
 
 
 class ReceiptStatus(StrEnum):
@@ -235,7 +238,7 @@ class Receipt:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchItem:
     """A sealed rollout in a batch. `staleness` is in optimizer updates, relative to the version at which the batch is
-    trained."""
+    trained. `turn_advantages` are those of turns with an advantage of their own, whose tokens `scores` names."""
 
     rollout_id: RolloutId
     group_id: GroupId
@@ -244,6 +247,25 @@ class BatchItem:
     advantage: float
     staleness: int
     trajectory: Trajectory
+    scores: StepScores | None = None
+    turn_advantages: TurnAdvantages = field(default_factory=dict)
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether the advantage of any token may differ from 0."""
+        return self.advantage != 0.0 or any(self.turn_advantages.values())
+
+    def row_advantages(self, number: int) -> npt.NDArray[np.float32] | None:
+        """Return the advantage of each token of the row with this index, of shape T, or None if all tokens have that of
+        the rollout."""
+        if self.scores is None or not self.turn_advantages:
+            return None
+        advantages_T = np.full(len(self.trajectory.rows[number].tokens_T), self.advantage, dtype=np.float32)
+        for step in self.scores.steps:
+            for row, start, end in step.spans:
+                if row == number:
+                    advantages_T[start:end] = self.turn_advantages.get(step.turn, self.advantage)
+        return advantages_T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

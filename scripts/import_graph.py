@@ -40,6 +40,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "tasks",
             "versions",
             "token_kinds",
+            "step_scores",
             "types",
             "sanitizer",
             "codec",

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headrace.actors.evaluation.verdict import EvaluatorFault, Verdict, broken, join_details, printed, rewarded
+from headrace.buffer.step_scores import Credit, ScoredStep, StepScores, TokenSpan
 
 if TYPE_CHECKING:
     from headrace.actors.evaluation.verdict import EvaluationRequest
     from headrace.buffer.tasks import EvaluatorPart, RewardMap
+    from headrace.serve.capture.rows import Lineage
 
 
 def with_rewards(verdict: Verdict, rewards: RewardMap | None) -> Verdict:
@@ -65,10 +67,13 @@ def summed(named: Sequence[tuple[EvaluatorPart, Verdict]]) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Votes on the steps of one episode, by turn; a missing vote is None."""
+    """Votes on the steps of one episode, by turn; a missing vote is None. `ids` are the turns' ids in the gateway's
+    report of the session."""
 
     votes: Mapping[int, tuple[int | None, ...]]
     coefficient: float
+    credit: Credit = Credit.REWARD
+    ids: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def scores(self) -> dict[int, float]:
@@ -86,12 +91,26 @@ class Judgement:
         """Return the votes and scores as JSON."""
         scores = self.scores
         steps = [{"turn": turn, "votes": votes, "score": scores.get(turn)} for turn, votes in self.votes.items()]
-        return json.dumps({"steps": steps, "mean": self.mean, "coefficient": self.coefficient})
+        document = {"steps": steps, "mean": self.mean, "credit": self.credit, "coefficient": self.coefficient}
+        return json.dumps(document)
+
+    def of_tokens(self, outcome: float, lineages: Sequence[Lineage]) -> StepScores:
+        """Return the scores with the trained tokens of their turns, for a rollout whose outcome has this reward.
+        `lineages` describe the rows of its trajectory."""
+        spans: dict[str, list[TokenSpan]] = {}
+        for row, lineage in enumerate(lineages):
+            for turn_id, start, end in lineage.turns:
+                spans.setdefault(turn_id, []).append(TokenSpan(row, start, end))
+        steps = tuple(
+            ScoredStep(turn, score, tuple(spans.get(self.ids.get(turn, ""), ()))) for turn, score in self.scores.items()
+        )
+        return StepScores(credit=self.credit, outcome=outcome, coefficient=self.coefficient, steps=steps)
 
 
 def with_judgement(verdict: Verdict, judgement: Judgement | None) -> Verdict:
-    """Return a verdict with the judge's mean score added to its reward; it changes neither cause nor `solved`."""
-    if judgement is None or verdict.reward is None:
+    """Return a verdict with the judge's mean score added to its reward, unless its steps have credit of their own; it
+    changes neither cause nor `solved`."""
+    if judgement is None or verdict.reward is None or judgement.credit is Credit.STEPS:
         return verdict
     scores, mean = judgement.scores, judgement.mean
     if mean is None:

@@ -171,7 +171,7 @@ class LoopAgent:
         words = [*([] if action.name == RUN else [action.name]), *map(str, action.arguments.values())]
         talk.actions.append(" ".join(words)[:MAX_COMMAND_CHARACTERS])
         if talk.judge is not None:
-            step = Step(turn=talk.answers, answer=reply.text, observation=observation.text)
+            step = Step(turn=talk.answers, id=reply.turn_id, answer=reply.text, observation=observation.text)
             talk.judge.see(step, judged=not observation.ends)
         return observation
 

@@ -26,6 +26,7 @@ from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.rewards import Judgement
 from headrace.buffer.primitives.registry import PartRefused, Registry
+from headrace.buffer.step_scores import MAX_SCORE, Credit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,8 +57,11 @@ class JudgeConfig(BaseModel):
     returns a text with a vote."""
     votes: int = Field(default=3, ge=1)
     """Number of votes on each step."""
-    coefficient: float = 1.0
-    """Weight of the mean score of the steps, which is added to the outcome's reward."""
+    credit: Credit = Credit.REWARD
+    """Use of the scores: `reward` adds their mean to the reward of the rollout; `steps` gives each turn with a score an
+    advantage of its own, from outcome + coefficient x score, normalised over the rollouts of its group."""
+    coefficient: float = Field(default=1.0, ge=-MAX_SCORE, le=MAX_SCORE, allow_inf_nan=False)
+    """Weight of the scores beside the outcome's reward."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature of the votes."""
     max_tokens: int = Field(default=4096, ge=1)
@@ -77,6 +81,8 @@ class JudgeConfig(BaseModel):
     def _has_one_voter(self) -> Self:
         if self.service and self.rule:
             raise ValueError("service and rule exclude each other; remove one")
+        if self.credit is Credit.STEPS and not self.is_set:
+            raise ValueError("credit is steps, but no scores exist without a judge; set service or rule")
         return self
 
     @property
@@ -87,9 +93,11 @@ class JudgeConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step of the policy: its answer and what came of it. `turn` is the number of the answer, from 1."""
+    """A step of the policy: its answer and what came of it. `turn` is the number of the answer, from 1, and `id` its id
+    in the gateway's report of the session."""
 
     turn: int
+    id: str = ""
     answer: str
     observation: str
 
@@ -198,7 +206,12 @@ class Judge:
             turn: tuple(one.result() if one.done() else None for one in ones) for turn, ones in self._votes.items()
         }
         self.drop()
-        return Judgement(votes=votes, coefficient=self.config.coefficient)
+        return Judgement(
+            votes=votes,
+            ids={step.turn: step.id for step in self._steps if step.turn in votes},
+            credit=self.config.credit,
+            coefficient=self.config.coefficient,
+        )
 
     def drop(self) -> None:
         """Cancel all votes that are not there yet."""
@@ -208,7 +221,7 @@ class Judge:
 
 
 def _cut(step: Step, characters: int) -> Step:
-    return Step(turn=step.turn, answer=step.answer, observation=step.observation[:characters])
+    return Step(turn=step.turn, id=step.id, answer=step.answer, observation=step.observation[:characters])
 
 
 def judged_problem(messages: Sequence[ChatMessage]) -> str:

@@ -218,6 +218,9 @@ async def _run(
                     agent_user=report.user,
                 )
                 verdict = await stations.evaluate(request)
+            scores = None
+            if report.judgement is not None and verdict.reward is not None:
+                scores = report.judgement.of_tokens(verdict.reward, record.lineages)
             verdict = with_judgement(verdict, report.judgement)
     return RolloutResult(
         rollout_id=order.rollout_id,
@@ -228,6 +231,7 @@ async def _run(
         turns=record.turns,
         trace_id=_trace_id(),
         host=phases.host,
+        scores=scores,
     )
 
 

@@ -39,7 +39,9 @@ from headrace.actors.section import Section
 from headrace.actors.services.config import ServiceConfig, ServiceName
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.step_scores import Credit
 from headrace.policies.learners.config import LearnerConfig
+from headrace.policies.learners.objectives.config import PPO
 from headrace.policies.learners.slime import arguments as slime
 from headrace.policies.miniatures import names as miniatures
 from headrace.policies.processes.engine_keys import is_loopback
@@ -266,6 +268,20 @@ def all_nodes_reach_the_services(config: RunConfig) -> str | None:
     return None
 
 
+def credit_of_steps_fits_the_run(config: RunConfig) -> str | None:
+    """Refuse advantages of single turns where the parts of the run would not use them as they are defined."""
+    if config.agent.kind is not AgentKind.LOOP or config.agent.loop.judge.credit is not Credit.STEPS:
+        return None
+    key = "agent.loop.judge.credit is steps"
+    if config.buffer.rule != "all":
+        return f"{key}, which compares the steps of complete groups, but buffer.rule is {config.buffer.rule}; set all"
+    if config.learner.objective == PPO:
+        return f"{key}, but learner.objective {PPO} takes its advantages from the critic; set credit to reward"
+    if config.learner.kind == "slime":
+        return f"{key}, but slime has one advantage for each rollout; set credit to reward, or learner.kind to megatron"
+    return None
+
+
 CHECKS = (
     a_model_is_named,
     simulated_parts_go_together,
@@ -280,6 +296,7 @@ CHECKS = (
     remote_hosts_are_named,
     programs_fit_the_sandboxes,
     enough_held_out_tasks,
+    credit_of_steps_fits_the_run,
     slime_trains_the_recipe,
     observations_reach_the_learner,
     external_trainers_reach_the_run,

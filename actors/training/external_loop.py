@@ -155,7 +155,8 @@ def note_trainer(absences: Absences, learner: LearnerStatus | None) -> None:
 
 def _order_document(order: TrainerOrder) -> bytes:
     """Return the answer to `take`. The arrays of a row are aligned: `tokens`, `loss_mask` (true where sampled) and
-    `logprobs` of the behaviour policy; `versions` are `[start, end, version, stale_kv]`."""
+    `logprobs` of the behaviour policy; `versions` are `[start, end, version, stale_kv]`; `advantages` are null unless
+    turns have advantages of their own."""
     document: dict[str, Any] = {
         "order": order.order.value,
         "version": None if order.version is None else str(order.version),
@@ -183,7 +184,8 @@ def _item_document(item: BatchItem) -> dict[str, Any]:
                 "loss_mask": row.loss_mask_T,
                 "logprobs": row.logprobs_T,
                 "versions": [span.to_json() for span in row.versions],
+                "advantages": item.row_advantages(number),
             }
-            for row in item.trajectory.rows
+            for number, row in enumerate(item.trajectory.rows)
         ],
     }

@@ -489,13 +489,13 @@ def longest_row(batch: Batch) -> str:
 
 
 def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:
-    """Return the batch with its (reward, advantage) pairs permuted over its items; the permutation depends only on the
-    seed and the batch."""
-    pairs = [(item.reward, item.advantage) for item in batch.items]
-    random.Random(f"{seed} {batch.lease.batch_id}").shuffle(pairs)
+    """Return the batch with its rewards permuted over its items, together with the advantages of the rollout and of its
+    turns; the permutation depends only on the seed and the batch."""
+    givers = list(batch.items)
+    random.Random(f"{seed} {batch.lease.batch_id}").shuffle(givers)
     items = tuple(
-        replace(item, reward=reward, advantage=advantage)
-        for item, (reward, advantage) in zip(batch.items, pairs, strict=True)
+        replace(item, reward=giver.reward, advantage=giver.advantage, turn_advantages=giver.turn_advantages)
+        for item, giver in zip(batch.items, givers, strict=True)
     )
     return replace(batch, items=items)
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from headrace.buffer.core.acceptance import GroupView, effective_since
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from headrace.buffer.core.acceptance import AcceptanceRule
+    from headrace.buffer.step_scores import StepScores
 
 KINDS: Final = frozenset({"grpo", "grpo_no_std", "leave_one_out", "grpo_first_round"})
 _EPSILON: Final = 1e-6
@@ -120,3 +121,36 @@ def _squares(rewards: Collection[float]) -> float:
         return 0.0
     mean = math.fsum(rewards) / len(rewards)
     return math.fsum((reward - mean) ** 2 for reward in rewards)
+
+
+def expected_turns(values: Mapping[int, float], members: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Return the advantages of a rollout's turns from their values. `members` have the values of each member's first
+    result that had arrived when the group was sealed, by turn."""
+    expected = {}
+    for turn, value in values.items():
+        others = [member[turn] for member in members if turn in member]
+        if len(others) < 2:
+            expected[turn] = value
+        elif len(set(others)) == 1:
+            expected[turn] = 0.0
+        else:
+            mean = math.fsum(others) / len(others)
+            deviation = math.sqrt(_squares(others) / len(others))
+            distance = (value - mean) / (deviation + _EPSILON)
+            # None of n values is further from their mean, in population deviations.
+            expected[turn] = math.copysign(min(abs(distance), math.sqrt(len(others) - 1)), distance)
+    return expected
+
+
+def expected_reward(scores: StepScores) -> float:
+    """Return the reward that follows from an outcome and the scores of steps."""
+    if scores.credit == "steps" or not scores.steps:
+        return scores.outcome
+    return scores.outcome + scores.coefficient * math.fsum(step.score for step in scores.steps) / len(scores.steps)
+
+
+def expected_values(scores: StepScores | None) -> dict[int, float]:
+    """Return the values of an attempt's turns, by turn."""
+    if scores is None or scores.credit != "steps":
+        return {}
+    return {step.turn: scores.outcome + scores.coefficient * step.score for step in scores.steps}

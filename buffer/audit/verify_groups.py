@@ -22,6 +22,9 @@ from headrace.buffer.audit.expected_advantages import (
     ExpectedAdvantages,
     Result,
     expected_baseline,
+    expected_reward,
+    expected_turns,
+    expected_values,
 )
 from headrace.buffer.core.acceptance import AcceptanceRule, GroupView, effective_since, parse_rule
 from headrace.buffer.core.classification import FAILED
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from headrace.buffer.audit.joined_rows import GroupHistory
+    from headrace.buffer.step_scores import StepScores
     from headrace.buffer.tasks import TaskId
 
 _WITH_ADVANTAGE = frozenset({RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
@@ -40,13 +44,15 @@ _WITH_ADVANTAGE = frozenset({RolloutState.SEALED, RolloutState.LEASED, RolloutSt
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sealed:
     """A sealed group with its evidence. `finishes` holds, by member, the first result that had arrived when the group
-    was sealed."""
+    was sealed, and `first_values` the values of its turns; `scores` are those of each member's current attempt."""
 
     group: GroupRecord
     members: Sequence[RolloutRecord]
     rule: AcceptanceRule
     min_members: int
     finishes: Mapping[RolloutId, Result]
+    scores: Mapping[RolloutId, StepScores | None]
+    first_values: Sequence[Mapping[int, float]]
     own: CompleteGroups
     pooled: CompleteGroups
 
@@ -80,6 +86,15 @@ class GroupAudit:
             tries, first = history.attempts.get(rollout.rollout_id, ()), history.first_result(rollout)
             if rollout.first_reward != (first.reward if first else None):
                 yield f"{rollout.rollout_id} counts {rollout.first_reward} in its group, which is not its first result"
+            if (rollout.first_values or {}) != expected_values(first.scores if first else None):
+                yield f"{rollout.rollout_id} counts {rollout.first_values} for its turns, not its first result's scores"
+            for attempt in tries:
+                scores = attempt.scores
+                if scores is not None and not _close(attempt.reward or 0.0, expected_reward(scores)):
+                    yield (
+                        f"{rollout.rollout_id} attempt {attempt.attempt} has reward {attempt.reward}, but its outcome "
+                        f"and the scores of its steps give {expected_reward(scores)}"
+                    )
             if rollout.evictions > group.max_evictions:
                 yield f"{rollout.rollout_id} was issued again {rollout.evictions} times, more than its group allows"
             # Each eviction is of an attempt that ended.
@@ -139,7 +154,8 @@ class GroupAudit:
         tries = (attempt for tries in history.attempts.values() for attempt in tries)
         if self._retried and any(attempt.key in self._retried and not attempt.trained for attempt in tries):
             return
-        early = ((member.rollout_id, history.first_result(member)) for member in members if not member.late)
+        early = [(member.rollout_id, history.first_result(member)) for member in members if not member.late]
+        current = ((member.rollout_id, history.current(member)) for member in members)
         try:
             yield from _sealed_group(
                 _Sealed(
@@ -152,6 +168,8 @@ class GroupAudit:
                         for rollout_id, first in early
                         if first is not None and first.reward is not None
                     },
+                    scores={rollout_id: attempt.scores for rollout_id, attempt in current if attempt is not None},
+                    first_values=[expected_values(first.scores) for _, first in early if first is not None],
                     own=self._history[group.task_id],
                     pooled=self._history[None],
                 )
@@ -209,6 +227,11 @@ def _sealed_group(sealed: _Sealed) -> Iterator[str]:
                 yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"
         elif not _close(member.advantage, expected.advantage(member.reward, baseline)):
             yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"
+        else:
+            turns = expected_turns(expected_values(sealed.scores.get(member.rollout_id)), sealed.first_values)
+            stored = member.turn_advantages or {}
+            if stored.keys() != turns.keys() or not all(_close(stored[turn], turns[turn]) for turn in turns):
+                yield f"{member.rollout_id} has advantages {stored} of turns, but its group's scores give {turns}"
 
 
 def _close(stored: float, expected: float) -> bool:

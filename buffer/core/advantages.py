@@ -21,14 +21,27 @@ Invariants:
   finishers.
 - Every advantage is (R - B) / scale. With `grpo` it is at most (n - 1) / sqrt(n), as in every complete group
   (Samuelson's inequality): a history of similar rewards cannot give one member of an early group a huge weight.
+
+With scores of steps (`step_scores`), the value of a turn is outcome + coefficient x score. It is normalised over the
+bucket of its turn, the members of the group with a score for the turn that had finished when the group was sealed
+(OpenClaw-RL, `step_wise`):
+
+| bucket | advantage of the turn |
+|---|---|
+| two or more values that differ | (value - mean) / (population deviation + 1e-6), at most sqrt(n - 1) |
+| two or more equal values | 0 |
+| one value | the value |
+
+A turn that is in no bucket, in a member that was issued again, counts like one with a single value. A turn without a
+score has the advantage of its rollout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, TypeAlias
 
 from headrace.buffer.core.acceptance import AcceptanceRule, GroupView
 
@@ -55,6 +68,18 @@ class RewardSpread:
     members: int = 0
     grpo_square_sum: float = 0.0
     grpo_deviation_sum: float = 0.0
+
+
+class Bucket(NamedTuple):
+    """Values of one turn in a group: their number, mean and population deviation."""
+
+    size: int
+    mean: float
+    deviation: float
+
+
+Buckets: TypeAlias = "dict[int, Bucket]"
+"""Buckets of a group, by turn number."""
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
@@ -150,3 +175,29 @@ def advantage(kind: AdvantageKind, reward: float, baseline: float, scale: float,
         return value
     largest = (members - 1) / math.sqrt(members)
     return max(-largest, min(largest, value))
+
+
+def buckets_of(members: Iterable[Mapping[int, float]]) -> Buckets:
+    """Return the buckets of a group from the values of its members' turns."""
+    by_turn: dict[int, list[float]] = {}
+    for values in members:
+        for turn, value in values.items():
+            by_turn.setdefault(turn, []).append(value)
+    return {
+        turn: Bucket(len(values), mean(values), math.sqrt(deviation_square_sum(values) / len(values)))
+        for turn, values in sorted(by_turn.items())
+    }
+
+
+def turn_advantages(values: Mapping[int, float], buckets: Mapping[int, Bucket]) -> dict[int, float]:
+    """Return the advantages of the turns that have a value."""
+    return {turn: _turn_advantage(value, buckets.get(turn)) for turn, value in values.items()}
+
+
+def _turn_advantage(value: float, bucket: Bucket | None) -> float:
+    if bucket is None or bucket.size == 1:
+        return value
+    if bucket.deviation == 0.0:
+        return 0.0
+    largest = math.sqrt(bucket.size - 1)
+    return max(-largest, min(largest, (value - bucket.mean) / (bucket.deviation + SCALE_EPSILON)))

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,12 @@ import numpy as np
 
 from headrace.buffer.codec import refuse_unstorable
 from headrace.buffer.core.records import TrainedTokens
-from headrace.buffer.sanitizer import clean_text, plain_float, plain_int, plain_version
+from headrace.buffer.sanitizer import clean_text, plain_float, plain_int, plain_scores, plain_version
 from headrace.buffer.types import Cause, Outcome, RolloutResult, Row, Trajectory, check_reward
 
 if TYPE_CHECKING:
     from headrace.buffer.row_limits import RowLimits
+    from headrace.buffer.step_scores import StepScores
     from headrace.buffer.versions import PolicyVersion, VersionTree
 
 FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
@@ -36,6 +38,7 @@ class Account:
     trace_id: str = ""
     host: str = ""
     engine_failed: bool = False
+    scores: StepScores | None = None
     untrainable: bool = False
     """The result exceeds the limits of the learner, so it counts as an infra failure."""
 
@@ -56,6 +59,12 @@ def classify(
         violation = limits.violation(result.trajectory) if limits and trained and result.trajectory else ""
         if violation:
             outcome, trained = Outcome.infra(f"the learner cannot train this result: {violation}"), ()
+        scores = None
+        # Scores of a failed attempt act on nothing.
+        if result.scores is not None and outcome.reward is not None:
+            scores = plain_scores(result.scores, result.trajectory)
+            if not math.isclose(scores.reward, outcome.reward, rel_tol=1e-9, abs_tol=1e-9):
+                raise ValueError(f"reward {outcome.reward}, but its outcome and scores give {scores.reward}")
         return Account(
             outcome=outcome,
             trained=trained,
@@ -64,6 +73,7 @@ def classify(
             trace_id=clean_text(result.trace_id),
             host=clean_text(result.host),
             engine_failed=bool(result.engine_failed),
+            scores=scores,
             untrainable=bool(violation),
         )
     except Exception as error:  # noqa: BLE001 - a foreign worker may send anything; only its own result is lost

@@ -96,6 +96,7 @@ class GroupBook:
             phases_s=account.phases_s,
             trace_id=account.trace_id,
             host=account.host,
+            scores=account.scores,
         )
         self._end(attempt, engine_failed=account.engine_failed, untrainable=account.untrainable)
         return Receipt(rollout_id=attempt.rollout_id, attempt=attempt.attempt, status=status)
@@ -169,8 +170,16 @@ class GroupBook:
             self._history.failed(task_id, attempt, poison=poison)
         else:
             rollout = self._state.rollouts[attempt.rollout_id]
-            first = attempt.reward if rollout.first_reward is None else rollout.first_reward
-            self._state.move(rollout.rollout_id, RolloutState.WAITING, reward=attempt.reward, first_reward=first)
+            first, values = rollout.first_reward, rollout.first_values
+            if first is None:
+                first, values = attempt.reward, attempt.scores.values or None if attempt.scores else None
+            self._state.move(
+                rollout.rollout_id,
+                RolloutState.WAITING,
+                reward=attempt.reward,
+                first_reward=first,
+                first_values=values,
+            )
             self._history.finished(task_id, attempt)
             if self._state.group_of(rollout.rollout_id).state is GroupState.SEALED:
                 self._sealing.arrive(rollout.rollout_id)

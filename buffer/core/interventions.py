@@ -89,7 +89,9 @@ class Interventions:
                 else:
                     # The group was sealed with this result: its reward continues to count.
                     self._state.put(self._as_counted(rollout_id))
-                    self._state.move(rollout_id, RolloutState.PENDING, reward=None, advantage=None)
+                    self._state.move(
+                        rollout_id, RolloutState.PENDING, reward=None, advantage=None, turn_advantages=None
+                    )
                 again.append(rollout_id)
             elif rollout.state is RolloutState.TRAINED:
                 self._note(Action.RETRY_LOST, rollout_id, rollout.attempt, f"stays trained: {why}", now)
@@ -136,9 +138,10 @@ class Interventions:
                 trainable=False,
                 detail="its result was lost",
                 trained=(),
+                scores=None,
             )
         )
-        self._state.move(rollout_id, RolloutState.PENDING, reward=None, first_reward=None)
+        self._state.move(rollout_id, RolloutState.PENDING, reward=None, first_reward=None, first_values=None)
 
     def _as_counted(self, rollout_id: RolloutId) -> AttemptRecord:
         """Return the attempt as the buffer counted it. If a result was acknowledged but never reached the disk, only

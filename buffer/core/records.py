@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headrace.buffer.core.advantages import AdvantageKind
+    from headrace.buffer.step_scores import StepScores, TurnAdvantages
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.types import BatchId, Cause, GroupId, RolloutId
     from headrace.buffer.versions import PolicyVersion
@@ -144,9 +145,10 @@ class RolloutRecord:
     """A rollout. `attempt` is the current one (0: none yet), `failures` counts attempts that failed because of
     infrastructure, `evictions` those that exceeded the staleness bound because they were slow, not because of a fork.
 
-    `reward` and `advantage` are of the current attempt. `first_reward` is that of the first attempt that finished, and
-    counts in the group's statistics. `baseline` and `scale` are fixed when the group is sealed. `late` means that the
-    rollout was unfinished at that time."""
+    `reward`, `advantage` and `turn_advantages` are of the current attempt. `first_reward` is that of the first attempt
+    that finished, and counts in the group's statistics, as `first_values` of its turns do (see `advantages`).
+    `baseline` and `scale` are fixed when the group is sealed. `late` means that the rollout was unfinished at that
+    time."""
 
     rollout_id: RolloutId
     group_id: GroupId
@@ -163,6 +165,8 @@ class RolloutRecord:
     scale: float | None = None
     late: bool = False
     evictions: int = 0
+    first_values: Mapping[int, float] | None = None
+    turn_advantages: TurnAdvantages | None = None
 
     @property
     def key(self) -> RolloutId:
@@ -241,7 +245,7 @@ class OutageRecord:
 class AttemptRecord:
     """An attempt of a rollout. `version` was the version being served when the attempt was issued. `offered` is true if
     a result was offered, and false for an abandoned attempt. `solved` is the evaluator's verdict, false if there is no
-    reward. `host` is where the attempt's sandbox ran, empty when that is unknown."""
+    reward. `host` is where the attempt's sandbox ran, empty when that is unknown. `scores` are those of a judge."""
 
     rollout_id: RolloutId
     attempt: int
@@ -260,6 +264,7 @@ class AttemptRecord:
     solved: bool = False
     host: str = ""
     charged_to: Charge | None = None
+    scores: StepScores | None = None
 
     @property
     def key(self) -> tuple[RolloutId, int]:

@@ -16,13 +16,23 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from headrace.buffer.core.acceptance import NEVER, AcceptanceRule, GroupView, effective_since
-from headrace.buffer.core.advantages import Finish, RewardSpread, advantage, baseline, group_scale, zero_variance
+from headrace.buffer.core.advantages import (
+    Finish,
+    RewardSpread,
+    advantage,
+    baseline,
+    buckets_of,
+    group_scale,
+    turn_advantages,
+    zero_variance,
+)
 from headrace.buffer.core.records import FilterReason, GroupRecord, GroupState, RolloutRecord, RolloutState
 from headrace.buffer.types import Cause, GroupId, RolloutId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.buffer.core.advantages import Buckets
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
@@ -104,8 +114,9 @@ class Sealing:
     def arrive(self, rollout_id: RolloutId) -> None:
         """Seal a member of a sealed group that has finished late, or has finished again."""
         rollout = self._state.rollouts[rollout_id]
-        counted = sum(member.scale is not None for member in self._state.rollouts_of(rollout.group_id))
-        self._seal_member(rollout, counted, flat=False)
+        members = self._state.rollouts_of(rollout.group_id)
+        counted = sum(member.scale is not None for member in members)
+        self._seal_member(rollout, counted, _buckets(members), flat=False)
         self.completed(rollout.group_id)
 
     def completed(self, group_id: GroupId) -> None:
@@ -133,7 +144,9 @@ class Sealing:
         counted = sum(member.scale is not None for member in fixed)
         running = [member for member in fixed if member.running]
         rewards = [member.first_reward for member in fixed if member.first_reward is not None]
-        flat = not running and zero_variance(rewards)
+        buckets = _buckets(fixed)
+        by_turn = (turn_advantages(member.first_values or {}, buckets) for member in fixed)
+        flat = not running and zero_variance(rewards) and not any(any(turns.values()) for turns in by_turn)
         if running:
             self._state.count("groups_sealed_early")
         if flat:
@@ -141,7 +154,7 @@ class Sealing:
         for member in fixed:
             if not member.running:
                 if member.finished:
-                    self._seal_member(member, counted, flat=flat)
+                    self._seal_member(member, counted, buckets, flat=flat)
             elif self._config.unfinished == "carry":
                 self._state.put(replace(member, late=True))
             else:
@@ -194,7 +207,7 @@ class Sealing:
             for member in members
         ]
 
-    def _seal_member(self, member: RolloutRecord, counted: int, *, flat: bool) -> None:
+    def _seal_member(self, member: RolloutRecord, counted: int, buckets: Buckets, *, flat: bool) -> None:
         assert member.reward is not None
         assert member.baseline is not None
         assert member.scale is not None
@@ -209,11 +222,17 @@ class Sealing:
             kind = self._state.group_of(member.rollout_id).advantage
             assert kind is not None
             value = advantage(kind, member.reward, member.baseline, member.scale, members=counted)
-            self._state.put(replace(member, state=RolloutState.SEALED, advantage=value))
+            turns = turn_advantages(attempt.scores.values, buckets) if attempt.scores else {}
+            self._state.put(replace(member, state=RolloutState.SEALED, advantage=value, turn_advantages=turns or None))
 
     def _filter(self, rollout: RolloutRecord, reason: FilterReason) -> None:
         self._state.put(replace(rollout, state=RolloutState.FILTERED, reason=reason))
         self._state.count(f"filtered_{reason}")
+
+
+def _buckets(members: Sequence[RolloutRecord]) -> Buckets:
+    """Return the buckets of a group: the values of the members that had finished when it was sealed."""
+    return buckets_of(member.first_values for member in members if member.first_values and not member.late)
 
 
 def _complete(members: Sequence[RolloutRecord]) -> bool:

@@ -71,5 +71,13 @@ def evict(state: ReplayState, history: TaskHistory, rollout_id: RolloutId, versi
             state.count("rollouts_evicted")
             return
     evictions = rollout.evictions + (not forked)
-    state.move(rollout_id, RolloutState.PENDING, batch_id=None, evictions=evictions, reward=None, advantage=None)
+    state.move(
+        rollout_id,
+        RolloutState.PENDING,
+        batch_id=None,
+        evictions=evictions,
+        reward=None,
+        advantage=None,
+        turn_advantages=None,
+    )
     state.count("rollouts_reissued")

@@ -6,8 +6,8 @@ Invariants:
   get the names that they have had since schema 4.
 - A single-file ledger (schema 1 or 2) itself becomes the archive; the open rows are copied out of it. Apart from
   counting the closed rows and renaming their kinds once, the time does not depend on their number.
-- The archive of a ledger of schema 3 is migrated before the ledger, each in one transaction. After an interruption the
-  next start continues.
+- The archive of a ledger of schema 3 or 4 is migrated before the ledger, each in one transaction. After an interruption
+  the next start continues.
 - At every moment `ledger.db` is a complete ledger: the old one until the new one replaces it. The files of an
   interrupted attempt are removed by the next one.
 """
@@ -38,6 +38,7 @@ from headrace.buffer.ledger.schema import (
     APPLICATION_ID,
     CHANGES_OF_3,
     CHANGES_OF_4,
+    CHANGES_OF_5,
     LEDGER_STATEMENTS,
     SCHEMA_VERSION,
     TABLES_OF_2,
@@ -157,7 +158,13 @@ def _from_3(database: sqlite3.Connection) -> None:
     database.execute("UPDATE groups SET advantage = 'leave_one_out' WHERE advantage = 'centered'")
 
 
-_STEPS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _from_1, 2: _from_2, 3: _from_3}
+def _from_4(database: sqlite3.Connection) -> None:
+    """Migrate from version 4, which recorded no scores of steps."""
+    for statement in CHANGES_OF_5:
+        database.execute(statement)
+
+
+_STEPS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}
 
 
 _OPEN = "group_id IN (SELECT group_id FROM old.groups WHERE closed = 0)"

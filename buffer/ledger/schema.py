@@ -40,10 +40,11 @@ from headrace.buffer.core.records import (
     TaskRecord,
     TrainedTokens,
 )
+from headrace.buffer.step_scores import StepScores
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 APPLICATION_ID = 0x48524C31
 """`HRL1` in the file's header: this SQLite file is a ledger."""
 
@@ -88,6 +89,13 @@ CHANGES_OF_4 = (
     "ALTER TABLE tasks ADD COLUMN grpo_deviation_sum REAL NOT NULL DEFAULT 0.0",
 )
 """Columns new with schema 4, in which `groups.advantage` has other names for the kinds of older ledgers."""
+
+CHANGES_OF_5 = (
+    "ALTER TABLE attempts ADD COLUMN scores TEXT",
+    "ALTER TABLE rollouts ADD COLUMN first_values TEXT",
+    "ALTER TABLE rollouts ADD COLUMN turn_advantages TEXT",
+)
+"""Columns new with schema 5: scores of steps, and what follows from them. Older ledgers have none."""
 
 LEDGER_DDL = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -135,6 +143,7 @@ LEDGER_STATEMENTS = (
     TABLES_OF_2,
     *CHANGES_OF_3,
     *CHANGES_OF_4,
+    *CHANGES_OF_5,
     "CREATE INDEX rollouts_by_batch ON rollouts (batch_id)",
 )
 
@@ -248,6 +257,18 @@ def _write_hosts(failures: tuple[HostFailures, ...]) -> str:
     return _json([[item.host, item.first_at_s, item.last_at_s] for item in failures])
 
 
+def _read_turns(text: str | None) -> dict[int, float] | None:
+    return None if text is None else dict(json.loads(text))
+
+
+def _write_turns(turns: Mapping[int, float] | None) -> str | None:
+    return None if turns is None else _json(list(turns.items()))
+
+
+def _write_scores(scores: StepScores | None) -> str | None:
+    return None if scores is None else scores.to_json()
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(json.loads(text))
 
@@ -279,16 +300,22 @@ TABLES: Mapping[type, Table] = {
         "rollouts",
         "rollout_id",
         "group_id member state attempt failures reward advantage batch_id reason first_reward baseline scale late "
-        "evictions",
-        {"state": RolloutState, "reason": _optional(FilterReason), "late": bool},
-        {},
+        "evictions first_values turn_advantages",
+        {
+            "state": RolloutState,
+            "reason": _optional(FilterReason),
+            "late": bool,
+            "first_values": _read_turns,
+            "turn_advantages": _read_turns,
+        },
+        {"first_values": _write_turns, "turn_advantages": _write_turns},
     ),
     AttemptRecord: _table(
         AttemptRecord,
         "attempts",
         "rollout_id attempt",
         "version issued_at_s ended_at_s offered cause reward trainable detail trained turns phases_s trace_id solved "
-        "host charged_to",
+        "host charged_to scores",
         {
             "version": _version,
             "offered": bool,
@@ -298,8 +325,9 @@ TABLES: Mapping[type, Table] = {
             "charged_to": _optional(Charge),
             "trained": read_trained,
             "phases_s": _pairs,
+            "scores": _optional(StepScores.from_json),
         },
-        {"version": str, "trained": _write_trained, "phases_s": _json},
+        {"version": str, "trained": _write_trained, "phases_s": _json, "scores": _write_scores},
     ),
     BatchRecord: _table(
         BatchRecord,

@@ -188,6 +188,8 @@ class ReplayStore:
                 advantage=rollout.advantage or 0.0,
                 staleness=member.staleness,
                 trajectory=trajectory,
+                scores=self._core.state.attempts[rollout.rollout_id].scores,
+                turn_advantages=rollout.turn_advantages or {},
             )
             for member, rollout, trajectory in zip(record.members, rollouts, trajectories, strict=True)
         )

@@ -4,8 +4,8 @@ Shapes: B rows, T padded tokens, N trained tokens of the micro-batch in row-majo
 
 Invariants:
 - Weights are fixed for the whole batch, before it is divided: a token's weight depends on its trajectory only.
-- A trajectory without trained tokens yields no rows. One with advantage 0 yields rows only if a term of the loss uses
-  them. Both count in the denominators of the policy loss.
+- A trajectory without trained tokens yields no rows. One without an advantage yields rows only if a term of the loss
+  uses them. Both count in the denominators of the policy loss.
 - Observed tokens are computed only at an update whose coefficient for them is above 0.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from headrace.buffer.types import Batch, Row
+    from headrace.buffer.types import Batch, BatchItem, Row
     from headrace.policies.learners.objectives.config import ObjectiveConfig
     from headrace.policies.learners.objectives.loss import Objective
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class WeightedRow:
     """Row with the values shared by its tokens. `weight` multiplies the loss of each trained token; `trajectory` is the
     index of the row's trajectory in the batch, `reward` that of the trajectory. `advantages` are those of each trained
-    token if a critic gives them, in place of `advantage`. `observation_weights` multiply the cross-entropy of each
-    observation and each warning; None if observed tokens are not computed."""
+    token if a critic gives them or the row's turns have their own, in place of `advantage`. `observation_weights`
+    multiply the cross-entropy of each observation and each warning; None if observed tokens are not computed."""
 
     row: Row
     advantage: float
@@ -63,10 +63,11 @@ def weighted_rows(batch: Batch, objective: Objective, config: ObjectiveConfig) -
             weight=weight,
             trajectory=index,
             reward=item.reward,
+            advantages=_advantages_of(item, number),
         )
         for index, (item, weight) in enumerate(zip(batch.items, weights, strict=True))
-        if item.advantage != 0.0 or zero_advantage
-        for row in item.trajectory.rows
+        if item.has_advantage or zero_advantage
+        for number, row in enumerate(item.trajectory.rows)
         if row.loss_mask_T.any()
     ]
     if not observes:
@@ -74,6 +75,13 @@ def weighted_rows(batch: Batch, objective: Objective, config: ObjectiveConfig) -
     kinds = [_observed_kinds_T(row.row) for row in rows]
     by_row = observation_weights([[int((kinds_T == kind).sum()) for kind in OBSERVED] for kinds_T in kinds], config)
     return [replace(row, observation_weights=weights) for row, weights in zip(rows, by_row, strict=True)]
+
+
+def _advantages_of(item: BatchItem, number: int) -> npt.NDArray[np.float32] | None:
+    """Return the advantages of a row's trained tokens if some of its trajectory's turns have advantages of their
+    own."""
+    advantages_T = item.row_advantages(number)
+    return None if advantages_T is None else advantages_T[item.trajectory.rows[number].loss_mask_T]
 
 
 def _observed_kinds_T(row: Row) -> npt.NDArray[np.uint8]:
@@ -155,15 +163,22 @@ def collate(rows: Sequence[WeightedRow], device: torch.device) -> MicroBatch:
         # Observed tokens were not sampled: their cross-entropy is that of the model, at temperature 1.
         temperatures_S = torch.ones(len(observed.trained_S), device=device)
         temperatures_S[observed.trained_S] = temperatures_N
-    by_token = [row.advantages for row in rows if row.advantages is not None]
-    advantages_N = torch.from_numpy(np.concatenate(by_token)).to(device) if by_token else None
+    advantages_N = spread([row.advantage for row in rows])
+    if any(row.advantages is not None for row in rows):
+        by_row = torch.split(advantages_N, counts.tolist())
+        advantages_N = torch.cat(
+            [
+                of_row if row.advantages is None else torch.from_numpy(row.advantages).to(device)
+                for row, of_row in zip(rows, by_row, strict=True)
+            ]
+        )
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
         trained_BT=trained,
         scored_BT=scored,
         temperatures_S=temperatures_S,
         behaviour_logprobs_N=torch.from_numpy(behaviour_BT[trained_BT]).to(device),
-        advantages_N=spread([row.advantage for row in rows]) if advantages_N is None else advantages_N,
+        advantages_N=advantages_N,
         temperatures_N=temperatures_N,
         weights_N=spread([row.weight for row in rows]),
         rows_N=spread(range(len(rows)), np.int64),

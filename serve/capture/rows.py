@@ -78,10 +78,11 @@ class TranscriptTurn:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
     """Description of a row. `name` is unique within the session; `truncated` is true if the context limit cut off its
-    last turn."""
+    last turn. `turns` has the id and the tokens `[start, end)` of each turn that is trained in this row."""
 
     name: str
     truncated: bool
+    turns: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,10 +117,20 @@ def report_of(session: Session) -> SessionReport:
     owned: set[SampledNode] = set()
     seen: set[PromptNode] = set()
     rows_by_leaf: dict[SampledNode, Row] = {}
+    lineages: dict[SampledNode, Lineage] = {}
     for leaf in sorted(leaves, key=lambda node: -node.length):
         # The longest row owns the turns that several share.
-        mine = {sampled for _, sampled in path(leaf)} & in_rows - owned
-        rows_by_leaf[leaf] = _row(leaf, mine, {node for node in mine if verdicts[node] is None}, seen)
+        in_order = [sampled for _, sampled in path(leaf)]
+        mine = in_rows.intersection(in_order) - owned
+        trained = {node for node in mine if verdicts[node] is None}
+        rows_by_leaf[leaf] = _row(leaf, mine, trained, seen)
+        lineages[leaf] = Lineage(
+            name=_name(leaf, session.trie),
+            truncated=leaf.truncated,
+            turns=tuple(
+                (node.turn_id, node.length - len(node.ids), node.length) for node in in_order if node in trained
+            ),
+        )
         owned |= mine
         seen |= {prompt for prompt, _ in path(leaf)}
     rows = tuple(rows_by_leaf[leaf] for leaf in leaves)
@@ -138,7 +149,7 @@ def report_of(session: Session) -> SessionReport:
         rerendered=max(0, len(session.trie.roots) - 1),
         exhausted=session.exhausted,
         failures=tuple(session.failures),
-        lineages=tuple(Lineage(name=_name(leaf, session.trie), truncated=leaf.truncated) for leaf in leaves),
+        lineages=tuple(lineages[leaf] for leaf in leaves),
         drift={str(kind): number for kind, number in session.drift.items() if kind},
         lost_calls=session.lost_calls,
     )

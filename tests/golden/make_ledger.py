@@ -1,7 +1,7 @@
-"""Makes a golden run directory: `PYTHONPATH=tests python tests/golden/make_ledger.py tests/golden/ledger_v4`.
+"""Makes a golden run directory: `PYTHONPATH=tests python tests/golden/make_ledger.py tests/golden/ledger_v5`.
 
 Run it once for each schema version, never again for an old one: its files must go on loading. `ledger_v1` to
-`ledger_v3` were made by earlier versions of this script.
+`ledger_v4` were made by earlier versions of this script.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.step_scores import Credit, ScoredStep, StepScores, TokenSpan
 from headrace.buffer.types import Cause, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, write_manifest
@@ -22,7 +24,7 @@ async def step(store, version):
     orders = await store.issue(1000, version)
     await store.offer_many(
         [
-            cases.result(order, version, reward=(0.1, 1.0)[position % 2], solved=position % 2 == 1)
+            scored(cases.result(order, version, reward=(0.1, 1.0)[position % 2], solved=position % 2 == 1))
             for position, order in enumerate(orders)
         ]
     )
@@ -32,6 +34,15 @@ async def step(store, version):
     await store.commit(batch.lease, report)
     members = tuple((item.rollout_id, item.attempt) for item in batch.items)
     return SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=False), after
+
+
+def scored(result):
+    """The result with a score for its only turn, except for the first member of each group."""
+    if result.rollout_id.endswith("-0"):
+        return result
+    step = ScoredStep(1, 1.0 if result.outcome.solved else -0.5, (TokenSpan(0, 2, 8),))
+    scores = StepScores(credit=Credit.STEPS, outcome=result.outcome.reward, coefficient=1.0, steps=(step,))
+    return replace(result, scores=scores)
 
 
 CONFIG = cases.SMALL.model_copy(

@@ -23,13 +23,14 @@ from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.service import NO_SERVICES, ServiceDown
 from headrace.actors.services.started import resolved, running_services, stop_services
 from headrace.buffer.datasets.facts import Fact, write_corpus
+from headrace.buffer.sanitizer import plain_scores
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.serve.capture.session import Budgets
 from support.gateway_rig import Lines, World, world
 from support.scripted_engine import Fault, check_exact
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from headrace.actors.environments.environment import Clock
     from headrace.actors.services.service import Services
@@ -249,13 +250,42 @@ async def test_a_judge_votes_on_the_turns_with_actions(model_dir: Path) -> None:
     lines = Lines("one", "two\nlines", "three", "four", "stop")
     environment = Repeating()
     async with world(model_dir, lines) as w:
-        report, _ = await play(w, LoopAgent(config, environment), ECHO_TASK)
+        report, record = await play(w, LoopAgent(config, environment), ECHO_TASK)
+        decode = w.engines[0].tokenizer.decode
     assert (report.stop, report.turns, environment.closed) == (StopReason.FINISHED, 5, [4])
     assert report.judgement is not None
     assert report.judgement.votes == {1: (-1, -1), 3: (-1, -1), 4: (1, 1)}
+    assert judged_texts(report, record, decode) == {1: "one", 3: "three", 4: "four"}
     assert report.episode is not None
     assert json.loads(report.episode.artifacts["judge"])["mean"] == pytest.approx(-1 / 3)
     assert report.episode.artifacts["acts"] == "4"
+
+
+def judged_texts(report: AgentReport, record: SessionReport, decode: Callable[[list[int]], str]) -> dict[int, str]:
+    """The trained text of each step with a score, by turn."""
+    assert report.judgement is not None
+    assert record.trajectory is not None
+    rows = record.trajectory.rows
+    scores = plain_scores(report.judgement.of_tokens(1.0, record.lineages), record.trajectory)
+    return {
+        step.turn: "".join(decode(rows[row].tokens_T[start:end].tolist()) for row, start, end in step.spans)
+        for step in scores.steps
+    }
+
+
+async def test_a_score_belongs_to_the_tokens_of_its_turn_in_every_row(model_dir: Path) -> None:
+    """F22: with omitted turns, each turn is trained in a row of its own."""
+    judge = {"rule": "support.judging_rules:likes_even_turns", "votes": 1}
+    config = LoopConfig.model_validate({"max_turns": 12, "context": "head_tail(0.3)", "judge": judge})
+    budgets = Budgets(max_context_tokens=360, max_tokens_per_turn=40)
+    said = [f"say {number} {'x ' * 6}" for number in range(12)]
+    async with world(model_dir, Lines(*said)) as w:
+        report, record = await play(w, LoopAgent(config, Repeating()), ECHO_TASK, budgets=budgets)
+        decode = w.engines[0].tokenizer.decode
+    assert len(record.lineages) > 1
+    texts = judged_texts(report, record, decode)
+    assert list(texts) == list(range(1, 13))
+    assert all(texts[number + 1].startswith(text.rstrip()) for number, text in enumerate(said))
 
 
 async def test_late_votes_do_not_outlast_the_agents_deadline(model_dir: Path) -> None:

@@ -586,3 +586,22 @@ def test_an_output_folder_with_other_contents_is_refused(
 def test_true_rewards_can_be_named_without_quotes(text: str, wanted: str, recipe: Path, tmp_path: Path) -> None:
     config = load_recipe(recipe, [f"training.rewards={text}"], tmp_path / "run")
     assert config.training.rewards == wanted
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["agent.loop.judge.rule=a:b", "buffer.rule=all | expiring(1)"], "buffer.rule is all | expiring(1); set all"),
+        (["agent.loop.judge.rule=a:b", "learner.objective=ppo"], "takes its advantages from the critic"),
+        (["agent.loop.judge.rule=a:b", "learner.kind=slime", "learner.kl_coef=0"], "slime has one advantage for each"),
+        ([], "credit is steps, but no scores exist without a judge; set service or rule"),
+    ],
+)
+def test_credit_for_steps_is_refused_where_it_would_mean_something_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], overrides: list[str], reason: str
+) -> None:
+    recipe = Path(__file__).parents[2] / "scripts" / "recipes" / "swe_rl.toml"
+    sets = ["agent.loop.judge.credit=steps", *overrides]
+    error = refused(monkeypatch, capsys, recipe, *(part for one in sets for part in ("--set", one)))
+    assert "agent.loop.judge" in error
+    assert reason in error

@@ -15,6 +15,8 @@ from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import service_time
 from headrace.actors.services.service import NO_SERVICES, Services
+from headrace.buffer.step_scores import Credit, ScoredStep, TokenSpan
+from headrace.serve.capture.rows import Lineage
 from support.scripted_service import ScriptedService, completion, text
 from support.scripted_service import json as answer_with
 
@@ -132,3 +134,27 @@ def test_an_unknown_rule_and_two_voters_are_refused() -> None:
         check_judge(JudgeConfig(rule="support.judging_rules:absent"))
     with pytest.raises(ValueError, match="exclude each other"):
         JudgeConfig(rule="a:b", service="c")
+
+
+def test_with_credit_of_steps_the_reward_is_the_outcome() -> None:
+    judgement = Judgement(votes={1: (1, 1)}, coefficient=1.0, credit=Credit.STEPS)
+    assert with_judgement(solved(), judgement) == solved()
+
+
+def test_the_scores_of_steps_name_the_tokens_of_their_turns() -> None:
+    """F22: a turn belongs to its step by its id, in whichever row it is trained; a lost vote is no score."""
+    judgement = Judgement(
+        votes={1: (1,), 3: (-1, 1), 4: (None,)}, coefficient=0.5, credit=Credit.STEPS, ids={1: "t1", 3: "t4", 4: "t5"}
+    )
+    lineages = (
+        Lineage(name="0", truncated=False, turns=(("t1", 5, 9), ("t2", 12, 14))),
+        Lineage(name="1", truncated=False, turns=(("t4", 3, 8), ("t5", 9, 12))),
+    )
+    scores = judgement.of_tokens(1.0, lineages)
+    assert scores.steps == (ScoredStep(1, 1.0, (TokenSpan(0, 5, 9),)), ScoredStep(3, 0.0, (TokenSpan(1, 3, 8),)))
+    assert (scores.reward, scores.values) == (1.0, {1: 1.5, 3: 1.0})
+
+
+def test_credit_of_steps_without_a_judge_is_refused() -> None:
+    with pytest.raises(ValueError, match="credit is steps, but no scores exist without a judge; set service or rule"):
+        JudgeConfig(credit=Credit.STEPS)

@@ -96,7 +96,7 @@ async def test_a_run_with_schema_2_continues(golden):
     assert report.sealed == 8 + 3
 
 
-@pytest.mark.parametrize("name", ["ledger_v3", "ledger_v4"])
+@pytest.mark.parametrize("name", ["ledger_v3", "ledger_v4", "ledger_v5"])
 async def test_a_run_with_an_archive_continues(golden, name):
     """A reward above 0 solves nothing by itself."""
     run_dir = golden(name)
