@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,8 +109,9 @@ class Learner(Protocol):
         are not to be pushed."""
         ...
 
-    async def save(self) -> CheckpointRef:
-        """Write, fsync and rename a checkpoint directory, with the batches since the last one and the hash chain."""
+    async def save(self, configuration: Mapping[str, Any] | None = None) -> CheckpointRef:
+        """Write, fsync and rename a checkpoint directory, with the batches since the last one, the hash chain, and the
+        resolved configuration of the run."""
         ...
 
     async def close(self) -> None: ...

@@ -13,7 +13,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import orjson
 
@@ -199,3 +199,13 @@ def sandbox_owner(directory: RunDirectory) -> str:
     if directory.shared is None:
         return run_label(directory.path)
     return hashlib.sha256(directory.run_id().encode()).hexdigest()[:16]
+
+
+def read_configuration(directory: RunDirectory) -> dict[str, Any] | None:
+    """Return the content of a run's config.json, as the version wrote it that started or changed the run; None if
+    there is none. Raises OSError, ValueError."""
+    try:
+        document: dict[str, Any] = orjson.loads(directory.config.read_bytes())
+    except FileNotFoundError:
+        return None
+    return document

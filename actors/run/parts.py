@@ -27,6 +27,7 @@ from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.absences import OF_ACTORS, Absences
 from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.run_directory import read_configuration
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.stations import SessionTerms, WorkerParts
@@ -268,6 +269,7 @@ class ServiceParts(GuardedActors):
                 "weights": weights,
             }
             learner = self._config.learner.simulated.model_copy(update=changes)
+        recorded = None if self._directory is None else await asyncio.to_thread(read_configuration, self._directory)
         cluster = self._config.cluster
         await self._reserve(LEARNER_BUNDLE, cluster.learner_bundle(self._config.learner))
         self.learner = await self._spawn(
@@ -278,6 +280,7 @@ class ServiceParts(GuardedActors):
             replay=self.replay,
             engines=self.engines,
             observing=self._observing,
+            configuration=recorded,
             resources=cluster.in_bundle(LEARNER_BUNDLE, gpus=self._config.learner.gpus),
         )
 

@@ -23,7 +23,7 @@ import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.training.trainer_folders import TrainerFolders
 from headrace.buffer.types import CheckpointRef, StepReport
@@ -189,7 +189,7 @@ class ExternalLearner:
         shards = await asyncio.to_thread(lambda: tuple(WeightsShard.of(file) for file in files))
         return WeightsSnapshot(version=version, shards=shards)
 
-    async def save(self) -> CheckpointRef:
+    async def save(self, configuration: Mapping[str, Any] | None = None) -> CheckpointRef:
         """See `Learner.save`: let the trainer save its state, and keep all of its files as the checkpoint."""
         progress = self._opened()
         self._saving = asyncio.get_running_loop().create_future()
@@ -198,7 +198,7 @@ class ExternalLearner:
             staged = await self._saving
         finally:
             self._saving = None
-        manifest = progress.manifest(trained=trained_model(self._config.model_dir))
+        manifest = progress.manifest(trained=trained_model(self._config.model_dir), configuration=configuration)
         published = await asyncio.to_thread(self._folders.publish, staged, manifest)
         progress.saved()
         self._loadable, self._saved = published, progress.version

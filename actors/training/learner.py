@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -49,7 +49,7 @@ from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLear
 from headrace.policies.learners.slime.arguments import SlimeTerms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from headrace.actors.engine_group.group import EngineGroup
     from headrace.actors.record.actor_telemetry import ActorTelemetry
@@ -174,9 +174,10 @@ class LearnerLoop:
         replay: Replay,
         engines: EngineGroup | SimulatedEngineGroup,
         observing: ActorTelemetry,
+        configuration: Mapping[str, Any] | None = None,
     ) -> None:
-        self._config = config
-        self._learner_config = learner
+        """`configuration` is the resolved one of the run, which its checkpoints record."""
+        self._config, self._learner_config, self._configuration = config, learner, configuration
         self._replay = replay
         self._engines = engines
         self._observing = observing
@@ -458,7 +459,7 @@ class LearnerLoop:
             return
         start = _now()
         with self._in(Stage.SAVING):
-            checkpoint = await self._learner.save()
+            checkpoint = await self._learner.save(self._configuration)
         await until_back(lambda: self._replay.checkpointed(checkpoint))
         self._saved_at = self._version.step
         self._clock.step_s += _now() - start

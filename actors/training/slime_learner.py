@@ -17,7 +17,7 @@ import secrets
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace.buffer.primitives.durable_files import link_or_copy
 from headrace.buffer.types import Batch, CheckpointRef, StepReport
@@ -34,7 +34,7 @@ from headrace.policies.learners.slime import batches, checkout, visibility
 from headrace.policies.learners.slime.parsing import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from headrace.actors.training.slime_group import SlimeGroup
     from headrace.actors.training.slime_rank import RankStep
@@ -131,7 +131,7 @@ class SlimeTrainer:
         self._last_snapshot = WeightsSnapshot(version=version, directory=directory)
         return self._last_snapshot
 
-    def save(self) -> CheckpointRef:
+    def save(self, configuration: Mapping[str, Any] | None = None) -> CheckpointRef:
         """Write the checkpoint of the current version, unless it already exists because only skipped steps have
         followed it."""
         root, version = self._config.checkpoint_dir, self.progress.version
@@ -144,7 +144,8 @@ class SlimeTrainer:
         self.group.call("save_into", str(folder), version.step + 1)
         names = sorted(str(file.relative_to(staged)) for file in folder.rglob("*") if file.is_file())
         digests = self._digests(staged, names) | self._link_weights(staged)
-        checkpoints.write_manifest(staged, self.progress.manifest(trained=trained_as(self._config)), digests=digests)
+        manifest = self.progress.manifest(trained=trained_as(self._config), configuration=configuration)
+        checkpoints.write_manifest(staged, manifest, digests=digests)
         final = checkpoints.publish(staged, version)
         self.progress.saved()
         remove_old(root, newest=self._config.keep_checkpoints)

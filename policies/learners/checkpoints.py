@@ -11,7 +11,7 @@ Invariants:
   altered files are found before anything is loaded. A damaged directory is renamed to `aside-<name>`, never removed.
   So is one that a replaced learner finished after a newer epoch had been opened.
 - It also records what was trained (architecture, vocabulary, objective): a learner refuses a checkpoint of another
-  kind instead of loading it.
+  kind instead of loading it. And the resolved configuration of the run that trained it, which no learner reads.
 - Manifests of format 1 have CRC-32 checksums or none, and do not record what was trained. They remain readable.
 
 Layout: `headrace.json`, `megatron/` (model, optimizer and random state), and beside them a Hugging Face model
@@ -75,13 +75,15 @@ class SteppedBatch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Contents of `headrace.json`. `trained` describes what was trained, by name (see
-    `trained_model`); empty if it is not known."""
+    `trained_model`); empty if it is not known. `configuration` is the run's, as in its config.json (no secrets); empty
+    in checkpoints of older versions."""
 
     version: PolicyVersion
     previous_chain: str
     chain: str
     batches: tuple[SteppedBatch, ...]
     trained: Mapping[str, str | int] = field(default_factory=dict)
+    configuration: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,7 @@ def read_manifest(path: Path) -> Manifest:
             chain=document["chain"],
             batches=batches,
             trained=dict(document.get("trained", {})),
+            configuration=dict(document.get("configuration", {})),
         )
         chain = fold_chain(manifest.previous_chain, manifest.batches)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -230,6 +233,7 @@ def write_manifest(path: Path, manifest: Manifest, *, digests: Mapping[str, str]
         "previous_chain": manifest.previous_chain,
         "chain": manifest.chain,
         "trained": dict(manifest.trained),
+        "configuration": dict(manifest.configuration),
         "batches": batches,
         "files": {
             (name := str(file.relative_to(path))): [file.stat().st_size, known.get(name) or _sha256(file)]

@@ -16,7 +16,7 @@ import math
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.types import Batch, CheckpointRef, StepReport
@@ -31,6 +31,8 @@ from headrace.policies.learners.ranks.contract import whole_step
 from headrace.policies.models.qwen_config import QwenConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from headrace.policies.learners.config import LearnerConfig
     from headrace.policies.learners.ranks.contract import Ranks, StartRanks
 
@@ -122,7 +124,7 @@ class MegatronTrainer:
         self._last_snapshot = WeightsSnapshot(version=version, shards=(WeightsShard.of(final),))
         return self._last_snapshot
 
-    def save(self) -> CheckpointRef:
+    def save(self, configuration: Mapping[str, Any] | None = None) -> CheckpointRef:
         """Write the checkpoint of the current version, unless it already exists because only skipped steps have
         followed it. Raises OSError, after removing what it had written."""
         root, version = self._config.checkpoint_dir, self.progress.version
@@ -131,7 +133,7 @@ class MegatronTrainer:
         self._ranks.check_agreement()
         staged = checkpoints.stage(root, version)
         try:
-            self._write_checkpoint(staged)
+            self._write_checkpoint(staged, configuration)
             final = checkpoints.publish(staged, version)
         except OSError:
             # On a full disk it would take the space that the ledger needs.
@@ -151,7 +153,7 @@ class MegatronTrainer:
         """End the ranks; the trainer is unusable afterwards."""
         self._ranks.close()
 
-    def _write_checkpoint(self, staged: Path) -> None:
+    def _write_checkpoint(self, staged: Path, configuration: Mapping[str, Any] | None) -> None:
         trained = checkpoints.trained_model(self._source) | {checkpoints.OBJECTIVE: self._config.objective}
         for file in sorted(self._source.iterdir()):
             if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
@@ -162,7 +164,7 @@ class MegatronTrainer:
         self._ranks.export(staged / "model.safetensors", self.progress.version)
         (staged / checkpoints.MEGATRON_STATE).mkdir()
         self._ranks.save_state(staged / checkpoints.MEGATRON_STATE)
-        checkpoints.write_manifest(staged, self.progress.manifest(trained=trained))
+        checkpoints.write_manifest(staged, self.progress.manifest(trained=trained, configuration=configuration))
 
 
 def open_trainer(

@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from headrace.policies.errors import LearnerAlreadyOpen, LearnerNotOpen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from headrace.buffer.types import Batch, CheckpointRef, StepReport
     from headrace.policies.learner import LearnerState, WeightsSnapshot
@@ -40,7 +40,7 @@ class Trainer(Protocol):
 
     def snapshot(self) -> WeightsSnapshot: ...
 
-    def save(self) -> CheckpointRef: ...
+    def save(self, configuration: Mapping[str, Any] | None = None) -> CheckpointRef: ...
 
     def interrupt(self) -> None:
         """Make work of other processes, for which the thread waits, fail soon."""
@@ -84,10 +84,10 @@ class OneThreadLearner:
         """Return the current weights. Raises LearnerNotOpen or RankFailed."""
         return await self._in_thread(lambda: self._opened().snapshot())
 
-    async def save(self) -> CheckpointRef:
+    async def save(self, configuration: Mapping[str, Any] | None = None) -> CheckpointRef:
         """See `Learner.save`. Raises LearnerNotOpen, RankFailed, or OSError. In the last case no checkpoint is left
         behind, and the next save tries again, unless the error ended training processes."""
-        return await self._in_thread(lambda: self._opened().save())
+        return await self._in_thread(lambda: self._opened().save(configuration))
 
     async def close(self) -> None:
         """Finish running work, or kill the training processes if there are any, and allow another learner in this

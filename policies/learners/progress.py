@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun
@@ -72,14 +72,17 @@ class LearnerProgress:
                 "earlier checkpoint with a lower learner.learning_rate, or raise learner.max_skipped_in_a_row"
             )
 
-    def manifest(self, *, trained: Mapping[str, str | int]) -> checkpoints.Manifest:
-        """Return the manifest of a checkpoint at this version; see `Manifest.trained`."""
+    def manifest(
+        self, *, trained: Mapping[str, str | int], configuration: Mapping[str, Any] | None
+    ) -> checkpoints.Manifest:
+        """Return the manifest of a checkpoint at this version; see `Manifest`."""
         return checkpoints.Manifest(
             version=self.version,
             previous_chain=self._saved_chain,
             chain=self._chain,
             batches=tuple(self._since_save),
             trained=trained,
+            configuration=configuration or {},
         )
 
     def saved(self) -> None:

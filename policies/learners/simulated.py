@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -244,7 +245,7 @@ class SimulatedLearner:
         digest = hashlib.sha256(f"simulated {version}".encode()).hexdigest()
         return WeightsSnapshot(version=version, shards=(WeightsShard(path=NOWHERE, sha256=digest),))
 
-    async def save(self) -> CheckpointRef:
+    async def save(self, configuration: Mapping[str, Any] | None = None) -> CheckpointRef:
         """See `Learner.save`. Takes `save_s` seconds. Raises LearnerNotOpen."""
         version = self._opened()
         await asyncio.sleep(self._config.save_s)
@@ -253,6 +254,7 @@ class SimulatedLearner:
             previous_chain=self._previous_chain,
             chain=fold_chain(self._previous_chain, self._stepped),
             batches=tuple(self._stepped),
+            configuration=configuration or {},
         )
         path, root = f"memory/{version}", self._config.checkpoint_dir
         if root is not None:

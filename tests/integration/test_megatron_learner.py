@@ -214,8 +214,9 @@ async def test_steps_raise_logprobs_of_good_tokens_and_lower_those_of_bad_ones(
     async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
         for number in range(3):
             report = await learner.step(renamed(batch, number))
-        checkpoint = await learner.save()
+        checkpoint = await learner.save({"learner": {"learning_rate": 1.0}})
     assert report.version == PolicyVersion(1, 3)
+    assert checkpoints.read_manifest(Path(checkpoint.path)).configuration == {"learner": {"learning_rate": 1.0}}, "F25"
     after = reference_logprobs(Path(checkpoint.path), rows)
     for item, old, new in zip(batch.items, before, after, strict=True):
         assert (mean_trained(new) - mean_trained(old)) * item.advantage > 0.005

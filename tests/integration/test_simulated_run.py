@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.run_directory import read_configuration
 from headrace.buffer.audit.verify import verify
+from headrace.policies.learners.checkpoints import list_checkpoints, read_manifest
 from support.run_rig import run_simulated
 
 if TYPE_CHECKING:
@@ -41,3 +43,6 @@ async def test_a_run_with_simulated_parts_completes_without_problems(
     assert [record["version"] for record in records if record["kind"] == "push"] == [f"1.{step}" for step in range(5)]
     [base, final] = [record for record in records if record["kind"] == "evaluation"]
     assert base["infra"] == final["infra"] == 0
+    # F25: the learner's process has recorded the run's configuration with every checkpoint.
+    saved = [read_manifest(path).configuration for path in list_checkpoints(directory.checkpoints)]
+    assert saved == [read_configuration(directory)] * 2

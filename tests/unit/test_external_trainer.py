@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 GUARD_S = 60
 STEPS = 4
+CONFIGURATION = {"training": {"steps": STEPS}}
+"""In place of a whole configuration."""
 
 
 class EndedProcess(Exception):
@@ -74,6 +76,7 @@ class Life:
                 replay=self.replay,
                 engines=self.engines,
                 observing=ActorTelemetry(config=TelemetryConfig(), run_dir=self.directory.path),
+                configuration=CONFIGURATION,
             )
         )
         tasks = await enter(asyncio.TaskGroup())
@@ -241,7 +244,8 @@ async def test_a_checkpoint_has_all_that_the_trainer_saved(life: Life) -> None:
     check_checkpoint(saved)
     assert (saved / "optimizer.pt").read_text() == "state of 1.2"
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in saved.iterdir()}
-    assert len(read_manifest(saved).batches) == 2
+    manifest = read_manifest(saved)
+    assert (len(manifest.batches), manifest.configuration) == (2, CONFIGURATION), "F25"
     async with Life(life.directory, life.model) as successor:
         order = await successor.order(version)
         assert (order["order"], order["version"], order["directory"]) == ("load", "2.2", str(saved))
