@@ -20,6 +20,7 @@ from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.push_costs import push_costs
 from headrace.actors.record.service_totals import service_totals
 from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads, service_shares
+from headrace.actors.run.changes import newest_configuration
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.report import acceptance
 from headrace.policies.learners.checkpoint_retention import best_checkpoint
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.record.service_totals import ServiceTotals
     from headrace.actors.record.utilisation import StationLoad
+    from headrace.actors.run.changes import CheckpointConfiguration
     from headrace.buffer.audit.report import DecileReport, LeftOut
     from headrace.policies.learners.checkpoint_retention import BestCheckpoint
 
@@ -90,6 +92,8 @@ class RunReport:
     """Share of the variance of returns that the critic explained, mean of the last steps; None without a critic."""
     best: BestCheckpoint | None
     """Checkpoint with the highest success on held-out tasks; None if no evaluation has rated one that still exists."""
+    checkpoint: CheckpointConfiguration | None
+    """Configuration with which the newest checkpoint was trained; None without a checkpoint."""
     engines: tuple[EngineStatus, ...]
     """Last status of every engine, including those that have left the group."""
 
@@ -129,6 +133,7 @@ class RunReport:
         if self.best is not None:
             best = self.best
             lines.append(f"best checkpoint {best.version}: held-out success {best.success:.1%} (evaluation {best.tag})")
+        lines += self.checkpoint.lines() if self.checkpoint else []
         if not self.deciles:
             return Group(*lines)
         # The outcome of each decile shows whether long rollouts vanish from training.
@@ -188,6 +193,7 @@ def report_of(directory: RunDirectory) -> RunReport:
         drift=drift_totals(metrics),
         explained_variance=_mean(judged[-CRITIC_STEPS:]),
         best=None if best is None else best[0],
+        checkpoint=newest_configuration(directory),
         engines=read_roster(directory.engines).engines,
     )
 
