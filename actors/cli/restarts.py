@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.actors.cli.output import say
-from headrace.actors.run.restarts import RestartLoop, RestartPolicy
+from headrace.actors.run.restarts import RestartLoop, RestartPolicy, saved_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,4 +54,5 @@ def resume_again_and_again(
         command += ["--json", str(json)]
     if quiet:
         command.append("--quiet")
-    return RestartLoop(RestartPolicy(restarts), say).run([*command, *once], command)
+    loop = RestartLoop(RestartPolicy(restarts), say, partial(saved_step, directory))
+    return loop.run([*command, *once], command)

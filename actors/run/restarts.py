@@ -5,31 +5,37 @@ Invariants:
   retried like any other.
 - An attempt is followed by another only after a transient exit code or a signal that this loop did not forward; not
   after success, a drain, a bad configuration or a failure that would recur.
+- The wait before a restart grows exponentially, up to a limit, while the attempts save no new checkpoint: such a run
+  repeats the same steps. It is drawn at random, so that runs which one outage ended do not come back together.
 - An interrupt ends the loop: the current attempt receives it once and drains, and the loop returns its exit code.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import select
 import signal
 import subprocess
-import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.learners.checkpoints import list_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
+    from headrace.actors.record.run_directory import RunDirectory
+
 FIRST_WAIT_S: Final = 5.0
 LONGEST_WAIT_S: Final = 300.0
-LASTED_S: Final = 600.0
-"""An attempt that lasted at least this long, in seconds, did not fail at startup, so the wait before the next attempt
-is reset to its initial value."""
+"""Upper bound of every wait, in seconds."""
+MOST_DOUBLINGS: Final = 32
+"""Limit of the exponent, which keeps the bound finite."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -40,24 +46,41 @@ class RestartPolicy:
     restarts: int
     """Number of restarts left."""
     first_wait_s: float = FIRST_WAIT_S
+    chance: random.Random = field(default_factory=random.Random)
+    """Source of the jitter."""
     _in_a_row: int = 0
+    _saved_step: int = -1
 
-    def wait_after(self, code: int, lasted_s: float) -> float | None:
+    def wait_after(self, code: int, *, saved_step: int) -> float | None:
         """Return the number of seconds to wait before the next attempt, or None if there is to be none. A negative code
-        is a negated signal number."""
+        is a negated signal number. `saved_step` is the step of the run's newest checkpoint: if the attempt that ended
+        has saved one, the waits begin again with the first."""
         if not (code == EXIT_TRANSIENT or code < 0) or self.restarts == 0:
             return None
         self.restarts -= 1
-        self._in_a_row = 1 if lasted_s >= LASTED_S else self._in_a_row + 1
-        return float(min(LONGEST_WAIT_S, self.first_wait_s * 2 ** (self._in_a_row - 1)))
+        self._in_a_row = 1 if saved_step > self._saved_step else self._in_a_row + 1
+        self._saved_step = max(saved_step, self._saved_step)
+        bound_s = min(LONGEST_WAIT_S, self.first_wait_s * 2.0 ** min(self._in_a_row - 1, MOST_DOUBLINGS))
+        # At least half of it, unlike full jitter: an attempt that comes at once costs a restart of a limited number.
+        return self.chance.uniform(bound_s / 2, bound_s)
+
+
+def saved_step(directory: RunDirectory) -> int:
+    """Return the step of a run's newest checkpoint; 0 if it has none or its storage cannot be read."""
+    try:
+        found = list_checkpoints(directory.checkpoints)
+    except OSError:
+        return 0
+    return PolicyVersion.parse(found[-1].name).step if found else 0
 
 
 class RestartLoop:
     """Restart loop for the main thread, which runs commands until the policy allows no more attempts. It can be used
     only once."""
 
-    def __init__(self, policy: RestartPolicy, say: Callable[[str], object]) -> None:
-        self._policy, self._say = policy, say
+    def __init__(self, policy: RestartPolicy, say: Callable[[str], object], saved_step: Callable[[], int]) -> None:
+        """`saved_step` returns the step of the run's newest checkpoint."""
+        self._policy, self._say, self._saved_step = policy, say, saved_step
         self._interrupted = 0
         """Number of the signal that interrupted the loop; 0 if there was none."""
         # A pipe, because the code that the signal interrupted may hold the lock of a threading.Event.
@@ -70,17 +93,16 @@ class RestartLoop:
         command = first
         with self._forwarding():
             while True:
-                began_s = time.monotonic()
                 with subprocess.Popen(command) as self._child:
                     if self._interrupted:
                         # The signal came before there was a child to forward it to.
                         self._child.send_signal(self._interrupted)
                     code = self._child.wait()
-                wait_s = None if self._interrupted else self._policy.wait_after(code, time.monotonic() - began_s)
+                wait_s = None if self._interrupted else self._policy.wait_after(code, saved_step=self._saved_step())
                 if wait_s is None:
                     return code if code >= 0 else 128 - code
                 how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-                self._say(f"ended with {how}: resuming in {wait_s:g} s ({self._policy.restarts} restarts left)")
+                self._say(f"ended with {how}: resuming in {wait_s:.1f} s ({self._policy.restarts} restarts left)")
                 select.select([self._wakes], [], [], wait_s)
                 if self._interrupted:
                     return EXIT_DRAINED

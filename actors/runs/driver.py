@@ -66,7 +66,6 @@ class Ending:
     exit_code: int
     reason: str = ""
     is_transient: bool = False
-    lasted_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +118,6 @@ class RunDriver:
         return ending
 
     async def _try(self) -> Ending:
-        began_s = time.monotonic()
         try:
             return await self._fenced()
         except Exception as group:
@@ -137,7 +135,6 @@ class RunDriver:
                 exit_code=code,
                 reason=f"{type(error).__name__}: {error}",
                 is_transient=code == EXIT_TRANSIENT,
-                lasted_s=time.monotonic() - began_s,
             )
 
     async def _fenced(self) -> Ending:

@@ -26,7 +26,7 @@ from headrace.actors.errors import ConfigError, RunRefused
 from headrace.actors.record.absences import read_absences
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.launch import document_of
-from headrace.actors.run.restarts import RestartPolicy
+from headrace.actors.run.restarts import RestartPolicy, saved_step
 from headrace.actors.runs.cluster_nodes import ClusterNodes
 from headrace.actors.runs.driver import RunDriver, Wishes
 from headrace.actors.runs.layout import (
@@ -282,15 +282,16 @@ class Runs(RunQueries, BeginsUnasked):
                 await self._renew(run_id, DesiredState.UPGRADED)
             if self._table.get(run_id).actual is ActualState.WAITING:
                 return
+        saved = await asyncio.to_thread(saved_step, self._directory(run_id)) if ending.is_transient else 0
         record, now_s = self._table.get(run_id), time.time()
         if ending.is_transient and record.desired is DesiredState.RUNNING and record.restarts_left:
             policy = self._tried.setdefault(run_id, RestartPolicy(record.restarts_left))
-            wait_s = policy.wait_after(ending.exit_code, ending.lasted_s) or 0.0
+            wait_s = policy.wait_after(ending.exit_code, saved_step=saved) or 0.0
             self._table.move(
                 run_id,
                 ActualState.WAITING,
                 now_s=now_s,
-                reason=f"{ending.reason}; next try in {wait_s:g} s",
+                reason=f"{ending.reason}; next try in {wait_s:.1f} s",
                 next_try_s=now_s + wait_s,
                 uses_restart=True,
             )

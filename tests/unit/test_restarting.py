@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.run.restarts import LONGEST_WAIT_S, RestartLoop, RestartPolicy
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.restarts import LONGEST_WAIT_S, RestartLoop, RestartPolicy, saved_step
 
 ROOT = Path(__file__).parents[2]
 COUNTED = """
@@ -29,22 +33,51 @@ sys.exit(int(end))
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 130])
 def test_only_transient_failures_are_retried(code: int) -> None:
-    assert RestartPolicy(9).wait_after(code, 0.0) is None
+    """F10: neither a run that has completed nor one that was drained is restarted."""
+    assert RestartPolicy(9).wait_after(code, saved_step=0) is None
+
+
+def waits(policy: RestartPolicy, saved_steps: list[int], code: int = 75) -> list[float]:
+    found = [policy.wait_after(code, saved_step=step) for step in saved_steps]
+    assert None not in found
+    return [wait_s for wait_s in found if wait_s is not None]
 
 
 @pytest.mark.parametrize("code", [75, -signal.SIGKILL, -signal.SIGSEGV])
-def test_restart_waits_grow_and_are_reset_after_a_long_attempt(code: int) -> None:
-    policy = RestartPolicy(20)
-    assert [policy.wait_after(code, 1.0) for _ in range(4)] == [5.0, 10.0, 20.0, 40.0]
-    assert policy.wait_after(code, 3600.0) == 5.0
-    assert [policy.wait_after(code, 1.0) for _ in range(9)][-1] == LONGEST_WAIT_S
-    assert policy.restarts == 6
+def test_f10_waits_double_up_to_a_limit_while_no_checkpoint_is_saved(code: int) -> None:
+    bounds = [5, 10, 20, 40, 80, 160, LONGEST_WAIT_S, LONGEST_WAIT_S]
+    found = waits(RestartPolicy(8, chance=random.Random(1)), [20] * 8, code)
+    assert all(bound / 2 <= wait_s <= bound for wait_s, bound in zip(found, bounds, strict=True)), found
+    assert waits(RestartPolicy(5000, chance=random.Random(1)), [0] * 5000)[-1] <= LONGEST_WAIT_S
 
 
-def test_there_is_no_further_wait_after_the_last_restart() -> None:
+def test_f10_an_attempt_that_saved_a_checkpoint_resets_the_wait() -> None:
+    """However long an attempt took: one that ends before it saves repeats its steps. Storage that cannot be read for a
+    while, and a checkpoint that is set aside, are no progress either."""
+    first, second, progress, *others = waits(RestartPolicy(6), [20, 20, 30, 0, 30, 20])
+    assert first <= 5 <= second <= 10
+    assert 2.5 <= progress <= 5
+    assert [5 * 2**n <= wait_s <= 10 * 2**n for n, wait_s in enumerate(others)] == [True] * 3, others
+
+
+def test_f10_runs_that_one_outage_ended_do_not_come_back_together() -> None:
+    clock = sorted(waits(RestartPolicy(1), [0])[0] for _ in range(200))
+    assert clock[-1] - clock[0] > 2, "the waits are spread over 2.5 s"
+    assert max(later - sooner for sooner, later in itertools.pairwise(clock)) < 0.5
+
+
+def test_f10_there_is_no_further_wait_after_the_last_restart() -> None:
     policy = RestartPolicy(1)
-    assert policy.wait_after(75, 0.0) is not None
-    assert policy.wait_after(75, 0.0) is None
+    assert policy.wait_after(75, saved_step=0) is not None
+    assert policy.wait_after(75, saved_step=10) is None
+
+
+def test_the_saved_step_is_that_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    directory = RunDirectory(path=tmp_path)
+    assert saved_step(directory) == 0
+    for name in ("1.10", "2.20", "aside-2.30", "kept-1.5", "tmp-2.40"):
+        (directory.checkpoints / name).mkdir(parents=True)
+    assert saved_step(directory) == 20
 
 
 @pytest.mark.parametrize(
@@ -64,7 +97,8 @@ def test_attempts_run_until_success_or_the_last_restart(
 ) -> None:
     said: list[str] = []
     command = [sys.executable, "-c", COUNTED, str(tmp_path / "tries"), *ends]
-    assert RestartLoop(RestartPolicy(restarts, first_wait_s=0.0), said.append).run(command, command) == code
+    loop = RestartLoop(RestartPolicy(restarts, first_wait_s=0.0), said.append, lambda: 0)
+    assert loop.run(command, command) == code
     assert len((tmp_path / "tries").read_text()) == tries
     assert len(said) == tries - 1
 
@@ -74,7 +108,7 @@ import sys
 from headrace.actors.run.restarts import RestartLoop, RestartPolicy
 child = [sys.executable, "-c", sys.argv[1]]
 policy = RestartPolicy(5, first_wait_s=float(sys.argv[2]))
-sys.exit(RestartLoop(policy, lambda line: print(line, flush=True)).run(child, child))
+sys.exit(RestartLoop(policy, lambda line: print(line, flush=True), lambda: 0).run(child, child))
 """
 DRAINS = """
 import signal, sys, os
@@ -100,7 +134,7 @@ def test_an_interrupt_between_two_attempts_ends_the_loop() -> None:
     failing = [sys.executable, "-c", LOOP, "import sys; sys.exit(75)", "200"]
     with subprocess.Popen(failing, stdout=subprocess.PIPE, text=True) as loop:
         assert loop.stdout is not None
-        assert "resuming in 200 s" in loop.stdout.readline()
+        assert re.search(r"resuming in 1\d\d\.\d s", loop.stdout.readline())
         os.kill(loop.pid, signal.SIGTERM)
         assert loop.wait(30) == 4
 
@@ -126,7 +160,7 @@ def ended_by_a_strike_at(number):
                 later.cancel()
                 strike()
         return trace
-    loop = RestartLoop(RestartPolicy(restarts=1, first_wait_s=200.0), said)
+    loop = RestartLoop(RestartPolicy(restarts=1, first_wait_s=200.0), said, lambda: 0)
     sys.settrace(trace)
     try:
         return loop.run(failing, failing)
