@@ -110,8 +110,7 @@ class EngineGroup:
             keys = EngineKeyFiles(own=self._key_file, attached=self._config.key_file)
             context = replace(self._context, devices=devices.engines, keys=keys, snapshots=self._readable)
             self._fleet = Fleet(self._config, self._registry, context, self._http)
-            members = self._fleet.members
-            readers = DirectoryReaders(is_member=lambda engine_id: engine_id in members)
+            readers = DirectoryReaders(is_member=self._fleet.members.__contains__)
             directories = SnapshotDirectories(self._published, self._context.model_dir, readers)
             if (broken := self._journal.broken()) is not None:
                 for engine_id in broken.in_phase(Phase.BROADCAST):
@@ -352,6 +351,7 @@ class EngineGroup:
                 if entry.origin.is_ours:
                     await self._fleet.end(entry.engine_id, f"it was replaced: {entry.reason}")
             await self._publisher.publish()
+            await self._health.free_held_turns()
         await self._requests.answer_all(add=self.add, remove=self.remove)
         await self._follow_router()
         await self._catch_up()

@@ -7,6 +7,8 @@ Invariants:
   fails immediately.
 - During a push, slowness is not counted: the push has its own deadlines, and it pauses engines. A dead process counts
   as a failure at any time.
+- An attached engine in quarantine that a push left paused holds no turn: its turns are aborted, and the gateway
+  continues them on other engines.
 - A router that does not answer changes nothing; a worker that it no longer lists is removed.
 - Local engines died with their group, and removed engines stay out: neither is taken over. An engine that does not
   answer is killed if the group started it; an attached one is quarantined until it answers.
@@ -34,6 +36,7 @@ from headrace.actors.engine_group.config import check_url
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineDown, EngineError, EngineRefused
+from headrace.policies.push.resuming import resume
 from headrace.policies.sglang.transport import authorization
 from headrace.policies.transport_errors import reason
 
@@ -94,6 +97,23 @@ class HealthChecks:
             if problem is not None and (dead or not disturbed):
                 failed[member.engine_id] = problem
         return failed
+
+    async def free_held_turns(self) -> None:
+        """Abort the turns of engines in quarantine that are paused: nobody resumes them until a push succeeds. Called
+        once a table without them is published, so that the turns go on elsewhere. Engines of the group are killed
+        instead."""
+
+        async def free(client: SGLangEngine) -> None:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(self._timeout_s):
+                    if (await client.info()).paused:
+                        await client.pause(PauseMode.ABORT)
+
+        async with asyncio.TaskGroup() as tasks:
+            for entry in self._registry.in_state(EngineState.QUARANTINED):
+                member = self._fleet.members.get(entry.engine_id)
+                if member is not None and not entry.origin.is_ours and member.load and member.load.requests:
+                    tasks.create_task(free(member.client))
 
     async def _check_one(self, member: Member) -> tuple[bool, str | None]:
         """Return True if the engine's process is dead, and the engine's problem, if any. An engine that left during the
@@ -162,7 +182,7 @@ async def recover(
             is_known = version == status.version or (broken is not None and version == broken.version)
             is_whole = broken is None or broken.is_whole(status.engine_id, info)
             if status.state is EngineState.SERVING and is_known and is_whole:
-                await fleet[status.engine_id].client.resume()
+                await resume(fleet[status.engine_id].client)
                 # Cached prefixes of other weights must not be shared by new requests.
                 namespace = str(info.version) if in_place else None
                 await gate.open(status.engine_id, cache_namespace=namespace)
@@ -191,7 +211,7 @@ async def leave(client: SGLangEngine, gate: GatewayGate, *, timeout_s: float) ->
             await client.end_update()
         if not await _is_idle(client, timeout_s):
             await client.pause(PauseMode.ABORT)
-        await client.resume()
+        await resume(client)
         await _is_idle(client, timeout_s)
 
 

@@ -38,6 +38,7 @@ from headrace.policies.push.disk import DiskTransfer
 from headrace.policies.push.gates import HeldGates
 from headrace.policies.push.layout import group_name, lay_out
 from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, Step
+from headrace.policies.push.resuming import resume
 from headrace.policies.push.transfer import Failures, Transfer, first_error
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ class PushExecution:
                 raise
 
     async def _resume(self, engine: EngineControl) -> None:
-        await engine.resume()
+        await resume(engine)
         if (paused_at_s := self._paused_at_s.get(engine.engine_id)) is not None:
             self._parts[engine.engine_id].paused_s = time.perf_counter() - paused_at_s
 

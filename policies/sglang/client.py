@@ -86,6 +86,10 @@ class EngineLoad:
     waiting: int
     used_tokens: int = 0
 
+    @property
+    def requests(self) -> int:
+        return self.running + self.waiting
+
 
 class SGLangEngine:
     """Client that implements Engine and EngineControl (push/contract.py). The caller closes the session. `key` is that

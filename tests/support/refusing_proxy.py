@@ -1,0 +1,69 @@
+"""A real HTTP proxy in front of a server, which answers some calls of a path with 500 without passing them on."""
+
+from __future__ import annotations
+
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+REFUSAL = {"error": {"message": "the engine does not wake up"}}
+
+
+@dataclass(frozen=True)
+class Call:
+    """An answered call: the time on the monotonic clock, the path, and the status of the answer."""
+
+    at_s: float
+    path: str
+    status: int
+
+
+@dataclass
+class RefusingProxy:
+    """`refusing` has the number of calls of a path that are still to be answered with 500."""
+
+    target: str
+    http: aiohttp.ClientSession
+    url: str = ""
+    refusing: dict[str, float] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+
+    def of(self, path: str) -> list[Call]:
+        return [call for call in self.calls if call.path == path]
+
+    async def answer(self, request: web.Request) -> web.Response:
+        began_s = time.monotonic()
+        if self.refusing.get(request.path, 0) > 0:
+            self.refusing[request.path] -= 1
+            self.calls.append(Call(began_s, request.path, 500))
+            return web.json_response(REFUSAL, status=500)
+        url = self.target + request.path_qs
+        headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
+        async with self.http.request(request.method, url, data=await request.read(), headers=headers) as response:
+            body = await response.read()
+        self.calls.append(Call(began_s, request.path, response.status))
+        return web.Response(body=body, status=response.status, content_type=response.content_type)
+
+
+@asynccontextmanager
+async def refusing_proxy(target: str) -> AsyncIterator[RefusingProxy]:
+    """Serve a proxy of the server at `target` on a loopback port during the block."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
+        proxy = RefusingProxy(target, http)
+        app = web.Application(client_max_size=2**28)
+        app.router.add_route("*", "/{path:.*}", proxy.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            proxy.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield proxy
+        finally:
+            await runner.cleanup()
