@@ -58,8 +58,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("gateway", "e2b_sandboxes", "e2b", "exec"),
     ),
     "actors": (
-        *("errors", "section", "version", "chat", "in_sandbox", "record", "storage", "runtime", "simulated", "places"),
-        *("engine_group", "evaluation", "services", "agents", "environments", "loop", "agent_kinds", "training"),
+        *("errors", "section", "version", "chat", "templates", "in_sandbox", "record", "storage", "runtime"),
+        *("simulated", "places", "engine_group", "services", "evaluation", "agents", "environments", "loop"),
+        *("agent_kinds", "training"),
         *("rollouts", "cluster", "run", "runs", "control", "held_out", "simulation", "tuning", "cli"),
     ),
 }

@@ -25,7 +25,7 @@ from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
 from headrace.actors.loop.action_parsers import PARSERS, Malformed
 from headrace.actors.loop.contexts import HeadAndTail, head_share
 from headrace.actors.loop.judge import ARTIFACT, Judge, Step, judged_problem
-from headrace.actors.loop.templates import filled
+from headrace.actors.templates import filled
 from headrace.buffer.task_parts import least
 from headrace.serve.observing import span_names
 

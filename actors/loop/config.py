@@ -10,7 +10,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.loop.action_parsers import PARSERS, ParserKind
 from headrace.actors.loop.contexts import FULL, head_share
 from headrace.actors.loop.judge import JudgeConfig
-from headrace.actors.loop.templates import check_names, filled
+from headrace.actors.templates import check_names, filled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
