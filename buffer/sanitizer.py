@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from typing import SupportsFloat, SupportsIndex, cast
+from typing import Any, SupportsFloat, SupportsIndex, cast
 
 from headrace.buffer.errors import VersionMismatch
 from headrace.buffer.step_scores import MAX_SCORE, Credit, ScoredStep, StepScores, TokenSpan
@@ -25,6 +25,18 @@ MAX_WHOLE = 2**63 - 1
 def clean_text(text: object) -> str:
     """Return `text` without lone surrogates (agents print them), cut at MAX_TEXT characters."""
     return str(text)[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")
+
+
+def without_surrogates(value: Any) -> Any:
+    """Return plain data whose texts can be sent as UTF-8: agents print lone surrogates."""
+    match value:
+        case str():
+            return value.encode("utf-8", "replace").decode("utf-8")
+        case list():
+            return [without_surrogates(item) for item in value]
+        case dict():
+            return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
+    return value
 
 
 def plain_int(value: object, *, most: int = MAX_WHOLE) -> int:

@@ -1,4 +1,4 @@
-"""Optional parts of a task: messages, environment, limits, origin, and files that are not text.
+"""Optional parts of a task: messages, environment, limits, judge, origin, and files that are not text.
 
 Invariants:
 - The secret of an environment never reaches an agent: `secret_in_prompt` finds a task whose prompt contains it.
@@ -85,6 +85,48 @@ class TaskLimits:
         for limit in fields(self):
             if (value := getattr(self, limit.name)) is not None:
                 yield limit.name, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeSpec:
+    """Settings of the kind `judge`: a model votes on the outcome, and the mean of its votes is the reward. A vote is a
+    number from `lowest` to `highest` in `\\boxed{}`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    votes: int = 3
+    """Number of votes; with 1, the reward is a single score."""
+    lowest: float = 0.0
+    highest: float = 1.0
+    solved_at: float | None = None
+    """Mean from which the task is solved; None for the middle of the range."""
+    template: str = ""
+    """Template of the prompt, in Jinja; the default one if empty."""
+    temperature: float = 1.0
+    """Sampling temperature of the votes."""
+    max_tokens: int = 4096
+    """Maximum number of tokens of one vote."""
+    characters: int = 32_000
+    """Maximum number of characters of the conversation that the judge is shown, from its end."""
+
+    @property
+    def threshold(self) -> float:
+        """Mean from which the task is solved."""
+        return (self.lowest + self.highest) / 2 if self.solved_at is None else self.solved_at
+
+
+def why_no_judge(judge: JudgeSpec) -> str | None:
+    """Return why these settings cannot work, beginning with the key; None if they can."""
+    for key in ("votes", "max_tokens", "characters"):
+        if getattr(judge, key) < 1:
+            return f"{key}: {getattr(judge, key)} must be at least 1"
+    if not 0 <= judge.temperature < float("inf"):
+        return f"temperature: {judge.temperature} must be a number from 0"
+    if not -MAX_REWARD <= judge.lowest < judge.highest <= MAX_REWARD:
+        return f"lowest: must satisfy -{MAX_REWARD:g} <= lowest < highest <= {MAX_REWARD:g}"
+    if not judge.lowest < judge.threshold <= judge.highest:
+        return f"solved_at: {judge.threshold:g} must be above lowest ({judge.lowest:g}) and at most highest"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

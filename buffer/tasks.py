@@ -28,10 +28,12 @@ from headrace.buffer.task_parts import (
     STRICT,
     BinaryFile,
     EnvironmentSpec,
+    JudgeSpec,
     TaskLimits,
     TaskMessage,
     TaskOrigin,
     secret_in_prompt,
+    why_no_judge,
 )
 from headrace.buffer.verifiers import VerifierSpec, why_not_runnable
 
@@ -69,6 +71,10 @@ class EvaluatorKind(StrEnum):
     """The answer in the agent's last message is compared with the targets (`answer`), without a sandbox."""
     FUNCTION = "function"
     """A function in a process of its own scores the record of the episode (`function`), without a sandbox."""
+    HTTP = "http"
+    """A reward server (`service`) scores the record of the episode, without a sandbox."""
+    JUDGE = "judge"
+    """A model (`service`) votes on the record of the episode (`judge`), without a sandbox."""
     SUM = "sum"
     """The weighted sum of several evaluators' rewards counts (`parts`)."""
     ENVIRONMENT = "environment"
@@ -76,6 +82,18 @@ class EvaluatorKind(StrEnum):
     SIMULATED = "simulated"
     """No sandbox is used: after `seconds`, the reward is 1 with probability `success`, drawn with the attempt's name as
     the seed. Both are given in `expected`."""
+
+
+OF_EPISODES: Final = (
+    EvaluatorKind.ANSWER,
+    EvaluatorKind.ENVIRONMENT,
+    EvaluatorKind.FUNCTION,
+    EvaluatorKind.HTTP,
+    EvaluatorKind.JUDGE,
+)
+"""Kinds that score the record of an episode: what was said, and the artifacts of its end."""
+OF_SERVICES: Final = (EvaluatorKind.HTTP, EvaluatorKind.JUDGE)
+"""Kinds that call a service of the recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +151,10 @@ class EvaluatorSpec:
     """Rewards in place of the evaluator's own. A rollout that it could not score still has none."""
     function: str = ""
     """Function for the kind `function`: `package.module:function`."""
+    service: str = ""
+    """Service of the recipe (`[services.NAME]`) for the kinds `http` and `judge`."""
+    judge: JudgeSpec | None = None
+    """Settings of the kind `judge`, which has defaults."""
     parts: tuple[EvaluatorPart, ...] = ()
     """Evaluators of the kind `sum`; the first one decides whether the task is solved."""
 
@@ -283,6 +305,8 @@ _LATER_EVALUATOR_FIELDS: Final = {
     "rewards": None,
     "function": "",
     "parts": (),
+    "service": "",
+    "judge": None,
 }
 _NO_LIMITS: Final = asdict(TaskLimits())
 
@@ -313,6 +337,10 @@ def parse_task(line: str, folder: Path, *, where: str) -> Task:
             holders.append((f"{key}.hidden_files", spec.get("hidden_files")))
             if isinstance(spec.get("check"), dict):
                 spec["check"] = _read_reference(spec["check"], folder, where=f"{where}: {key}.check")
+            judge = spec.get("judge")
+            if isinstance(judge, dict) and isinstance(judge.get("template"), dict):
+                where_judge = f"{where}: {key}.judge.template"
+                judge["template"] = _read_reference(judge["template"], folder, where=where_judge)
     for key, holder in holders:
         for name, value in holder.items() if isinstance(holder, dict) else ():
             if isinstance(value, dict):
@@ -507,6 +535,16 @@ _WITHOUT_CHECK: Final = (
     EvaluatorKind.FUNCTION,
     EvaluatorKind.SUM,
 )
+_WITH_EXPECTED: Final = (EvaluatorKind.PLUGIN, *OF_SERVICES)
+"""Kinds that give `expected` a meaning of their own."""
+_NEEDED: Final = {
+    "parts": (EvaluatorKind.SUM,),
+    "function": (EvaluatorKind.FUNCTION,),
+    "plugin": (EvaluatorKind.PLUGIN,),
+    "answer": (EvaluatorKind.ANSWER,),
+    "service": OF_SERVICES,
+}
+"""Fields that these kinds need and no other kind uses."""
 
 
 def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
@@ -527,20 +565,27 @@ def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
         if evaluator.check or evaluator.expected:
             raise TaskFileError(f"{where}: check and expected do not belong to the kind verifier; remove them")
         return
-    if (evaluator.kind is EvaluatorKind.SUM) != bool(evaluator.parts):
-        raise TaskFileError(f"{where}.parts: belongs to the kind sum, which needs it")
-    if (evaluator.kind is EvaluatorKind.FUNCTION) != bool(evaluator.function):
-        raise TaskFileError(f"{where}.function: belongs to the kind function, which needs it")
+    for key, kinds in _NEEDED.items():
+        if (evaluator.kind in kinds) != bool(getattr(evaluator, key)):
+            needs = "which needs it" if len(kinds) == 1 else "which need it"
+            raise TaskFileError(
+                f"{where}.{key}: belongs to the kind{'s' * (len(kinds) > 1)} {' and '.join(kinds)}, {needs}"
+            )
+    if evaluator.judge is not None:
+        if evaluator.kind is not EvaluatorKind.JUDGE:
+            raise TaskFileError(f"{where}.judge: belongs to the kind judge; remove it")
+        if (reason := why_no_judge(evaluator.judge)) is not None:
+            raise TaskFileError(f"{where}.judge.{reason}")
     if evaluator.function and not all(evaluator.function.partition(":")):
         raise TaskFileError(f"{where}.function: {evaluator.function!r} must be written as package.module:function")
-    if (evaluator.kind is EvaluatorKind.PLUGIN) != bool(evaluator.plugin):
-        raise TaskFileError(f"{where}.plugin: belongs to the kind plugin, which needs it")
-    if (evaluator.kind is EvaluatorKind.ANSWER) != (evaluator.answer is not None):
-        raise TaskFileError(f"{where}.answer: belongs to the kind answer, which needs it")
     if evaluator.answer is not None:
         _check_answer(evaluator.answer, where=f"{where}.answer")
-    if evaluator.plugin or evaluator.kind in _WITHOUT_CHECK:
-        if evaluator.kind is not EvaluatorKind.PLUGIN and (evaluator.check or evaluator.expected):
+    if evaluator.kind in OF_SERVICES and evaluator.check:
+        raise TaskFileError(f"{where}.check: the kind {evaluator.kind} has no check; remove it")
+    if evaluator.kind in _WITH_EXPECTED:
+        return
+    if evaluator.kind in _WITHOUT_CHECK:
+        if evaluator.check or evaluator.expected:
             raise TaskFileError(f"{where}: the kind {evaluator.kind} uses neither check nor expected; remove them")
         return
     if evaluator.kind is EvaluatorKind.SIMULATED:

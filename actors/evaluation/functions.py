@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.evaluation.verdict import EvaluatorFault, Verdict, broken, rewarded
+from headrace.actors.evaluation.verdict import EvaluatorFault, Verdict, broken, rewarded, rewarded_by
 from headrace.buffer.sanitizer import clean_text
 
 if TYPE_CHECKING:
@@ -56,12 +56,7 @@ async def score_by_function(request: EvaluationRequest) -> Verdict:
         result = await called(spec.function, json.dumps(given, default=str).encode(), spec.timeout_s)
         if not isinstance(result, dict):
             return rewarded(result, solved=None)
-        if not {"reward"} <= result.keys() <= {"reward", "solved", "detail"}:
-            raise EvaluatorFault(f"returned the keys {sorted(result)} instead of reward, solved and detail")
-        solved, detail = result.get("solved"), result.get("detail", "")
-        if not isinstance(solved, bool | None) or not isinstance(detail, str):
-            raise EvaluatorFault("returned a `solved` that is no boolean, or a `detail` that is no text")
-        return rewarded(result["reward"], solved=solved, detail=clean_text(detail))
+        return rewarded_by(result)
     except TimeoutError:
         return broken(f"{spec.function} exceeded timeout_s={spec.timeout_s:g}")
     except EvaluatorFault as error:
@@ -70,7 +65,11 @@ async def score_by_function(request: EvaluationRequest) -> Verdict:
 
 def document_of(episode: EpisodeRecord) -> dict[str, Any]:
     """Return the record of an episode as plain data."""
-    parts = [{"source": part.source.value, "text": part.text} for part in episode.parts]
+    parts = [
+        {"source": part.source.value, "text": part.text}
+        | ({"calls": [{"name": call.name, "arguments": call.arguments} for call in part.calls]} if part.calls else {})
+        for part in episode.parts
+    ]
     return {"parts": parts, "artifacts": dict(episode.artifacts)}
 
 

@@ -35,7 +35,7 @@ async def score_parts(
     named = []
     for part in request.task.evaluator.parts:
         task = replace(request.task, evaluator=part.evaluator)
-        named.append((part, await evaluate(replace(request, task=task))))
+        named.append((part, await evaluate(replace(request, task=task, key=f"{request.key}.{part.name}"))))
         if named[-1][1].reward is None:
             break
     try:

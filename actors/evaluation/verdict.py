@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.types import SOLVED_REWARD, Cause, check_reward
 from headrace.sandboxes.base import FrozenMount, SandboxId, SandboxRef, SandboxSpec
 
@@ -147,6 +148,16 @@ def rewarded(reward: object, *, solved: bool | None, detail: str = "") -> Verdic
         raise EvaluatorFault(f"evaluator error: {error}") from error
     solved = number >= SOLVED_REWARD if solved is None else solved
     return Verdict(reward=number, solved=solved, cause=Cause.SOLVED if solved else Cause.FAILED, detail=detail)
+
+
+def rewarded_by(answer: Mapping[str, object]) -> Verdict:
+    """Return the verdict of an answer with `reward`, and perhaps `solved` and `detail`. Raises EvaluatorFault."""
+    if not {"reward"} <= answer.keys() <= {"reward", "solved", "detail"}:
+        raise EvaluatorFault(f"returned the keys {sorted(answer)} instead of reward, solved and detail")
+    solved, detail = answer.get("solved"), answer.get("detail", "")
+    if not isinstance(solved, bool | None) or not isinstance(detail, str):
+        raise EvaluatorFault("returned a `solved` that is no boolean, or a `detail` that is no text")
+    return rewarded(answer["reward"], solved=solved, detail=clean_text(detail[:MAX_DETAIL_CHARACTERS]))
 
 
 def invalid(detail: str) -> Verdict:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import zlib
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
+from headrace.actors.evaluation.by_service.votes import vote_seed
 from headrace.actors.evaluation.rewards import Judgement
 from headrace.buffer.primitives.registry import PartRefused, Registry
 from headrace.buffer.step_scores import MAX_SCORE, Credit
@@ -187,7 +187,7 @@ class Judge:
                 said = await asyncio.to_thread(_rule(config.rule), view, vote)
                 text = await said if isawaitable(said) else said
             else:
-                seed = zlib.crc32(f"{self.task}/{view.step.turn}".encode()) % (1 << 20) * 1000 + vote
+                seed = vote_seed(f"{self.task}/{view.step.turn}", vote)
                 text = await self.services.model(config.service).complete(
                     view.messages(), max_tokens=config.max_tokens, temperature=config.temperature, seed=seed
                 )

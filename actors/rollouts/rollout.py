@@ -26,7 +26,7 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.history import prepare
 from headrace.actors.evaluation.rewards import with_judgement, with_rewards
 from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources
-from headrace.actors.services.figures import service_time
+from headrace.actors.services.figures import current_service_time, service_time
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.task_parts import least
 from headrace.buffer.types import Cause, Outcome, RolloutOrder, RolloutResult
@@ -168,7 +168,9 @@ async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> A
             async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError as error:
-            raise InfraFailure(f"{phase}: no result within {timeout_s:g} s") from error
+            service = current_service_time().interrupted
+            waited = f" while it waited for service {service}" if service else ""
+            raise InfraFailure(f"{phase}: no result within {timeout_s:g} s{waited}") from error
         except InfraFailure:
             raise
         except Exception as error:
@@ -204,24 +206,26 @@ async def _run(
         report, record = await _converse(order, task, stations, config, phases, sandbox)
         _check_agent(report, record)
         evaluate_s = least(config.evaluate_timeout_s, task.limits.evaluate_s) or config.evaluate_timeout_s
-        async with boundary(names.EVALUATE, "evaluate", phases, evaluate_s):
-            if report.stop is StopReason.INVALID:
-                verdict = with_rewards(invalid("an answer was not an action"), task.evaluator.rewards)
-            else:
-                key, traceparent = f"{order.rollout_id}.{order.attempt}", traceparent_of(trace.get_current_span())
-                request = EvaluationRequest(
-                    key=key,
-                    task=task,
-                    sandbox=ref,
-                    episode=report.episode,
-                    traceparent=traceparent,
-                    agent_user=report.user,
-                )
-                verdict = await stations.evaluate(request)
-            scores = None
-            if report.judgement is not None and verdict.reward is not None:
-                scores = report.judgement.of_tokens(verdict.reward, record.lineages)
-            verdict = with_judgement(verdict, report.judgement)
+        with service_time() as in_services:
+            async with boundary(names.EVALUATE, "evaluate", phases, evaluate_s):
+                if report.stop is StopReason.INVALID:
+                    verdict = with_rewards(invalid("an answer was not an action"), task.evaluator.rewards)
+                else:
+                    key, traceparent = f"{order.rollout_id}.{order.attempt}", traceparent_of(trace.get_current_span())
+                    request = EvaluationRequest(
+                        key=key,
+                        task=task,
+                        sandbox=ref,
+                        episode=report.episode,
+                        traceparent=traceparent,
+                        agent_user=report.user,
+                    )
+                    verdict = await stations.evaluate(request)
+                scores = None
+                if report.judgement is not None and verdict.reward is not None:
+                    scores = report.judgement.of_tokens(verdict.reward, record.lineages)
+                verdict = with_judgement(verdict, report.judgement)
+        phases.split_services(in_services.seconds)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,

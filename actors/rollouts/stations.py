@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from headrace.actors.agents.agent import keeps_time, needs_sandbox
+from headrace.actors.evaluation.by_service.scoring import score_by_service
+from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.places.leases import Leases
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.services.clients import ServiceClients
 from headrace.buffer.task_parts import least
-from headrace.buffer.tasks import Task, TaskId, load_tasks
+from headrace.buffer.tasks import OF_SERVICES, Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 
@@ -206,6 +208,11 @@ class WorkerStations(ResourceOwner):
         return self._sessions.ended_turns if isinstance(self._sessions, SimulatedSessions) else None
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
+        spec = request.task.evaluator
+        if any(part.kind in OF_SERVICES for part in spec.deciding):
+            # Scored here and not by the evaluator, since the limits and figures of services are the workers'.
+            scored = score_parts(request, self.evaluate) if spec.parts else score_by_service(request, self._clients)
+            return with_rewards(await scored, spec.rewards)
         # Includes the sandbox: if a reset worker repeats an attempt, that is another evaluation.
         return await self._evaluate(f"{request.key}.{request.sandbox.id or uuid.uuid4().hex}", request)
 

@@ -37,6 +37,7 @@ from headrace.actors.errors import (
     StartFailed,
     first_cause,
 )
+from headrace.actors.evaluation.by_service.scoring import check_service_evaluators
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.repository import REPOSITORY_RUNS
 from headrace.actors.evaluation.verifier import VERIFIER_RUNS
@@ -289,6 +290,7 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
     refuse_overlap(train, heldout, "tasks.heldout")
     refuse_absent_images(config.sandbox, (*train, *heldout))
     refuse_absent_evaluators((*train, *heldout))
+    check_service_evaluators((*train, *heldout), config.services, config.rollout.evaluate_timeout_s)
     if config.agent.kind is AgentKind.LOOP:
         check_environment(config.environment, (*train, *heldout))
         refuse_unfilled_templates(config.agent.loop, (*train, *heldout))

@@ -19,7 +19,7 @@ from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.services.calls import ServiceCalls
 from headrace.actors.services.config import RetrySection, ServiceKind
 from headrace.actors.services.corpus import CorpusRefused, read_passages
-from headrace.actors.services.http import HttpHelperModel, HttpRetriever
+from headrace.actors.services.http import HttpHelperModel, HttpRetriever, HttpRewardServer
 from headrace.actors.services.registry import SERVICES, OutsideService, ServiceParts
 from headrace.actors.services.service import ServiceDown
 from headrace.buffer.primitives.registry import PartRefused
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from headrace.actors.services.config import ServiceConfig
     from headrace.actors.services.figures import ServiceFigures
     from headrace.actors.services.registry import AnyService
-    from headrace.actors.services.service import HelperModel, Retriever
+    from headrace.actors.services.service import HelperModel, Retriever, RewardServer
 
 CHECK_S: Final = 30.0
 """Time limit for a service to answer the check at start."""
 CHECKED_PASSAGES: Final = 1000
 CHECK_QUERY: Final = "headrace"
+NOT_IMPLEMENTED: Final = 501
 
 
 class ServiceClients(ResourceOwner):
@@ -73,13 +74,19 @@ class ServiceClients(ResourceOwner):
     def retriever(self, name: str) -> Retriever:
         """Return a retriever. Raises ConfigError if there is none with this name."""
         service = self._find(name, ServiceKind.RETRIEVER)
-        assert not isinstance(service, HttpHelperModel)
+        assert isinstance(service, HttpRetriever | OutsideService)
         return service
 
     def model(self, name: str) -> HelperModel:
         """Return a helper model. Raises ConfigError if there is none with this name."""
         service = self._find(name, ServiceKind.MODEL)
-        assert not isinstance(service, HttpRetriever)
+        assert isinstance(service, HttpHelperModel | OutsideService)
+        return service
+
+    def reward(self, name: str) -> RewardServer:
+        """Return a reward server. Raises ConfigError if there is none with this name."""
+        service = self._find(name, ServiceKind.REWARD)
+        assert isinstance(service, HttpRewardServer | OutsideService)
         return service
 
     def figures(self) -> dict[str, ServiceFigures]:
@@ -103,8 +110,9 @@ def make_service(
         make = SERVICES.find(config.kind)
     except PartRefused as error:
         raise ConfigError(f"services.{name}.kind: {error}") from error
-    # Clients of the API take the path from /v1 on in their base URL, and people write it here, too.
-    config = config.model_copy(update={"url": config.url.removesuffix("/v1")})
+    if config.kind is not ServiceKind.REWARD:
+        # Clients of the API take the path from /v1 on in their base URL, and people write it here, too.
+        config = config.model_copy(update={"url": config.url.removesuffix("/v1")})
     return make(ServiceParts(name=name, config=config, calls=calls, session=session, key=key))
 
 
@@ -161,8 +169,11 @@ async def refuse_silent_services(services: Mapping[str, ServiceConfig]) -> None:
             try:
                 if config.kind is ServiceKind.RETRIEVER:
                     await clients.retriever(name).retrieve((CHECK_QUERY,), top_k=1)
+                elif config.kind is ServiceKind.REWARD:
+                    await _ask(name, config, config.url, clients.session)
                 else:
-                    await _list_models(name, config, clients.session)
+                    # The list of models costs nothing. Servers without it answer too, and that is enough.
+                    await _ask(name, config, config.url.removesuffix("/v1") + "/v1/models", clients.session)
             except ServiceDown as error:
                 raise ConfigError(
                     f"service {name} does not answer at {config.url}: {error.reason}; start it or correct "
@@ -170,10 +181,9 @@ async def refuse_silent_services(services: Mapping[str, ServiceConfig]) -> None:
                 ) from error
 
 
-async def _list_models(name: str, config: ServiceConfig, session: aiohttp.ClientSession) -> None:
-    """Ask for the models of a server, which costs nothing. Servers without that list answer too, and that is enough.
-    Raises ServiceDown, ConfigError."""
-    url, key = config.url.removesuffix("/v1") + "/v1/models", key_of(name, config)
+async def _ask(name: str, config: ServiceConfig, url: str, session: aiohttp.ClientSession) -> None:
+    """Send a server a GET request. Raises ServiceDown if it does not answer, ConfigError if it refuses the key."""
+    key = key_of(name, config)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         async with asyncio.timeout(CHECK_S), session.get(url, headers=headers) as response:
@@ -186,5 +196,11 @@ async def _list_models(name: str, config: ServiceConfig, session: aiohttp.Client
         raise ConfigError(
             f"service {name} at {url} answered {status}: set services.{name}.key_file to a file with a valid key"
         )
-    if status >= 500:
+    if status == 404 and config.kind is ServiceKind.REWARD:
+        raise ConfigError(
+            f"service {name}: {url} answered GET with 404, which looks like a wrong path: correct services.{name}.url, "
+            "or let the server answer GET there with another status"
+        )
+    # A server that knows no GET answers 405, or 501 (Python's http.server).
+    if status >= 500 and status != NOT_IMPLEMENTED:
         raise ServiceDown(name, f"{url} answered {status}")

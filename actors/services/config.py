@@ -25,6 +25,8 @@ class ServiceKind(StrEnum):
     """Finds passages for queries: `POST URL/retrieve`."""
     MODEL = "model"
     """A model other than the policy: `POST URL/v1/chat/completions`."""
+    REWARD = "reward"
+    """Scores rollouts, for the evaluator `http`: `POST URL`."""
 
 
 class RetrySection(Section):
@@ -53,10 +55,10 @@ class ServiceConfig(Section):
     """Table [services.NAME] of a recipe."""
 
     kind: ServiceKind | str = Field(default=ServiceKind.RETRIEVER, union_mode="left_to_right")
-    """Kind of the service: `retriever`, `model` (any server of OpenAI's Chat Completions API), or a class of another
-    package as package.module:Class (docs/services.md)."""
+    """Kind of the service: `retriever`, `model` (any server of OpenAI's Chat Completions API), `reward` (a server that
+    scores rollouts), or a class of another package as package.module:Class (docs/services.md)."""
     url: str = ""
-    """Base URL of a running service, such as http://127.0.0.1:8000."""
+    """Base URL of a running service, such as http://127.0.0.1:8000; for `reward`, the URL that requests go to."""
     corpus: Path | None = None
     """For retrievers: JSONL file of passages, relative to the recipe. The run starts a retriever of its own for it, in
     place of `url`."""
@@ -109,11 +111,11 @@ class ServiceConfig(Section):
             return self
         if self.settings:
             raise ValueError(f"settings are for classes of other packages, not for kind {self.kind}; remove them")
-        if self.kind is ServiceKind.MODEL:
+        if self.kind in (ServiceKind.MODEL, ServiceKind.REWARD):
             if self.corpus is not None:
                 raise ValueError('corpus is for retrievers; set kind = "retriever", or remove it')
             if not self.url:
-                raise ValueError("url is missing; set the base URL of a running server")
+                raise ValueError("url is missing; set the URL of a running server")
         elif bool(self.url) == (self.corpus is not None):
             if self.url:
                 raise ValueError("url and corpus are both set; keep url for a running retriever, or corpus for a file")

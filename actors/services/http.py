@@ -1,4 +1,4 @@
-"""Clients of retrievers and helper models over HTTP.
+"""Clients of retrievers, helper models and reward servers over HTTP.
 
 Invariant: only an answer that follows the contract is returned, and anything else is ServiceDown: an outage never looks
 like a search without results or like an empty text.
@@ -144,6 +144,25 @@ def parse_text(answer: Any) -> str:
                 "give it more tokens or turn that off"
             )
     raise ServiceUnavailable(f"the answer is not a chat completion: {str(answer)[:SHOWN_CHARACTERS]}")
+
+
+class HttpRewardServer:
+    """Client of a server that scores rollouts: `POST URL`, with a JSON object in both directions."""
+
+    def __init__(self, calls: ServiceCalls, endpoint: HttpEndpoint) -> None:
+        self._calls, self._endpoint = calls, endpoint
+
+    async def score(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the answer to a rollout's document, whose values are not checked. Raises ServiceDown."""
+
+        async def send() -> Mapping[str, Any]:
+            answer = await self._endpoint.post(document)
+            if not isinstance(answer, dict) or "reward" not in answer:
+                raise ServiceUnavailable(f"the answer is not an object with reward: {str(answer)[:SHOWN_CHARACTERS]}")
+            self._calls.used(Usage())
+            return answer
+
+        return await self._calls(send)
 
 
 def parse_usage(answer: Any) -> Usage:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.services.calls import ServiceCalls, ServiceRefused, ServiceUnavailable, Usage
 from headrace.actors.services.config import ServiceConfig, ServiceKind
-from headrace.actors.services.http import HttpEndpoint, HttpHelperModel, HttpRetriever
+from headrace.actors.services.http import HttpEndpoint, HttpHelperModel, HttpRetriever, HttpRewardServer
 from headrace.buffer.primitives.registry import Registry
 
 if TYPE_CHECKING:
@@ -66,6 +66,14 @@ class OutsideService:
         options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         return await self._guarded(lambda: self.inner.complete(messages, **options), lambda text: bool(text.strip()))
 
+    async def score(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `RewardServer.score`."""
+
+        def whole(answer: Mapping[str, Any]) -> bool:
+            return isinstance(answer, Mapping) and "reward" in answer
+
+        return await self._guarded(lambda: self.inner.score(document), whole)
+
     async def _guarded(self, call: Callable[[], Awaitable[R]], is_whole: Callable[[R], bool]) -> R:
         async def send() -> R:
             try:
@@ -76,21 +84,24 @@ class OutsideService:
                 raise ServiceUnavailable(f"{type(error).__name__}: {error}") from error
             self._calls.used(Usage())
             if not is_whole(answer):
-                raise ServiceRefused("the answer has not one list of passages for each query, or no text")
+                raise ServiceRefused(
+                    "the answer is not one list of passages for each query, a text, or an object with reward"
+                )
             return answer
 
         return await self._calls(send)
 
 
-AnyService: TypeAlias = HttpRetriever | HttpHelperModel | OutsideService
+AnyService: TypeAlias = HttpRetriever | HttpHelperModel | HttpRewardServer | OutsideService
 MakeService: TypeAlias = Callable[[ServiceParts], AnyService]
 
-METHODS: Final = {ServiceKind.RETRIEVER: "retrieve", ServiceKind.MODEL: "complete"}
+METHODS: Final = {ServiceKind.RETRIEVER: "retrieve", ServiceKind.MODEL: "complete", ServiceKind.REWARD: "score"}
 """The method that a service of each kind has."""
 
 
 def _of_another_package(found: object) -> MakeService:
-    """Return a factory that calls `found` with `settings`, which must return a Retriever or a HelperModel."""
+    """Return a factory that calls `found` with `settings`, which must return a Retriever, a HelperModel or a
+    RewardServer."""
     if not callable(found):
         raise TypeError("it is not callable; give a class that takes the table's settings")
     make: Callable[..., Any] = found
@@ -103,8 +114,8 @@ def _of_another_package(found: object) -> MakeService:
             raise ConfigError(f"{key}.settings: {parts.config.kind} does not accept them: {error}") from error
         if not any(service.offers(kind) for kind in ServiceKind):
             raise ConfigError(
-                f"{key}.kind: {parts.config.kind!r} did not return a service: it has neither 'retrieve' nor 'complete' "
-                "(docs/services.md)"
+                f"{key}.kind: {parts.config.kind!r} did not return a service: it has none of "
+                f"{', '.join(METHODS.values())} (docs/services.md)"
             )
         return service
 
@@ -119,6 +130,7 @@ SERVICES: Final[Registry[MakeService]] = Registry(
         ServiceKind.MODEL: lambda parts: HttpHelperModel(
             parts.calls, parts.endpoint("/v1/chat/completions"), parts.config.model
         ),
+        ServiceKind.REWARD: lambda parts: HttpRewardServer(parts.calls, parts.endpoint("")),
     },
     accept=_of_another_package,
 )

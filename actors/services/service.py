@@ -7,9 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from headrace.actors.errors import ConfigError
 
@@ -56,6 +56,15 @@ class HelperModel(Protocol):
         ...
 
 
+class RewardServer(Protocol):
+    """Server that scores rollouts, for the evaluator `http`."""
+
+    async def score(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the answer to a rollout's document, an object with `reward`, whose values are not checked. Raises
+        ServiceDown."""
+        ...
+
+
 class Services(Protocol):
     """The services of a recipe, by name (`[services.NAME]`)."""
 
@@ -67,6 +76,10 @@ class Services(Protocol):
         """Return a helper model. Raises ConfigError if there is none with this name."""
         ...
 
+    def reward(self, name: str) -> RewardServer:
+        """Return a reward server. Raises ConfigError if there is none with this name."""
+        ...
+
 
 class NoServices:
     """The services of a recipe without any."""
@@ -76,6 +89,10 @@ class NoServices:
         raise _missing(name)
 
     def model(self, name: str) -> HelperModel:
+        """Always raises ConfigError."""
+        raise _missing(name)
+
+    def reward(self, name: str) -> RewardServer:
         """Always raises ConfigError."""
         raise _missing(name)
 

@@ -19,7 +19,7 @@ from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 if TYPE_CHECKING:
     from headrace.actors.chat import ChatMessage
     from headrace.actors.environments.retail.environment import RetailEpisode
-    from headrace.actors.services.service import HelperModel, Retriever
+    from headrace.actors.services.service import HelperModel, Retriever, RewardServer
 
 POLICY = "Help the customers of the lamp shop."
 ADDRESS = {"address1": "1 Hill St", "address2": "", "city": "Oslo", "country": "NO", "state": "OS", "zip": "10001"}
@@ -153,6 +153,9 @@ class OneModel:
         if self.helper is None or name != "user":
             raise ConfigError(f"no service {name}")
         return self.helper
+
+    def reward(self, name: str) -> RewardServer:
+        raise ConfigError(f"no service {name}")
 
 
 async def open_episode(

@@ -38,7 +38,7 @@ def recipe_with(folder: Path, table: str, name: str = "wiki") -> RunConfig:
         ('url = "ftp://host/"', "services.wiki.url: ftp://host/ is not an http or https URL"),
         ('url = "http://host:port"', "services.wiki.url: http://host:port is not an http or https URL"),
         ('url = "http://"', "services.wiki.url: http:// is not an http or https URL"),
-        ('kind = "model"', "services.wiki: url is missing; set the base URL"),
+        ('kind = "model"', "services.wiki: url is missing; set the URL"),
         (f'kind = "model"\n{URL}\ncorpus = "wiki.jsonl"', "services.wiki: corpus is for retrievers"),
         (f'kind = "parts:Mine"\n{URL}', "services.wiki: kind parts:Mine takes settings only; move url into settings"),
         (f"{URL}\nsettings = {{a = 1}}", "services.wiki: settings are for classes of other packages"),
@@ -113,7 +113,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     [
         ("wikipedia", {}, "there is no service 'wikipedia'; available: retriever, model"),
         ("absent_module:Mine", {}, "No module named 'absent_module'"),
-        ("collections:OrderedDict", {}, "did not return a service: it has neither 'retrieve' nor 'complete'"),
+        ("collections:OrderedDict", {}, "did not return a service: it has none of retrieve, complete, score"),
         ("collections:deque", {"size": 1}, "services.wiki.settings: collections:deque does not accept them"),
         ("math:pi", {}, "'math:pi' is not a valid service: it is not callable"),
     ],

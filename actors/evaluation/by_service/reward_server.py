@@ -1,0 +1,42 @@
+"""The evaluator `http`: a server of the user scores the record of an episode.
+
+Invariants:
+- Hidden files, checks, the environment's secret and paths of this machine are never sent; `expected` is, since it is
+  written for the server.
+- A request that is sent again after a lost answer has the same key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headrace.actors.evaluation.functions import document_of
+from headrace.actors.evaluation.verdict import Verdict, rewarded_by
+from headrace.buffer.sanitizer import without_surrogates
+
+if TYPE_CHECKING:
+    from headrace.actors.evaluation.verdict import EpisodeRecord, EvaluationRequest
+    from headrace.actors.services.service import RewardServer
+    from headrace.buffer.tasks import Task
+
+
+async def score_by_server(request: EvaluationRequest, episode: EpisodeRecord, server: RewardServer) -> Verdict:
+    """Return the verdict of a reward server. Raises ServiceDown, EvaluatorFault."""
+    document = {
+        "key": request.key,
+        "task": shown_task(request.task),
+        "episode": without_surrogates(document_of(episode)),
+    }
+    return rewarded_by(await server.score(document))
+
+
+def shown_task(task: Task) -> dict[str, Any]:
+    """Return the parts of a task that a reward server gets."""
+    return {
+        "id": task.id,
+        "family": task.family,
+        "instruction": task.instruction,
+        "messages": [{"role": message.role, "content": message.content} for message in task.messages],
+        "given": dict(task.environment.given) if task.environment is not None else {},
+        "expected": task.evaluator.expected,
+    }

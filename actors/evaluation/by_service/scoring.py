@@ -1,0 +1,88 @@
+"""The evaluators `http` and `judge`: their checks at start, and the choice between them.
+
+Invariants:
+- A service that is down, too slow or unreadable raises ServiceDown, which is infra; an answer that is no valid reward
+  is the evaluator's fault. Neither has a reward.
+- They run in the worker, whose services they call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.evaluation.by_service.judge import NAMES, score_by_votes
+from headrace.actors.evaluation.by_service.reward_server import score_by_server, shown_task
+from headrace.actors.evaluation.verdict import EvaluatorFault, Verdict, broken
+from headrace.actors.services.calls import ServiceCalls
+from headrace.actors.services.clients import make_service, refuse_missing_services
+from headrace.actors.services.config import ServiceKind
+from headrace.actors.services.registry import METHODS, OutsideService
+from headrace.actors.templates import check_names
+from headrace.buffer.sanitizer import clean_text
+from headrace.buffer.task_parts import least
+from headrace.buffer.tasks import OF_SERVICES, EvaluatorKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from headrace.actors.evaluation.verdict import EvaluationRequest
+    from headrace.actors.services.config import ServiceConfig
+    from headrace.actors.services.service import Services
+    from headrace.buffer.tasks import Task
+
+_KINDS: Final = {EvaluatorKind.HTTP: ServiceKind.REWARD, EvaluatorKind.JUDGE: ServiceKind.MODEL}
+
+
+def check_service_evaluators(
+    tasks: Iterable[Task], services: Mapping[str, ServiceConfig], evaluate_timeout_s: float
+) -> None:
+    """Check that the services and templates of all tasks exist and fit, before anything starts. Raises ConfigError."""
+    users: dict[tuple[str, ServiceKind], str] = {}
+    for task in tasks:
+        for spec in task.evaluator.deciding:
+            if spec.kind not in OF_SERVICES:
+                continue
+            user = f"task {task.id} (evaluator.kind {spec.kind})"
+            users.setdefault((spec.service, _KINDS[spec.kind]), user)
+            refuse_missing_services((spec.service,), services, kind=_KINDS[spec.kind], user=user)
+            total_s = services[spec.service].retry.total_s
+            evaluate_s = least(evaluate_timeout_s, task.limits.evaluate_s) or evaluate_timeout_s
+            if total_s >= evaluate_s:
+                raise ConfigError(
+                    f"services.{spec.service}.retry.total_s {total_s:g} is not below the {evaluate_s:g} s that the "
+                    f"evaluation of {user} may take; lower it, or raise rollout.evaluate_timeout_s"
+                )
+            try:
+                orjson.dumps(shown_task(task))
+            except TypeError as error:
+                raise ConfigError(f"task {task.id}: environment.given cannot be sent as JSON: {error}") from error
+            try:
+                check_names(spec.judge.template if spec.judge is not None else "", NAMES)
+            except ValueError as error:
+                raise ConfigError(f"task {task.id}: evaluator.judge.template: {error}") from error
+    for (name, kind), user in users.items():
+        if not services[name].is_outside:
+            continue
+        # Created once, since a class of another package may be expensive.
+        service = make_service(name, services[name], ServiceCalls(name, services[name]), None)
+        if isinstance(service, OutsideService) and not service.offers(kind):
+            raise ConfigError(
+                f"services.{name}.kind: {services[name].kind} has no method {METHODS[kind]!r}, which {user} needs "
+                "(docs/services.md)"
+            )
+
+
+async def score_by_service(request: EvaluationRequest, services: Services) -> Verdict:
+    """Score a rollout of kind http or judge. Raises ServiceDown."""
+    spec = request.task.evaluator
+    if request.episode is None:
+        return broken(f"the evaluator `{spec.kind}` needs the record of a loop agent; set agent.kind to loop")
+    try:
+        if spec.kind is EvaluatorKind.HTTP:
+            return await score_by_server(request, request.episode, services.reward(spec.service))
+        return await score_by_votes(request, request.episode, services.model(spec.service))
+    except EvaluatorFault as error:
+        return broken(clean_text(f"service {spec.service}: {error}"))

@@ -1,0 +1,147 @@
+"""Rollouts that a reward server and a judge score, through the stations of a worker, in real sandboxes."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.agent_kinds.registry import shell_agent
+from headrace.actors.agents.shell import ShellAgentConfig
+from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.places.config import SandboxSection
+from headrace.actors.places.gateway import GatewayActor
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
+from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts, WorkerStations
+from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
+from headrace.actors.training.replay import Replay
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.task_parts import JudgeSpec
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorPart, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
+from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder
+from headrace.policies.engine import EngineId
+from headrace.serve.capture.session import Budgets, Sampling
+from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from headrace.serve.observing.telemetry import TelemetryConfig
+from support import agent_rig as rigs
+from support.scripted_service import ScriptedService, completion
+from support.scripted_service import json as answer_with
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from headrace.buffer.types import RolloutResult
+
+pytestmark = pytest.mark.namespaces
+
+WROTE_42 = EvaluatorSpec(
+    kind=EvaluatorKind.STATE, check="import sys; sys.exit(open('/workspace/answer').read() != '42\\n')"
+)
+HTTP = EvaluatorSpec(kind=EvaluatorKind.HTTP, service="grader", rewards=RewardMap(solved=2.0, failed=-2.0))
+JUDGE = EvaluatorSpec(kind=EvaluatorKind.JUDGE, service="judge", judge=JudgeSpec(votes=2))
+
+
+def order(number: int) -> RolloutOrder:
+    return RolloutOrder(
+        rollout_id=RolloutId(f"r{number}"), group_id=GroupId(f"g{number}"), task_id=TaskId("t"), attempt=0
+    )
+
+
+@asynccontextmanager
+async def worker(
+    folder: Path, services: dict[str, ServiceConfig]
+) -> AsyncIterator[tuple[Callable[[EvaluatorSpec], Awaitable[RolloutResult]], WorkerStations]]:
+    """A function that runs a rollout whose shell agent writes 42, and the stations of its worker."""
+    rigs.write_tokenizer(folder / "model")
+    directory = RunDirectory(path=folder / "run")
+    directory.path.mkdir()
+    observing = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=directory.path)
+    engine = rigs.scripted.ScriptedEngine.of(folder / "model", rigs.STOP, lambda _: "echo 42 > answer; exit")
+    directory.train_tasks.parent.mkdir(parents=True, exist_ok=True)
+    idle = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
+    write_tasks(directory.train_tasks, [idle])
+    directory.identity.write_text("services")
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        await enter(rigs.scripted.serving(engine))
+        pool = await enter(SandboxPool(SandboxSection(), directory=directory))
+        config = GatewayConfig(tokenizer_dir=folder / "model")
+        gateway = await enter(GatewayActor(config, address_file=directory.path / "gateway.json", observing=observing))
+        assert await gateway.set_engines(
+            RoutingTable(version=1, engines=(EngineRoute(engine_id=EngineId("e"), url=engine.url),))
+        )
+        parts = WorkerParts(
+            pool=pool,
+            evaluator=await enter(Evaluator(pool, observing)),
+            replay=await enter(Replay(BufferConfig(batch_size=2, group_size=2), directory=directory, seed=0)),
+            agent=shell_agent(ShellAgentConfig(max_turns=2)),
+            tasks=TaskCatalog(),
+            gateway=gateway,
+            sampling=Sampling(),
+            train_truncated=True,
+            train_cut=False,
+            budgets=Budgets(max_context_tokens=8192),
+            rollout=RolloutConfig(),
+            observing=observing,
+            services=services,
+        )
+        stations = await enter(WorkerStations(parts, "holder"))
+        ran = 0
+
+        async def rolled_out(evaluator: EvaluatorSpec) -> RolloutResult:
+            nonlocal ran
+            ran += 1
+            task = Task(id=TaskId("t"), family="f", instruction="write 42", evaluator=evaluator)
+            return await run_rollout(order(ran), task, stations, RolloutConfig())
+
+        yield rolled_out, stations
+
+
+def table(kind: ServiceKind, url: str) -> ServiceConfig:
+    return ServiceConfig(kind=kind, url=url, timeout_s=1.0, retry=RetrySection(attempts=2, total_s=5.0))
+
+
+def sum_of(**parts: EvaluatorSpec) -> EvaluatorSpec:
+    named = tuple(EvaluatorPart(name=name, evaluator=spec, weight=0.5) for name, spec in parts.items())
+    return EvaluatorSpec(kind=EvaluatorKind.SUM, parts=named)
+
+
+async def test_rollouts_are_scored_by_a_server_and_a_judge_or_not_at_all(tmp_path: Path) -> None:
+    grader = ScriptedService(answer_with({}, 502), answer_with({"reward": 0.9, "solved": True}))
+    judge = ScriptedService(answer_with(completion(r"\boxed{0.5}")))
+    async with grader.served() as grader_url, judge.served() as judge_url:
+        services = {
+            "grader": table(ServiceKind.REWARD, f"{grader_url}/score"),
+            "judge": table(ServiceKind.MODEL, judge_url),
+        }
+        async with worker(tmp_path, services) as (rolled_out, stations):
+            alone = await rolled_out(HTTP)
+            assert (alone.outcome.reward, alone.outcome.solved) == (2.0, True), alone.outcome
+            assert [sent["key"] for sent in grader.requests] == ["r1.0", "r1.0"]
+            said = [part["text"] for part in grader.requests[-1]["episode"]["parts"] if part["source"] == "policy"]
+            assert said[0] == "echo 42 > answer; exit"
+            phases = dict(alone.phases_s)
+            assert phases["service.grader"] > 0
+
+            both = await rolled_out(sum_of(file=WROTE_42, server=HTTP, vote=JUDGE, again=WROTE_42))
+            assert (both.outcome.reward, both.outcome.solved) == (0.5 * (1.0 + 2.0 + 0.5 + 1.0), True), both.outcome
+            assert grader.requests[-1]["key"] == "r2.0.server"
+
+            grader.script[:] = [answer_with({"reward": "much"})]
+            nonsense = await rolled_out(sum_of(file=WROTE_42, server=HTTP))
+            assert (nonsense.outcome.reward, nonsense.outcome.cause) == (None, Cause.EVALUATOR)
+            assert "server: service grader: evaluator error: the reward is not a number" in nonsense.outcome.detail
+
+            judge.script[:] = [answer_with({}, 502)]
+            down = await rolled_out(JUDGE)
+            assert (down.outcome.reward, down.outcome.cause) == (None, Cause.INFRA)
+            assert "evaluate: ServiceDown: service judge: " in down.outcome.detail
+            figures: dict[str, Any] = stations.service_figures
+    assert (figures["grader"].totals.calls, figures["grader"].totals.retries) == (3, 1)
+    assert (figures["judge"].totals.calls, figures["judge"].totals.failures) == (4, 2)
