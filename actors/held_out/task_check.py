@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluation.answer import score_answer
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.history import GIT, prepare
+from headrace.actors.evaluation.rewards import score_parts
 from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart, join_details, task_resources
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks import EvaluatorKind
+from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
@@ -37,7 +39,7 @@ AGENT: Final = "agent"
 SOLUTION: Final = "/tmp/headrace-solution"
 SOLUTION_S: Final = 600.0
 """Time for a solution whose task has no limit."""
-_UNTRIED: Final = (EvaluatorKind.ENVIRONMENT, EvaluatorKind.NONE, EvaluatorKind.SIMULATED)
+_UNTRIED: Final = (*OF_EPISODES, EvaluatorKind.NONE, EvaluatorKind.SIMULATED)
 _DETAIL_CHARACTERS: Final = 300
 
 
@@ -100,10 +102,10 @@ async def check_tasks(
 
 async def check_task(provider: LocalProvider, task: Task, solutions: Solutions) -> CheckedTask:
     """Check one task. Everything that is wrong with it or with its solution is its fault, and raises nothing."""
-    if task.evaluator.kind in _UNTRIED:
-        return CheckedTask(task_id=task.id)
     if task.evaluator.answer is not None:
         return check_answer(task, task.evaluator.answer)
+    if any(spec.kind in _UNTRIED for spec in task.evaluator.deciding):
+        return CheckedTask(task_id=task.id)
     checked = CheckedTask(task_id=task.id)
     try:
         untouched = await _verdict_on(provider, task, None)
@@ -159,7 +161,8 @@ async def _verdict_on(provider: LocalProvider, task: Task, solution: Solution | 
             timeout_s = task.limits.agent_s or SOLUTION_S
             said = await _apply(solution, sandbox, user=user, folder=folder, timeout_s=timeout_s)
         request = EvaluationRequest(key=task.id, task=task, sandbox=ref, agent_user=user)
-        verdict = await evaluate(request, ProviderSandboxes(provider, sandbox))
+        score = partial(evaluate, sandboxes=ProviderSandboxes(provider, sandbox))
+        verdict = await (score_parts(request, score) if evaluator.parts else score(request))
         return replace(verdict, detail=join_details(said, verdict.detail))
     finally:
         await asyncio.shield(sandbox.kill())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,16 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
 from headrace.actors.held_out.task_check import check_answer
-from headrace.buffer.tasks import AnswerSpec, EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, write_tasks
+from headrace.buffer.tasks import (
+    AnswerSpec,
+    EvaluatorKind,
+    EvaluatorPart,
+    EvaluatorSpec,
+    Task,
+    TaskId,
+    load_tasks,
+    write_tasks,
+)
 from headrace.buffer.verifiers import VerifierForm, VerifierSpec
 
 if TYPE_CHECKING:
@@ -35,6 +45,12 @@ def verified(name: str) -> Task:
     return Task(id=TaskId(name), family="own", instruction="write 2", evaluator=evaluator, files={PATH: "1\n"})
 
 
+def summed(name: str, *parts: EvaluatorSpec) -> Task:
+    named = tuple(EvaluatorPart(name=f"p{number}", evaluator=part) for number, part in enumerate(parts))
+    evaluator = EvaluatorSpec(kind=EvaluatorKind.SUM, parts=named)
+    return Task(id=TaskId(name), family="own", instruction="write 2", evaluator=evaluator, files={PATH: "1\n"})
+
+
 def answer(*targets: str) -> Task:
     evaluator = EvaluatorSpec(kind=EvaluatorKind.ANSWER, answer=AnswerSpec(targets=targets))
     return Task(id=TaskId("asked"), family="own", instruction="who?", evaluator=evaluator)
@@ -42,7 +58,12 @@ def answer(*targets: str) -> Task:
 
 @pytest.mark.namespaces
 def test_tasks_that_cannot_be_trained_on_are_left_out(tmp_path: Path) -> None:
+    function = EvaluatorSpec(kind=EvaluatorKind.FUNCTION, function="support.scoring_functions:brevity")
+    file = state("", IS_TWO).evaluator
     tasks = [
+        summed("both-files", file, verified("").evaluator),
+        summed("solved-sum", replace(file, check="pass"), file),
+        summed("with-episode", file, function),
         state("good", IS_TWO),
         state("no-gold", IS_TWO),
         state("wrong-gold", IS_TWO),
@@ -62,10 +83,13 @@ def test_tasks_that_cannot_be_trained_on_are_left_out(tmp_path: Path) -> None:
     told = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "told.json")])
     assert told.exit_code == 3, told.output
     kept = [task.id for task in load_tasks(tmp_path / "checked.jsonl")]
-    assert kept == ["good", "no-gold", "own/verified", "asked"]
+    assert kept == ["both-files", "with-episode", "good", "no-gold", "own/verified", "asked"]
     checked = {row["task_id"]: row for row in json.loads((tmp_path / "told.json").read_text())["checked"]}
     assert (checked["good"]["untouched"], checked["good"]["gold"]) == (0.0, 1.0)
     assert checked["no-gold"]["gold"] is None
+    assert checked["both-files"]["untouched"] == 0.0
+    assert checked["with-episode"]["untouched"] is None, "it needs an episode, so it is not tried"
+    assert checked["solved-sum"]["fault"] == "untouched files solve it already"
     assert "it exited with 7: no such thing" in checked["wrong-gold"]["fault"]
     assert checked["solved"]["fault"] == "untouched files solve it already"
     assert checked["broken"]["fault"].startswith("untouched files cannot be graded: ")
