@@ -79,6 +79,11 @@ class AgentSection(Section):
         return not self.is_outside and self.kind not in _WITHOUT_PROGRAM
 
     @property
+    def keeps_episodes(self) -> bool:
+        """True for an agent that keeps a record of its episodes; agents from other packages are assumed to."""
+        return self.is_outside or self.kind in (AgentKind.LOOP, AgentKind.SHELL)
+
+    @property
     def max_turns(self) -> int:
         """Maximum number of policy answers in one session."""
         if self.is_outside:

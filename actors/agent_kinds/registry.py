@@ -22,12 +22,14 @@ from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.loop.config import LoopConfig
 from headrace.actors.loop.judge import check_judge
 from headrace.buffer.primitives.registry import PartRefused, Registry
+from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from headrace.actors.agents.agent import Agent
     from headrace.actors.agents.shell import ShellAgentConfig
+    from headrace.buffer.tasks import Task
 
     MakeAgent: TypeAlias = Callable[[AgentSection], Agent]
 
@@ -53,6 +55,23 @@ def _loop_agent(section: AgentSection, environment_section: EnvironmentSection) 
         )
     check_judge(section.loop.judge)
     return LoopAgent(section.loop, environment)
+
+
+def refuse_unrecorded_episodes(section: AgentSection, tasks: Iterable[Task]) -> None:
+    """Raise ConfigError for the first task whose evaluator needs the record of an episode, if the agent keeps none:
+    every rollout would end as a fault of the evaluator."""
+    unusable: tuple[EvaluatorKind, ...] = () if section.keeps_episodes else OF_EPISODES
+    if section.kind is AgentKind.SHELL:
+        # Its environment returns no verdict; those of the loop agent are checked with the environment.
+        unusable = (EvaluatorKind.ENVIRONMENT,)
+    for task in tasks:
+        for spec in task.evaluator.deciding:
+            if spec.kind in unusable:
+                raise ConfigError(
+                    f"task {task.id}: evaluator.kind {spec.kind} scores the record of an episode, which agent.kind "
+                    f"{section.kind} does not leave; set agent.kind to loop, or choose an evaluator of files "
+                    "(docs/tasks.md)"
+                )
 
 
 def shell_agent(config: ShellAgentConfig) -> LoopAgent:

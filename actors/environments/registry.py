@@ -11,7 +11,7 @@ from headrace.actors.environments.shell import ShellEnvironment
 from headrace.actors.environments.terminal import TerminalEnvironment
 from headrace.actors.errors import ConfigError
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.tasks import EvaluatorKind
+from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     MakeEnvironment: TypeAlias = Callable[[EnvironmentSection], Environment]
 
 
-WITHOUT_FILES: Final = (EvaluatorKind.ANSWER, EvaluatorKind.ENVIRONMENT, EvaluatorKind.PLUGIN, EvaluatorKind.NONE)
+WITHOUT_FILES: Final = (*OF_EPISODES, EvaluatorKind.PLUGIN, EvaluatorKind.NONE)
 """Evaluators that can score a rollout without a sandbox."""
+WITHOUT_VERDICT: Final = (EnvironmentKind.SHELL, EnvironmentKind.TERMINAL, EnvironmentKind.SEARCH)
+"""Environments that return no verdict."""
 
 
 def make_environment(section: EnvironmentSection) -> Environment:
@@ -45,11 +47,17 @@ def check_environment(section: EnvironmentSection, tasks: Iterable[Task]) -> Non
                 f"task {task.id}: environment.kind {task.environment.kind!r} is not the recipe's ({section.kind}); set "
                 "environment.kind in the recipe, or leave the task out"
             )
-        if not environment.needs_sandbox and task.evaluator.kind not in WITHOUT_FILES:
-            raise ConfigError(
-                f"task {task.id}: evaluator.kind {task.evaluator.kind} scores the files of a sandbox, and the "
-                f"environment {section.kind} has none; choose {', '.join(WITHOUT_FILES)}, or another environment"
-            )
+        for spec in task.evaluator.deciding:
+            if not environment.needs_sandbox and spec.kind not in WITHOUT_FILES:
+                raise ConfigError(
+                    f"task {task.id}: evaluator.kind {spec.kind} scores the files of a sandbox, and the environment "
+                    f"{section.kind} has none; choose {', '.join(WITHOUT_FILES)}, or another environment"
+                )
+            if spec.kind is EvaluatorKind.ENVIRONMENT and section.kind in WITHOUT_VERDICT:
+                raise ConfigError(
+                    f"task {task.id}: evaluator.kind environment needs a verdict, and the environment {section.kind} "
+                    "returns none; choose another evaluator, or another environment"
+                )
     check = getattr(environment, "check", None)
     if check is not None:
         check(tasks)

@@ -25,7 +25,7 @@ import orjson
 from pydantic import ValidationError
 
 from headrace.actors.agent_kinds.config import AgentKind
-from headrace.actors.agent_kinds.registry import make_agent
+from headrace.actors.agent_kinds.registry import make_agent, refuse_unrecorded_episodes
 from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
 from headrace.actors.environments.registry import check_environment, make_environment
 from headrace.actors.errors import (
@@ -290,6 +290,7 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
     refuse_overlap(train, heldout, "tasks.heldout")
     refuse_absent_images(config.sandbox, (*train, *heldout))
     refuse_absent_evaluators((*train, *heldout))
+    refuse_unrecorded_episodes(config.agent, (*train, *heldout))
     check_service_evaluators((*train, *heldout), config.services, config.rollout.evaluate_timeout_s)
     if config.agent.kind is AgentKind.LOOP:
         check_environment(config.environment, (*train, *heldout))

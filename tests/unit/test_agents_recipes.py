@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.agent_kinds.config import AgentKind, AgentSection
-from headrace.actors.agent_kinds.registry import make_agent
+from headrace.actors.agent_kinds.registry import make_agent, refuse_unrecorded_episodes
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.agents.installation import PINNED
 from headrace.actors.errors import ConfigError
 from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.run.config import load_recipe
+from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task, TaskId
 
 if TYPE_CHECKING:
     from headrace.actors.agents.cli_agent import CliAgent
@@ -41,6 +42,24 @@ def test_builtin_agents_need_no_program() -> None:
     assert isinstance(make_agent(shell), LoopAgent)
     assert (shell.max_turns, make_agent(shell).folders) == (shell.shell.max_turns, ())
     assert isinstance(make_agent(AgentSection(kind=AgentKind.IMMEDIATE)), ImmediateAgent)
+
+
+@pytest.mark.parametrize("evaluator", OF_EPISODES)
+@pytest.mark.parametrize("kind", [*PROGRAMS, AgentKind.IMMEDIATE, AgentKind.SIMULATED])
+def test_an_agent_without_a_record_is_refused_for_evaluators_that_need_it(
+    kind: AgentKind, evaluator: EvaluatorKind
+) -> None:
+    spec = EvaluatorSpec(kind=evaluator)
+    files = EvaluatorPart(name="files", evaluator=EvaluatorSpec(kind=EvaluatorKind.STATE, check="pass"))
+    both = EvaluatorSpec(kind=EvaluatorKind.SUM, parts=(files, EvaluatorPart(name="said", evaluator=spec)))
+    for one in (spec, both):
+        task = Task(id=TaskId("t"), family="f", instruction="i", evaluator=one)
+        with pytest.raises(ConfigError, match=rf"task t: evaluator\.kind {evaluator} .*agent\.kind {kind} does not"):
+            refuse_unrecorded_episodes(AgentSection(kind=kind), [task])
+        refuse_unrecorded_episodes(AgentSection(kind=AgentKind.LOOP), [task])
+        refuse_unrecorded_episodes(AgentSection(kind="package.module:Agent"), [task])
+    alone = Task(id=TaskId("t"), family="f", instruction="i", evaluator=files.evaluator)
+    refuse_unrecorded_episodes(AgentSection(kind=kind), [alone])
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)

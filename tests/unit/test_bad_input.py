@@ -105,6 +105,11 @@ SEARCH = f'{LOOP}[agent.loop]\nparser = "search"\n[environment]\nkind = "search"
 RETAIL = f'{LOOP}[agent.loop]\nparser = "calls"\n[environment]\nkind = "retail"\n'
 FILES = '[tasks]\ntrain = "a.jsonl"\nheldout = "b.jsonl"\n[evaluation]\ntasks = 1\n'
 IN_SHOP = {"environment": {"kind": "retail"}, "evaluator": {"kind": "environment"}}
+ASKED = {"evaluator": {"kind": "answer", "answer": {"targets": ["Elm"]}}}
+IN_SUM = {"evaluator": {"kind": "sum", "parts": [{"name": "said", **ASKED}]}}
+SERVED = {"evaluator": {"kind": "http", "service": "grader"}}
+JUDGED = {"evaluator": {"kind": "judge", "service": "grader"}}
+GRADER = '[services.grader]\nkind = "reward"\nurl = "http://127.0.0.1:9/score"\n'
 
 
 @pytest.mark.parametrize(
@@ -159,6 +164,28 @@ IN_SHOP = {"environment": {"kind": "retail"}, "evaluator": {"kind": "environment
             f'{LOOP}[environment]\nkind = "terminal"\nterminal.observation = "{{outpu}}"\n',
             {},
             "environment.terminal.observation: unknown field {outpu}; the fields are command, exit_code, output",
+        ),
+        (
+            f'[agent]\nkind = "immediate"\n{FILES}',
+            IN_SUM,
+            "task a: evaluator.kind answer scores the record of an episode, which agent.kind immediate does not",
+        ),
+        (FILES, {"evaluator": {"kind": "environment"}}, "task a: evaluator.kind environment scores the record of an"),
+        (
+            f"{LOOP}{FILES}",
+            {"evaluator": {"kind": "environment"}},
+            "task a: evaluator.kind environment needs a verdict, and the environment shell returns none; choose",
+        ),
+        (FILES, SERVED, "services.grader is missing; task a (evaluator.kind http) needs it; add the table"),
+        (
+            f"{FILES}{GRADER}",
+            JUDGED,
+            "services.grader.kind is reward; task a (evaluator.kind judge) needs it as a model;",
+        ),
+        (
+            f"{FILES}{GRADER}retry.total_s = 30\n[rollout]\nevaluate_timeout_s = 30\n",
+            SERVED,
+            "services.grader.retry.total_s 30 is not below the 30 s that the evaluation of task a (evaluator.kind",
         ),
         (f'{LOOP}[agent.loop]\ncontext = "head_tail(2)"\n', {}, "agent.loop.context: 'head_tail(2)' is not a context"),
     ],
