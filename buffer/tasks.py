@@ -481,9 +481,6 @@ def _check_parts(task: Task, *, where: str) -> None:
             raise TaskFileError(f"{where}: limits.{name}: {limit} must be a number above 0")
     if both := sorted(task.files.keys() & task.binary_files.keys()):
         raise TaskFileError(f"{where}: binary_files: {both[0]!r} is also in files; keep one")
-    for spec in task.evaluator.deciding:
-        if task.binary_files and spec.kind in (EvaluatorKind.PATCH, EvaluatorKind.COMPARE):
-            raise TaskFileError(f"{where}: binary_files: the kind {spec.kind} compares text only; use state")
     if task.messages and task.messages[-1].role != "user":
         raise TaskFileError(f"{where}: messages: the last one must be the user's, which the policy answers")
     prompt = "\n".join((task.instruction, *(message.content for message in task.messages)))

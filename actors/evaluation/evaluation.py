@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from headrace.actors.evaluation.answer import score_answer
 from headrace.actors.evaluation.checks import run_check
 from headrace.actors.evaluation.comparison import Baselines
-from headrace.actors.evaluation.diff_filter import Dropped, summary
+from headrace.actors.evaluation.diff_filter import summary
 from headrace.actors.evaluation.history import task_files
 from headrace.actors.evaluation.patch import Patch, PatchRefused, collect_patch
 from headrace.actors.evaluation.patch_collection import LeftDiff
@@ -114,7 +114,7 @@ async def _with_patch(request: EvaluationRequest, sandboxes: CleanSandboxes, ver
             patch = await collect_patch(request.task, sandbox)
     except (PatchRefused, SandboxError) as error:
         return replace(verdict, log=printed(verdict.log, f"the agent's files cannot be turned into a patch: {error}"))
-    return replace(verdict, patch=patch.as_diff(request.task))
+    return replace(verdict, log=printed(verdict.log, summary(patch.dropped)), patch=patch.as_diff(request.task))
 
 
 async def _blame(
@@ -166,15 +166,14 @@ async def _score_patch(request: EvaluationRequest, sandboxes: CleanSandboxes) ->
         return invalid(str(error))
     except ExecTimeout as error:
         return broken(f"collecting the patch exceeded {error}")
-    dropped: tuple[Dropped, ...] = ()
     left = patch
     if request.task.evaluator.kind is EvaluatorKind.COMPARE:
-        patch, dropped = patch.filtered(request.task)
+        patch = patch.filtered(request.task)
     spec = clean_spec(request.task)
     files = patch.applied_to(await task_files(request.task), request.task.evaluator.hidden_files)
     verdict = await _check_files(request.task, files, spec, sandboxes)
     diff = left.as_diff(request.task) if request.keep else ""
-    return replace(verdict, detail=join_details(verdict.detail, summary(dropped)), patch=diff)
+    return replace(verdict, detail=join_details(verdict.detail, summary(patch.dropped)), patch=diff)
 
 
 async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec, sandboxes: CleanSandboxes) -> Verdict:

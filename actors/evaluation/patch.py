@@ -2,6 +2,8 @@
 
 Invariants:
 - Only regular files are copied: none of the agent's symbolic links, devices or directories is followed or created.
+- Files that are not UTF-8 text are not part of a patch: fresh copies keep the task's own. Otherwise a compiled module
+  of the agent could stand in for the source of a hidden test.
 - Sizes, counts and path lengths are capped; a patch that exceeds a cap is refused as a whole, with outcome invalid.
 - The task's files outside the data paths are unchanged.
 - The task's hidden files take precedence: no file in the patch is at, above or below their paths.
@@ -17,13 +19,14 @@ import re
 import secrets
 import shlex
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import unified_diff
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluation.diff_filter import (
     SECTIONED,
     Dropped,
+    DropReason,
     FilterRules,
     filter_diff,
     reason_for_path,
@@ -44,21 +47,22 @@ MAX_FILES, MAX_FOLDERS, MAX_BYTES = 50, 1000, 1 << 20
 MAX_COMPARED_LINES = 200
 
 _REFUSALS = {
-    3: f"more than {MAX_FILES} files, {MAX_FOLDERS} folders or {MAX_BYTES} bytes",
-    4: "a file is not UTF-8 text",
+    3: f"more than {MAX_FILES} text files, {MAX_FOLDERS} folders and binary files, or {MAX_BYTES} bytes of text",
     5: "a path is too long",
 }
 
 
 class PatchRefused(Exception):
-    """The agent's files do not form a valid patch: they exceed a cap or are not text."""
+    """The agent's files do not form a valid patch: they exceed a cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """Absolute sandbox paths with their new text, or None for removed files."""
+    """Absolute sandbox paths with their new text, or None for removed files. `dropped` lists the files that are not
+    text, except for those of the task with their size."""
 
     changes: Mapping[str, str | None]
+    dropped: tuple[Dropped, ...] = ()
 
     def applied_to(self, files: Mapping[str, bytes], hidden: Mapping[str, str]) -> dict[str, bytes]:
         """Return a task's own files with this patch and the hidden files applied."""
@@ -79,15 +83,14 @@ class Patch:
         """Return a unified diff against the task's files, ordered by path."""
         return "".join(file_diff(path, task.files.get(path), self.changes[path]) for path in sorted(self.changes))
 
-    def filtered(self, task: Task) -> tuple[Patch, tuple[Dropped, ...]]:
-        """Return the patch without test files and without changes that `diff_filter` forbids, together with the dropped
-        changes."""
+    def filtered(self, task: Task) -> Patch:
+        """Return the patch without test files and without changes that `diff_filter` forbids, which it lists as
+        dropped."""
         tests = frozenset(path[1:] for path in task.evaluator.test_files)
         reasons = {path: reason_for_path(path[1:], tests, new=path not in task.files) for path in self.changes}
-        return (
-            Patch(changes={path: text for path, text in self.changes.items() if reasons[path] is None}),
-            tuple(Dropped(path=path, reason=reason) for path, reason in reasons.items() if reason is not None),
-        )
+        dropped = tuple(Dropped(path=path, reason=reason) for path, reason in reasons.items() if reason is not None)
+        kept = {path: text for path, text in self.changes.items() if reasons[path] is None}
+        return Patch(changes=kept, dropped=(*self.dropped, *dropped))
 
 
 async def collect_patch(task: Task, sandbox: Sandbox) -> Patch:
@@ -106,7 +109,12 @@ async def collect_patch(task: Task, sandbox: Sandbox) -> Patch:
         raise PatchRefused(_REFUSALS[result.exit_code])
     if result.exit_code != 0 or result.truncated:
         raise SandboxError(f"collecting the patch failed with exit code {result.exit_code}: {result.stderr[-200:]!r}")
-    return difference(files_below(task.files, task.evaluator.data_paths), json.loads(result.stdout))
+    texts, binary = json.loads(result.stdout)
+    before = files_below(task.files, task.evaluator.data_paths)
+    patch = difference({path: text for path, text in before.items() if path not in binary}, texts)
+    own = {path: file.size for path, file in task.binary_files.items()}
+    dropped = (Dropped(path=path, reason=DropReason.BINARY) for path in sorted(binary) if binary[path] != own.get(path))
+    return replace(patch, dropped=tuple(dropped))
 
 
 def file_diff(path: str, before: str | None, after: str | None) -> str:

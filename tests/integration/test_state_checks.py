@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -10,6 +12,8 @@ import pytest
 
 from headrace.actors.evaluation.checks import imports_only
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluation.history import task_files
+from headrace.buffer.task_parts import BinaryFile
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
@@ -18,7 +22,8 @@ from support.clean_sandboxes import CleanSandboxes
 from support.repositories import PYTEST, install_pytest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
 
     from headrace.sandboxes.base import Sandbox
     from headrace.sandboxes.local.provider import LocalProvider
@@ -51,17 +56,29 @@ class ImageWithPytest(CleanSandboxes):
 
 
 async def verdict_on(
-    provider: LocalProvider, check: str, command: str = "true", sandboxes: type = CleanSandboxes, **evaluator: object
+    provider: LocalProvider,
+    check: str,
+    command: str = "true",
+    sandboxes: type = CleanSandboxes,
+    binary_files: Mapping[str, BinaryFile] | None = None,
+    **evaluator: object,
 ) -> Verdict:
     """The verdict of a state check after an agent has run `command` in /workspace."""
     fields: dict[str, object] = {"kind": EvaluatorKind.STATE, "check": check, "timeout_s": 20.0}
     spec = EvaluatorSpec(**(fields | evaluator))  # type: ignore[arg-type]
     files = {"/workspace/answer": "1\n"}
-    task = Task(id=TaskId("own"), family="own", instruction="write 2", evaluator=spec, files=files)
+    task = Task(
+        id=TaskId("own"),
+        family="own",
+        instruction="write 2",
+        evaluator=spec,
+        files=files,
+        binary_files=binary_files or {},
+    )
     ref = await provider.create(SandboxSpec(image=task.image))
     sandbox = await provider.attach(ref)
     try:
-        await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
+        await sandbox.write_many(await task_files(task))
         await sandbox.exec(command, cwd="/workspace", timeout_s=20)
         return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), sandboxes(provider, sandbox))
     finally:
@@ -223,3 +240,35 @@ async def test_packages_below_a_data_path_are_not_imported(provider: LocalProvid
     bare = {"python": f"{VENV}/bin/python", "data_paths": (f"{VENV}/lib",)}
     verdict = await verdict_on(provider, check, planted, ImageWithBareVenv, **bare)
     assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED), verdict
+
+
+@pytest.mark.parametrize("kind", [EvaluatorKind.PATCH, EvaluatorKind.COMPARE])
+async def test_files_that_are_not_text_are_kept_and_belong_to_no_patch(
+    provider: LocalProvider, tmp_path: Path, kind: EvaluatorKind
+) -> None:
+    content = b"\x89PNG\r\n\0\xff"
+    (tmp_path / "image.png").write_bytes(content)
+    image = BinaryFile(file=str(tmp_path / "image.png"), sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+    look = (
+        f"import os; found = [open('/workspace/answer').read(), open('/workspace/image.png', 'rb').read() == {content}"
+    )
+    look += ", sorted(os.listdir('/workspace'))]\n"
+    right = ["2\n", True, ["answer", "image.png"]]
+    if kind is EvaluatorKind.PATCH:
+        evaluator = {"check": f"{look}raise SystemExit(found != {right})"}
+    else:
+        evaluator = {"check": f"{look}result = found", "expected": json.dumps(right)}
+
+    async def verdict_after(command: str) -> Verdict:
+        return await verdict_on(
+            provider, command=command, kind=kind, binary_files={"/workspace/image.png": image}, **evaluator
+        )
+
+    mended = await verdict_after("echo 2 > answer")
+    assert (mended.reward, mended.detail) == (1.0, ""), mended
+    assert (await verdict_after("true")).cause is Cause.FAILED
+    other = await verdict_after("echo 2 > answer; echo > image.png; printf '\\xff' > made; rm image.png")
+    assert (other.reward, other.detail) == (1.0, "dropped from the patch: /workspace/made (binary)"), other
+    spoiled = await verdict_after("printf '\\xff' > answer; printf '\\xff' > image.png")
+    assert spoiled.cause is Cause.FAILED, spoiled
+    assert "/workspace/answer (binary), /workspace/image.png (binary)" in spoiled.detail
