@@ -107,9 +107,10 @@ async def grade(
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """The tests that passed in the first run and must be confirmed by their twins."""
+    """The tests that passed in the first run and must be confirmed by their twins. `note` is for the verdict."""
 
     tests: tuple[str, ...]
+    note: str = ""
 
 
 @dataclass(slots=True)
@@ -146,6 +147,7 @@ class _Grading:
             judged = await self._judge_all(_report_of(outcome))
         if isinstance(judged, _Passed):
             verdict = await self._confirm(judged.tests)
+            verdict = replace(verdict, detail=join_details(verdict.detail, judged.note))
         else:
             verdict = judged
             if always_twins:
@@ -153,8 +155,9 @@ class _Grading:
         return replace(verdict, log=printed(outcome.stdout, outcome.stderr))
 
     async def _judge_logs(self, grader: Swepro, run: TestRun) -> _Passed | Verdict:
-        """Judge with the task's log parser. If the script ran pytest, the pytest report must be valid and agree with
-        the logs."""
+        """Judge with the task's log parser. If the script runs pytest in the untouched repository, it must do so here,
+        and its report must be valid, have the same tests and agree with the logs, which the code under test can
+        forge."""
         report = _report_of(run) if run.sessions or run.intruded else Report(results={}, uncollected={})
         async with self.sandboxes.clean(clean_spec(self.task)) as sandbox:
             parsed = await parse_logs(sandbox, _repository_of(self.task), grader, run)
@@ -162,7 +165,17 @@ class _Grading:
         known = [name for name in required if name in report.results]
         denied = set(report.not_passed(known))
         missing = tuple(name for name in required if name not in parsed or name in denied)
-        return _missing(missing, len(required)) if missing else _Passed(tuple(known))
+        if missing or len(known) == len(required):
+            return _missing(missing, len(required)) if missing else _Passed(tuple(known))
+        untouched = await self._untouched()
+        if not run.sessions and (untouched.collected or untouched.named):
+            raise ReportUntrusted("no pytest session started, although one does in the untouched repository")
+        unreported = [name for name in required if name not in report.results]
+        lost = set(missing_beside(report, untouched))
+        if absent := tuple(name for name in unreported if name in lost or name.split("[")[0] in lost):
+            return failed(f"in the log, but not run by pytest: {named(absent)}")
+        note = f"by the log alone, which the code under test can forge: {named(unreported)}"
+        return _Passed(tuple(known), note)
 
     async def _judge_all(self, report: Report) -> _Passed | Verdict:
         """Require that at least one test passed, none failed, and all tests of the untouched repository ran without new

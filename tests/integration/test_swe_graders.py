@@ -10,9 +10,10 @@ import pytest
 
 from headrace.buffer.repositories import Command, Script, Swepro
 from headrace.buffer.types import Cause
-from support.repositories import COMMIT, HIDDEN_TESTS, RIGHT, SPEC, repository_task, verdict_on
+from support.repositories import COMMIT, HIDDEN_TESTS, RIGHT, SPEC, WRONG, repository_task, verdict_on
 
 if TYPE_CHECKING:
+    from headrace.buffer.tasks import Task
     from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
@@ -89,6 +90,62 @@ EACH_CHEAT_ONCE = {(GRADERS[place % 3], name) for place, name in enumerate(CHEAT
 async def test_a_cheat_earns_no_reward(provider: LocalProvider, name: str, cheat: str) -> None:
     verdict = await verdict_on(provider, TASKS[name], cheat)
     assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
+
+
+BUILDS_FIRST = f"#!/bin/bash\npython3 -c 'import calc'\n{RUN.partition('set -e')[2]}"
+ENDS_THE_SCRIPT = f"import os, signal\nos.write(1, b'{PRINTED}\\n')\nos.kill(os.getppid(), signal.SIGKILL)\n"
+DROPS_A_TEST = f"""{WRONG}
+import atexit, os
+import _pytest.python as python
+collect = python.PyCollector.collect
+python.PyCollector.collect = lambda self: [item for item in collect(self) if "nothing" not in item.name]
+atexit.register(os.write, 1, b"{PRINTED}\\n")
+"""
+UNITTEST = """#!/bin/bash
+python3 - <<'END'
+from calc import mean
+print("tests/test_calc.py::test_mean PASSED")
+print("tests/test_calc.py::test_last PASSED")
+print("tests/test_calc.py::test_mean_of_nothing", "PASSED" if mean([]) == 0.0 else "FAILED")
+END
+"""
+
+
+def swepro_task(run_script: str) -> Task:
+    grader = replace(SWEPRO, run_script=run_script)
+    return repository_task(replace(SPEC, grader=grader, prepare=(GOLD_TESTS,)), hidden_files={})
+
+
+def write(text: str) -> str:
+    return f"printf '%s' {shlex.quote(text)} > calc.py"
+
+
+@pytest.mark.parametrize(
+    ("run_script", "cheat", "said"),
+    [
+        (BUILDS_FIRST, ENDS_THE_SCRIPT, "no pytest session started, although one does in the untouched repository"),
+        (RUN, DROPS_A_TEST, "in the log, but not run by pytest: tests/test_calc.py::test_mean_of_nothing"),
+    ],
+    ids=["ends-the-script", "drops-a-test"],
+)
+async def test_a_log_does_not_count_where_pytest_should_have_run(
+    provider: LocalProvider, run_script: str, cheat: str, said: str
+) -> None:
+    task = swepro_task(run_script)
+    assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
+    verdict = await verdict_on(provider, task, write(cheat))
+    assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
+    assert said in verdict.detail
+
+
+async def test_a_log_without_pytest_can_be_forged_and_the_verdict_says_so(provider: LocalProvider) -> None:
+    """Known to be open (docs/attacks.md)."""
+    task = swepro_task(UNITTEST)
+    assert (await verdict_on(provider, task, "true")).reward == 0.0
+    for command in (SOLVE, write(f"print({PRINTED.encode().decode('unicode_escape')!r})\nraise SystemExit\n")):
+        verdict = await verdict_on(provider, task, command)
+        assert verdict.reward == 1.0, verdict
+        assert verdict.detail.startswith("by the log alone, which the code under test can forge: tests/test_calc.py")
 
 
 async def test_a_test_also_skipped_in_the_untouched_repository_is_not_blamed_on_the_patch(
