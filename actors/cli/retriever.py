@@ -24,12 +24,21 @@ def serve(
     key_file: Annotated[
         Path | None, typer.Option(help="Private file with the key that each request must carry.")
     ] = None,
+    parent_pid: Annotated[
+        int | None, typer.Option(help="Parent process; if it dies before the corpus is indexed, so does the retriever.")
+    ] = None,
 ) -> None:
     """Serve a corpus by BM25: POST /retrieve {queries, topk, return_scores}, as retrievers of Search-R1. Prints the
     URL once the corpus is indexed; stops on SIGTERM or SIGINT."""
     from headrace.actors.services.retriever_server import RetrieverOptions, serve_retriever
 
     options = RetrieverOptions(
-        corpus=corpus, host=host, port=port, address_file=address_file, idle_s=idle_s, key_file=key_file
+        corpus=corpus,
+        host=host,
+        port=port,
+        address_file=address_file,
+        idle_s=idle_s,
+        key_file=key_file,
+        parent_pid=parent_pid,
     )
     serve_retriever(options, typer.echo)

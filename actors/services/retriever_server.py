@@ -3,7 +3,8 @@
 Invariants:
 - The server answers only once the whole corpus has been read, checked and indexed.
 - Searches run in threads: requests and signals are never kept waiting by one.
-- It ends on SIGTERM or SIGINT, and by itself after `idle_s` without a request. It outlives whoever started it.
+- It ends on SIGTERM or SIGINT, and by itself after `idle_s` without a request.
+- Once it answers, it outlives whoever started it. While it indexes, it dies with its parent if `parent_pid` is set.
 - It listens on other addresses than loopback only with a key.
 """
 
@@ -26,6 +27,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.services.corpus import CorpusRefused, PassageIndex
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.policies.processes.engine_keys import is_loopback
+from headrace.policies.processes.parent_death import die_with_parent, outlive_parent
 from headrace.sandboxes.errors import SecretRefused
 from headrace.sandboxes.key_files import read_key
 
@@ -51,6 +53,7 @@ class RetrieverOptions:
     address_file: Path | None = None
     idle_s: float = 1800.0
     key_file: Path | None = None
+    parent_pid: int | None = None
 
 
 def serve_retriever(options: RetrieverOptions, announce: Callable[[str], None]) -> None:
@@ -61,6 +64,8 @@ def serve_retriever(options: RetrieverOptions, announce: Callable[[str], None]) 
             f"--host {options.host}: other hosts could use the retriever; name a file with a key (--key-file FILE), or "
             "bind 127.0.0.1"
         )
+    if options.parent_pid is not None:
+        die_with_parent(options.parent_pid)
     try:
         key = None if options.key_file is None else read_key(options.key_file, "--key-file")
         index = PassageIndex(options.corpus)
@@ -136,6 +141,8 @@ class RetrieverServer:
                 ) from error
             host, port = runner.addresses[0][:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            if options.parent_pid is not None:
+                outlive_parent()
             if options.address_file is not None:
                 replace_file(options.address_file, orjson.dumps(self._identity() | {"url": url}), mode=0o600)
             announce(url)

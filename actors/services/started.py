@@ -2,8 +2,9 @@
 
 Invariants:
 - A retriever is started once: a resumed run uses the one that answers at the recorded address for the same corpus.
-- It leads a session of its own and is no child that dies with its parent: a killed or interrupted run leaves it
-  running. It ends with `stop_services`, and by itself when it has been idle.
+- It leads a session of its own, and once it answers it does not die with its parent: a killed or interrupted run leaves
+  it running. It ends with `stop_services`, and by itself when it has been idle.
+- One that still indexes ends with the process that started it, since nobody would find it.
 - While `running_services` is open, a retriever is not idle, and one that has died is started again at its address.
 - A process is signalled only if its start time is the recorded one, since its id may have been used again.
 """
@@ -140,10 +141,17 @@ def resolved(services: Mapping[str, ServiceConfig], urls: Mapping[str, str]) -> 
 
 
 def spawn_retriever(corpus: Path, address: Path, log: Path, port: int) -> int:
-    """Start a retriever as a process in a session of its own, and return its id."""
+    """Start a retriever as a process in a session of its own, and return its id. Call this in a thread that lives as
+    long as the process."""
     address.parent.mkdir(parents=True, exist_ok=True)
     address.unlink(missing_ok=True)
-    arguments = {"--corpus": corpus.resolve(), "--address-file": address.resolve(), "--port": port, "--idle-s": IDLE_S}
+    arguments = {
+        "--corpus": corpus.resolve(),
+        "--address-file": address.resolve(),
+        "--port": port,
+        "--idle-s": IDLE_S,
+        "--parent-pid": os.getpid(),
+    }
     # Neither asyncio's nor subprocess's: both hold on to a child, and asyncio kills it when its loop is closed.
     return os.posix_spawn(
         sys.executable,

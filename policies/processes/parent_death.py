@@ -24,6 +24,11 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit(f"parent {parent_pid} is already dead")
 
 
+def outlive_parent() -> None:
+    """Withdraw the request of `die_with_parent`. Call it in the same thread."""
+    _request_signal(0)
+
+
 def watch_group() -> None:
     """Fork a process that kills the process group, including itself, when the calling process dies.
 
@@ -38,7 +43,7 @@ def watch_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _request_signal(number: signal.Signals) -> None:
+def _request_signal(number: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

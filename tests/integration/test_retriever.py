@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -261,6 +262,26 @@ async def test_a_killed_run_leaves_its_retriever_to_the_next_one(corpus: Path, t
             assert read_started(folder / "wiki.json") == first
     finally:
         await stop_services(folder)
+
+
+def test_a_killed_run_leaves_no_retriever_that_still_indexes(tmp_path: Path) -> None:
+    """The corpus is a pipe, so that the retriever reads until the test closes it."""
+    corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "services"
+    os.mkfifo(corpus)
+    command = (sys.executable, "-c", STARTER, str(corpus), str(folder))
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as driver,
+        # Opens only when the retriever reads.
+        corpus.open("w") as rows,
+    ):
+        rows.write(GOOD)
+        rows.flush()
+        [retriever] = psutil.Process(driver.pid).children()
+        handle = os.pidfd_open(retriever.pid)
+        driver.kill()
+        assert select.select([handle], [], [], START_S)[0], "the retriever still runs"
+        os.close(handle)
+    assert recorded_addresses(folder) == []
 
 
 async def test_an_interrupted_run_leaves_its_retriever_running(corpus: Path, tmp_path: Path) -> None:
