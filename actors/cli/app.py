@@ -21,6 +21,7 @@ from headrace.actors.cli.engine import serve
 from headrace.actors.cli.engine_table import engine_table
 from headrace.actors.cli.ledger import drop_batch, retry_lost
 from headrace.actors.cli.logs import logs
+from headrace.actors.cli.model import model_app
 from headrace.actors.cli.output import (
     EXIT_BAD_INPUT,
     EXIT_DIRTY,
@@ -71,6 +72,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(engine_app, name="engine")
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(retriever_app, name="retriever")
+app.add_typer(model_app, name="model")
 app.add_typer(node_app, name="node")
 
 

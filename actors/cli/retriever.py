@@ -30,15 +30,10 @@ def serve(
 ) -> None:
     """Serve a corpus by BM25: POST /retrieve {queries, topk, return_scores}, as retrievers of Search-R1. Prints the
     URL once the corpus is indexed; stops on SIGTERM or SIGINT."""
-    from headrace.actors.services.retriever_server import RetrieverOptions, serve_retriever
+    from headrace.actors.services.local_server import ListenOptions
+    from headrace.actors.services.retriever_server import serve_retriever
 
-    options = RetrieverOptions(
-        corpus=corpus,
-        host=host,
-        port=port,
-        address_file=address_file,
-        idle_s=idle_s,
-        key_file=key_file,
-        parent_pid=parent_pid,
+    options = ListenOptions(
+        host=host, port=port, address_file=address_file, idle_s=idle_s, key_file=key_file, parent_pid=parent_pid
     )
-    serve_retriever(options, typer.echo)
+    serve_retriever(corpus, options, typer.echo)

@@ -260,10 +260,11 @@ def services_end_before_the_agent(config: RunConfig) -> str | None:
 
 def all_nodes_reach_the_services(config: RunConfig) -> str | None:
     for name, service in config.services.items():
-        if service.corpus is not None and not config.cluster.is_local:
+        if service.is_started and not config.cluster.is_local:
+            key, command = ("corpus", "retriever") if service.corpus is not None else ("path", "model")
             return (
-                f"services.{name}.corpus is served on one host, which the other nodes of a cluster do not reach; start "
-                f"one with `headrace retriever serve` and set services.{name}.url"
+                f"services.{name}.{key} is served on one host, which the other nodes of a cluster do not reach; start "
+                f"one with `headrace {command} serve` and set services.{name}.url"
             )
     return None
 
@@ -411,6 +412,8 @@ RECIPE_PATHS = (
     ("learner", "slime", "slime_dir"),
     ("learner", "slime", "megatron_dir"),
     ("services", ANY_NAME, "corpus"),
+    ("services", ANY_NAME, "path"),
+    ("services", ANY_NAME, "engine", "python"),
     ("services", ANY_NAME, "key_file"),
 )
 """Keys whose values are paths relative to the recipe. `ANY_NAME` stands for each table at that place."""

@@ -375,8 +375,8 @@ def recipe_digest(config: RunConfig) -> str:
         del document["learner"][key]
     # Which file a secret is in does not define a run.
     del document["engines"]["key_file"]
-    # Nor does the place of a service: a retriever that the run starts has another one each time.
+    # Nor does the place of a service: one that the run starts has another address each time.
     for service in document["services"].values():
-        for key in ("key_file", "url", "corpus"):
+        for key in ("key_file", "url", "corpus", "path"):
             del service[key]
     return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()

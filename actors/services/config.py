@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
@@ -51,6 +51,20 @@ class PriceSection(Section):
     """Price of an answered request."""
 
 
+class HelperEngineSection(Section):
+    """Table [services.NAME.engine] of a recipe: the engine that a run starts for a helper model, on CPUs."""
+
+    backend: Literal["cpu", "sglang"] = "cpu"
+    """Server of the model: `cpu`, the embedded engine for small models, or `sglang`. For a GPU, run `headrace model
+    serve` yourself and set `url`."""
+    dtype: str = "auto"
+    """For sglang: data type of the weights."""
+    python: Path | None = None
+    """For sglang: Python interpreter of another environment to run it in."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Maximum number of tokens in prompt and output together; None: the engine's default."""
+
+
 class ServiceConfig(Section):
     """Table [services.NAME] of a recipe."""
 
@@ -62,6 +76,11 @@ class ServiceConfig(Section):
     corpus: Path | None = None
     """For retrievers: JSONL file of passages, relative to the recipe. The run starts a retriever of its own for it, in
     place of `url`."""
+    path: Path | None = None
+    """For models: model directory, relative to the recipe. The run starts an engine of its own for it, in place of
+    `url`; it gets neither weights nor requests of the policy."""
+    engine: HelperEngineSection = HelperEngineSection()
+    """Engine for `path`."""
     model: str = ""
     """For models: name of the model in requests."""
     key_file: Path | None = None
@@ -78,6 +97,11 @@ class ServiceConfig(Section):
     """Prices for the costs in the report."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for a class of another package."""
+
+    @property
+    def is_started(self) -> bool:
+        """True if the run starts the service itself."""
+        return self.corpus is not None or self.path is not None
 
     @property
     def is_outside(self) -> bool:
@@ -105,15 +129,24 @@ class ServiceConfig(Section):
                 f"min_concurrency {self.min_concurrency} is above max_concurrency {self.max_concurrency}; lower it"
             )
         if self.is_outside:
-            given = [key for key in ("url", "corpus", "model", "key_file") if getattr(self, key)]
+            given = [key for key in ("url", "corpus", "path", "model", "key_file") if getattr(self, key)]
             if given:
                 raise ValueError(f"kind {self.kind} takes settings only; move {given[0]} into settings")
             return self
         if self.settings:
             raise ValueError(f"settings are for classes of other packages, not for kind {self.kind}; remove them")
-        if self.kind in (ServiceKind.MODEL, ServiceKind.REWARD):
-            if self.corpus is not None:
-                raise ValueError('corpus is for retrievers; set kind = "retriever", or remove it')
+        if self.path is None and self.engine != HelperEngineSection():
+            raise ValueError("engine has no effect without path; remove it, or set path to a model directory")
+        if self.kind != ServiceKind.MODEL and self.path is not None:
+            raise ValueError('path is for models; set kind = "model", or remove it')
+        if self.kind != ServiceKind.RETRIEVER and self.corpus is not None:
+            raise ValueError('corpus is for retrievers; set kind = "retriever", or remove it')
+        if self.kind == ServiceKind.MODEL:
+            if self.url and self.path is not None:
+                raise ValueError("url and path are both set; keep url for a running server, or path for a model")
+            if not self.url and self.path is None:
+                raise ValueError("url and path are missing; set url to a running server, or path to a model directory")
+        elif self.kind == ServiceKind.REWARD:
             if not self.url:
                 raise ValueError("url is missing; set the URL of a running server")
         elif bool(self.url) == (self.corpus is not None):

@@ -23,7 +23,8 @@ from headrace.actors.services import started as starting
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.corpus import PassageIndex
-from headrace.actors.services.retriever_server import RetrieverOptions, RetrieverServer, serve_retriever
+from headrace.actors.services.local_server import ListenOptions
+from headrace.actors.services.retriever_server import RetrieverServer, serve_retriever
 from headrace.actors.services.started import (
     StartedService,
     answers,
@@ -142,13 +143,13 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, rows: str | None, host
         corpus.write_text(rows)
     make_key(tmp_path / "key")
     with pytest.raises(ConfigError) as refused:
-        serve_retriever(RetrieverOptions(corpus=corpus, host=host, key_file=tmp_path / "key"), str)
+        serve_retriever(corpus, ListenOptions(host=host, key_file=tmp_path / "key"), str)
     assert str(refused.value).startswith(says.format(corpus=corpus))
 
 
 def test_other_hosts_need_a_key(corpus: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other hosts could use the retriever; name a file"):
-        serve_retriever(RetrieverOptions(corpus=corpus, host="0.0.0.0"), str)
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other hosts could use the service; name a file"):
+        serve_retriever(corpus, ListenOptions(host="0.0.0.0"), str)
 
 
 async def test_a_server_with_a_key_refuses_requests_without_it(corpus: Path, tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ async def test_a_server_with_a_key_refuses_requests_without_it(corpus: Path, tmp
     key = read_key(tmp_path / "key", "key")
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = RetrieverServer(PassageIndex(corpus), key)
-    serving = asyncio.create_task(server.serve(RetrieverOptions(corpus=corpus), ready.set_result))
+    serving = asyncio.create_task(server.serve(ListenOptions(), ready.set_result))
     url, body = await ready, {"queries": ["castle"]}
     assert (await posted(f"{url}/retrieve", body))[0] == 401
     assert (await posted(f"{url}/retrieve", body, Authorization="Bearer wrong"))[0] == 401
@@ -300,7 +301,7 @@ async def test_an_interrupted_run_leaves_its_retriever_running(corpus: Path, tmp
 def test_a_process_that_has_got_the_id_of_a_retriever_is_not_ended(tmp_path: Path) -> None:
     with subprocess.Popen((sys.executable, "-c", "input()"), stdin=subprocess.PIPE) as bystander:
         began_s = psutil.Process(bystander.pid).create_time()
-        document = {"url": "http://127.0.0.1:9", "pid": bystander.pid, "corpus_sha256": "0"}
+        document = {"url": "http://127.0.0.1:9", "pid": bystander.pid, "sha256": "0"}
         (tmp_path / "wiki.json").write_text(json.dumps(document | {"started_s": began_s - 60.0}))
         asyncio.run(stop_services(tmp_path))
         assert bystander.poll() is None

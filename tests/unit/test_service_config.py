@@ -38,7 +38,7 @@ def recipe_with(folder: Path, table: str, name: str = "wiki") -> RunConfig:
         ('url = "ftp://host/"', "services.wiki.url: ftp://host/ is not an http or https URL"),
         ('url = "http://host:port"', "services.wiki.url: http://host:port is not an http or https URL"),
         ('url = "http://"', "services.wiki.url: http:// is not an http or https URL"),
-        ('kind = "model"', "services.wiki: url is missing; set the URL"),
+        ('kind = "model"', "services.wiki: url and path are missing; set url"),
         (f'kind = "model"\n{URL}\ncorpus = "wiki.jsonl"', "services.wiki: corpus is for retrievers"),
         (f'kind = "parts:Mine"\n{URL}', "services.wiki: kind parts:Mine takes settings only; move url into settings"),
         (f"{URL}\nsettings = {{a = 1}}", "services.wiki: settings are for classes of other packages"),
