@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final, Literal, Protocol
 
 import aiohttp
@@ -70,16 +71,18 @@ class ChatCall:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
     """One message of the conversation. `calls` are those of an assistant message; `call_id` is the call that a tool
-    message answers."""
+    message answers. The characters `[start, end)` of each of the `warnings`, in ascending order, are remarks about the
+    policy's answer, whose tokens get a kind of their own in sessions that may mark warnings."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
     calls: tuple[ChatCall, ...] = ()
     call_id: str = ""
+    warnings: tuple[tuple[int, int], ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Return the message in the form of the Chat Completions API."""
-        document: dict[str, object] = {"role": self.role, "content": self.content}
+        document: dict[str, object] = {"role": self.role, "content": self._parts() if self.warnings else self.content}
         if self.calls:
             document["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -88,6 +91,16 @@ class ChatMessage:
         if self.role == "tool":
             document["tool_call_id"] = self.call_id
         return document
+
+    def _parts(self) -> list[dict[str, str]]:
+        """Return the content as text parts, of which the warnings are marked."""
+        cuts = [0, *(at for span in self.warnings for at in span), len(self.content)]
+        parts: list[dict[str, str]] = []
+        for number, (start, end) in enumerate(pairwise(cuts)):
+            if start < end:
+                mark = {"headrace_kind": "warning"} if number % 2 else {}
+                parts.append({"type": "text", "text": self.content[start:end]} | mark)
+        return parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -11,6 +12,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 if TYPE_CHECKING:
     from jinja2 import Template
 
+_PLACE: Final = "\ufdd4"
+"""Stands for a value in a template; a noncharacter of Unicode."""
 _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
@@ -30,6 +33,28 @@ def check_names(text: str, names: tuple[str, ...]) -> None:
     unknown = sorted(meta.find_undeclared_variables(_ENVIRONMENT.parse(text)) - set(names))
     if unknown:
         raise ValueError(f"unknown name {unknown[0]} in the template; the names are {', '.join(names)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedText:
+    """A text, and the characters `[start, end)` of each warning in it."""
+
+    text: str
+    warnings: tuple[tuple[int, int], ...] = ()
+
+
+def filled_around(template: str, name: str, value: MarkedText, **others: object) -> MarkedText:
+    """Return a template's text with a marked value. If the template does not write that value once and unchanged, its
+    warnings are not known in the result, which then has none. Raises ValueError as `filled` does."""
+    text = filled(template, **{name: value.text}, **others)
+    if not value.warnings:
+        return MarkedText(text=text)
+    # The value itself cannot show where it is: an environment's output may repeat the template's own words.
+    before, *after = filled(template, **{name: _PLACE}, **others).split(_PLACE)
+    if len(after) != 1 or text != before + value.text + after[0]:
+        return MarkedText(text=text)
+    shift = len(before)
+    return MarkedText(text=text, warnings=tuple((start + shift, end + shift) for start, end in value.warnings))
 
 
 def filled(text: str, **values: object) -> str:

@@ -34,8 +34,8 @@ class TokenKind(IntEnum):
     OBSERVATION = 2
     """Body of a user's, tool's or system's message that came after the policy's first turn."""
     WARNING = 3
-    """Part of such a body that is marked as a warning, for example about the format of a turn. Reserved: no dialect
-    marks warnings yet."""
+    """Part of such a body that is marked as a warning, for example about the format of a turn (Chat Completions, in
+    sessions that may mark warnings)."""
     SAMPLED = 4
     """Sampled by the policy, trained or not."""
 

@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -37,6 +37,11 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class WarningText(Text):
+    """Text of a user's message that is a remark about the policy's turn."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reasoning:
     """The policy's reasoning. `signature` is the id of its turn (`TurnAnswer.turn_id`), which the agent echoes as
     Anthropic's `signature` or the Responses API's `encrypted_content`; "" if the API has neither."""
@@ -56,8 +61,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
+    """Result of a call. The characters `[start, end)` of each of the `warnings` are remarks about the policy's turn;
+    results that differ only in them are equal."""
+
     call_id: str
     text: str
+    warnings: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
 
 Block: TypeAlias = Text | Reasoning | ToolCall | ToolResult
@@ -92,6 +101,17 @@ class Message:
     def characters(self) -> int:
         """Total length of `rendered_texts`."""
         return sum(map(len, self.rendered_texts))
+
+
+def without_warnings(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return the messages with all warnings as plain text."""
+    return tuple(Message(message.role, tuple(map(_plain, message.blocks))) for message in messages)
+
+
+def _plain(block: Block) -> Block:
+    if isinstance(block, WarningText):
+        return Text(block.text)
+    return ToolResult(block.call_id, block.text) if isinstance(block, ToolResult) else block
 
 
 def say(role: Role, text: str) -> Message:

@@ -126,5 +126,12 @@ def keeps_time(agent: Agent) -> bool:
     return bool(getattr(agent, "keeps_time", False))
 
 
+def marks_warnings(agent: Agent) -> bool:
+    """Return whether the parts of an agent's messages that it marks as warnings get token kinds of their own. Agents
+    say so with an attribute `marks_warnings`; only those that run in the worker may, since the marks decide what an
+    objective on observations leaves out."""
+    return bool(getattr(agent, "marks_warnings", False))
+
+
 class AgentNotStarted(Exception):
     """The agent's program is missing or could not run, which is not the policy's fault."""

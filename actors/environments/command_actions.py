@@ -12,16 +12,18 @@ from __future__ import annotations
 import math
 import re
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from headrace.actors.chat import ChatTool
 from headrace.actors.environments.environment import BASH, DONE, RUN, Observation, ObservationPart, PartKind
 from headrace.buffer.task_parts import least
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.actors.chat import ChatMessage
     from headrace.actors.environments.environment import Action
     from headrace.buffer.tasks import Task
@@ -39,6 +41,9 @@ SUCCEEDED: Final = "Command {status}. Output:\n{output}\n\n(exit_code={exit_code
 """The form of Endless Terminals."""
 ECHOED: Final = "$ {command}\nCommand {status}. Output:\n{output}\n\n(exit_code={exit_code})"
 """The form of Echo, which repeats the command."""
+
+ECHO_WARNINGS: Final = "WARNINGS:\n{warnings}\n\n"
+"""The form of Echo's warnings, which stand before the output."""
 
 _FIELDS: Final = ("command", "exit_code", "output", "status", "timeout_s")
 
@@ -66,17 +71,22 @@ class CommandConfig(BaseModel):
     timeout_observation: str = "timeout"
     """Template of the observation for a command that exceeded its deadline, with the fields of `observation` and
     {timeout_s}."""
+    warnings: str = ""
+    """Template of the remarks about the form of an answer whose command is run all the same (several calls in one
+    answer, a `timeout` above max_timeout_s), which stand before the observation and are marked as a warning. It has the
+    field {warnings}, a line `- remark` each. Empty: the policy reads no remarks."""
     ends: str = ""
     """Regular expression; a command in which it is found is run and then ends the episode. Empty: none does."""
 
-    @field_validator("observation", "timeout_observation")
+    @field_validator("observation", "timeout_observation", "warnings")
     @classmethod
-    def _check_template(cls, template: str) -> str:
+    def _check_template(cls, template: str, info: ValidationInfo) -> str:
+        fields = ("warnings",) if info.field_name == "warnings" else _FIELDS
         try:
             names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
-            if unknown := sorted(names - set(_FIELDS)):
-                raise ValueError(f"unknown field {{{unknown[0]}}}; the fields are {', '.join(_FIELDS)}")
-            template.format(**dict.fromkeys(_FIELDS, ""))
+            if unknown := sorted(names - set(fields)):
+                raise ValueError(f"unknown field {{{unknown[0]}}}; the fields are {', '.join(fields)}")
+            template.format(**dict.fromkeys(fields, ""))
         except (ValueError, LookupError) as error:
             raise ValueError(f"{error}; write {{{{ for a brace") from error
         return template
@@ -93,6 +103,13 @@ class CommandConfig(BaseModel):
     def ends_episode(self, command: str) -> bool:
         """Return True if a command ends the episode."""
         return bool(self.ends) and re.search(self.ends, command) is not None
+
+    def warn(self, remarks: Sequence[str], observation: Observation) -> Observation:
+        """Return the observation with the remarks before it."""
+        if not self.warnings or not remarks:
+            return observation
+        text = self.warnings.format(warnings="\n".join(f"- {remark}" for remark in remarks))
+        return replace(observation, parts=(ObservationPart(text=text, kind=PartKind.WARNING), *observation.parts))
 
     def observe(self, command: str, output: str, exit_code: int) -> str:
         """Return the text of the observation for a command that ended."""
@@ -129,10 +146,11 @@ def limited(config: ConfigT, task: Task) -> ConfigT:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command of the policy, with its deadline."""
+    """A command of the policy, with its deadline, and what is to be said about its form."""
 
     text: str
     timeout_s: float
+    remarks: tuple[str, ...] = ()
 
 
 def command_of(action: Action, config: CommandConfig) -> Command:
@@ -152,10 +170,13 @@ def command_of(action: Action, config: CommandConfig) -> Command:
     if "\0" in text:
         raise ActionRefused("the command has a null character")
     if timeout_s is None:
-        return Command(text=text, timeout_s=config.command_timeout_s)
+        return Command(text=text, timeout_s=config.command_timeout_s, remarks=action.remarks)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ActionRefused("timeout must be a number of seconds above 0")
-    return Command(text=text, timeout_s=min(float(timeout_s), config.max_timeout_s))
+    remarks = action.remarks
+    if timeout_s > (most_s := config.max_timeout_s):
+        remarks = (*remarks, f"timeout {timeout_s:g} is above {most_s:g}; the command has {most_s:g} s")
+    return Command(text=text, timeout_s=min(float(timeout_s), most_s), remarks=remarks)
 
 
 def refused(reason: ActionRefused) -> Observation:

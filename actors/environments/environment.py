@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -40,10 +41,12 @@ RESPOND: Final = "respond"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One action of the policy: the name of a tool, and its arguments."""
+    """One action of the policy: the name of a tool, and its arguments. `remarks` are about the form of the answer from
+    which it was read, in words for the policy."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
 
 class PartKind(StrEnum):
@@ -74,6 +77,13 @@ class Observation:
     def text(self) -> str:
         """The texts of all parts, joined."""
         return "".join(part.text for part in self.parts)
+
+    @property
+    def warnings(self) -> tuple[tuple[int, int], ...]:
+        """The characters `[start, end)` of each warning in `text`, in ascending order."""
+        ends = list(accumulate(len(part.text) for part in self.parts))
+        spans = zip([0, *ends], ends, self.parts, strict=False)
+        return tuple((start, end) for start, end, part in spans if part.kind is PartKind.WARNING and start < end)
 
 
 def observed(text: str, *, ends: bool = False) -> Observation:

@@ -100,7 +100,7 @@ class ShellEpisode(CommandEpisode[ShellConfig]):
         else:
             output = shortened(result.stdout + result.stderr, config.max_output_bytes, config.output_form)
             text = config.observe(command.text, output, result.exit_code)
-        return observed(text, ends=config.ends_episode(command.text))
+        return config.warn(command.remarks, observed(text, ends=config.ends_episode(command.text)))
 
     async def close(self) -> EpisodeEnd:
         return EpisodeEnd()

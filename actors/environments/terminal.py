@@ -106,6 +106,9 @@ class TerminalEpisode(CommandEpisode[TerminalConfig]):
             command = command_of(action, self._config)
         except ActionRefused as reason:
             return refused(reason)
+        return self._config.warn(command.remarks, await self._run(command))
+
+    async def _run(self, command: Command) -> Observation:
         try:
             ran = await (self._shell or await self.start()).run(command)
             if not ran.began:

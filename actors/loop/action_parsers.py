@@ -57,7 +57,9 @@ def parse_fence(reply: ChatReply) -> Action | Malformed:
     found = _FENCE.search(reply.text)
     if found is None or not found[1].strip() or "\0" in found[1]:
         return Malformed(reason="the answer has no block ```bash ... ``` with a command")
-    return Action(name=RUN, arguments={"command": found[1].strip("\n")})
+    blocks = _FENCE.findall(reply.text)
+    remarks = _one_of(len(blocks), "first", "code blocks")
+    return Action(name=RUN, arguments={"command": found[1].strip("\n")}, remarks=remarks)
 
 
 _DONE_TAG: Final = re.compile(r"<action>\s*done\s*</action>")
@@ -72,7 +74,8 @@ def parse_tags(reply: ChatReply) -> Action | Malformed:
     found = _COMMAND_TAG.findall(reply.text)
     if not found or not (command := found[-1].strip()) or "\0" in command:
         return Malformed(reason="the answer has neither <command>...</command> nor <action>done</action>")
-    return Action(name=DONE) if command == DONE else Action(name=RUN, arguments={"command": command})
+    remarks = _one_of(len(found), "last", "commands")
+    return Action(name=DONE) if command == DONE else Action(name=RUN, arguments={"command": command}, remarks=remarks)
 
 
 def parse_calls(reply: ChatReply) -> Action | Malformed:
@@ -88,7 +91,7 @@ def parse_calls(reply: ChatReply) -> Action | Malformed:
         return Malformed(reason=f"the arguments of {call.name} are not valid JSON")
     if not isinstance(arguments, dict):
         return Malformed(reason=f"the arguments of {call.name} are not an object")
-    return Action(name=call.name, arguments=arguments)
+    return Action(name=call.name, arguments=arguments, remarks=_one_of(len(reply.calls), "first", "calls"))
 
 
 _SEARCH_TAGS: Final = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
@@ -103,6 +106,11 @@ def parse_search_tags(reply: ChatReply) -> Action | Malformed:
     if found[1] == ANSWER:
         return Action(name=ANSWER, arguments={"text": text})
     return Action(name=SEARCH, arguments={"query": text})
+
+
+def _one_of(count: int, which: str, what: str) -> tuple[str, ...]:
+    """Return the remark about an answer with more actions than are performed."""
+    return (f"only the {which} of {count} {what} is run",) if count > 1 else ()
 
 
 class ParserKind(StrEnum):

@@ -25,7 +25,7 @@ from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
 from headrace.actors.loop.action_parsers import PARSERS, Malformed
 from headrace.actors.loop.contexts import HeadAndTail, head_share
 from headrace.actors.loop.judge import ARTIFACT, Judge, Step, judged_problem
-from headrace.actors.templates import filled
+from headrace.actors.templates import MarkedText, filled, filled_around
 from headrace.buffer.task_parts import least
 from headrace.serve.observing import span_names
 
@@ -49,6 +49,7 @@ class LoopAgent:
     """Agent that acts in an environment. Stateless between runs."""
 
     keeps_time = True
+    marks_warnings = True
 
     def __init__(self, config: LoopConfig, environment: Environment) -> None:
         self._config = config
@@ -152,11 +153,12 @@ class LoopAgent:
             observation = await self._observation(reply, episode, talk)
             if observation is None:
                 return StopReason.INVALID
+            seen = MarkedText(text=observation.text, warnings=observation.warnings)
             if observation.ends:
-                talk.observe(observation.text, inline=config.inline)
+                talk.observe(seen, inline=config.inline)
                 return StopReason.FINISHED
-            text = filled(config.observation, observation=observation.text, turns_left=max_turns - turn)
-            talk.observe(text, inline=config.inline)
+            shown = filled_around(config.observation, "observation", seen, turns_left=max_turns - turn)
+            talk.observe(shown, inline=config.inline)
         return StopReason.TURNS
 
     async def _observation(self, reply: ChatReply, episode: Episode, talk: _Conversation) -> Observation | None:
@@ -203,17 +205,22 @@ class _Conversation:
         else:
             self.turns.append([ChatMessage(role="assistant", content=reply.text, calls=reply.calls)])
 
-    def observe(self, text: str, *, inline: bool) -> None:
-        """Add an observation; `text` is what the policy reads of it."""
+    def observe(self, seen: MarkedText, *, inline: bool) -> None:
+        """Add an observation; `seen` is what the policy reads of it. Inserted into the policy's own message, it has no
+        warnings: its tokens are observations."""
+        text, warnings = seen.text, seen.warnings
         self.parts.append(SpokenPart(source=Source.ENVIRONMENT, text=text))
         turn = self.turns[-1]
         if inline:
             turn[-1] = ChatMessage(role="assistant", content=turn[-1].content + text)
         elif calls := turn[0].calls:
-            turn.append(ChatMessage(role="tool", content=text, call_id=calls[0].id))
-            turn.extend(ChatMessage(role="tool", content=NOT_RUN, call_id=call.id) for call in calls[1:])
+            turn.append(ChatMessage(role="tool", content=text, call_id=calls[0].id, warnings=warnings))
+            not_run = ((0, len(NOT_RUN)),)
+            turn.extend(
+                ChatMessage(role="tool", content=NOT_RUN, call_id=call.id, warnings=not_run) for call in calls[1:]
+            )
         else:
-            turn.append(ChatMessage(role="user", content=text))
+            turn.append(ChatMessage(role="user", content=text, warnings=warnings))
 
     def record(self, end: EpisodeEnd) -> EpisodeRecord:
         """Return the record for evaluators."""

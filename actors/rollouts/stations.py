@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from headrace.actors.agents.agent import keeps_time, needs_sandbox
+from headrace.actors.agents.agent import keeps_time, marks_warnings, needs_sandbox
 from headrace.actors.evaluation.by_service.scoring import score_by_service
 from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.places.leases import Leases
@@ -170,6 +170,7 @@ class WorkerStations(ResourceOwner):
             traceparent=traceparent,
             train_truncated=self._parts.train_truncated,
             train_cut=self._parts.train_cut,
+            marks_warnings=marks_warnings(self._parts.agent),
         )
         return await self._sessions.open(order, spec)
 

@@ -26,7 +26,17 @@ from headrace.serve.capture.events import Accepted, Delivered, Event, Exhausted,
 from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.trie import Match, SampledNode, Trie, path
 from headrace.serve.capture.turn_ends import TurnCut, cut_at_stop
-from headrace.serve.conversation import Block, Reasoning, Role, Text, ToolCall, TurnAnswer, TurnEnd, TurnRequest
+from headrace.serve.conversation import (
+    Block,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    TurnAnswer,
+    TurnEnd,
+    TurnRequest,
+    without_warnings,
+)
 from headrace.serve.errors import ContextExceeded
 from headrace.serve.parsing.base import OutputParser, ParsedCall, ParsedOutput
 from headrace.serve.parsing.scanner import END_THINK, THINK
@@ -81,7 +91,8 @@ class SessionSpec:
     """Specification of a session to open. `session_id` is chosen by the caller and can be open only once at a time;
     `traceparent` is the rollout's agent span. `train_truncated` says whether turns that were cut off by the context
     limit are trained; `train_cut` says the same of turns that were cut off when `wall_s` was over, which then count as
-    turns."""
+    turns. `marks_warnings` says whether the agent may mark parts of observations as warnings, which objectives on
+    observations leave out."""
 
     session_id: SessionId
     sampling: Sampling = field(default_factory=Sampling)
@@ -89,6 +100,7 @@ class SessionSpec:
     traceparent: str = ""
     train_truncated: bool = True
     train_cut: bool = False
+    marks_warnings: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -233,14 +245,15 @@ class Session:
         if match.opened is not None:
             # The agent wrote the beginning of the policy's message, which has no kind.
             return None
+        rest = match.rest if self.spec.marks_warnings else without_warnings(match.rest)
         if match.parent is not None:
-            return renderer.bridge_kinds(delta, match.parent.calls, match.rest)
+            return renderer.bridge_kinds(delta, match.parent.calls, rest)
         observed_from = len(match.rest)
         if match.echoes or match.elsewhere:
             # A history that is rendered again: its earlier observations are in the rows of the turns that it repeats.
             turns = [index for index, message in enumerate(match.rest) if message.role is Role.ASSISTANT]
             observed_from = turns[-1] + 1 if turns else observed_from
-        return renderer.render_kinds(delta, match.rest, request.tools, observed_from=observed_from)
+        return renderer.render_kinds(delta, rest, request.tools, observed_from=observed_from)
 
     def plan(self, match: Match, request: TurnRequest, delta: TokenIds, kinds: KindRuns | None = None) -> TurnPlan:
         """Return the turn's prompt and the number of tokens that it may sample.

@@ -3,24 +3,29 @@
 Invariants:
 - Reasoning is sent as `reasoning_content`, which agents echo; this API has no field for a signature.
 - Consecutive messages with the role `tool` answer one turn and become one message.
+- A text part of a user's or tool's message may say `"headrace_kind": "warning"` (docs/gateway.md). The parts of such a
+  content are joined as they are. Whether the mark counts is up to the session: only agents of ours may set it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
 
 from headrace.serve.conversation import (
     Block,
     Message,
     Reasoning,
     Role,
+    Text,
     ToolCall,
     ToolResult,
     ToolSpec,
     TurnAnswer,
     TurnEnd,
     TurnRequest,
+    WarningText,
     say,
 )
 from headrace.serve.dialects import fields, openai
@@ -31,6 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from headrace.serve.dialects.fields import JsonObject
+
+KIND: Final = "headrace_kind"
+"""Field of a text part that says what its text is."""
+WARNING: Final = "warning"
 
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM}
 _FINISH_REASONS = {
@@ -191,12 +200,35 @@ def _conversation(document: JsonObject) -> Iterator[Message]:
         if role is Role.ASSISTANT:
             yield Message(role, tuple(_assistant(message, where)))
         elif role is Role.TOOL:
-            text = fields.result_text(content, f"{where}.content")
-            yield Message(role, (ToolResult(fields.string(message, "tool_call_id", where), text),))
+            call_id = fields.string(message, "tool_call_id", where)
+            if said := _said_with_kinds(content, f"{where}.content"):
+                yield Message(role, (ToolResult(call_id, "".join(text.text for text in said), _warnings(said)),))
+            else:
+                yield Message(role, (ToolResult(call_id, fields.result_text(content, f"{where}.content")),))
         elif role is Role.USER:
-            yield Message(role, fields.texts(content, f"{where}.content"))
+            said = _said_with_kinds(content, f"{where}.content")
+            yield Message(role, said or fields.texts(content, f"{where}.content"))
         elif text := fields.joined(content, f"{where}.content", "\n\n"):
             yield say(role, text)
+
+
+def _said_with_kinds(content: object, where: str) -> tuple[Text, ...]:
+    """Return the texts of a content whose parts say their kinds; none if no part does."""
+    if not isinstance(content, list) or not any(isinstance(part, dict) and KIND in part for part in content):
+        return ()
+    said: list[Text] = []
+    for index, entry in enumerate(content):
+        part = fields.as_object(entry, f"{where}[{index}]")
+        if text := fields.part_text(part, f"{where}[{index}]"):
+            said.append(WarningText(text) if part.get(KIND) == WARNING else Text(text))
+    return tuple(said)
+
+
+def _warnings(said: Sequence[Text]) -> tuple[tuple[int, int], ...]:
+    """Return the characters `[start, end)` of each warning in the joined texts."""
+    ends = list(accumulate(len(text.text) for text in said))
+    spans = zip([0, *ends], ends, strict=False)
+    return tuple(span for span, text in zip(spans, said, strict=True) if isinstance(text, WarningText))
 
 
 def _assistant(message: JsonObject, where: str) -> Iterator[Block]:

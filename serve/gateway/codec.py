@@ -119,6 +119,7 @@ class SpecForm(BaseModel):
     traceparent: str = Field(default="", max_length=64)
     train_truncated: bool = True
     train_cut: bool = False
+    marks_warnings: bool = False
 
     def to_spec(self, most_context: int | None = None) -> SessionSpec:
         """Return the spec; `most_context` is the context length of the engines, if known."""
@@ -129,6 +130,7 @@ class SpecForm(BaseModel):
             traceparent=self.traceparent,
             train_truncated=self.train_truncated,
             train_cut=self.train_cut,
+            marks_warnings=self.marks_warnings,
         )
 
 
@@ -143,6 +145,7 @@ class OpenOneForm(BaseModel):
     traceparent: str = Field(default="", max_length=64)
     train_truncated: bool = True
     train_cut: bool = False
+    marks_warnings: bool = False
 
     def to_spec(self, default_id: SessionId, most_context: int | None = None) -> SessionSpec:
         """Return the spec; `most_context` is the context length of the engines, if known."""
@@ -153,6 +156,7 @@ class OpenOneForm(BaseModel):
             traceparent=self.traceparent,
             train_truncated=self.train_truncated,
             train_cut=self.train_cut,
+            marks_warnings=self.marks_warnings,
         )
 
 

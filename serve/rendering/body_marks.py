@@ -8,72 +8,102 @@ Invariants:
 - A token is part of a body if it contains at least one of its characters, as in a comparison with the rendered empty
   message.
 - If a mark is missing or out of order, there are no kinds, rather than wrong ones.
+- A body with warnings has marks around each of its parts, so that the template renders one text for all of them. A
+  token with characters of two parts belongs to the first.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from headrace.buffer.token_kinds import TokenKind, to_runs
-from headrace.serve.conversation import Message, Role, Text, ToolResult
+from headrace.serve.conversation import Message, Role, Text, ToolResult, WarningText
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.buffer.token_kinds import KindRuns
 
-_OPENING: Final = {TokenKind.PROMPT: "\ufdd0", TokenKind.OBSERVATION: "\ufdd1"}
+_OPENING: Final = {TokenKind.PROMPT: "\ufdd0", TokenKind.OBSERVATION: "\ufdd1", TokenKind.WARNING: "\ufdd3"}
 _KIND_OF: Final = {mark: kind for kind, mark in _OPENING.items()}
 _CLOSING: Final = "\ufdd2"
-_MARKS: Final = re.compile(f"[{_OPENING[TokenKind.PROMPT]}-{_CLOSING}]")
+_MARKS: Final = re.compile(f"[{_CLOSING}{''.join(_KIND_OF)}]")
 
 
 def marked(messages: Sequence[Message], *, observed_from: int, inside: bool) -> tuple[list[Message], int]:
-    """Return the messages with marks around their bodies, and the number of bodies. Messages from the index
-    `observed_from` on are observations. With `inside`, marks are put inside the white space at the ends of a body, for
-    templates that remove it.
+    """Return the messages with marks around their bodies, and the number of marked parts. Messages from the index
+    `observed_from` on are observations, apart from their warnings. With `inside`, marks are put inside the white space
+    at the ends of a body, for templates that remove it.
 
     Messages of the policy are left as they are: templates rewrite them."""
-    bodies = 0
+    parts = 0
     shown: list[Message] = []
     for index, message in enumerate(messages):
         if message.role is Role.ASSISTANT:
             shown.append(message)
             continue
-        kind = TokenKind.PROMPT if index < observed_from else TokenKind.OBSERVATION
+        is_observed = index >= observed_from
         # Text blocks are joined when they are rendered; each result is a message of the template.
-        blocks = message.blocks if message.role is Role.TOOL else (Text(message.text),)
+        blocks = message.blocks if message.role is Role.TOOL else (message,)
         changed: list[Text | ToolResult] = []
         for block in blocks:
-            if not isinstance(block, Text | ToolResult):
+            if not isinstance(block, Text | ToolResult | Message):
                 continue
-            text = _between_marks(block.text, kind, inside=inside)
-            bodies += text is not block.text
-            changed.append(Text(text) if isinstance(block, Text) else ToolResult(block.call_id, text))
+            pieces = _pieces(block) if is_observed else [(TokenKind.PROMPT, block.text)]
+            text, marks = _between_marks(pieces, inside=inside)
+            parts += marks
+            changed.append(ToolResult(block.call_id, text) if isinstance(block, ToolResult) else Text(text))
         shown.append(Message(message.role, tuple(changed)))
-    return shown, bodies
+    return shown, parts
 
 
-def _between_marks(text: str, kind: TokenKind, *, inside: bool) -> str:
-    core = text.strip()
+def _pieces(block: Text | ToolResult | Message) -> list[tuple[TokenKind, str]]:
+    """Return the parts of an observed body with their kinds; neighbours differ in kind."""
+    if isinstance(block, ToolResult):
+        cuts = [0, *(at for span in block.warnings for at in span), len(block.text)]
+        kinds = itertools.cycle((TokenKind.OBSERVATION, TokenKind.WARNING))
+        found = [(kind, block.text[start:end]) for kind, (start, end) in zip(kinds, pairwise(cuts), strict=False)]
+    else:
+        texts = block.blocks if isinstance(block, Message) else (block,)
+        found = [
+            (TokenKind.WARNING if isinstance(text, WarningText) else TokenKind.OBSERVATION, text.text)
+            for text in texts
+            if isinstance(text, Text | ToolResult)
+        ]
+    by_kind = itertools.groupby((piece for piece in found if piece[1]), key=lambda piece: piece[0])
+    return [(kind, "".join(text for _, text in group)) for kind, group in by_kind]
+
+
+def _between_marks(pieces: Sequence[tuple[TokenKind, str]], *, inside: bool) -> tuple[str, int]:
+    """Return the text of a body with marks around its parts, and their number."""
+    whole = "".join(text for _, text in pieces)
+    core = whole.strip()
     if not core:
         # Templates treat an empty message differently.
-        return text
-    start, end = 0, len(text)
+        return whole, 0
+    first, last = 0, len(whole)
     if inside:
-        start = len(text) - len(text.lstrip())
-        end = start + len(core)
-    return f"{text[:start]}{_OPENING[kind]}{text[start:end]}{_CLOSING}{text[end:]}"
+        first = len(whole) - len(whole.lstrip())
+        last = first + len(core)
+    shown, start, marks = whole[:first], 0, 0
+    for kind, text in pieces:
+        if piece := whole[max(first, start) : min(last, start + len(text))]:
+            shown += _OPENING[kind] + piece + _CLOSING
+            marks += 1
+        start += len(text)
+    return shown + whole[last:], marks
 
 
-def without_marks(text: str, bodies: int) -> tuple[str, list[tuple[int, int, TokenKind]]] | None:
-    """Return the text without its marks, and the start, end and kind of each body in it; None unless it has the marks
-    of so many bodies."""
+def without_marks(text: str, marked_parts: int) -> tuple[str, list[tuple[int, int, TokenKind]]] | None:
+    """Return the text without its marks, and the start, end and kind of each marked part in it; None unless it has the
+    marks of so many parts."""
     parts, found = _MARKS.split(text), _MARKS.findall(text)
-    if len(found) != 2 * bodies:
+    if len(found) != 2 * marked_parts:
         return None
     spans, length = [], 0
     for number, (part, mark) in enumerate(zip(parts, found, strict=False)):

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from headrace.actors.agents.agent import AgentSession, StopReason
 from headrace.actors.chat import ChatReply
-from headrace.actors.environments.command_actions import SUCCEEDED
+from headrace.actors.environments.command_actions import ECHO_WARNINGS, SUCCEEDED
 from headrace.actors.environments.environment import Action, PartKind
 from headrace.actors.environments.shell import OutputForm, ShellConfig, ShellEnvironment
 from headrace.actors.environments.terminal import TerminalConfig, TerminalEnvironment
@@ -84,6 +84,25 @@ async def test_every_command_of_the_shell_runs_in_a_new_subshell(sandbox: Sandbo
         assert (seen.parts[0].kind, seen.ends) == (PartKind.WARNING, False)
         assert (await act(opened, "echo bye; exit")).ends
         assert (await opened.act(Action(name="done"))).ends
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        ShellEnvironment(ShellConfig(warnings=ECHO_WARNINGS)),
+        terminal(warnings=ECHO_WARNINGS, observation="{output}"),
+    ],
+    ids=["shell", "terminal"],
+)
+async def test_format_warnings_stand_before_the_output(sandbox: Sandbox, environment: Environment) -> None:
+    remarks = ("only the first of 2 calls is run",)
+    async with episode(environment, sandbox) as opened:
+        arguments = {"command": "echo WARNINGS:", "timeout": 10_000}
+        seen = await opened.act(Action(name="bash", arguments=arguments, remarks=remarks))
+        assert [part.kind for part in seen.parts] == [PartKind.WARNING, PartKind.OBSERVATION]
+        assert seen.parts[0].text.startswith("WARNINGS:\n- only the first of 2 calls is run\n- timeout 10000 is above")
+        assert seen.parts[1].text == "WARNINGS:", "the output of a command is no warning, whatever it says"
+        assert (await act(opened, "true")).warnings == ()
 
 
 async def test_the_shell_reads_the_first_bytes_as_the_shell_agent_does(sandbox: Sandbox) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
+from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason, marks_warnings
 from headrace.actors.chat import ChatClient, ChatMessage, ChatTool
-from headrace.actors.environments.environment import Action, EpisodeEnd, Observation, observed
+from headrace.actors.environments.environment import (
+    Action,
+    EpisodeEnd,
+    Observation,
+    ObservationPart,
+    PartKind,
+    observed,
+)
 from headrace.actors.environments.search import SearchConfig, SearchEnvironment
 from headrace.actors.evaluation.answer import has_structure, score_answer
 from headrace.actors.evaluation.verdict import Source
@@ -25,7 +32,9 @@ from headrace.actors.services.started import resolved, running_services, stop_se
 from headrace.buffer.datasets.facts import Fact, write_corpus
 from headrace.buffer.sanitizer import plain_scores
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.token_kinds import TokenKind
 from headrace.serve.capture.session import Budgets
+from headrace.serve.rendering.template_renderer import load_renderer
 from support.gateway_rig import Lines, World, world
 from support.scripted_engine import Fault, check_exact
 
@@ -101,9 +110,10 @@ async def play(
     services: Services = NO_SERVICES,
     agent_s: float | None = None,
     budgets: Budgets | None = None,
+    marks_warnings: bool = False,
 ) -> tuple[AgentReport, SessionReport]:
     allowed = budgets or Budgets()
-    base_url = await w.open(budgets=allowed)
+    base_url = await w.open(budgets=allowed, marks_warnings=marks_warnings)
     session = AgentSession(
         base_url=base_url,
         chat=ChatClient(w.http, base_url),
@@ -180,6 +190,44 @@ async def test_tool_calls_are_answered_by_tool_messages(model_dir: Path) -> None
     assert "2: repeat {'n': 2}" in prompts[2]
     assert NOT_RUN in prompts[2]
     assert len(record.lineages) == 1
+
+
+async def test_warnings_of_an_environment_have_a_kind_of_their_own(model_dir: Path) -> None:
+    def call(number: int) -> str:
+        return f'<tool_call>\n{{"name": "repeat", "arguments": {{"n": {number}}}}}\n</tool_call>'
+
+    class Warning(RepeatingEpisode):
+        async def act(self, action: Action) -> Observation:
+            seen = await super().act(action)
+            remark = ObservationPart(text=f"WARNINGS: {len(action.remarks)}\n", kind=PartKind.WARNING)
+            return replace(seen, parts=(remark, *seen.parts))
+
+    class WarningEnvironment(Repeating):
+        async def open(self, task: Task, sandbox: Sandbox | None, services: Services, clock: Clock) -> Warning:
+            return Warning(self)
+
+    config = LoopConfig.model_validate({"parser": "calls", "observation": "{{ observation }}\n{{ turns_left }} left"})
+    agent = LoopAgent(config, WarningEnvironment())
+    assert marks_warnings(agent)
+    renderer = load_renderer(model_dir, token_kinds=True)
+    for allowed in (True, False):
+        lines = Lines(call(1) + call(2), "Please stop")
+        async with world(model_dir, lines, renderer=renderer, token_kinds=True) as w:
+            _, record = await play(w, agent, ECHO_TASK, marks_warnings=allowed)
+            check_exact(record, w.engines)
+        assert record.trajectory is not None
+        (row,) = record.trajectory.rows
+        assert row.kinds_T is not None
+        warned = renderer.decode(row.tokens_T[row.kinds_T == TokenKind.WARNING].tolist())
+        seen = renderer.decode(row.tokens_T[row.kinds_T == TokenKind.OBSERVATION].tolist())
+        said = "1: repeat {'n': 1}\n15 left"
+        # A line end of the template after a body may be in one token with it.
+        if allowed:
+            assert warned.split() == f"WARNINGS: 1 {NOT_RUN}".split()
+            assert seen.strip() == said
+        else:
+            assert warned == ""
+            assert "".join(seen.split()) == "".join(f"WARNINGS: 1 {said}{NOT_RUN}".split())
 
 
 async def test_an_agent_out_of_time_still_reports_its_episode(model_dir: Path) -> None:

@@ -33,7 +33,9 @@ def parsed(kind: ParserKind, text: str, *calls: ChatCall) -> Action | Malformed:
     ],
 )
 def test_actions_are_read_from_text(kind: ParserKind, text: str, name: str, arguments: dict[str, Any]) -> None:
-    assert parsed(kind, text) == Action(name=name, arguments=arguments)
+    action = parsed(kind, text)
+    assert isinstance(action, Action)
+    assert (action.name, action.arguments) == (name, arguments)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,27 @@ def test_an_answer_without_an_action_is_malformed(kind: ParserKind, text: str) -
 
 def test_only_the_first_call_is_an_action() -> None:
     calls = [ChatCall(id=f"c{n}", name=f"tool{n}", arguments='{"a": [1, {"b": null}]}') for n in range(2)]
-    assert parsed(ParserKind.CALLS, "text beside", *calls) == Action(name="tool0", arguments={"a": [1, {"b": None}]})
+    remarks = ("only the first of 2 calls is run",)
+    action = Action(name="tool0", arguments={"a": [1, {"b": None}]}, remarks=remarks)
+    assert parsed(ParserKind.CALLS, "text beside", *calls) == action
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "remarks"),
+    [
+        (ParserKind.FENCE, "```bash\nls\n```\n```bash\nrm b\n```", ("only the first of 2 code blocks is run",)),
+        (ParserKind.TAGS, "<command>ls</command><command>pwd</command>", ("only the last of 2 commands is run",)),
+        (ParserKind.FENCE, "```bash\nls\n```", ()),
+        (ParserKind.TAGS, "<command>ls</command>", ()),
+        (ParserKind.TAGS, "<command>ls</command><command>done</command>", ()),
+    ],
+)
+def test_an_answer_with_more_than_one_action_is_remarked_on(
+    kind: ParserKind, text: str, remarks: tuple[str, ...]
+) -> None:
+    action = parsed(kind, text)
+    assert isinstance(action, Action)
+    assert action.remarks == remarks
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", '"a"', "NaN x"])

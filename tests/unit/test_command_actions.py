@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.actors.environments.command_actions import (
+    ECHO_WARNINGS,
     ECHOED,
     RETURN_CODE,
     SUCCEEDED,
@@ -16,7 +17,7 @@ from headrace.actors.environments.command_actions import (
     command_of,
     command_tools,
 )
-from headrace.actors.environments.environment import Action
+from headrace.actors.environments.environment import Action, PartKind, observed
 from headrace.actors.environments.shell import ENDS_WITH_EXIT, SUBMITS, OutputForm, ShellConfig, shortened
 from headrace.actors.environments.terminal import TerminalConfig, TerminalEnvironment
 
@@ -41,6 +42,27 @@ def test_templates_with_other_fields_are_refused(template: str) -> None:
     for name in ("observation", "timeout_observation"):
         with pytest.raises(ValidationError, match=name):
             CommandConfig(**{name: template})
+
+
+def test_warnings_stand_before_the_observation_and_have_their_kind() -> None:
+    config = CommandConfig(warnings=ECHO_WARNINGS, max_timeout_s=60.0)
+    action = Action(
+        name="bash", arguments={"command": "ls", "timeout": 900}, remarks=("only the first of 2 calls is run",)
+    )
+    command = command_of(action, config)
+    assert command.timeout_s == 60.0
+    seen = config.warn(command.remarks, observed("out", ends=True))
+    warning = "WARNINGS:\n- only the first of 2 calls is run\n- timeout 900 is above 60; the command has 60 s\n\n"
+    assert (seen.text, seen.ends) == (f"{warning}out", True)
+    assert [part.kind for part in seen.parts] == [PartKind.WARNING, PartKind.OBSERVATION]
+    assert seen.warnings == ((0, len(warning)),)
+    assert config.warn((), observed("out")) == observed("out")
+    assert CommandConfig().warn(command.remarks, observed("out")) == observed("out"), "not asked for"
+
+
+def test_the_template_of_warnings_is_checked() -> None:
+    with pytest.raises(ValidationError, match=r"unknown field \{output\}; the fields are warnings"):
+        CommandConfig(warnings="{output}")
 
 
 def test_an_unusable_pattern_is_refused() -> None:

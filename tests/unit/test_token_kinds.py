@@ -229,7 +229,7 @@ def test_a_template_that_hides_bodies_is_refused_if_kinds_are_asked_for(tmp_path
     assert not load_renderer(tmp_path).marks_bodies
 
 
-@pytest.mark.parametrize("text", ["\ufdd0", "a\ufdd1b\ufdd2c", "\ufdd2"])
+@pytest.mark.parametrize("text", ["\ufdd0", "a\ufdd1b\ufdd2c", "\ufdd2", "\ufdd3a\ufdd2"])
 def test_marks_in_a_body_leave_the_row_without_kinds(text: str, tmp_path: Path) -> None:
     renderer, _ = marking(templates.QWEN3, tmp_path)
     messages = [Message(Role.TOOL, (ToolResult("c1", text),))]
