@@ -121,6 +121,7 @@ class Service(ServiceParts):
                 keeping = tasks.create_task(self._keep_house())
                 done = await self._train_and_evaluate(tasks)
                 keeping.cancel()
+                await self._supervision.finish()
         finally:
             self._end_steps()
         self._phase = "done" if done else "drained"
@@ -168,13 +169,9 @@ class Service(ServiceParts):
     async def leave_node(self, node: str, host: str, *, deadline_s: float) -> RunLeft:
         """See `node_drain.leave_node`."""
         actors = supervised_actors(self, self.learner)
+        dispatcher, engines, learner = actors.dispatcher, actors.engines, actors.learner
         return await leave_node(
-            node,
-            host,
-            dispatcher=actors.dispatcher,
-            engines=actors.engines,
-            learner=actors.learner,
-            deadline_s=deadline_s,
+            node, host, dispatcher=dispatcher, engines=engines, learner=learner, deadline_s=deadline_s
         )
 
     async def drain(self) -> None:

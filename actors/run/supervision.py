@@ -142,7 +142,7 @@ def _sum_of(counts: Sequence[int | None]) -> int | None:
 
 
 class Supervision:
-    """Supervision of one service, which calls `check` every `interval_s` seconds."""
+    """Supervision of one service, which calls `check` every `interval_s` seconds, and `finish` at its end."""
 
     def __init__(
         self,
@@ -156,6 +156,7 @@ class Supervision:
         self._config, self._runtime, self._metrics, self._actors = config, runtime, metrics, actors
         self._meter, self._latencies = UtilisationMeter(), LatencyWatch()
         self._service_totals = FiguresSum()
+        self._measuring = asyncio.Lock()
         self.loads: tuple[StationLoad, ...] = ()
         """Loads over the last full recording interval."""
         self.held_up_by: StationLoad | None = None
@@ -165,7 +166,7 @@ class Supervision:
         """Query all actors, record the stations' loads, kill a hung learner and pace the dispatcher."""
         self.clock.read(asyncio.get_running_loop().time())
         status = await snapshot_of(self._actors)
-        await self._measure(status)
+        await self._measure(status, RECORD_S)
         if (learner := status.learner) is not None and learner.stage in ENDING_STAGES:
             stage_s, allowed_s = learner.stage_s, self._config.training.stage_timeout_s
             if stage_s - self.clock.paused_within(stage_s) > allowed_s:
@@ -183,24 +184,33 @@ class Supervision:
             await or_none(lambda: self._actors.dispatcher.pace(pressure))
         return status
 
+    async def finish(self) -> None:
+        """Query all actors once more, and record what was measured since the last record."""
+        await self._measure(await snapshot_of(self._actors), 0.0)
+
     def diagnosis(self) -> str:
         """Describe the stations' loads."""
         loads = "; ".join(load.line() for load in self.loads) or "stations not measured yet"
         return loads if self.held_up_by is None else f"{loads}; held up by {self.held_up_by.station}"
 
-    async def _measure(self, status: StatusSnapshot) -> None:
+    async def _measure(self, status: StatusSnapshot, period_s: float) -> None:
+        """Sample the stations, and record their loads and the services' figures if the period is over."""
         if status.dispatcher is None:
             return
+        async with self._measuring:
+            await self._sample_and_record(status, status.dispatcher, period_s)
+
+    async def _sample_and_record(self, status: StatusSnapshot, dispatcher: DispatcherStatus, period_s: float) -> None:
         # Evaluation rollouts use the stations like all others.
-        in_flight = status.dispatcher.in_flight + status.dispatcher.evaluating
-        ended = status.dispatcher.finished + status.dispatcher.answered
+        in_flight = dispatcher.in_flight + dispatcher.evaluating
+        ended = dispatcher.finished + dispatcher.answered
         now_s, in_use = asyncio.get_running_loop().time(), status.in_use()
         self._latencies.sample(now_s, in_use, ended)
         self._meter.sample(now_s, in_use, ended, in_flight=in_flight)
         for worker in status.workers:
             if worker is not None:
                 self._service_totals.add(worker.incarnation, worker.services)
-        if self._meter.seconds < RECORD_S:
+        if not self._meter.seconds or self._meter.seconds < period_s:
             return
         sizes = dict(capacities(self._config, status.pool))
         for name, figures in status.services():
@@ -218,8 +228,8 @@ class Supervision:
         )
         if self._config.dispatcher.pacing.enabled:
             pacing: dict[str, int | str] = {
-                "rollout_limit": status.dispatcher.limit,
-                "slowed_by": status.dispatcher.slowed_by,
+                "rollout_limit": dispatcher.limit,
+                "slowed_by": dispatcher.slowed_by,
             }
             means = replace(means, pacing=pacing)
         await record(self._metrics, means, deadline_s=STATUS_TIMEOUT_S)

@@ -14,7 +14,7 @@ from headrace.actors.rollouts.dispatcher import DispatcherStatus
 from headrace.actors.rollouts.worker import WorkerStatus
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import supervised_actors
-from headrace.actors.run.supervision import StatusSnapshot, Supervision
+from headrace.actors.run.supervision import RECORD_S, StatusSnapshot, Supervision
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.services.figures import ServiceFigures
 from headrace.actors.simulated.durations import DurationsConfig
@@ -98,7 +98,7 @@ def test_the_services_of_all_workers_are_recorded_as_stations_and_totals(tmp_pat
             actors = supervised_actors(service, service.learner)
             supervision = Supervision(config, runtime, MetricsLog(path), actors)
             for second in range(11):
-                await supervision._measure(status(second))
+                await supervision._measure(status(second), RECORD_S)
                 await asyncio.sleep(1.0)
 
     run_virtual(watch())
@@ -107,3 +107,43 @@ def test_the_services_of_all_workers_are_recorded_as_stations_and_totals(tmp_pat
     assert stations["held_up_by"] == "service.user"
     assert services["services"]["user"]["calls"] == 40
     assert services["services"]["user"]["cost"] == pytest.approx(2.0)
+
+
+def test_the_last_figures_are_recorded_when_the_run_ends(tmp_path: Path) -> None:
+    """F14: a run of thirteen seconds has all of them in its report, not only those of its first ten."""
+    config = load_recipe(RECIPE.with_name("simulated.toml"), (), tmp_path)
+    path = tmp_path / "metrics.jsonl"
+
+    async def watch() -> None:
+        runtime, clock = InlineRuntime(), asyncio.get_running_loop().time
+        async with open_service(PLAN, runtime, clock=clock) as service, asyncio.TaskGroup() as tasks:
+            supervision = Supervision(config, runtime, MetricsLog(path), supervised_actors(service, service.learner))
+            running = [tasks.create_task(call) for call in (service.dispatcher.run(), service.learner.run())]
+            for _ in range(13):
+                await supervision.check()
+                await asyncio.sleep(1.0)
+            await supervision.finish()
+            for task in running:
+                task.cancel()
+
+    run_virtual(watch())
+    records = read_metrics(path, ("stations",))
+    assert [round(record["seconds"]) for record in records] == [10, 3]
+
+
+def test_a_run_records_its_last_figures_by_itself(tmp_path: Path) -> None:
+    """Supervision looks every ten minutes here, and the run is over before its first look."""
+    path = tmp_path / "metrics.jsonl"
+
+    async def play() -> None:
+        runtime, clock = InlineRuntime(), asyncio.get_running_loop().time
+        plan = PLAN.model_copy(update={"steps": 2, "evaluate_s": 1.0})
+        async with open_service(plan, runtime, clock=clock) as service:
+            service._supervision._metrics = MetricsLog(path)
+            await service._supervision.check()
+            assert await service.run()
+
+    run_virtual(play())
+    [stations] = read_metrics(path, ("stations",))
+    assert stations["seconds"] > 0
+    assert "learner" in stations["stations"]
