@@ -103,6 +103,17 @@ class Message:
         return sum(map(len, self.rendered_texts))
 
 
+def ending_of(message: Message, start: int) -> Message:
+    """Return the text of a message from the character `start` on, with its warnings."""
+    texts: list[Text] = []
+    for block in message.blocks:
+        if isinstance(block, Text):
+            if text := block.text[max(0, start) :]:
+                texts.append(type(block)(text))
+            start -= len(block.text)
+    return Message(message.role, tuple(texts) or (Text(""),))
+
+
 def without_warnings(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Return the messages with all warnings as plain text."""
     return tuple(Message(message.role, tuple(map(_plain, message.blocks))) for message in messages)

@@ -201,18 +201,19 @@ class _Conversation:
         if inline and self.turns:
             # One message grows through the whole conversation.
             before = self.turns[-1][-1]
-            self.turns[-1][-1] = ChatMessage(role="assistant", content=before.content + reply.text)
+            self.turns[-1][-1] = replace(before, content=before.content + reply.text)
         else:
             self.turns.append([ChatMessage(role="assistant", content=reply.text, calls=reply.calls)])
 
     def observe(self, seen: MarkedText, *, inline: bool) -> None:
-        """Add an observation; `seen` is what the policy reads of it. Inserted into the policy's own message, it has no
-        warnings: its tokens are observations."""
+        """Add an observation; `seen` is what the policy reads of it."""
         text, warnings = seen.text, seen.warnings
         self.parts.append(SpokenPart(source=Source.ENVIRONMENT, text=text))
         turn = self.turns[-1]
         if inline:
-            turn[-1] = ChatMessage(role="assistant", content=turn[-1].content + text)
+            before = turn[-1]
+            shifted = ((len(before.content) + start, len(before.content) + end) for start, end in warnings)
+            turn[-1] = replace(before, content=before.content + text, warnings=(*before.warnings, *shifted))
         elif calls := turn[0].calls:
             turn.append(ChatMessage(role="tool", content=text, call_id=calls[0].id, warnings=warnings))
             not_run = ((0, len(NOT_RUN)),)

@@ -140,6 +140,13 @@ class ChatTokenizer:
         ids = self._pieces.ids(self._anchor + text)
         return ids[1:] if self._anchor else ids
 
+    def inserted_ids_and_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids that `insert` returns, and the characters `[start, end)` of each."""
+        anchor = self._anchor or ""
+        ids, offsets = self.ids_and_offsets(anchor + text)
+        first = 1 if anchor else 0
+        return ids[first:], [(start - len(anchor), end - len(anchor)) for start, end in offsets[first:]]
+
     def render_shown(
         self, messages: Sequence[TemplateMessage], tools: Sequence[SharedTool], ending: Ending = Ending.TURN
     ) -> array[int]:

@@ -35,6 +35,7 @@ from headrace.serve.conversation import (
     TurnAnswer,
     TurnEnd,
     TurnRequest,
+    WarningText,
     without_warnings,
 )
 from headrace.serve.errors import ContextExceeded
@@ -240,12 +241,15 @@ class Session:
             return match.prompt.kinds
         if not renderer.marks_bodies:
             return None
+        rest = match.rest if self.spec.marks_warnings else without_warnings(match.rest)
         if match.resumes:
+            has_warnings = any(isinstance(block, WarningText) for block in rest[-1].blocks)
+            if has_warnings and (kinds := renderer.insert_kinds(delta, rest[-1])) is not None:
+                return kinds
             return ((TokenKind.OBSERVATION, len(delta)),) if len(delta) else ()
         if match.opened is not None:
             # The agent wrote the beginning of the policy's message, which has no kind.
             return None
-        rest = match.rest if self.spec.marks_warnings else without_warnings(match.rest)
         if match.parent is not None:
             return renderer.bridge_kinds(delta, match.parent.calls, rest)
         observed_from = len(match.rest)

@@ -35,7 +35,7 @@ from headrace.serve.capture.matching import (
     plain_digest,
     without_echoes_of,
 )
-from headrace.serve.conversation import Message, Reasoning, Role, ToolCall, TurnAnswer, TurnRequest, say
+from headrace.serve.conversation import Message, Reasoning, Role, ToolCall, TurnAnswer, TurnRequest, ending_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -396,7 +396,7 @@ class _Walk:
         if deepest is not None:
             self.parent, self.resumes = deepest, True
             self.echoes.append(Echo(deepest, Drift.NONE))
-            self.rest = (say(Role.ASSISTANT, text[end:]),)
+            self.rest = (ending_of(message, end),)
             return
         self.rest = (*self.rest, message)
         if candidates := _answers(prompts):

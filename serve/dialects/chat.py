@@ -3,7 +3,7 @@
 Invariants:
 - Reasoning is sent as `reasoning_content`, which agents echo; this API has no field for a signature.
 - Consecutive messages with the role `tool` answer one turn and become one message.
-- A text part of a user's or tool's message may say `"headrace_kind": "warning"` (docs/gateway.md). The parts of such a
+- A text part of a message may say `"headrace_kind": "warning"` (docs/gateway.md). The parts of such a
   content are joined as they are. Whether the mark counts is up to the session: only agents of ours may set it.
 """
 
@@ -235,7 +235,8 @@ def _assistant(message: JsonObject, where: str) -> Iterator[Block]:
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning and isinstance(reasoning, str):
         yield Reasoning(reasoning)
-    yield from fields.texts(message.get("content"), f"{where}.content")
+    content = message.get("content")
+    yield from _said_with_kinds(content, f"{where}.content") or fields.texts(content, f"{where}.content")
     for index, entry in enumerate(fields.as_list(message.get("tool_calls"), f"{where}.tool_calls")):
         path = f"{where}.tool_calls[{index}]"
         call = fields.as_object(entry, path)

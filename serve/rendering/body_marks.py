@@ -62,6 +62,12 @@ def marked(messages: Sequence[Message], *, observed_from: int, inside: bool) -> 
     return shown, parts
 
 
+def inserted(message: Message) -> tuple[str, int]:
+    """Return the text of an observation that has no template around it, with marks around its parts, and their
+    number."""
+    return _between_marks(_pieces(message), inside=False)
+
+
 def _pieces(block: Text | ToolResult | Message) -> list[tuple[TokenKind, str]]:
     """Return the parts of an observed body with their kinds; neighbours differ in kind."""
     if isinstance(block, ToolResult):

@@ -87,6 +87,11 @@ class Renderer(Protocol):
         TemplateRefused if the tokenizer cannot do this."""
         ...
 
+    def insert_kinds(self, ids: TokenIds, message: Message) -> KindRuns | None:
+        """Return the kinds of the `ids` that `insert` returned for the text of a message; None if the parts of the text
+        cannot be told apart in them. Requires `marks_bodies`."""
+        ...
+
     def render_kinds(
         self, ids: TokenIds, messages: Sequence[Message], tools: Sequence[ToolSpec], *, observed_from: int
     ) -> KindRuns | None:

@@ -11,7 +11,7 @@ from headrace.policies.errors import TemplateRefused, TokenizerInvalid
 from headrace.policies.tokens.chat_template import Ending
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Role, ToolCall, ToolResult, say
-from headrace.serve.rendering.body_marks import kinds_of, marked, without_marks
+from headrace.serve.rendering.body_marks import inserted, kinds_of, marked, without_marks
 from headrace.serve.rendering.template_messages import TemplateMessages
 
 if TYPE_CHECKING:
@@ -92,6 +92,14 @@ class TemplateRenderer:
 
     def insert(self, text: str) -> TokenIds:
         return self._tokenizer.insert(self._tokenizer.control.as_data(text))
+
+    def insert_kinds(self, ids: TokenIds, message: Message) -> KindRuns | None:
+        text, parts = inserted(message)
+        plain = without_marks(self._tokenizer.control.as_data(text), parts)
+        if plain is None:
+            return None
+        whole, offsets = self._tokenizer.inserted_ids_and_offsets(plain[0])
+        return kinds_of(offsets, plain[1]) if whole == list(ids) else None
 
     def render_kinds(
         self, ids: TokenIds, messages: Sequence[Message], tools: Sequence[ToolSpec], *, observed_from: int

@@ -28,6 +28,7 @@ from headrace.serve.conversation import (
     ToolResult,
     TurnAnswer,
     TurnRequest,
+    WarningText,
     say,
 )
 from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
@@ -77,6 +78,16 @@ class ByteChat:
 
     def insert(self, text: str) -> TokenIds:
         return array("i", [*text.encode()])
+
+    def insert_kinds(self, ids: TokenIds, message: Message) -> KindRuns:
+        kinds = [
+            kind
+            for block in message.blocks
+            if isinstance(block, Text)
+            for kind in [TokenKind.WARNING if isinstance(block, WarningText) else TokenKind.OBSERVATION]
+            * len(block.text.encode())
+        ]
+        return to_runs(np.array(kinds, dtype=np.uint8))
 
     def render_kinds(
         self, ids: TokenIds, messages: Sequence[Message], tools: Sequence[ToolSpec], *, observed_from: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -218,3 +218,29 @@ def test_an_output_cannot_pretend_where_the_warning_is() -> None:
     said = MarkedText(text="\ufdd4w\ufdd4 {{ observation }}", warnings=((1, 2),))
     found = filled_around("<{{ observation }}>", "observation", said)
     assert (found.text, found.warnings) == (f"<{said.text}>", ((2, 3),))
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "glm4"])
+def test_a_warning_inserted_into_the_policy_s_message_has_its_kind(name: str, allowed: bool, tmp_path: Path) -> None:
+    """Inline turns: the policy's message grows, and only what is new of it is inserted."""
+    tokenizer = ChatTokenizer(FAMILIES[name].write(tmp_path))
+    core = Session(SessionSpec(session_id=SessionId("r"), marks_warnings=allowed), opened_at=0.0)
+    played = Rig(core, TemplateRenderer(tokenizer, token_kinds=True), tokenize=tokenizer.encode)
+    question = ChatMessage(role="user", content="Who?")
+    said = played.turn(asks(*parsed([question])), "<search> </search>").text
+    parts = [(said, False), ("\nEmpty query. ", True), ("Found: bog\n", False)]
+    for _ in range(2):
+        ends = list(accumulate(len(text) for text, _ in parts))
+        warnings = tuple((end - len(text), end) for end, (text, warns) in zip(ends, parts, strict=True) if warns)
+        message = ChatMessage(role="assistant", content="".join(text for text, _ in parts), warnings=warnings)
+        body = {"messages": [question.to_json(), message.to_json()], "continue_final_message": True}
+        turn = ChatCompletions().parse(json.dumps(body).encode(), {}).turn
+        parts += [(played.turn(turn, "so").text, False), ("\nAgain: ", True), ("go\n", False)]
+    trajectory = report_of(core).trajectory
+    assert trajectory is not None
+    [row] = trajectory.rows
+    expected = [(WARNED, "\nEmpty query. "), (SEEN, "Found: bog\n"), (WARNED, "\nAgain: "), (SEEN, "go\n")]
+    if not allowed:
+        expected = [(SEEN, "\nEmpty query. Found: bog\n"), (SEEN, "\nAgain: go\n")]
+    assert observed(row, tokenizer) == expected
