@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.actors.chat import ChatCall, ChatMessage
 from headrace.actors.environments.environment import Observation, ObservationPart, PartKind
-from headrace.actors.loop.templates import MarkedText, filled_around
+from headrace.actors.templates import MarkedText, filled_around
 from headrace.buffer.token_kinds import OBSERVED, TokenKind, to_runs
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.capture.rows import report_of
