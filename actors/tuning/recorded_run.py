@@ -26,7 +26,7 @@ from headrace.buffer.types import Cause
 from headrace.sandboxes.simulated.provider import SimulationConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from headrace.actors.run.config import RunConfig
@@ -130,12 +130,21 @@ def _overheads(evidence: Evidence) -> dict[str, float]:
             phases[phase] += seconds  # type: ignore[assignment]
         before_s.append(sum(phases[phase] for phase in BEFORE))
         outside_s = attempt.ended_at_s - attempt.issued_at_s - sum(phases.values())
-        after_s.append(phases["evaluate"] + max(0.0, outside_s))
+        waited_s = sum(seconds for phase, seconds in phases.items() if phase.startswith("service."))
+        evaluated_s = phases["evaluate"] + waited_s + phases["agent"] - working_s(attempt.phases_s)
+        after_s.append(evaluated_s + max(0.0, outside_s))
     if not before_s:
         return {}
     # The median of simulated boots, which are lognormal.
     spread = math.exp(SimulationConfig().boot_sigma ** 2 / 2)
     return {"boot_s": max(1e-3, fmean(before_s) / spread), "evaluate_s": fmean(after_s)}
+
+
+def working_s(phases_s: Sequence[tuple[str, float]]) -> float:
+    """Return the seconds of an agent's work from the phases of its rollout, in order. Its waits for services belong to
+    it; services after its last phase were called by the evaluator."""
+    end = max((place for place, (phase, _) in enumerate(phases_s) if phase == "agent"), default=-1) + 1
+    return sum(seconds for phase, seconds in phases_s[:end] if phase == "agent" or phase.startswith("service."))
 
 
 def _observations(evidence: Evidence, *, before_s: float) -> Iterator[Observation]:
@@ -148,9 +157,7 @@ def _observations(evidence: Evidence, *, before_s: float) -> Iterator[Observatio
         )
     )
     for attempt in evidence.attempts:
-        # Waiting for services is a part of the agent's work.
-        working = (seconds for phase, seconds in attempt.phases_s if phase == "agent" or phase.startswith("service."))
-        seconds = sum(working)
+        seconds = working_s(attempt.phases_s)
         finished = attempt.reward is not None
         if finished and not attempt.phases_s:
             continue

@@ -29,7 +29,7 @@ from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.observing.telemetry import TelemetryConfig
 from support import agent_rig as rigs
-from support.scripted_service import ScriptedService, completion
+from support.scripted_service import ScriptedService, completion, silent
 from support.scripted_service import json as answer_with
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def order(number: int) -> RolloutOrder:
 @asynccontextmanager
 async def worker(
     folder: Path, services: dict[str, ServiceConfig]
-) -> AsyncIterator[tuple[Callable[[EvaluatorSpec], Awaitable[RolloutResult]], WorkerStations]]:
+) -> AsyncIterator[tuple[Callable[..., Awaitable[RolloutResult]], WorkerStations]]:
     """A function that runs a rollout whose shell agent writes 42, and the stations of its worker."""
     rigs.write_tokenizer(folder / "model")
     directory = RunDirectory(path=folder / "run")
@@ -94,11 +94,11 @@ async def worker(
         stations = await enter(WorkerStations(parts, "holder"))
         ran = 0
 
-        async def rolled_out(evaluator: EvaluatorSpec) -> RolloutResult:
+        async def rolled_out(evaluator: EvaluatorSpec, evaluate_s: float = 90.0) -> RolloutResult:
             nonlocal ran
             ran += 1
             task = Task(id=TaskId("t"), family="f", instruction="write 42", evaluator=evaluator)
-            return await run_rollout(order(ran), task, stations, RolloutConfig())
+            return await run_rollout(order(ran), task, stations, RolloutConfig(evaluate_timeout_s=evaluate_s))
 
         yield rolled_out, stations
 
@@ -126,8 +126,8 @@ async def test_rollouts_are_scored_by_a_server_and_a_judge_or_not_at_all(tmp_pat
             assert [sent["key"] for sent in grader.requests] == ["r1.0", "r1.0"]
             said = [part["text"] for part in grader.requests[-1]["episode"]["parts"] if part["source"] == "policy"]
             assert said[0] == "echo 42 > answer; exit"
-            phases = dict(alone.phases_s)
-            assert phases["service.grader"] > 0
+            assert [name for name, _ in alone.phases_s][-2:] == ["service.grader", "evaluate"]
+            assert dict(alone.phases_s)["service.grader"] > 0
 
             both = await rolled_out(sum_of(file=WROTE_42, server=HTTP, vote=JUDGE, again=WROTE_42))
             assert (both.outcome.reward, both.outcome.solved) == (0.5 * (1.0 + 2.0 + 0.5 + 1.0), True), both.outcome
@@ -137,6 +137,11 @@ async def test_rollouts_are_scored_by_a_server_and_a_judge_or_not_at_all(tmp_pat
             nonsense = await rolled_out(sum_of(file=WROTE_42, server=HTTP))
             assert (nonsense.outcome.reward, nonsense.outcome.cause) == (None, Cause.EVALUATOR)
             assert "server: service grader: evaluator error: the reward is not a number" in nonsense.outcome.detail
+
+            grader.script[:] = [silent]
+            late = await rolled_out(HTTP, 0.3)
+            assert (late.outcome.reward, late.outcome.cause) == (None, Cause.INFRA)
+            assert late.outcome.detail == "evaluate: no result within 0.3 s while it waited for service grader"
 
             judge.script[:] = [answer_with({}, 502)]
             down = await rolled_out(JUDGE)

@@ -22,7 +22,7 @@ from headrace.actors.tuning.candidates import Candidate, Space, candidates, reco
 from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
 from headrace.actors.tuning.duration_fit import fit
 from headrace.actors.tuning.picture import page
-from headrace.actors.tuning.recorded_run import read_run
+from headrace.actors.tuning.recorded_run import read_run, working_s
 from headrace.actors.tuning.records import read_traces
 from headrace.actors.tuning.search import survivors
 from headrace.actors.tuning.selection import Prediction, choose, is_worth_it, pareto_front
@@ -53,6 +53,20 @@ TRUTH = SimulationPlan(
     turns=1,
 )
 """Latency-bound: the learner takes a fraction of what the rollouts of a batch take."""
+
+
+@pytest.mark.parametrize(
+    ("phases_s", "seconds"),
+    [
+        ((("boot", 9.0), ("service.user", 2.0), ("agent", 1.0), ("agent", 0.5), ("evaluate", 9.0)), 3.5),
+        ((("service.user", 2.0), ("agent", 1.0), ("service.grader", 9.0), ("evaluate", 9.0)), 3.0),
+        ((("boot", 9.0),), 0.0),
+    ],
+)
+def test_services_belong_to_the_agent_or_to_the_evaluation(
+    phases_s: tuple[tuple[str, float], ...], seconds: float
+) -> None:
+    assert working_s(phases_s) == seconds
 
 
 @pytest.fixture(scope="module")
