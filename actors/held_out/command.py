@@ -27,7 +27,15 @@ from headrace.actors.record.run_directory import RunDirectory, free_folder
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.summary import About, EvaluationSummary
 from headrace.actors.run.config import RunConfig, apply_override, explain, load_recipe
-from headrace.actors.run.launch import check_parts, interrupts_of_ray, load_task_sets, reopen, sole_driver, watch
+from headrace.actors.run.launch import (
+    check_parts,
+    check_tasks,
+    interrupts_of_ray,
+    load_task_sets,
+    reopen,
+    sole_driver,
+    watch,
+)
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.parts import evaluation_terms, recipe_digest
 from headrace.actors.run.sections import ModelSection
@@ -224,6 +232,7 @@ def _chosen(
         return tuple(held_out[: request.limit or config.evaluation.tasks])
     tasks = load_tasks(request.tasks)[: request.limit]
     refuse_overlap(train, tasks, f"--tasks {request.tasks}")
+    check_tasks(config, tasks)
     return tasks
 
 

@@ -288,15 +288,21 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
         train = generate(seed, section.train_count, Split.TRAIN)
         heldout = generate(seed, section.heldout_count, Split.HELD_OUT)
     refuse_overlap(train, heldout, "tasks.heldout")
-    refuse_absent_images(config.sandbox, (*train, *heldout))
-    refuse_absent_evaluators((*train, *heldout))
-    refuse_unrecorded_episodes(config.agent, (*train, *heldout))
-    check_service_evaluators((*train, *heldout), config.services, config.rollout.evaluate_timeout_s)
-    if config.agent.kind is AgentKind.LOOP:
-        check_environment(config.environment, (*train, *heldout))
-        refuse_unfilled_templates(config.agent.loop, (*train, *heldout))
-    refuse_short_evaluations((*train, *heldout), config.rollout.evaluate_timeout_s)
+    check_tasks(config, (*train, *heldout))
     return train, heldout
+
+
+def check_tasks(config: RunConfig, tasks: tuple[Task, ...]) -> None:
+    """Check that a run of the configuration can work on these tasks: images, evaluators, environment, deadlines. Raises
+    ConfigError and the errors raised for the hosts in `sandbox.remote.urls`."""
+    refuse_absent_images(config.sandbox, tasks)
+    refuse_absent_evaluators(tasks)
+    refuse_unrecorded_episodes(config.agent, tasks)
+    check_service_evaluators(tasks, config.services, config.rollout.evaluate_timeout_s)
+    if config.agent.kind is AgentKind.LOOP:
+        check_environment(config.environment, tasks)
+        refuse_unfilled_templates(config.agent.loop, tasks)
+    refuse_short_evaluations(tasks, config.rollout.evaluate_timeout_s)
 
 
 def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -> None:

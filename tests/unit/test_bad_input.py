@@ -585,6 +585,16 @@ def test_training_tasks_are_not_evaluated(
         assert "2 tasks are also in tasks.train ('renamed-0', 'renamed-1')" in error
 
 
+def test_tasks_that_the_run_cannot_score_are_not_evaluated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"id": "own", "family": "f", "instruction": "i", **SERVED}) + "\n")
+    for source in (recipe, run_dir):
+        error = eval_refused(monkeypatch, capsys, str(source), "--tasks", str(tasks))
+        assert "services.grader is missing; task own (evaluator.kind http) needs it; add the table" in error
+
+
 def test_an_output_folder_with_other_contents_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
