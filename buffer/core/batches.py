@@ -11,7 +11,7 @@ Invariants:
   any fresh one, unless a member exceeds the bound: then that member is evicted and the others become free sealed
   rollouts.
 - Fresh batches hold the stalest rollouts first, then those sealed first: a rollout that finished late through no fault
-  of its own is trained before it exceeds the bound.
+  of its own is trained before it exceeds the bound. With several sources this holds within each, up to its quota.
 - A step that repeats an undone one leads to the same position in the version tree, so that a resume makes nothing
   stale. Rollouts in no batch are judged at the version that the queued batches lead to, as they cannot be trained
   earlier.
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.epochs import Epochs
+    from headrace.buffer.core.mix.sources import Mix
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
 
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
 class BatchBook:
     """The side of the buffer that faces the learner."""
 
-    def __init__(self, state: ReplayState, config: BufferConfig, history: TaskHistory, epochs: Epochs) -> None:
-        self._state, self._config, self._history, self._epochs = state, config, history, epochs
+    def __init__(
+        self, state: ReplayState, config: BufferConfig, mix: Mix, history: TaskHistory, epochs: Epochs
+    ) -> None:
+        self._state, self._config, self._mix, self._history, self._epochs = state, config, mix, history, epochs
         self._bound, self._queue = config.bound, epochs.queue
 
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
@@ -62,15 +65,10 @@ class BatchBook:
         batch = next(iter(path.queue()), None)
         if batch is not None:
             members = [member.rollout_id for member in batch.members]
-        elif self._state.free_count() >= self._config.batch_size:
-            ranked = [
-                (-stalest(tree, version, versions), self._state.age(rollout_id), rollout_id)
-                for versions, rollouts in self._state.free_by_versions.items()
-                for rollout_id in rollouts
-            ]
-            members = [rollout_id for *_, rollout_id in nsmallest(self._config.batch_size, ranked)]
-        else:
+        elif self.waits_for():
             return None
+        else:
+            members = self._fresh(version)
         # By committed steps alone: ahead of other leases the prediction depends on them, and they may be skipped.
         sampled = {each for rollout_id in members for each in self._state.versions_of(rollout_id)}
         if not self._bound.admits(path.tree, version, sampled):
@@ -87,6 +85,13 @@ class BatchBook:
                 leased_at_s=now,
             )
         return self._lease(batch, members, version, now)
+
+    def waits_for(self) -> dict[str, int]:
+        """Return how many sealed rollouts the next fresh batch still lacks, by source; empty if it can be taken."""
+        quotas = self._mix.quotas(self._state.given(), self._config.batch_size)
+        return {
+            name: quota - self._state.free[name] for name, quota in quotas.items() if quota > self._state.free[name]
+        }
 
     def lease_at(self, version: PolicyVersion, epoch: int) -> BatchRecord | None:
         """Return the lease at `version`, if it has already been taken. Changes nothing.
@@ -107,15 +112,17 @@ class BatchBook:
             )
         return None
 
-    def refuse_exhausted(self) -> None:
-        """Raise DataExhausted when no batch can be filled any more. Called when the data set has no further groups to
-        open."""
-        counts = {state: len(rollouts) for state, rollouts in self._state.by_state.items()}
-        left = sum(counts[state] for state in (RolloutState.PENDING, RolloutState.IN_FLIGHT, RolloutState.WAITING))
-        left += self._state.free_count()
-        if left < self._config.batch_size and not self._state.path.queue():
+    def refuse_exhausted(self, source: str) -> None:
+        """Raise DataExhausted when a source cannot fill its quota of a batch any more. Called when it has no further
+        groups to open."""
+        stock = self._state.stock[source]
+        left = sum(stock[state] for state in (RolloutState.PENDING, RolloutState.IN_FLIGHT, RolloutState.WAITING))
+        left += self._state.free[source]
+        quota = self._mix.quotas(self._state.given(), self._config.batch_size)[source]
+        if left < quota and not self._state.path.queue():
+            used_up = f"source {source} is" if source else "the data set is"
             raise DataExhausted(
-                f"the data set is used up: {left} rollouts are left over, but a batch needs {self._config.batch_size}; "
+                f"{used_up} used up: {left} rollouts are left over, but a batch needs {quota}; "
                 "raise buffer.passes, or lower buffer.batch_size to train them"
             )
 
@@ -195,6 +202,18 @@ class BatchBook:
         """Return the staleness of a rollout trained at `version`: its distance from the farthest version that sampled
         one of its trained tokens."""
         return stalest(self._state.path.expected_tree, version, self._state.versions_of(rollout_id))
+
+    def _fresh(self, version: PolicyVersion) -> list[RolloutId]:
+        """Return the members of a fresh batch: the oldest of each source, up to its quota."""
+        tree, quotas = self._state.path.expected_tree, self._mix.quotas(self._state.given(), self._config.batch_size)
+        ranked: dict[str, list[tuple[int, tuple[int, int], RolloutId]]] = {name: [] for name in quotas}
+        for versions, rollouts in self._state.free_by_versions.items():
+            over = -stalest(tree, version, versions)
+            for rollout_id in rollouts:
+                source = self._state.source_of(self._state.rollouts[rollout_id])
+                ranked[source].append((over, self._state.age(rollout_id), rollout_id))
+        chosen = [each for name, quota in quotas.items() for each in nsmallest(quota, ranked[name])]
+        return [rollout_id for *_, rollout_id in sorted(chosen)]
 
     def _leased(self, lease: BatchLease) -> BatchRecord:
         self._epochs.fence(lease.epoch)

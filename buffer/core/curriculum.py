@@ -17,6 +17,8 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal
 
+from headrace.buffer.core.mix.sources import source_name
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -37,7 +39,8 @@ class TaskStream:
         if not tasks:
             raise ValueError("there are no training tasks: give a task file with at least one line")
         self._tasks = tuple(tasks)
-        if len({task.id for task in tasks}) != len(self._tasks):
+        self._ids = frozenset(task.id for task in tasks)
+        if len(self._ids) != len(self._tasks):
             raise ValueError("duplicate task ids: each training task needs an id of its own")
         self._seed = seed
 
@@ -55,6 +58,17 @@ class TaskStream:
         lines = [str(self._seed), *(task.id for task in self._tasks)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
+    def of_source(self, name: str) -> TaskStream:
+        """Return the tasks of one source; all of them for the source without a name. Raises ValueError if the source
+        has none."""
+        own = [task for task in self._tasks if source_name(task.id) == name]
+        if name and not own:
+            raise ValueError(f"source {name} has no training tasks: give it a task file with at least one line")
+        return TaskStream(own, seed=self._seed) if name else self
+
+    def __contains__(self, task_id: object) -> bool:
+        return task_id in self._ids
+
 
 class TaskCursor:
     """Position in the passes over the data. The number of passes is `passes`, or unlimited if that is None."""
@@ -62,12 +76,13 @@ class TaskCursor:
     def __init__(self, state: ReplayState, stream: TaskStream, *, curriculum: Curriculum, passes: int | None) -> None:
         self._state, self._stream = state, stream
         self._curriculum, self._passes = curriculum, passes
-        self._begin(max((task.last_pass for task in state.tasks.values()), default=0))
+        known = (task.last_pass for task in state.tasks.values() if task.task_id in stream)
+        self._begin(max(known, default=0))
 
     def left(self) -> int | None:
         """Return how many more groups may be opened; None: unlimited."""
         self._skip_parked()
-        able = len(self._stream) - len(self._state.parked)
+        able = len(self._stream) - len(self._parked)
         if self._passes is None and able:
             return None
         return len(self._remaining) + able * max(0, (self._passes or 0) - self._lap - 1)
@@ -91,10 +106,10 @@ class TaskCursor:
     def _begin(self, lap: int) -> None:
         self._lap = lap
         self._remaining = deque(task for task in self._stream.order(lap) if self._state.task(task).last_pass < lap)
-        self._parked: tuple[TaskId, ...] | None = None
+        self._parked: tuple[TaskId, ...] = ()
 
     def _skip_parked(self) -> None:
-        if self._parked != (parked := tuple(self._state.parked)):
+        if self._parked != (parked := tuple(task for task in self._state.parked if task in self._stream)):
             self._parked = parked
             self._remaining = deque(task for task in self._remaining if task not in self._state.parked)
 

@@ -23,7 +23,7 @@ from headrace.buffer.types import Cause, GroupId, Receipt, ReceiptStatus, Rollou
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from headrace.buffer.core.config import BufferConfig
+    from headrace.buffer.core.mix.sources import Mix
     from headrace.buffer.core.sealing import Sealing
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
@@ -38,17 +38,20 @@ class GroupBook:
     def __init__(
         self,
         state: ReplayState,
-        config: BufferConfig,
+        mix: Mix,
         sealing: Sealing,
         history: TaskHistory,
         outages: Outages,
         limits: RowLimits | None = None,
     ) -> None:
-        self._state, self._config, self._sealing, self._history = state, config, sealing, history
+        self._state, self._mix, self._sealing, self._history = state, mix, sealing, history
+        # The bound is the run's, hence the same for all sources.
+        self._bound = mix.sources[0].config.bound
         self._outages, self._limits = outages, limits
 
     def open_group(self, task_id: TaskId, lap: int, now: float) -> None:
         """Open a group of `group_size` pending rollouts of a task."""
+        config = self._mix.config_of(task_id)
         ordinal = self._state.next_ordinal
         group_id = GroupId(f"g{ordinal:06d}")
         self._state.put(
@@ -58,11 +61,11 @@ class GroupBook:
                 task_id=task_id,
                 state=GroupState.OPEN,
                 opened_at_s=now,
-                max_evictions=self._config.max_evictions,
+                max_evictions=config.max_evictions,
             )
         )
         self._history.opened(task_id, lap)
-        for member in range(self._config.group_size):
+        for member in range(config.group_size):
             rollout_id = RolloutId(f"{group_id}-{member}")
             self._state.put(
                 RolloutRecord(rollout_id=rollout_id, group_id=group_id, member=member, state=RolloutState.PENDING)
@@ -117,7 +120,7 @@ class GroupBook:
         over_bound = (
             self._state.attempts[rollout_id].key
             for issued_at, rollouts in self._state.in_flight_by_version.items()
-            if not self._config.bound.admits(path.expected_tree, path.horizon(version), (issued_at,))
+            if not self._bound.admits(path.expected_tree, path.horizon(version), (issued_at,))
             for rollout_id in rollouts
         )
         return (*over_bound, *self._sealing.aborted)
@@ -156,7 +159,7 @@ class GroupBook:
             self._state.count("attempts_cancelled")
             path = self._state.path
             version = path.next_version
-            over = version and not self._config.bound.admits(path.expected_tree, version, (attempt.version,))
+            over = version and not self._bound.admits(path.expected_tree, version, (attempt.version,))
             if attempt.offered and version and over:
                 evict(self._state, self._history, attempt.rollout_id, version)
             else:
@@ -164,7 +167,7 @@ class GroupBook:
         elif charge is not None:
             self._state.count(f"attempts_{attempt.cause}")
             failures = self._state.rollouts[attempt.rollout_id].failures + (charge in COUNTED)
-            poison = failures >= self._config.max_attempts
+            poison = failures >= self._mix.config_of(task_id).max_attempts
             state = RolloutState.POISON if poison else RolloutState.PENDING
             self._state.move(attempt.rollout_id, state, failures=failures)
             self._history.failed(task_id, attempt, poison=poison)

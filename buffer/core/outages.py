@@ -7,17 +7,21 @@ Invariants:
   was running during part of it, is charged to the outage.
 - The system is failing while more than half of the attempts that ended in the last `WINDOW_S` failed, over at least
   `LEAST_TASKS` tasks. Failures explained by an outage of the engines, a dead worker or a suspect host do not count.
+- A source of tasks whose attempts fail in the same way, while other sources work, gets one probe a minute; that is not
+  an outage, and its failures are charged as usual.
 - Outages are records, so that they survive restarts. The window is not a record: it fills again after a restart.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.core.classification import FAILED
+from headrace.buffer.core.mix.sources import source_name
 from headrace.buffer.core.records import AttemptRecord, Charge, Component, HostFailures, OutageRecord
 from headrace.buffer.core.suspect_hosts import HostRecords
 from headrace.buffer.types import Cause
@@ -52,30 +56,68 @@ class _End:
 
 
 class RecentEnds:
-    """Ends of attempts in the last `WINDOW_S`. They are kept when the core is folded again."""
+    """Ends of attempts in the last `WINDOW_S`. They are kept when the core is folded again. `sources` are the names of
+    the run's sources of tasks, if it has any."""
 
-    def __init__(self) -> None:
+    def __init__(self, sources: Collection[str] = ()) -> None:
+        self._sources = sources
         self.ends: deque[_End] = deque()
         self.hosts = HostRecords()
         self.probed_s: float | None = None
         """Time of the last probe of a failing system."""
+        self.probed_of: dict[str, float] = {}
+        """Time of the last probe of each failing source."""
+        self._failing_sources: dict[str, str] | None = None
 
     def add(self, task_id: TaskId, *, failed: bool, now: float) -> None:
         """Add the end of an attempt."""
         self.ends.append(_End(now, task_id, failed))
+        self._failing_sources = None
 
     def forget(self, now: float) -> None:
         """Forget ends that are older than the window, or were recorded before the clock was set back."""
         while self.ends and not 0.0 <= now - self.ends[0].at_s <= WINDOW_S:
             self.ends.popleft()
+            self._failing_sources = None
+
+    def clear(self) -> None:
+        """Forget all ends."""
+        self.ends.clear()
+        self._failing_sources = None
 
     def failing(self) -> str:
-        """Return why the system counts as failing; empty while it is not failing."""
-        failed = [end.task_id for end in self.ends if end.failed]
-        tasks = len(set(failed))
-        if tasks < LEAST_TASKS or 2 * len(failed) <= len(self.ends):
+        """Return why the system counts as failing; empty while it is not failing. A failing source does not make a
+        failing system as long as another source works."""
+        sources = {source_name(end.task_id) for end in self.ends} if self._sources else set()
+        if not sources <= self.failing_sources().keys():
             return ""
-        return f"{len(failed)} of the last {len(self.ends)} attempts failed, over {tasks} tasks"
+        reason = failures_of(self.ends)
+        return f"{reason} of {', '.join(sorted(sources))}" if reason and sources else reason
+
+    def failing_sources(self) -> dict[str, str]:
+        """Return the sources whose attempts mostly fail, with the reasons."""
+        if self._failing_sources is None:
+            by_source: dict[str, list[_End]] = {name: [] for name in self._sources}
+            for end in self.ends if self._sources else ():
+                by_source[source_name(end.task_id)].append(end)
+            reasons = {name: failures_of(ends) for name, ends in by_source.items()}
+            self._failing_sources = {name: reason for name, reason in reasons.items() if reason}
+        return self._failing_sources
+
+    def forgive(self, source: str) -> None:
+        """Forget the failures of a source, because a probe of it has succeeded."""
+        self.ends = deque(end for end in self.ends if not end.failed or source_name(end.task_id) != source)
+        self._failing_sources = None
+        self.probed_of.pop(source, None)
+
+
+def failures_of(ends: Collection[_End]) -> str:
+    """Return why the attempts that ended so count as failing; empty if they do not."""
+    failed = [end.task_id for end in ends if end.failed]
+    tasks = len(set(failed))
+    if tasks < LEAST_TASKS or 2 * len(failed) <= len(ends):
+        return ""
+    return f"{len(failed)} of the last {len(ends)} attempts failed, over {tasks} tasks"
 
 
 class Outages:
@@ -106,6 +148,19 @@ class Outages:
         if self._open(Component.SYSTEM) is not None:
             self._recent.probed_s = now
 
+    def began_of(self, source: str, now: float) -> None:
+        """Record that an attempt of a source began, which is a probe if the source is failing."""
+        if source in self._recent.failing_sources():
+            self._recent.probed_of[source] = now
+
+    def failing_sources(self) -> Mapping[str, str]:
+        """Return the sources that get only one probe a minute, with the reason for each."""
+        return self._recent.failing_sources()
+
+    def held_sources(self, now: float) -> Collection[str]:
+        """Return the failing sources of which no attempt may begin now."""
+        return {source for source in self._recent.failing_sources() if self._source_probe_in_s(source, now) > 0}
+
     def to_spare(self) -> Collection[TaskId]:
         """Return the tasks that a probe should avoid: they have failed recently, possibly through their own fault, so
         another failure would say little about the system."""
@@ -115,9 +170,12 @@ class Outages:
 
     def wakes_at(self, now: float) -> float | None:
         """Return when the next probe may begin; None when no probe is due."""
-        if self._open(Component.ENGINES) is not None or self._open(Component.SYSTEM) is None:
+        if self._open(Component.ENGINES) is not None:
             return None
-        return now + max(0.0, self._probe_in_s(now))
+        if self._open(Component.SYSTEM) is not None:
+            return now + max(0.0, self._probe_in_s(now))
+        waits_s = [self._source_probe_in_s(source, now) for source in self.held_sources(now)]
+        return now + min(waits_s) if waits_s else None
 
     def avoided(self, attempt: AttemptRecord | None, now: float) -> tuple[str, ...]:
         """Return the hosts that the next attempt of a rollout should not run on: suspect hosts, and the one where the
@@ -166,7 +224,10 @@ class Outages:
         current = self._open(Component.SYSTEM)
         if not failed and current is not None and attempt.issued_at_s >= current.began_at_s:
             # A probe succeeded: earlier failures no longer describe the system.
-            self._recent.ends.clear()
+            self._recent.clear()
+        source = source_name(task_id)
+        if not failed and attempt.issued_at_s >= self._recent.probed_of.get(source, math.inf):
+            self._recent.forgive(source)
         self._recent.add(task_id, failed=failed, now=now)
         self._update(now)
 
@@ -184,9 +245,10 @@ class Outages:
             self._end(current, now)
 
     def _probe_in_s(self, now: float) -> float:
-        # A clock that was set back must not hold orders for hours.
-        since_s = PROBE_S if self._recent.probed_s is None else now - self._recent.probed_s
-        return PROBE_S - since_s if since_s >= 0 else 0.0
+        return _next_probe_in_s(self._recent.probed_s, now)
+
+    def _source_probe_in_s(self, source: str, now: float) -> float:
+        return _next_probe_in_s(self._recent.probed_of.get(source), now)
 
     def _ran_during(self, attempt: AttemptRecord, component: Component) -> bool:
         """Return whether the component had an outage at any time during the attempt."""
@@ -215,6 +277,12 @@ class Outages:
 
     def _end(self, outage: OutageRecord, now: float) -> None:
         self._state.put(replace(outage, ended_at_s=now))
+
+
+def _next_probe_in_s(last_s: float | None, now: float) -> float:
+    # A clock that was set back must not hold orders for hours.
+    since_s = PROBE_S if last_s is None else now - last_s
+    return PROBE_S - since_s if since_s >= 0 else 0.0
 
 
 def apart(failures: tuple[HostFailures, ...]) -> bool:

@@ -18,7 +18,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headrace.buffer.core.acceptance import parse_rule
 from headrace.buffer.core.batch_queue import BatchQueue
 from headrace.buffer.core.batches import BatchBook
 from headrace.buffer.core.classification import classify
@@ -26,6 +25,8 @@ from headrace.buffer.core.curriculum import TaskCursor, TaskStream
 from headrace.buffer.core.epochs import Epochs
 from headrace.buffer.core.groups import GroupBook
 from headrace.buffer.core.interventions import Interventions
+from headrace.buffer.core.mix.admission import Admission
+from headrace.buffer.core.mix.sources import Mix
 from headrace.buffer.core.outages import Outages, RecentEnds
 from headrace.buffer.core.records import BatchRecord, EvaluationRecord, Record, RolloutRecord, RolloutState, Snapshot
 from headrace.buffer.core.sealing import Sealing
@@ -47,9 +48,10 @@ from headrace.buffer.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from headrace.buffer.core.config import BufferConfig
+    from headrace.buffer.core.mix.sources import Source
     from headrace.buffer.row_limits import RowLimits
     from headrace.buffer.versions import PolicyVersion
 
@@ -83,6 +85,22 @@ class CopyOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceStatus:
+    """Status of one source of tasks. `share` and `realised` are the wanted and the realised share of the `trained`
+    rollouts, `realised` None before the first. `ready` counts sealed rollouts that are in no batch, `lacking` those
+    that the next batch still waits for. `failing` is the reason why the source gets only one probe a minute, empty if
+    it does not fail."""
+
+    share: float
+    trained: int
+    realised: float | None
+    in_flight: int
+    ready: int
+    lacking: int
+    failing: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStatus:
     """Counts for people and metrics. `rollouts` counts all rollouts of the run by state; `counters` counts events:
     offers refused, rollouts filtered, batches rolled back and others. `parked` are tasks that are no longer issued,
@@ -106,6 +124,8 @@ class BufferStatus:
     """Hosts that fail significantly more often than the others, with the reason; they get one attempt a minute."""
     ledger_copy: CopyOutcome | None = None
     """Copies of the ledger; None if the run makes none."""
+    sources: Mapping[str, SourceStatus] = field(default_factory=dict)
+    """Status of each source of tasks; empty in a run without sources."""
 
 
 class ReplayBuffer:
@@ -121,27 +141,31 @@ class ReplayBuffer:
         snapshot: Snapshot | None = None,
         *,
         limits: RowLimits | None = None,
+        sources: Sequence[Source] = (),
     ) -> None:
-        self.config = config
+        """`sources` are those of the tasks in `stream`; without any, all tasks are of one."""
+        self.config, self.mix = config, Mix(config, sources)
         self._limits = limits
-        self._stream = stream
-        self._recent = RecentEnds()
+        self._streams = {source.name: stream.of_source(source.name) for source in self.mix.sources}
+        self._recent = RecentEnds([source.name for source in sources])
         self.fold(snapshot or Snapshot())
 
     def fold(self, snapshot: Snapshot) -> None:
         """Replace the whole state with that of a snapshot."""
-        self.state = ReplayState(snapshot)
+        self.state = ReplayState(snapshot, tuple(self._streams))
         history = TaskHistory(self.state, park_after=self.config.park_after)
-        self._sealing = Sealing(self.state, self.config, parse_rule(self.config.rule), history)
+        self._sealing = Sealing(self.state, self.mix, history)
         self.outages = Outages(self.state, history, self._recent)
-        self._groups = GroupBook(self.state, self.config, self._sealing, history, self.outages, self._limits)
+        self._groups = GroupBook(self.state, self.mix, self._sealing, history, self.outages, self._limits)
         queue = BatchQueue(self.state, self.config, history)
         self.epochs = Epochs(self.state, queue)
-        self.batches = BatchBook(self.state, self.config, history, self.epochs)
+        self.batches = BatchBook(self.state, self.config, self.mix, history, self.epochs)
         self.operators = Interventions(self.state, queue, self._sealing, history)
-        self._cursor = TaskCursor(
-            self.state, self._stream, curriculum=self.config.curriculum, passes=self.config.passes
-        )
+        self._cursors = {
+            name: TaskCursor(self.state, stream, curriculum=self.config.curriculum, passes=self.config.passes)
+            for name, stream in self._streams.items()
+        }
+        self._admission = Admission(self.state, self.config, self.mix, self._cursors)
 
     def restart_clocks(self, now: float) -> None:
         """Restart the timers that `deadline` and `grace` use in open groups, because the store has been reopened and
@@ -175,7 +199,8 @@ class ReplayBuffer:
     def admit(self, in_flight: int | None = None) -> int:
         """Return how many rollouts may start now: pending ones, and whole new groups for which there is room."""
         stock = self.inventory(in_flight)
-        allowed = stock.pending + self._groups_to_open(stock) * self.config.group_size
+        unknown = stock.in_flight - len(self.state.by_state[RolloutState.IN_FLIGHT])
+        allowed = stock.pending + self._admission.room(unknown)
         cap = self.config.max_in_flight
         return allowed if cap is None else max(0, min(allowed, cap - stock.in_flight))
 
@@ -198,6 +223,7 @@ class ReplayBuffer:
                 break
             avoid = self.outages.avoided(self.state.attempts.get(rollout.rollout_id), now)
             started = self._groups.start(rollout, version, now)
+            self.outages.began_of(self.state.source_of(started), now)
             orders.append(
                 RolloutOrder(
                     rollout_id=started.rollout_id,
@@ -263,8 +289,10 @@ class ReplayBuffer:
         self.tick(now)
         record = self.batches.take(version, epoch, now)
         # An error must leave the core unchanged: after evictions this call returns None, and the next one raises.
-        if record is None and self.state.changes_made == before and self._cursor.left() == 0:
-            self.batches.refuse_exhausted()
+        if record is None and self.state.changes_made == before:
+            for name, cursor in self._cursors.items():
+                if cursor.left() == 0:
+                    self.batches.refuse_exhausted(name)
         return record
 
     def commit(self, lease: BatchLease, report: StepReport, now: float) -> None:
@@ -328,6 +356,7 @@ class ReplayBuffer:
             chain=path.chain,
             parked=dict(self.state.parked),
             held=self.outages.held(),
+            sources=self._source_statuses(),
             suspects=dict(self.outages.suspects()),
         )
 
@@ -336,35 +365,38 @@ class ReplayBuffer:
         self.tick(now)
         return ended
 
-    def _groups_to_open(self, stock: Inventory) -> int:
-        """Return the number of whole groups for which there is room.
-
-        async: `floor((bound.stock(batch_size) - inventory) / group_size)`;
-        sync: `ceil((batch_size - inventory) / group_size)`, so that a batch can always be filled.
-        """
-        batch_size, group_size = self.config.batch_size, self.config.group_size
-        if self.config.mode == "async":
-            room = (self.config.bound.stock(batch_size) - stock.total) // group_size
-        else:
-            # In mode one-step-off the batch that is being trained need not be filled.
-            ahead = stock.leased if self.config.mode == "one-step-off" else 0
-            room = -(-(batch_size - stock.total + ahead) // group_size)
-        left = self._cursor.left()
-        return max(0, room) if left is None else min(max(0, room), left)
+    def _source_statuses(self) -> dict[str, SourceStatus]:
+        if not self.mix.is_named:
+            return {}
+        trained = {name: self.state.ended(name, RolloutState.TRAINED) for name in self.state.sources}
+        lacking, failing = self.batches.waits_for(), self.outages.failing_sources()
+        return {
+            source.name: SourceStatus(
+                share=source.share,
+                trained=trained[source.name],
+                realised=trained[source.name] / sum(trained.values()) if any(trained.values()) else None,
+                in_flight=self.state.stock[source.name][RolloutState.IN_FLIGHT],
+                ready=self.state.free[source.name],
+                lacking=lacking.get(source.name, 0),
+                failing=failing.get(source.name, ""),
+            )
+            for source in self.mix.sources
+        }
 
     def _next_rollout(self, now: float) -> RolloutRecord | None:
         """Return the rollout to issue next. A probe uses a task that has not failed recently, if there is one."""
-        spared = self.outages.to_spare()
-        if not spared:
-            return self.state.next_pending() or self._open_group(now)
-        fresh = self.state.next_pending_but(spared)
-        if fresh is None and self._groups_to_open(self.inventory()) and self._open_group(now) is not None:
-            fresh = self.state.next_pending_but(spared)
-        return fresh or self.state.next_pending()
+        spared, held = self.outages.to_spare(), self.outages.held_sources(now)
+        if not spared and not held:
+            return self.state.next_pending() or self._open_group(held, now)
+        fresh = self.state.next_pending_but(spared, held)
+        if fresh is None and self._open_group(held, now) is not None:
+            fresh = self.state.next_pending_but(spared, held)
+        return fresh or self.state.next_pending_but((), held)
 
-    def _open_group(self, now: float) -> RolloutRecord | None:
-        """Open a new group and return its first rollout; None at the end of the data."""
-        following = self._cursor.next()
+    def _open_group(self, held: Collection[str], now: float) -> RolloutRecord | None:
+        """Open a new group and return its first rollout; None if there is no room, or at the end of the data."""
+        source = self._admission.next_source(held)
+        following = None if source is None else self._cursors[source.name].next()
         if following is None:
             return None
         self._groups.open_group(*following, now)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from headrace.buffer.core.acceptance import NEVER, AcceptanceRule, GroupView, effective_since
+from headrace.buffer.core.acceptance import NEVER, AcceptanceRule, GroupView, effective_since, parse_rule
 from headrace.buffer.core.advantages import (
     Finish,
     RewardSpread,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.core.advantages import Buckets
     from headrace.buffer.core.config import BufferConfig
+    from headrace.buffer.core.mix.sources import Mix
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
 
@@ -42,8 +43,12 @@ class Sealing:
     """Watches open groups and seals them. `aborted` holds attempts that are still running although their rollout has
     been cancelled."""
 
-    def __init__(self, state: ReplayState, config: BufferConfig, rule: AcceptanceRule, history: TaskHistory) -> None:
-        self._state, self._config, self._rule, self._history = state, config, rule, history
+    def __init__(self, state: ReplayState, mix: Mix, history: TaskHistory) -> None:
+        self._state, self._mix, self._history = state, mix, history
+        self._rules = {source.name: parse_rule(source.config.rule) for source in mix.sources}
+        self._expires = any(rule.expires for rule in self._rules.values())
+        # The bound is the run's, hence the same for all sources.
+        self._bound = mix.sources[0].config.bound
         self._due: dict[GroupId, float] = {}
         self._queue: list[tuple[float, GroupId]] = []
         self._seen = state.path.next_version
@@ -57,13 +62,14 @@ class Sealing:
 
     def watch(self, group_id: GroupId) -> None:
         """Compute when an open group is due, after it has changed."""
-        members = self._state.rollouts_of(group_id)
+        members, group = self._state.rollouts_of(group_id), self._state.groups[group_id]
+        config, rule = self._config_of(group), self._rule_of(group)
         finished = [self._state.attempts[member.rollout_id] for member in members if member.finished]
-        opened = self._state.groups[group_id].opened_at_s
+        opened = group.opened_at_s
         updates_left = None
-        if self._rule.expires and finished and (version := self._state.path.next_version):
+        if rule.expires and finished and (version := self._state.path.next_version):
             sampled = (attempt.version for attempt in finished)
-            updates_left = self._config.bound.updates_left(self._state.path.expected_tree, version, sampled)
+            updates_left = self._bound.updates_left(self._state.path.expected_tree, version, sampled)
         view = GroupView(
             size=len(members),
             finished=len(finished),
@@ -72,7 +78,7 @@ class Sealing:
             last_finished_at_s=max((attempt.ended_at_s or 0.0 for attempt in finished), default=opened),
             updates_left=updates_left,
         )
-        since = effective_since(self._rule, view, self._config.min_members)
+        since = effective_since(rule, view, config.min_members)
         if self._due.get(group_id, NEVER) == since:
             return
         self._due[group_id] = since
@@ -93,20 +99,20 @@ class Sealing:
 
     def tick(self, now: float) -> None:
         """Seal or drop every group that is due."""
-        if self._rule.expires and self._seen != (version := self._state.path.next_version):
+        if self._expires and self._seen != (version := self._state.path.next_version):
             self._seen = version
             for group_id in self._state.open_groups():
                 self.watch(group_id)
         while (due := self.due_at()) is not None and due <= now:
             _, group_id = heappop(self._queue)
             del self._due[group_id]
-            members = self._state.rollouts_of(group_id)
+            members, group = self._state.rollouts_of(group_id), self._state.groups[group_id]
             finished = [member for member in members if member.finished]
-            if len(finished) >= self._config.min_members:
-                self._seal(self._state.groups[group_id], members, now)
+            if len(finished) >= self._config_of(group).min_members:
+                self._seal(group, members, now)
                 self.completed(group_id)
                 continue
-            self._state.put(replace(self._state.groups[group_id], state=GroupState.DROPPED, ended_at_s=now))
+            self._state.put(replace(group, state=GroupState.DROPPED, ended_at_s=now))
             self._state.count("groups_dropped")
             for rollout in finished:
                 self._filter(rollout, FilterReason.GROUP_DROPPED)
@@ -129,14 +135,15 @@ class Sealing:
         self._history.completed(group.task_id, rewards, group.advantage)
 
     def _seal(self, group: GroupRecord, members: Sequence[RolloutRecord], now: float) -> None:
+        config = self._config_of(group)
         sealed = replace(
             group,
             state=GroupState.SEALED,
             seal_order=self._state.next_seal,
             ended_at_s=now,
-            rule=self._rule.text,
-            min_members=self._config.min_members,
-            advantage=self._config.advantage,
+            rule=self._rule_of(group).text,
+            min_members=config.min_members,
+            advantage=config.advantage,
         )
         self._state.put(sealed)
         self._state.count("groups_sealed")
@@ -155,7 +162,7 @@ class Sealing:
             if not member.running:
                 if member.finished:
                     self._seal_member(member, counted, buckets, flat=flat)
-            elif self._config.unfinished == "carry":
+            elif config.unfinished == "carry":
                 self._state.put(replace(member, late=True))
             else:
                 self._history.cancelled(self._state.groups[member.group_id].task_id)
@@ -177,9 +184,9 @@ class Sealing:
             for member in members
             if member.finished
         }
-        task = self._state.task(group.task_id)
+        config, task = self._config_of(group), self._state.task(group.task_id)
         scale = group_scale(
-            self._config.advantage,
+            config.advantage,
             [finish.reward for finish in finishes.values()] if _complete(members) else None,
             members=sum(member.finished or member.running for member in members),
             own=RewardSpread(
@@ -188,17 +195,17 @@ class Sealing:
                 grpo_square_sum=task.grpo_square_sum,
                 grpo_deviation_sum=task.grpo_deviation_sum,
             ),
-            pooled=self._state.reward_spread(),
+            pooled=self._state.reward_spread(self._mix.source_of(group.task_id).name),
         )
         return [
             replace(
                 member,
                 scale=scale,
                 baseline=baseline(
-                    self._rule,
+                    self._rule_of(group),
                     [finish for rollout_id, finish in finishes.items() if rollout_id != member.rollout_id],
                     size=len(members),
-                    min_members=self._config.min_members,
+                    min_members=config.min_members,
                     opened_at_s=group.opened_at_s,
                 ),
             )
@@ -216,7 +223,7 @@ class Sealing:
             self._filter(member, FilterReason.NOT_TRAINABLE)
         elif not attempt.trained:
             self._filter(member, FilterReason.NO_TOKENS)
-        elif flat and self._config.zero_variance == "filter":
+        elif flat and self._config_of(self._state.group_of(member.rollout_id)).zero_variance == "filter":
             self._filter(member, FilterReason.ZERO_VARIANCE)
         else:
             kind = self._state.group_of(member.rollout_id).advantage
@@ -224,6 +231,12 @@ class Sealing:
             value = advantage(kind, member.reward, member.baseline, member.scale, members=counted)
             turns = turn_advantages(attempt.scores.values, buckets) if attempt.scores else {}
             self._state.put(replace(member, state=RolloutState.SEALED, advantage=value, turn_advantages=turns or None))
+
+    def _config_of(self, group: GroupRecord) -> BufferConfig:
+        return self._mix.config_of(group.task_id)
+
+    def _rule_of(self, group: GroupRecord) -> AcceptanceRule:
+        return self._rules[self._mix.source_of(group.task_id).name]
 
     def _filter(self, rollout: RolloutRecord, reason: FilterReason) -> None:
         self._state.put(replace(rollout, state=RolloutState.FILTERED, reason=reason))

@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.buffer.core.advantages import RewardSpread
+from headrace.buffer.core.mix.sources import SEPARATOR, source_name
 from headrace.buffer.core.records import (
     FINAL,
     OUTAGES_KEPT,
@@ -44,7 +45,7 @@ from headrace.buffer.core.training_path import TrainingPath
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.types import GroupId, RolloutId
@@ -57,9 +58,11 @@ Versions = tuple[PolicyVersion, ...]
 
 class ReplayState:
     """State of the core. Its fields may be read freely but changed only with `put`. Names with an underscore are
-    indices."""
+    indices. `sources` are the names of the run's sources of tasks; a run without sources has a single one, without a
+    name."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, sources: Sequence[str] = ()) -> None:
+        self.sources = tuple(sources) or ("",)
         self.groups: dict[GroupId, GroupRecord] = {}
         self.members: dict[GroupId, dict[int, RolloutId]] = {}
         self.rollouts: dict[RolloutId, RolloutRecord] = {}
@@ -75,12 +78,17 @@ class ReplayState:
         self.evaluations_closed = snapshot.evaluations_closed
         self.parked: dict[TaskId, str] = {}
         self.outages: dict[int, OutageRecord] = {}
-        self.complete_members = 0
-        self.spread_sums = {name: Fraction() for name in _SPREAD_SUMS}
+        self.complete_members: Counter[str] = Counter()
+        """Number of members of complete groups, by source."""
+        self.spread_sums = {source: {name: Fraction() for name in _SPREAD_SUMS} for source in self.sources}
         self.in_flight_by_version: dict[PolicyVersion, dict[RolloutId, None]] = {}
         """Rollouts in flight by the version their attempt was issued at."""
         self.free_by_versions: dict[Versions, dict[RolloutId, None]] = {}
         """Sealed rollouts that are in no batch, by the versions that sampled them."""
+        self.stock: dict[str, Counter[RolloutState]] = {name: Counter() for name in self.sources}
+        """Number of rollouts by source and state, without closed groups."""
+        self.free: Counter[str] = Counter()
+        """Number of sealed rollouts that are in no batch, by source."""
         self.changes_made = 0
         self._changes: dict[tuple[type, object], Record] = {}
         self._open: dict[GroupId, None] = {}
@@ -91,6 +99,8 @@ class ReplayState:
 
     def put(self, record: Record) -> None:
         """Insert or replace a record."""
+        if isinstance(record, RolloutRecord):
+            self._count_end(record)
         self._index(record)
         self._changes[type(record), record.key] = record
         self.changes_made += 1
@@ -115,14 +125,39 @@ class ReplayState:
         """Return the record of a task, or an empty record if nothing is known about the task."""
         return self.tasks.get(task_id) or TaskRecord(task_id=task_id)
 
-    def reward_spread(self) -> RewardSpread:
-        """Return the spread of rewards in the complete groups of all tasks."""
+    def reward_spread(self, source: str) -> RewardSpread:
+        """Return the spread of rewards in the complete groups of a source's tasks."""
+        sums = self.spread_sums[source]
         return RewardSpread(
-            square_sum=float(self.spread_sums["deviation_square_sum"]),
-            members=self.complete_members,
-            grpo_square_sum=float(self.spread_sums["grpo_square_sum"]),
-            grpo_deviation_sum=float(self.spread_sums["grpo_deviation_sum"]),
+            square_sum=float(sums["deviation_square_sum"]),
+            members=self.complete_members[source],
+            grpo_square_sum=float(sums["grpo_square_sum"]),
+            grpo_deviation_sum=float(sums["grpo_deviation_sum"]),
         )
+
+    def source_of(self, rollout: RolloutRecord) -> str:
+        """Return the name of a rollout's source; empty in a run without sources."""
+        return self.source_of_task(self.groups[rollout.group_id].task_id)
+
+    def source_of_task(self, task_id: TaskId) -> str:
+        """Return the name of a task's source; empty in a run without sources."""
+        return source_name(task_id) if self.sources[0] else ""
+
+    def ended(self, source: str, state: RolloutState) -> int:
+        """Return the number of a source's rollouts that ended in a final state, including those of closed groups;
+        0 in a run without sources, which has no such counters."""
+        return self.counters[f"{source}{SEPARATOR}{state}"]
+
+    def given(self) -> dict[str, int]:
+        """Return the number of rollouts that each source has given to batches: trained, leased, or in a batch that is
+        to be issued again."""
+        return {
+            name: self.ended(name, RolloutState.TRAINED)
+            + stock[RolloutState.LEASED]
+            + stock[RolloutState.SEALED]
+            - self.free[name]
+            for name, stock in self.stock.items()
+        }
 
     def group_of(self, rollout_id: RolloutId) -> GroupRecord:
         """Return the group of a rollout."""
@@ -146,19 +181,20 @@ class ReplayState:
             heappop(self._pending)
         return None
 
-    def next_pending_but(self, spared: Collection[TaskId]) -> RolloutRecord | None:
-        """Return the next pending rollout of a task that is not in `spared`. Scans all pending rollouts."""
+    def next_pending_but(self, spared: Collection[TaskId], held: Collection[str] = ()) -> RolloutRecord | None:
+        """Return the next pending rollout of a task that is not in `spared`, and of a source that is not in `held`.
+        Scans all pending rollouts."""
         pending = (self.rollouts[rollout_id] for rollout_id in self.by_state[RolloutState.PENDING])
-        others = (rollout for rollout in pending if self.groups[rollout.group_id].task_id not in spared)
+        others = (
+            rollout
+            for rollout in pending
+            if self.groups[rollout.group_id].task_id not in spared and self.source_of(rollout) not in held
+        )
         return min(others, key=self._priority, default=None)
 
     def _priority(self, rollout: RolloutRecord) -> tuple[bool, int, int]:
         """Return the sort key of a pending rollout; the lowest is issued first."""
         return rollout.evictions == 0, self.groups[rollout.group_id].ordinal, rollout.member
-
-    def free_count(self) -> int:
-        """Return the number of sealed rollouts that are in no batch."""
-        return sum(map(len, self.free_by_versions.values()))
 
     def versions_of(self, rollout_id: RolloutId) -> Versions:
         """Return the versions that sampled a rollout's trained tokens."""
@@ -186,12 +222,13 @@ class ReplayState:
         ]
         for group_id in final:
             self.put(replace(self.groups[group_id], closed=True))
-            del self.groups[group_id]
             for rollout_id in self.members.pop(group_id).values():
                 rollout = self.rollouts.pop(rollout_id)
                 del self.by_state[rollout.state][rollout_id]
+                self.stock[self.source_of(rollout)][rollout.state] -= 1
                 self.closed[rollout.state] += 1
                 self.attempts.pop(rollout_id, None)
+            del self.groups[group_id]
         for batch in self.path.ended_batches(covered):
             self.put(replace(batch, closed=True))
             self.path.forget_batch(batch)
@@ -231,15 +268,30 @@ class ReplayState:
             case InterventionRecord():
                 self.interventions[record.sequence] = record
 
+    def _count_end(self, record: RolloutRecord) -> None:
+        """Count a rollout of a source that ends, or no longer has ended because its step was undone. These counters
+        are all that is left of closed groups."""
+        source, known = self.source_of(record), self.rollouts.get(record.rollout_id)
+        before = known.state if known is not None else None
+        if not source or before is record.state:
+            return
+        if before in FINAL:
+            self.count(f"{source}{SEPARATOR}{before}", -1)
+        if record.state in FINAL:
+            self.count(f"{source}{SEPARATOR}{record.state}")
+
     def _index_rollout(self, record: RolloutRecord) -> None:
-        known = self.rollouts.get(record.rollout_id)
+        known, source = self.rollouts.get(record.rollout_id), self.source_of(record)
+        self.stock[source][record.state] += 1
         if known is not None:
+            self.stock[source][known.state] -= 1
             del self.by_state[known.state][record.rollout_id]
             # These look the versions up in the attempt, so the next attempt's record must be put later.
             if known.state is RolloutState.IN_FLIGHT:
                 _discard(self.in_flight_by_version, self.attempts[known.rollout_id].version, known.rollout_id)
             elif known.state is RolloutState.SEALED and known.batch_id is None:
                 _discard(self.free_by_versions, self.versions_of(known.rollout_id), known.rollout_id)
+                self.free[source] -= 1
         self.rollouts[record.rollout_id] = record
         self.by_state[record.state][record.rollout_id] = None
         self.members.setdefault(record.group_id, {})[record.member] = record.rollout_id
@@ -250,15 +302,16 @@ class ReplayState:
             self.in_flight_by_version.setdefault(version, {})[record.rollout_id] = None
         elif record.state is RolloutState.SEALED and record.batch_id is None:
             self.free_by_versions.setdefault(self.versions_of(record.rollout_id), {})[record.rollout_id] = None
+            self.free[source] += 1
 
     def _index_task(self, record: TaskRecord) -> None:
         # Exact sums: a core folded from the rows must come to the same scale, whatever the order of the rows.
-        known = self.task(record.task_id)
-        self.complete_members += record.complete_members - known.complete_members
+        known, source = self.task(record.task_id), self.source_of_task(record.task_id)
+        self.complete_members[source] += record.complete_members - known.complete_members
         for name in _SPREAD_SUMS:
             before, after = getattr(known, name), getattr(record, name)
             if after != before:
-                self.spread_sums[name] += Fraction(after) - Fraction(before)
+                self.spread_sums[source][name] += Fraction(after) - Fraction(before)
         self.tasks[record.task_id] = record
         if record.parked:
             self.parked[record.task_id] = record.last_failure
