@@ -238,7 +238,8 @@ class Receipt:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchItem:
     """A sealed rollout in a batch. `staleness` is in optimizer updates, relative to the version at which the batch is
-    trained. `turn_advantages` are those of turns with an advantage of their own, whose tokens `scores` names."""
+    trained. `turn_advantages` are those of turns with an advantage of their own, whose tokens `scores` names. `source`
+    is the name of its source of tasks, empty in a run without sources."""
 
     rollout_id: RolloutId
     group_id: GroupId
@@ -249,6 +250,7 @@ class BatchItem:
     trajectory: Trajectory
     scores: StepScores | None = None
     turn_advantages: TurnAdvantages = field(default_factory=dict)
+    source: str = ""
 
     @property
     def has_advantage(self) -> bool:

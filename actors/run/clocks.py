@@ -144,14 +144,17 @@ DERIVED: Final[Mapping[str, tuple[Callable[[Clocked], float], str]]] = {
 """Rule for each derived key, and the text that docs/configuration.md shows in place of a default."""
 
 
-def derive(config: Clocked) -> None:
-    """Fill in the timeouts that the recipe leaves unset."""
+def derive(config: Clocked) -> tuple[str, ...]:
+    """Fill in the timeouts that the recipe leaves unset, and return their keys."""
+    derived = []
     for name, (rule, _) in DERIVED.items():
         table, key = name.split(".")
         section = getattr(config, table)
         if key not in section.model_fields_set:
             # The frozen config may be changed here only, because nothing has read it yet.
             object.__setattr__(config, table, section.model_copy(update={key: rule(config)}))
+            derived.append(name)
+    return tuple(derived)
 
 
 def _has_engines(config: Clocked) -> bool:

@@ -27,12 +27,13 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
-from headrace.actors.run import clocks
+from headrace.actors.run import clocks, sources
 from headrace.actors.run.sections import (
     EvaluationSection,
     ModelSection,
     SamplingSection,
     ServiceSection,
+    TaskSets,
     TasksSection,
 )
 from headrace.actors.section import Section
@@ -51,7 +52,7 @@ from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 
 class RunConfig(Section):
@@ -81,11 +82,63 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        clocks.derive(self)
+        derived = clocks.derive(self)
+        if self.tasks.sources:
+            self._fit_sources(derived)
+            return self
         for check in CHECKS:
             if (problem := check(self)) is not None:
                 raise ValueError(problem)
         return self
+
+    def _fit_sources(self, derived: Collection[str]) -> None:
+        """Check the configuration of each source, and derive the run's timeouts from the longest of theirs. Raises
+        ValueError."""
+        if (problem := sources.problem(self.tasks.sources)) is not None:
+            raise ValueError(problem)
+        if changed := [key for key in TaskSets.model_fields if key in self.tasks.model_fields_set]:
+            raise ValueError(f"tasks.{changed[0]} has no effect beside {sources.KEY}; move it to a source")
+        longest = {name: _value_of(self, name) for name in LONGEST_OF_SOURCES if name in derived}
+        for source in self.tasks.sources:
+            document = self.model_dump()
+            for name in longest:
+                table, key = name.split(".")
+                del document[table][key]
+            try:
+                own = RunConfig.model_validate(sources.source_document(document, source))
+            except ValidationError as error:
+                raise ValueError(f"{sources.KEY}.{source.name}: {explain(error, RunConfig)}") from None
+            if (problem := sources.source_problem(source, own.buffer)) is not None:
+                raise ValueError(f"{sources.KEY}.{source.name}: {problem}")
+            if own.sampling.temperature != self.sampling.temperature and self.learner.kind == "slime":
+                raise ValueError(
+                    f"{sources.KEY}.{source.name}: sampling.temperature differs from that of the run, which "
+                    'learner.kind "slime" does not support; set it in [sampling]'
+                )
+            longest = {name: max(value, _value_of(own, name)) for name, value in longest.items()}
+        for name, value in longest.items():
+            table, key = name.split(".")
+            object.__setattr__(self, table, getattr(self, table).model_copy(update={key: value}))
+
+    def by_source(self) -> dict[str, RunConfig]:
+        """Return the configuration of each source's rollouts, by its name. Without sources it is this one, and the name
+        is empty."""
+        if not self.tasks.sources:
+            return {"": self}
+        document = self.model_dump()
+        return {
+            source.name: RunConfig.model_validate(sources.source_document(document, source))
+            for source in self.tasks.sources
+        }
+
+
+LONGEST_OF_SOURCES: Final = ("training.stage_timeout_s", "service.stall_s")
+"""Derived timeouts of a run that must be long enough for each source."""
+
+
+def _value_of(config: RunConfig, name: str) -> float:
+    table, key = name.split(".")
+    return float(getattr(getattr(config, table), key))
 
 
 def a_model_is_named(config: RunConfig) -> str | None:
@@ -383,6 +436,9 @@ def named_paths(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
             value = tables.get(name)
             if not rest and isinstance(value, str) and isinstance(tables, dict):
                 yield f"{above}{name}", tables, name
+            elif rest and isinstance(value, list):
+                # An array of tables, whose names are its positions.
+                yield from below({str(place): each for place, each in enumerate(value)}, rest, f"{above}{name}.")
             elif rest and isinstance(value, dict):
                 yield from below(value, rest, f"{above}{name}.")
 
@@ -405,6 +461,8 @@ RECIPE_PATHS = (
     ("model", "path"),
     ("tasks", "train"),
     ("tasks", "heldout"),
+    *(("tasks", "sources", ANY_NAME, key) for key in ("train", "heldout")),
+    *(("tasks", "sources", ANY_NAME, "environment", "retail", key) for key in ("data", "policy", "tools")),
     ("environment", "retail", "data"),
     ("environment", "retail", "policy"),
     ("environment", "retail", "tools"),

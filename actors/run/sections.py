@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,8 +19,8 @@ class ModelSection(Section):
     Simulated engines need none."""
 
 
-class TasksSection(Section):
-    """Section [tasks] of a recipe."""
+class TaskSets(Section):
+    """Keys of [tasks] and of each of [[tasks.sources]]: the training and the held-out tasks."""
 
     train: Path | None = None
     """JSONL file of training tasks (docs/tasks.md), relative to the recipe; None generates terminal tasks."""
@@ -38,6 +38,35 @@ class TasksSection(Section):
         if (self.train is None) != (self.heldout is None):
             raise ValueError("tasks.train and tasks.heldout go together: set both files or neither")
         return self
+
+
+class SourceSection(TaskSets):
+    """One of [[tasks.sources]] of a recipe: its tasks, its share, and what differs from the recipe for its rollouts."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)
+    """Name of the source: lower-case letters, digits, `_` and `-`. Task ids begin with it (`search/17`)."""
+    share: float = Field(gt=0, le=1)
+    """Share of the trained rollouts that come from this source. The shares of all sources add up to 1."""
+    agent: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [agent] that differ for this source."""
+    environment: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [environment] that differ for this source."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [sampling] that differ for this source."""
+    rollout: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [rollout] that differ for this source, apart from `lease_s`."""
+    buffer: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [buffer] that differ for this source: `group_size`, `min_members`, `advantage`, `zero_variance`, `rule`,
+    `unfinished`, `max_attempts` and `max_evictions`."""
+    evaluation: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [evaluation] that differ for this source: `tasks` and `sampling`."""
+
+
+class TasksSection(TaskSets):
+    """Section [tasks] of a recipe."""
+
+    sources: tuple[SourceSection, ...] = ()
+    """Several sources of tasks in one run, each with its share of the trained rollouts (docs/mix.md)."""
 
 
 class SamplingSection(Section):

@@ -16,7 +16,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
@@ -24,7 +24,9 @@ from typing import Any, Final, TypeVar
 from headrace.buffer.audit.joined_rows import GroupHistory, JoinedRows, histories_of
 from headrace.buffer.codec import decode
 from headrace.buffer.core.epochs import EPOCHS_RESERVED
+from headrace.buffer.core.mix.sources import ended_counter, source_name
 from headrace.buffer.core.records import (
+    FINAL,
     AttemptRecord,
     BatchRecord,
     CheckpointRecord,
@@ -38,7 +40,7 @@ from headrace.buffer.core.records import (
 )
 from headrace.buffer.errors import CodecError, LedgerRefused
 from headrace.buffer.ledger.archive import ARCHIVE, SKIPPED, STEPS, closed_rollouts, totals_of
-from headrace.buffer.ledger.ledger import check_schema, newest_copy_of, unreadable
+from headrace.buffer.ledger.ledger import SOURCES, check_schema, newest_copy_of, unreadable
 from headrace.buffer.ledger.migration import migrate
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.types import BatchId, RolloutId, Trajectory, batch_digest
@@ -78,6 +80,10 @@ class Steps:
     witnesses: tuple[Witness, ...]
     epochs_reserved: int
     damage: tuple[str, ...]
+    sources: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the run's sources of tasks, by name; empty in a run without sources."""
+    ended: Mapping[str, int] = field(default_factory=dict)
+    """The ledger's counters of rollouts that ended, by `source/state`, from which the quotas of batches follow."""
 
     @property
     def surviving(self) -> list[CommitRecord]:
@@ -89,6 +95,10 @@ class Steps:
         """Steps of the surviving path that a return to the newest checkpoint would undo; empty if there is no
         checkpoint."""
         return _undone(self.commits, self.witnesses)
+
+    def source_of(self, task_id: str) -> str:
+        """Return the name of a task's source; empty in a run without sources."""
+        return source_name(task_id) if self.sources else ""
 
     def tree(self) -> VersionTree:
         """Return a new version tree with all epochs and their forks."""
@@ -347,6 +357,10 @@ def _steps(
     dangling = database.execute("PRAGMA main.foreign_key_check")
     damage += [f"ledger.db: dangling reference in {row[0]}" for row in dangling]
     reserved = database.execute("SELECT value FROM main.counters WHERE name = ?", (EPOCHS_RESERVED,)).fetchone()
+    sources = database.execute("SELECT value FROM main.meta WHERE key = ?", (SOURCES,)).fetchone()
+    shares = json.loads(sources[0]) if sources else {}
+    ends = [ended_counter(name, state) for name in shares for state in FINAL]
+    counters = dict(database.execute("SELECT name, value FROM main.counters")) if shares else {}
     commits = tuple(rows.of(CommitRecord, "sequence"))
     # Of closed groups only those trained in undone steps need their files.
     files, these = _files(JoinedRows(database, attached=False)), "IN (SELECT value FROM json_each(?))"
@@ -366,6 +380,8 @@ def _steps(
         "witnesses": tuple(witnesses),
         "epochs_reserved": 0 if reserved is None else int(reserved[0]),
         "damage": tuple(damage),
+        "sources": shares,
+        "ended": {counter: counters[counter] for counter in ends if counters.get(counter)},
     }
 
 

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Final
 from headrace.buffer.audit.evidence import Evidence, StreamedEvidence, Witness, read_trajectories, streamed
 from headrace.buffer.audit.verify_groups import GroupAudit
 from headrace.buffer.core.classification import FAILED, trained_tokens
+from headrace.buffer.core.mix.sources import ended_counter
 from headrace.buffer.core.outages import COUNTED
 from headrace.buffer.core.records import (
+    FINAL,
     Action,
     AttemptRecord,
     BatchState,
@@ -269,14 +271,18 @@ class _Audit:
     def _check_groups(self, progress: Progress) -> None:
         """Check every rollout and its attempts once."""
         total, ordinals = self.evidence.count("groups"), 0
-        by_group = GroupAudit(self.retried, has_history=self.evidence.closed is None)
+        by_group = GroupAudit(self.retried, has_history=self.evidence.closed is None, source_of=self.evidence.source_of)
         wanted: dict[tuple[RolloutId, int], AttemptRecord] = {}
+        ended: Counter[str] = Counter()
         for done, history in enumerate(self.evidence.histories()):
             if done % PROGRESS_GROUPS == 0:
                 progress(done, total)
             ordinals = max(ordinals, history.group.ordinal + 1)
+            source = self.evidence.source_of(history.group.task_id)
             for rollout in history.members:
                 self._check_rollout(rollout, history)
+                if source and rollout.state in FINAL:
+                    ended[ended_counter(source, rollout.state)] += 1
                 attempt = history.current(rollout)
                 # Files that a checkpoint covers may be gone, also where a return to an earlier step opened a group.
                 trained = rollout.state is RolloutState.TRAINED and bool(self.evidence.witnesses)
@@ -293,6 +299,10 @@ class _Audit:
         for rollout_id, places in self.trained.items() if whole else ():
             self._check_staleness(rollout_id, places, {})
         self.problems += by_group.finish(self.evidence.tasks if whole else None)
+        for name in sorted({*ended, *self.evidence.ended}) if whole else ():
+            counted = self.evidence.ended.get(name, 0)
+            if counted != ended[name]:
+                self.problems.append(f"counter {name} is {counted}, but the ledger has {ended[name]} such rollouts")
         # A rollout that may still be trained, or be trained again after a return to the last checkpoint, needs a
         # trajectory that is readable and as recorded.
         for key, trajectory in read_trajectories(self.evidence, set(wanted)):

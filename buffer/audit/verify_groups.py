@@ -32,7 +32,7 @@ from headrace.buffer.core.records import GroupRecord, GroupState, RolloutRecord,
 from headrace.buffer.types import Cause, GroupId, RolloutId
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from headrace.buffer.audit.joined_rows import GroupHistory
     from headrace.buffer.step_scores import StepScores
@@ -66,12 +66,20 @@ class GroupAudit:
     """Finds contradictions in groups and describes them in plain sentences. Call `check` once for each group, in the
     order of sealing, then `finish`."""
 
-    def __init__(self, retried: Collection[tuple[str, int | None]], *, has_history: bool = True) -> None:
+    def __init__(
+        self,
+        retried: Collection[tuple[str, int | None]],
+        *,
+        has_history: bool = True,
+        source_of: Callable[[str], str] = lambda _: "",
+    ) -> None:
         """`retried` are the attempts (rollout, number) that an operator issued again because their results were lost.
-        If the groups sealed earlier are not available (`has_history` is false), scales are not checked."""
-        self._retried, self._has_history = retried, has_history
-        self._sizes: dict[int, list[GroupId]] = defaultdict(list)
-        self._history: dict[TaskId | None, CompleteGroups] = defaultdict(CompleteGroups)
+        If the groups sealed earlier are not available (`has_history` is false), scales are not checked. `source_of`
+        returns the name of a task's source: the groups of one source have the same size, and share their spread."""
+        self._retried, self._has_history, self._source_of = retried, has_history, source_of
+        self._sizes: dict[str, dict[int, list[GroupId]]] = defaultdict(lambda: defaultdict(list))
+        self._by_task: dict[TaskId, CompleteGroups] = defaultdict(CompleteGroups)
+        self._by_source: dict[str, CompleteGroups] = defaultdict(CompleteGroups)
         # Complete groups that no group sealed so far could know of.
         self._coming: list[tuple[int, int, GroupRecord, list[float]]] = []
         self._counts: dict[TaskId, Counter[str]] = defaultdict(Counter)
@@ -81,7 +89,7 @@ class GroupAudit:
         group, members = history.group, history.members
         numbers = [member.member for member in members]
         whole = numbers == list(range(len(numbers)))
-        self._sizes[len(numbers) if whole else -1].append(group.group_id)
+        self._sizes[self._source_of(group.task_id)][len(numbers) if whole else -1].append(group.group_id)
         for rollout in members:
             tries, first = history.attempts.get(rollout.rollout_id, ()), history.first_result(rollout)
             if rollout.first_reward != (first.reward if first else None):
@@ -126,10 +134,11 @@ class GroupAudit:
     def finish(self, tasks: Iterable[TaskRecord] | None) -> Iterator[str]:
         """Yield the contradictions across all groups: in their sizes, and in the counts of each task record. If `tasks`
         is None, task records are not checked."""
-        size = max(self._sizes, default=0)
-        for found, groups in self._sizes.items():
-            for group_id in groups if found != size else ():
-                yield f"{group_id} has fewer than {size} members: rollouts are missing"
+        for sizes in self._sizes.values():
+            size = max(sizes)
+            for found, groups in sizes.items():
+                for group_id in groups if found != size else ():
+                    yield f"{group_id} has fewer than {size} members: rollouts are missing"
         if tasks is None:
             return
         known = {task.task_id: task for task in tasks}
@@ -144,8 +153,8 @@ class GroupAudit:
         group, members = history.group, history.members
         while self._coming and self._coming[0][0] <= (group.seal_order or 0):
             _, _, earlier, its_rewards = heappop(self._coming)
-            for key in (earlier.task_id, None):
-                self._history[key].add(its_rewards, earlier.advantage)
+            for history in (self._by_task[earlier.task_id], self._by_source[self._source_of(earlier.task_id)]):
+                history.add(its_rewards, earlier.advantage)
         rewards = [member.first_reward for member in members if member.first_reward is not None]
         if group.complete_before is not None and rewards:
             heappush(self._coming, (group.complete_before, group.ordinal, group, rewards))
@@ -170,8 +179,8 @@ class GroupAudit:
                     },
                     scores={rollout_id: attempt.scores for rollout_id, attempt in current if attempt is not None},
                     first_values=[expected_values(first.scores) for _, first in early if first is not None],
-                    own=self._history[group.task_id],
-                    pooled=self._history[None],
+                    own=self._by_task[group.task_id],
+                    pooled=self._by_source[self._source_of(group.task_id)],
                 )
             )
         except ValueError as error:

@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.buffer.core.advantages import RewardSpread
-from headrace.buffer.core.mix.sources import SEPARATOR, source_name
+from headrace.buffer.core.mix.sources import ended_counter, source_name
 from headrace.buffer.core.records import (
     FINAL,
     OUTAGES_KEPT,
@@ -146,7 +146,7 @@ class ReplayState:
     def ended(self, source: str, state: RolloutState) -> int:
         """Return the number of a source's rollouts that ended in a final state, including those of closed groups;
         0 in a run without sources, which has no such counters."""
-        return self.counters[f"{source}{SEPARATOR}{state}"]
+        return self.counters[ended_counter(source, state)]
 
     def given(self) -> dict[str, int]:
         """Return the number of rollouts that each source has given to batches: trained, leased, or in a batch that is
@@ -276,9 +276,9 @@ class ReplayState:
         if not source or before is record.state:
             return
         if before in FINAL:
-            self.count(f"{source}{SEPARATOR}{before}", -1)
+            self.count(ended_counter(source, before), -1)
         if record.state in FINAL:
-            self.count(f"{source}{SEPARATOR}{record.state}")
+            self.count(ended_counter(source, record.state))
 
     def _index_rollout(self, record: RolloutRecord) -> None:
         known, source = self.rollouts.get(record.rollout_id), self.source_of(record)

@@ -44,6 +44,9 @@ from headrace.buffer.types import RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
 
 TRAJECTORY_FILE_BYTES = 256 << 20
+SOURCES = "sources"
+"""Key of the table `meta` with the names and shares of the run's sources of tasks, as JSON; only in runs that have
+some."""
 _NEEDED_FILES = """
 SELECT DISTINCT attempts.trajectory_file FROM attempts
 JOIN rollouts ON rollouts.rollout_id = attempts.rollout_id AND rollouts.attempt = attempts.attempt

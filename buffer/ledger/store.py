@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sqlite3
 import time
@@ -20,7 +21,7 @@ from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import Charge
 from headrace.buffer.core.replay import BufferStatus, ReplayBuffer
 from headrace.buffer.errors import LedgerMismatch
-from headrace.buffer.ledger.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
+from headrace.buffer.ledger.ledger import SOURCES, TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
 from headrace.buffer.ledger.writer import LedgerWriter
 from headrace.buffer.types import (
     Batch,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from headrace.buffer.core.config import BufferConfig
+    from headrace.buffer.core.mix.sources import Source
     from headrace.buffer.core.records import BatchRecord, EvaluationRecord
     from headrace.buffer.row_limits import RowLimits
     from headrace.buffer.tasks import Task, TaskId
@@ -72,15 +74,18 @@ class ReplayStore:
         clock: Callable[[], float] = time.time,
         trajectory_file_bytes: int = TRAJECTORY_FILE_BYTES,
         limits: RowLimits | None = None,
+        sources: Sequence[Source] = (),
     ) -> Self:
         """Open or create the ledger in `run_dir` (None: in memory) and fold the core from it. `clock` gives seconds
-        since the Unix epoch; results over the `limits` of the learner count as failures. Raises LedgerRefused,
-        LedgerInUse."""
+        since the Unix epoch; results over the `limits` of the learner count as failures; `sources` are those of the
+        tasks, if the run has several. Raises LedgerRefused, LedgerInUse."""
         stream = TaskStream(tasks, seed=seed)
         identity = {"run_id": run_id, "tasks_sha256": stream.digest()}
+        if sources:
+            identity[SOURCES] = json.dumps({source.name: source.share for source in sources})
         if run_dir is None:
             ledger = Ledger.in_memory(identity)
-            core = ReplayBuffer(config, stream, ledger.load(), limits=limits)
+            core = ReplayBuffer(config, stream, ledger.load(), limits=limits, sources=sources)
             return cls(LedgerWriter(core, ledger, None, clock))
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         loop = asyncio.get_running_loop()
@@ -92,7 +97,8 @@ class ReplayStore:
         except BaseException:
             executor.shutdown(wait=False)
             raise
-        writer = LedgerWriter(ReplayBuffer(config, stream, snapshot, limits=limits), ledger, executor, clock)
+        core = ReplayBuffer(config, stream, snapshot, limits=limits, sources=sources)
+        writer = LedgerWriter(core, ledger, executor, clock)
         writer.apply(lambda: writer.core.restart_clocks(clock()))
         return cls(writer)
 
@@ -175,6 +181,7 @@ class ReplayStore:
             return None
         keys = [(member.rollout_id, member.attempt) for member in record.members]
         rollouts = [self._core.state.rollouts[rollout_id] for rollout_id, _ in keys]
+        sources = [self._core.state.source_of(rollout) for rollout in rollouts]
         tree, state = self._core.state.path.tree, self._core.state
         sampled = {version for rollout_id, _ in keys for version in state.versions_of(rollout_id)}
         staleness = {each: tree.staleness(record.version, each) for each in sampled}
@@ -190,8 +197,9 @@ class ReplayStore:
                 trajectory=trajectory,
                 scores=self._core.state.attempts[rollout.rollout_id].scores,
                 turn_advantages=rollout.turn_advantages or {},
+                source=source,
             )
-            for member, rollout, trajectory in zip(record.members, rollouts, trajectories, strict=True)
+            for member, rollout, source, trajectory in zip(record.members, rollouts, sources, trajectories, strict=True)
         )
         return Batch(
             lease=BatchLease(batch_id=record.batch_id, epoch=record.epoch),

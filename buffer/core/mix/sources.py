@@ -35,6 +35,11 @@ class Source:
     config: BufferConfig
 
 
+def ended_counter(source: str, state: str) -> str:
+    """Return the name of the ledger's counter of a source's rollouts that ended in a final state."""
+    return f"{source}{SEPARATOR}{state}"
+
+
 def source_name(task_id: str) -> str:
     """Return the name of a task's source, in a run that has sources."""
     return task_id.partition(SEPARATOR)[0]
