@@ -11,7 +11,7 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
-from headrace.actors.record.metrics import METRICS, Metric, StationMeans
+from headrace.actors.record.metrics import METRICS, Metric, SourceStep, StationMeans
 from headrace.actors.record.service_totals import ServiceTotals
 from headrace.buffer.types import TokenRatios
 
@@ -65,16 +65,18 @@ def section(record: type[Metric]) -> list[str]:
 
 def render() -> str:
     """Return the page."""
-    nested: dict[str, tuple[str, type]] = {
-        "step": ("`mismatch`, `stale_kv` and one entry of `ratio_by_staleness`", TokenRatios),
-        "stations": ("One entry of `stations`", StationMeans),
-        "services": ("One entry of `services`", ServiceTotals),
+    nested: dict[str, tuple[tuple[str, type], ...]] = {
+        "step": (
+            ("`mismatch`, `stale_kv` and one entry of `ratio_by_staleness`", TokenRatios),
+            ("One entry of `sources`", SourceStep),
+        ),
+        "stations": (("One entry of `stations`", StationMeans),),
+        "services": (("One entry of `services`", ServiceTotals),),
     }
     lines = []
     for record in METRICS:
         lines += section(record)
-        if record.kind in nested:
-            title, entry = nested[record.kind]
+        for title, entry in nested.get(record.kind, ()):
             lines += [f"### {title}", "", "| key | meaning |", "|---|---|", *rows(entry), ""]
     return HEAD + "\n" + "\n".join(lines)
 

@@ -37,8 +37,9 @@ from headrace.actors.run.launch import (
     watch,
 )
 from headrace.actors.run.overlap import refuse_overlap
-from headrace.actors.run.parts import evaluation_terms, recipe_digest
+from headrace.actors.run.parts import evaluation_sampling, recipe_digest
 from headrace.actors.run.sections import ModelSection
+from headrace.actors.run.sources import held_out_of
 from headrace.actors.runtime.interrupts import Interrupts
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, offered_gpus, start_local_ray, stop_local_ray
@@ -96,7 +97,7 @@ class Evaluation:
 
     @property
     def about(self) -> About:
-        sampling = evaluation_terms(self.config).to_json()
+        sampling = evaluation_sampling(self.config)
         return About(model=str(self.config.model.path), recipe_sha256=self.recipe_sha256, sampling=sampling)
 
     @property
@@ -229,7 +230,11 @@ def _chosen(
 ) -> tuple[Task, ...]:
     """Return the tasks to evaluate. Raises TaskFileError, ConfigError."""
     if request.tasks is None:
-        return tuple(held_out[: request.limit or config.evaluation.tasks])
+        return tuple(held_out[: request.limit]) if request.limit else held_out_of(config, held_out)
+    if config.tasks.sources:
+        raise ConfigError(
+            f"--tasks {request.tasks}: the recipe has sources, and a task of a file is of none; leave --tasks out"
+        )
     tasks = load_tasks(request.tasks)[: request.limit]
     refuse_overlap(train, tasks, f"--tasks {request.tasks}")
     check_tasks(config, tasks)

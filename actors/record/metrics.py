@@ -55,6 +55,24 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceStep:
+    """The part of a step's batch that one source of tasks gave."""
+
+    rollouts: int
+    """Number of rollouts in the batch."""
+    rows: int
+    """Number of rows of these rollouts; a rollout has more than one if it has several conversations."""
+    tokens: int
+    """Number of trained tokens."""
+    share: float
+    """Share of the source in the rollouts of the batch."""
+    reward: float | None
+    """Mean reward; null without rollouts."""
+    staleness: float | None
+    """Mean staleness in optimizer steps; null without rollouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetric(Metric):
     """One optimizer step, written by the learner after the batch has been committed to the ledger."""
 
@@ -103,6 +121,8 @@ class StepMetric(Metric):
     """Seconds spent waiting for a batch since the previous step."""
     push_s: float
     """Seconds spent waiting for the previous weight push since the previous step."""
+    sources: Mapping[str, SourceStep] = field(default_factory=dict)
+    """Part of each source of tasks in the batch by name (see the table below); empty in a run without sources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +247,9 @@ class EvaluationMetric(Metric):
     answers."""
     infra_reasons: Mapping[str, int]
     """Infrastructure failures by reason, most frequent first (at most 3)."""
+    sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """`answers`, `infra`, `success` and `mean_reward` of each source of tasks by name; empty in a run without
+    sources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

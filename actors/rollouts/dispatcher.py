@@ -120,8 +120,10 @@ class Dispatcher:
         workers: Sequence[RolloutWorker],
         evaluations: EvaluationFolders | None = None,
         engines: Engines | None = None,
+        sources: Sequence[str] = (),
     ) -> None:
-        self._config = config
+        """`sources` are the names of the run's sources of tasks, if it has several."""
+        self._config, self._sources = config, sources
         self._engines = engines
         self._engines_serve = asyncio.Event()
         self._engines_serve.set()
@@ -275,6 +277,7 @@ class Dispatcher:
             tasks=len(tasks),
             samples=samples,
             dataset_sha256=tasks_digest(tasks),
+            sources=self._sources,
         )
         if self._folders is not None:
             await asyncio.to_thread(write_summary, self._folders.summary(tag), summary, self._folders.about)

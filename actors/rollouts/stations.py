@@ -18,6 +18,7 @@ from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessi
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.services.clients import ServiceClients
+from headrace.buffer.core.mix.sources import source_name
 from headrace.buffer.task_parts import least
 from headrace.buffer.tasks import OF_SERVICES, Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder
@@ -80,32 +81,17 @@ class TaskCatalog:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerParts:
-    """Configuration of a worker and the actors that it calls; picklable."""
+class SourceParts:
+    """What the rollouts of one source of tasks run with; picklable."""
 
-    pool: SandboxPool
-    evaluator: Evaluator
-    replay: RolloutStore
     agent: Agent
-    tasks: TaskCatalog
-    gateway: GatewayActor | None
-    """Gateway of the worker's node; None if the agent uses no policy or a simulated one. Its address and token are
-    requested from it: the arguments of an actor are stored by Ray, and the gateway may be on another node after a
-    loss."""
     sampling: Sampling
     budgets: Budgets
     train_truncated: bool
     train_cut: bool
     rollout: RolloutConfig
-    observing: ActorTelemetry
-    evaluations: EvaluationFolders | None = None
-    """Folders for the conversations, patches and logs of evaluation rollouts; None to store nothing."""
     evaluation_terms: SessionTerms | None = None
     """Terms of evaluation sessions; None to use the training terms."""
-    simulated_engines: SimulatedEngineGroup | None = None
-    """Engines for the simulated agent, in place of a gateway."""
-    services: Mapping[str, ServiceConfig] = field(default_factory=dict)
-    """Services by name; each retriever has its `url`, also those that the run has started."""
 
     def terms(self, purpose: Purpose) -> SessionTerms:
         """Return the session terms for this purpose."""
@@ -114,28 +100,65 @@ class WorkerParts:
         return SessionTerms(sampling=self.sampling, budgets=self.budgets)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """Configuration of a worker and the actors that it calls; picklable."""
+
+    pool: SandboxPool
+    evaluator: Evaluator
+    replay: RolloutStore
+    sources: Mapping[str, SourceParts]
+    """Parts of each source of tasks, by name; those of a run without sources have an empty name."""
+    tasks: TaskCatalog
+    gateway: GatewayActor | None
+    """Gateway of the worker's node; None if the agent uses no policy or a simulated one. Its address and token are
+    requested from it: the arguments of an actor are stored by Ray, and the gateway may be on another node after a
+    loss."""
+    lease_s: float
+    """Term of sandbox leases (`rollout.lease_s`)."""
+    observing: ActorTelemetry
+    evaluations: EvaluationFolders | None = None
+    """Folders for the conversations, patches and logs of evaluation rollouts; None to store nothing."""
+    simulated_engines: SimulatedEngineGroup | None = None
+    """Engines for the simulated agent, in place of a gateway."""
+    services: Mapping[str, ServiceConfig] = field(default_factory=dict)
+    """Services by name; each retriever has its `url`, also those that the run has started."""
+
+    def source_of(self, task_id: TaskId) -> str:
+        """Return the name of a task's source. Raises LookupError if it is not one of this worker's."""
+        name = "" if "" in self.sources else source_name(task_id)
+        if name not in self.sources:
+            raise LookupError(f"task {task_id!r}: this worker has no source {name!r}; add it to WorkerParts.sources")
+        return name
+
+
 class WorkerStations(ResourceOwner):
-    """Implementation of `rollout.Stations` over actors, as an async context manager."""
+    """What the rollouts of one worker share, as an async context manager; `of` gives the stations of a source."""
 
     def __init__(self, parts: WorkerParts, holder: str) -> None:
         super().__init__()
         self._parts = parts
-        self._holder = holder
+        self.holder = holder
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
         sessions: SimulatedSessions | GatewaySessions | NoSessions = NoSessions()
         if self._parts.simulated_engines is not None:
-            sessions = SimulatedSessions(self._parts.simulated_engines, self._holder)
+            sessions = SimulatedSessions(self._parts.simulated_engines, self.holder)
         elif self._parts.gateway is not None:
             sessions = GatewaySessions(self._parts.gateway)
-        self._sessions: Sessions = await enter(sessions)
-        self._leases = await enter(Leases(self._parts.pool, self._holder, lease_s=self._parts.rollout.lease_s))
-        self._evaluate: OperationCalls[EvaluationRequest, Verdict] = await enter(
+        self.sessions: Sessions = await enter(sessions)
+        self.leases = await enter(Leases(self._parts.pool, self.holder, lease_s=self._parts.lease_s))
+        self.evaluations: OperationCalls[EvaluationRequest, Verdict] = await enter(
             OperationCalls(self._parts.evaluator, unclaimed=_nothing_to_give_back)
         )
         self._clients = await enter(ServiceClients(self._parts.services))
+        self._by_source = {name: SourceStations(self, own) for name, own in self._parts.sources.items()}
         return self
+
+    def of(self, task_id: TaskId) -> SourceStations:
+        """Return the stations for the rollouts of a task."""
+        return self._by_source[self._parts.source_of(task_id)]
 
     @property
     def services(self) -> Services:
@@ -148,23 +171,45 @@ class WorkerStations(ResourceOwner):
         return self._clients.figures()
 
     @property
+    def turns(self) -> int | None:
+        """Number of turns in progress at simulated engines; None for other engines."""
+        return self.sessions.turns if isinstance(self.sessions, SimulatedSessions) else None
+
+    @property
+    def ended_turns(self) -> int | None:
+        """Number of turns that have ended at simulated engines; None for other engines."""
+        return self.sessions.ended_turns if isinstance(self.sessions, SimulatedSessions) else None
+
+
+class SourceStations:
+    """Implementation of `rollout.Stations` for the rollouts of one source of tasks."""
+
+    def __init__(self, shared: WorkerStations, parts: SourceParts) -> None:
+        self._shared, self._parts = shared, parts
+
+    @property
+    def config(self) -> RolloutConfig:
+        """Deadlines of the source's rollouts."""
+        return self._parts.rollout
+
+    @property
     def folders(self) -> tuple[HostFolder, ...]:
         return self._parts.agent.folders
 
     async def lease(self, request: LeaseRequest) -> Lease:
-        return await self._leases.lease(request)
+        return await self._shared.leases.lease(request)
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
-        return await self._leases.attach(ref)
+        return await self._shared.leases.attach(ref)
 
     async def release(self, sandbox: SandboxId) -> None:
-        await self._leases.release(sandbox)
+        await self._shared.leases.release(sandbox)
 
     async def open_session(self, order: RolloutOrder, task: Task, traceparent: str) -> OpenedSession:
         terms = self._parts.terms(order.purpose)
         spec = SessionSpec(
             # Includes the incarnation: a session of a dead worker may still be open when its evaluation is repeated.
-            session_id=SessionId(f"{order.rollout_id}.{order.attempt}.{self._holder[:8]}"),
+            session_id=SessionId(f"{order.rollout_id}.{order.attempt}.{self._shared.holder[:8]}"),
             sampling=terms.sampling,
             budgets=lowered(terms.budgets, task.limits),
             traceparent=traceparent,
@@ -172,7 +217,7 @@ class WorkerStations(ResourceOwner):
             train_cut=self._parts.train_cut,
             marks_warnings=marks_warnings(self._parts.agent),
         )
-        return await self._sessions.open(order, spec)
+        return await self._shared.sessions.open(order, spec)
 
     @property
     def needs_sandbox(self) -> bool:
@@ -187,26 +232,16 @@ class WorkerStations(ResourceOwner):
     ) -> AgentReport:
         budgets = lowered(self._parts.terms(order.purpose).budgets, task.limits)
         given = replace(
-            self._sessions.given(session, context_tokens=budgets.max_context_tokens),
+            self._shared.sessions.given(session, context_tokens=budgets.max_context_tokens),
             agent_s=agent_s,
             turn_tokens=budgets.max_tokens_per_turn,
-            services=self._clients,
+            services=self._shared.services,
         )
         # Only agents that say that they need no sandbox get None.
         return await self._parts.agent.run(session=given, sandbox=cast("Sandbox", sandbox), task=task)
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
-        return await self._sessions.finish(session, conversation=conversation)
-
-    @property
-    def turns(self) -> int | None:
-        """Number of turns in progress at simulated engines; None for other engines."""
-        return self._sessions.turns if isinstance(self._sessions, SimulatedSessions) else None
-
-    @property
-    def ended_turns(self) -> int | None:
-        """Number of turns that have ended at simulated engines; None for other engines."""
-        return self._sessions.ended_turns if isinstance(self._sessions, SimulatedSessions) else None
+        return await self._shared.sessions.finish(session, conversation=conversation)
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
         spec = request.task.evaluator
@@ -215,7 +250,8 @@ class WorkerStations(ResourceOwner):
             scored = score_parts(request, self.evaluate) if spec.parts else score_by_service(request, self._clients)
             return with_rewards(await scored, spec.rewards)
         # Includes the sandbox: if a reset worker repeats an attempt, that is another evaluation.
-        return await self._evaluate(f"{request.key}.{request.sandbox.id or uuid.uuid4().hex}", request)
+        key = f"{request.key}.{request.sandbox.id or uuid.uuid4().hex}"
+        return await self._shared.evaluations(key, request)
 
 
 def lowered(budgets: Budgets, limits: TaskLimits) -> Budgets:

@@ -22,6 +22,7 @@ from typing import Any, Final
 import orjson
 
 from headrace.actors.rollouts.answers import Answer, json_bytes
+from headrace.buffer.core.mix.sources import source_name
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.versions import PolicyVersion
 
@@ -50,6 +51,16 @@ class PassRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSuccess:
+    """The part of an evaluation's result that one source of tasks has."""
+
+    answers: int
+    infra: int
+    success: float | None
+    mean_reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSummary:
     """Result of an evaluation. `success` is the share of solved answers and `mean_reward` the mean reward, both over
     scored answers (without `infra`) and None if there are none. `versions` counts sampled tokens by policy version, and
@@ -69,11 +80,13 @@ class EvaluationSummary:
     mixed: int
     pass_rates: tuple[PassRate, ...] = ()
     infra_reasons: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, SourceSuccess] = field(default_factory=dict)
+    """Result of each source of tasks; empty in a run without sources."""
 
     def lines(self) -> list[str]:
         """Return the summary as text."""
         scored = self.answers - self.infra
-        success = "-" if self.success is None else f"{self.success:.1%}"
+        success = _shown(self.success)
         reward = "-" if self.mean_reward is None else f"{self.mean_reward:.3f}"
         rates = [
             f"pass@{rate.k} {rate.any_solved:.1%}, pass^{rate.k} {rate.all_solved:.1%}   ({rate.tasks} tasks)"
@@ -83,6 +96,7 @@ class EvaluationSummary:
         return [
             f"success {success}, mean reward {reward}   ({scored} of {self.answers} scored, {self.infra} infra)",
             *(f"infra: {reason} ({count} answers)" for reason, count in self.infra_reasons.items()),
+            *(f"{name}: success {_shown(own.success)} ({own.answers} answers)" for name, own in self.sources.items()),
             *rates,
             f"sampled by {versions}; {self.mixed} answers by more than one version",
         ]
@@ -105,16 +119,33 @@ class EvaluationSummary:
             "causes": self.causes,
             "versions": self.versions,
             "n_mixed_versions": self.mixed,
+            **({"sources": {name: asdict(own) for name, own in self.sources.items()}} if self.sources else {}),
             **(asdict(about) if about else {}),
         }
 
 
-def summarize_answers(
-    answers: Sequence[Answer], *, tag: str, tasks: int, samples: int, dataset_sha256: str
-) -> EvaluationSummary:
-    """Summarize an evaluation. `answers` has one answer for each task and sample."""
+def _shown(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _success_of(answers: Sequence[Answer]) -> SourceSuccess:
     rewards = [answer.reward for answer in answers if answer.reward is not None]
     solved = sum(answer.solved for answer in answers if answer.reward is not None)
+    return SourceSuccess(
+        answers=len(answers),
+        infra=len(answers) - len(rewards),
+        success=solved / len(rewards) if rewards else None,
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+    )
+
+
+def summarize_answers(
+    answers: Sequence[Answer], *, tag: str, tasks: int, samples: int, dataset_sha256: str, sources: Sequence[str] = ()
+) -> EvaluationSummary:
+    """Summarize an evaluation. `answers` has one answer for each task and sample; `sources` are the names of the run's
+    sources of tasks."""
+    whole = _success_of(answers)
+    by_source = {name: [answer for answer in answers if source_name(answer.task_id) == name] for name in sources}
     details = (" ".join(answer.detail.split()) or answer.cause.value for answer in answers if answer.reward is None)
     tokens: Counter[str] = Counter()
     for answer in answers:
@@ -122,9 +153,9 @@ def summarize_answers(
     return EvaluationSummary(
         tag=tag,
         answers=len(answers),
-        infra=len(answers) - len(rewards),
-        success=solved / len(rewards) if rewards else None,
-        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        infra=whole.infra,
+        success=whole.success,
+        mean_reward=whole.mean_reward,
         tasks=tasks,
         samples=samples,
         dataset_sha256=dataset_sha256,
@@ -133,6 +164,7 @@ def summarize_answers(
         mixed=sum(len(answer.versions) > 1 for answer in answers),
         pass_rates=pass_rates(answers, samples) if samples > 1 else (),
         infra_reasons=dict(Counter(detail[:MAX_REASON_CHARS] for detail in details).most_common(MAX_REASONS)),
+        sources={name: _success_of(own) for name, own in by_source.items()},
     )
 
 

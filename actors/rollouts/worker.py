@@ -113,7 +113,7 @@ class RolloutWorker:
         """Start the attempts that are not running yet, and return immediately.
 
         Nothing starts if `assignment` is outdated: the dispatcher then abandons its orders. Raises LookupError for a
-        task that the worker was not given."""
+        task or a source that the worker was not given."""
         if assignment != self._assignment:
             return
         for order in orders:
@@ -123,6 +123,7 @@ class RolloutWorker:
                     f"rollout {order.rollout_id}: this worker has no {order.purpose} task {order.task_id!r}; "
                     "add it to WorkerParts.tasks"
                 )
+            self._parts.source_of(order.task_id)
         for order in orders:
             key = (order.rollout_id, order.attempt)
             if key not in self._running:
@@ -215,9 +216,10 @@ class RolloutWorker:
         with trace.use_span(span, end_on_exit=True):
             task, folders = self._known_tasks[order.purpose, order.task_id], self._parts.evaluations
             is_evaluation = order.purpose is Purpose.EVALUATION
-            recorded = RecordedStations(self._stations) if is_evaluation and folders is not None else None
+            stations = self._stations.of(order.task_id)
+            recorded = RecordedStations(stations) if is_evaluation and folders is not None else None
             try:
-                result = await run_rollout(order, task, recorded or self._stations, self._parts.rollout, self._occupied)
+                result = await run_rollout(order, task, recorded or stations, stations.config, self._occupied)
             except asyncio.CancelledError:
                 result = RolloutResult(
                     rollout_id=order.rollout_id, attempt=order.attempt, outcome=CANCELLED, trajectory=None

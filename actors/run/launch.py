@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -53,6 +53,7 @@ from headrace.actors.run.older_configs import recorded, upgraded
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.overlays import layered, load_layered
 from headrace.actors.run.service import Service
+from headrace.actors.run.sources import KEY, task_id_in
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.call_guard import guard, keep_running
 from headrace.actors.runtime.interrupts import Interrupts
@@ -72,7 +73,7 @@ from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.primitives.registry import PartRefused
-from headrace.buffer.tasks import load_tasks, write_tasks
+from headrace.buffer.tasks import TaskId, load_tasks, write_tasks
 from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed, LearnerSettingsInvalid
 from headrace.policies.learners.objectives import registry
 from headrace.policies.learners.slime.checkout import find_checkouts
@@ -173,15 +174,22 @@ def check_recipe_parts(config: RunConfig) -> None:
     except EngineSettingsInvalid as error:
         raise ConfigError(str(error)) from error
     refuse_shared_gpus(config.engines, reserved_gpus(config))
-    make_agent(config.agent, config.environment)
     check_services(config.services)
+    for name, own in config.by_source().items():
+        with of_source(name):
+            check_agent(own)
+    if config.learner.kind != "slime":
+        check_objective(config.learner)
+
+
+def check_agent(config: RunConfig) -> None:
+    """Check the agent with its environment, and that the services exist which they use. Raises ConfigError."""
+    make_agent(config.agent, config.environment)
     if config.agent.kind is AgentKind.LOOP:
         refuse_missing_services(make_environment(config.environment).services, config.services)
         if config.agent.loop.judge.service:
             judges = (config.agent.loop.judge.service,)
             refuse_missing_services(judges, config.services, kind=ServiceKind.MODEL, user="agent.loop.judge")
-    if config.learner.kind != "slime":
-        check_objective(config.learner)
 
 
 MACHINE_CHECKS: Final[tuple[Callable[[RunConfig], object], ...]] = (
@@ -274,10 +282,41 @@ def refuse_absent_sglang(engines: EnginesConfig) -> None:
 
 
 def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-    """Read or generate the training and held-out tasks. Raises TaskFileError, ConfigError (including when they overlap)
-    and the errors raised for the hosts in `sandbox.remote.urls`."""
-    section, seed = config.tasks, config.service.seed
+    """Read or generate the training and held-out tasks of all sources. Raises TaskFileError, ConfigError (including
+    when they overlap) and the errors raised for the hosts in `sandbox.remote.urls`."""
     build_miniature(config)
+    train: list[Task] = []
+    heldout: dict[str, list[Task]] = {}
+    for name, own in config.by_source().items():
+        with of_source(name):
+            sets = load_source(own)
+        own_train, own_heldout = (
+            [replace(task, id=TaskId(task_id_in(name, task.id))) for task in each] for each in sets
+        )
+        train += own_train
+        heldout[name] = own_heldout
+    for name, tasks in heldout.items():
+        refuse_overlap(train, tasks, f"{KEY}.{name}.heldout" if name else "tasks.heldout")
+    return tuple(train), tuple(task for tasks in heldout.values() for task in tasks)
+
+
+@contextmanager
+def of_source(name: str) -> Iterator[None]:
+    """Name the source in the configuration errors of the block, if the run has sources."""
+    try:
+        yield
+    except ConfigError as error:
+        if not name:
+            raise
+        raise ConfigError(f"{KEY}.{name}: {error}") from error
+
+
+def load_source(config: RunConfig) -> tuple[Sequence[Task], Sequence[Task]]:
+    """Read or generate the training and held-out tasks of one source, given its configuration. Raises the errors of
+    `load_task_sets`, apart from overlaps."""
+    section, seed = config.tasks, config.service.seed
+    train: Sequence[Task]
+    heldout: Sequence[Task]
     if section.train is not None and section.heldout is not None:
         train, heldout = load_tasks(section.train), load_tasks(section.heldout)
     elif config.agent.kind is AgentKind.SIMULATED:
@@ -287,7 +326,6 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
     else:
         train = generate(seed, section.train_count, Split.TRAIN)
         heldout = generate(seed, section.heldout_count, Split.HELD_OUT)
-    refuse_overlap(train, heldout, "tasks.heldout")
     check_tasks(config, (*train, *heldout))
     return train, heldout
 

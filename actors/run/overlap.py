@@ -28,7 +28,8 @@ def refuse_overlap(train: Sequence[Task], held_out: Sequence[Task], source: str)
         names = ", ".join(repr(task_id[:MAX_ID_CHARACTERS]) for task_id in both[:MAX_NAMED])
         rest = f" and {len(both) - MAX_NAMED} more" if len(both) > MAX_NAMED else ""
         raise ConfigError(
-            f"{source}: {len(both)} tasks are also in tasks.train ({names}{rest}); remove them from one of the files"
+            f"{source}: {len(both)} tasks are also training tasks of the run ({names}{rest}); remove them from one of "
+            "the files"
         )
 
 

@@ -30,10 +30,11 @@ from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import read_configuration
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
-from headrace.actors.rollouts.stations import SessionTerms, WorkerParts
+from headrace.actors.rollouts.stations import SessionTerms, SourceParts, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.config import slime_terms
+from headrace.actors.run.sources import mix_of
 from headrace.actors.run.supervision import SupervisedActors
 from headrace.actors.runtime.guarded_actors import GuardedActors
 from headrace.actors.runtime.nodes import Role
@@ -144,6 +145,7 @@ class ServiceParts(GuardedActors):
             limits=row_limits(self._config.learner),
             metrics=self._observing.metrics(),
             copies=None if self._directory is None else self._directory.shared,
+            sources=mix_of(self._config),
             resources=self._control,
         )
 
@@ -225,7 +227,10 @@ class ServiceParts(GuardedActors):
             )
         assert self._directory is not None
         # By default an engine's context is as long as that of any session.
-        longest = max(config.sampling.max_context_tokens, config.evaluation.sampling.max_context_tokens or 0)
+        longest = max(
+            max(own.sampling.max_context_tokens, own.evaluation.sampling.max_context_tokens or 0)
+            for own in config.by_source().values()
+        )
         context = config.engines.max_context_tokens or longest
         return await self._spawn(
             "engines",
@@ -253,6 +258,7 @@ class ServiceParts(GuardedActors):
             workers=self.workers,
             evaluations=self._evaluations,
             engines=self.engines,
+            sources=tuple(source.name for source in self._config.tasks.sources),
             resources=self._control,
         )
 
@@ -286,21 +292,15 @@ class ServiceParts(GuardedActors):
 
     def _worker_parts(self, replay: RolloutStore, unit: Unit) -> WorkerParts:
         config = self._config
-        training = training_terms(config)
         return WorkerParts(
             pool=self.pool,
             evaluator=self.evaluators[unit.number],
             replay=replay,
-            agent=make_agent(config.agent, config.environment),
+            sources={name: source_parts(own) for name, own in config.by_source().items()},
             tasks=self._tasks,
             gateway=self.gateways[unit.number] if self.gateways else None,
             simulated_engines=cast("SimulatedEngineGroup", self.engines) if config.engines.is_simulated else None,
-            sampling=training.sampling,
-            budgets=training.budgets,
-            evaluation_terms=evaluation_terms(config),
-            train_truncated=config.sampling.train_truncated,
-            train_cut=config.sampling.train_cut,
-            rollout=config.rollout,
+            lease_s=config.rollout.lease_s,
             observing=self._observing,
             evaluations=self._evaluations,
             services=config.services,
@@ -328,6 +328,20 @@ def supervised_actors(service: ServiceParts, learner: LearnerLoop | None = None)
         # Simulated engines have no gateway, and no state to report.
         engines=cast("EngineGroup", service.engines) if service.gateways else None,
         workers=service.workers,
+    )
+
+
+def source_parts(config: RunConfig) -> SourceParts:
+    """Return what the rollouts of a source run with, given its configuration. Raises ConfigError."""
+    training = training_terms(config)
+    return SourceParts(
+        agent=make_agent(config.agent, config.environment),
+        sampling=training.sampling,
+        budgets=training.budgets,
+        evaluation_terms=evaluation_terms(config),
+        train_truncated=config.sampling.train_truncated,
+        train_cut=config.sampling.train_cut,
+        rollout=config.rollout,
     )
 
 
@@ -363,9 +377,19 @@ def periodic_evaluations(config: RunConfig, directory: RunDirectory) -> Evaluati
     about = About(
         model=str(config.model.path),
         recipe_sha256=recipe_digest(config),
-        sampling=evaluation_terms(config).to_json(),
+        sampling=evaluation_sampling(config),
     )
     return EvaluationFolders(root=directory.evaluations, about=about)
+
+
+def evaluation_sampling(config: RunConfig) -> dict[str, float | int | None]:
+    """Return the terms of evaluation sessions as an evaluation's summary has them; those of a source come after its
+    name."""
+    return {
+        f"{name}.{key}" if name else key: value
+        for name, own in config.by_source().items()
+        for key, value in evaluation_terms(own).to_json().items()
+    }
 
 
 def recipe_digest(config: RunConfig) -> str:
@@ -373,6 +397,9 @@ def recipe_digest(config: RunConfig) -> str:
     document = config.model_dump(mode="json")
     for key in ("checkpoint_dir", "snapshot_dir"):
         del document["learner"][key]
+    if not config.tasks.sources:
+        # The digest of a recipe without sources is that of versions that had none.
+        del document["tasks"]["sources"]
     # Which file a secret is in does not define a run.
     del document["engines"]["key_file"]
     # Nor does the place of a service: one that the run starts has another address each time.

@@ -23,10 +23,11 @@ from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_
 from headrace.actors.run.changes import newest_configuration
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.report import acceptance
+from headrace.buffer.audit.source_report import source_reports
 from headrace.policies.learners.checkpoint_retention import best_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from rich.console import RenderableType
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from headrace.actors.record.utilisation import StationLoad
     from headrace.actors.run.changes import CheckpointConfiguration
     from headrace.buffer.audit.report import DecileReport, LeftOut
+    from headrace.buffer.audit.source_report import SourceReport
     from headrace.policies.learners.checkpoint_retention import BestCheckpoint
 
 
@@ -96,6 +98,10 @@ class RunReport:
     """Configuration with which the newest checkpoint was trained; None without a checkpoint."""
     engines: tuple[EngineStatus, ...]
     """Last status of every engine, including those that have left the group."""
+    sources: dict[str, SourceReport]
+    """What became of the rollouts of each source of tasks; empty in a run without sources."""
+    source_success: dict[str, float | None]
+    """Success of each source in the last evaluation; empty before the first, and in a run without sources."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"staleness": {str(staleness): count for staleness, count in self.staleness.items()}}
@@ -134,8 +140,9 @@ class RunReport:
             best = self.best
             lines.append(f"best checkpoint {best.version}: held-out success {best.success:.1%} (evaluation {best.tag})")
         lines += self.checkpoint.lines() if self.checkpoint else []
+        sources = self._source_table()
         if not self.deciles:
-            return Group(*lines)
+            return Group(*lines, *sources)
         # The outcome of each decile shows whether long rollouts vanish from training.
         fates = ("finished", "trained", "evicted", "undone", "filtered", "held", "cancelled")
         table = Table("duration up to", box=None, title_justify="left")
@@ -144,7 +151,43 @@ class RunReport:
         for decile in self.deciles:
             counts = (str(getattr(decile, name)) for name in fates)
             table.add_row(f"{decile.longest_s:.3g} s", *counts, _number(decile.mean_reward))
-        return Group(*lines, "", table)
+        return Group(*lines, *sources, "", table)
+
+    def _source_table(self) -> tuple[RenderableType, ...]:
+        """Return a table of the sources, and a line for each that is failing, if the run has sources."""
+        if not self.sources:
+            return ()
+        table = Table("source", box=None, title_justify="left")
+        for name in (
+            "share",
+            "realised",
+            "trained",
+            "reward",
+            "staleness",
+            "evictions",
+            "filtered",
+            "infra",
+            "held-out",
+        ):
+            table.add_column(name, justify="right")
+        for name, source in self.sources.items():
+            table.add_row(
+                name,
+                _share(source.share),
+                _share(source.realised),
+                str(source.trained),
+                _number(source.mean_reward),
+                _number(source.mean_staleness),
+                *map(str, (source.evictions, source.filtered, source.infra)),
+                _share(self.source_success.get(name)),
+            )
+        failing = [
+            f"source {name}: {source.infra} attempts failed, {source.parked} tasks are parked; last: "
+            f"{source.last_failure}"
+            for name, source in self.sources.items()
+            if source.infra
+        ]
+        return ("", table, *failing)
 
 
 def report_of(directory: RunDirectory) -> RunReport:
@@ -152,12 +195,13 @@ def report_of(directory: RunDirectory) -> RunReport:
     staleness: Counter[int] = Counter()
     with streamed(directory.path) as evidence:
         accepted = acceptance(evidence)
+        sources = source_reports(evidence)
         steps = Counter(step.batch_id for step in evidence.surviving)
         for batch in evidence.batches:
             for _ in range(steps[batch.batch_id]):
                 staleness.update(member.staleness for member in batch.members)
     groups = accepted.left_out
-    metrics = read_metrics(directory.metrics, ("stations", "services", "push", "step", "mismatch_alarm"))
+    metrics = read_metrics(directory.metrics, ("stations", "services", "push", "step", "mismatch_alarm", "evaluation"))
     records = [record for record in metrics if record["kind"] == "stations"]
     loads = mean_loads(records)
     in_flight = mean_in_flight(records)
@@ -195,12 +239,27 @@ def report_of(directory: RunDirectory) -> RunReport:
         best=None if best is None else best[0],
         checkpoint=newest_configuration(directory),
         engines=read_roster(directory.engines).engines,
+        sources=sources,
+        source_success=_last_success(metrics) if sources else {},
     )
+
+
+def _last_success(metrics: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the success of each source in the last evaluation."""
+    found: dict[str, float | None] = {}
+    for record in metrics:
+        if record["kind"] == "evaluation":
+            found = {name: own["success"] for name, own in record.get("sources", {}).items()}
+    return found
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _number(value: float | None) -> str:

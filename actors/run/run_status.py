@@ -53,10 +53,10 @@ def status_of(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
     try:
         condition = read_condition(directory.path)
         outages = [f"{outage.reason}, since {utc(outage.since_s)}" for outage in condition.outages]
-        held, parked = "; ".join(outages), len(condition.parked)
+        held, parked, sources = "; ".join(outages), len(condition.parked), condition.sources
     except LedgerRefused as error:
         # An unreadable ledger is reported in place of the reason why no rollouts are issued.
-        held, parked = str(error), 0
+        held, parked, sources = str(error), 0, ()
     step = last_metric(directory.metrics, "step")
     evaluations = each_metric(directory.metrics, ("evaluation",))
     state = run_state(directory)
@@ -76,4 +76,5 @@ def status_of(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
         "absent": [asdict(one) for one in read_absences(directory.path)] if state is RunState.RUNNING else [],
         "held": held,
         "parked": parked,
+        "sources": {source.name: asdict(source) for source in sources},
     }

@@ -29,7 +29,15 @@ from headrace.actors.record.metrics import EvaluationMetric, StallMetric
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.parts import Externals, ServiceParts, periodic_evaluations, supervised_actors
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
-from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, diagnosis_of, or_none, readiness_of
+from headrace.actors.run.sources import held_out_of, number_by_source
+from headrace.actors.run.supervision import (
+    STATUS_TIMEOUT_S,
+    Supervision,
+    diagnosis_of,
+    failing_line,
+    or_none,
+    readiness_of,
+)
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
@@ -42,9 +50,12 @@ from headrace.policies.learners.checkpoint_retention import begin_evaluation, en
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
+    from headrace.buffer.tasks import Task
     from headrace.buffer.types import StepReport
 
 R = TypeVar("R")
@@ -85,7 +96,7 @@ class Service(ServiceParts):
 
     async def __aenter__(self) -> Self:
         heldout = () if self._directory is None else load_tasks(self._directory.heldout_tasks)
-        self._heldout = heldout[: self._config.evaluation.tasks]
+        self._heldout = held_out_of(self._config, heldout)
         async with self._starting():
             async with asyncio.TaskGroup() as starting:
                 for start in (self._start_replay, self._start_pool, self._start_gateways):
@@ -157,7 +168,7 @@ class Service(ServiceParts):
             learner_idle_share=learner.idle_share if learner else None,
             infra_failures=dispatcher.infra if dispatcher else 0,
             parser_fails=gateway.parser_fails if gateway else False,
-            held_up_by=(replay.held if replay else "") or (loads.line() if loads else ""),
+            held_up_by=(replay.held if replay else "") or failing_line(replay) or (loads.line() if loads else ""),
             rewards=tuple(self._rewards),
             absent=tuple(self._absences.lines(self._externals.clock())),
         )
@@ -230,10 +241,11 @@ class Service(ServiceParts):
             return False
         if end.used_up:
             parked = (await until_back(self.replay.status)).parked
-            tasks_in_all = len(self._externals.tasks)
+            trained: Sequence[Task] = self._externals.tasks
             if self._directory is not None:
-                tasks_in_all = len(await asyncio.to_thread(load_tasks, self._directory.train_tasks))
-            refuse_all_parked(parked, tasks=tasks_in_all, step=end.version.step)
+                trained = await asyncio.to_thread(load_tasks, self._directory.train_tasks)
+            for name, number in number_by_source(self._config, trained).items():
+                refuse_all_parked(parked, tasks=number, step=end.version.step, source=name)
             passes, wanted = self._config.buffer.passes, self._config.training.steps
             logger.warning(
                 "the data is used up (buffer.passes = %s) after %d of %d steps", passes, end.version.step, wanted

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.buffer.core.mix.sources import SEPARATOR, Source, source_name
@@ -80,8 +81,8 @@ def source_problem(source: SourceSection, buffer: BufferConfig) -> str | None:
     part, groups = source.share * buffer.batch_size, f"groups of {buffer.group_size}"
     if part < 1:
         return (
-            f"share {source.share:g} of buffer.batch_size {buffer.batch_size} is less than one rollout of a batch; raise "
-            "share or buffer.batch_size"
+            f"share {source.share:g} of buffer.batch_size {buffer.batch_size} is less than one rollout of a batch; "
+            "raise share or buffer.batch_size"
         )
     if buffer.mode == "sync" and buffer.max_staleness == 0 and (part % 1 or part % buffer.group_size):
         return (
@@ -91,8 +92,8 @@ def source_problem(source: SourceSection, buffer: BufferConfig) -> str | None:
     room = math.floor(source.share * buffer.bound.stock(buffer.batch_size)) - (math.ceil(part) - 1)
     if buffer.mode == "async" and room < buffer.group_size:
         return (
-            f"{groups} may never fit beside an unfinished batch: share {source.share:g} leaves room for {room} rollouts; "
-            "raise share, buffer.batch_size or buffer.max_staleness, or lower group_size"
+            f"{groups} may never fit beside an unfinished batch: share {source.share:g} leaves room for {room} "
+            "rollouts; raise share, buffer.batch_size or buffer.max_staleness, or lower group_size"
         )
     return None
 
@@ -108,6 +109,12 @@ def mix_of(config: RunConfig) -> tuple[Source, ...]:
 def task_id_in(source: str, task_id: str) -> str:
     """Return the id of a task in the run: its own, after the name of its source if that has one."""
     return f"{source}{SEPARATOR}{task_id}" if source else task_id
+
+
+def number_by_source(config: RunConfig, tasks: Iterable[Task]) -> dict[str, int]:
+    """Return the number of tasks of each source."""
+    numbers = Counter(source_name(task.id) if config.tasks.sources else "" for task in tasks)
+    return dict(numbers)
 
 
 def held_out_of(config: RunConfig, held_out: Iterable[Task]) -> tuple[Task, ...]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from headrace.actors.services.figures import ServiceFigures
     from headrace.actors.training.learner import LearnerLoop, LearnerStatus
     from headrace.actors.training.replay import Replay
-    from headrace.buffer.core.replay import BufferStatus
+    from headrace.buffer.core.replay import BufferStatus, SourceStatus
     from headrace.sandboxes.pool.pool import PoolStatus
     from headrace.serve.gateway.gateway import GatewayStats
     from headrace.serve.observing.progress import Progress
@@ -276,9 +276,27 @@ def diagnosis_of(progress: Progress, stored: BufferStatus | None, supervision: S
         held = ", ".join(f"{count} {state}" for state, count in stored.rollouts.items() if count) or "nothing"
         parts.append(f"the buffer holds {held} and admits {stored.admit}")
         parts += [f"orders are held: {stored.held}"] if stored.held else []
+        parts += [line for name, source in stored.sources.items() if (line := source_line(name, source))]
         suspects = [f"host {host} receives only probes: {reason}" for host, reason in stored.suspects.items()]
         parts += [", ".join(suspects), parked_line(stored.parked)]
     return "; ".join(part for part in parts if part)
+
+
+def failing_line(stored: BufferStatus | None) -> str:
+    """Name the sources of tasks whose attempts mostly fail; empty if there are none."""
+    sources = {} if stored is None else stored.sources
+    return "; ".join(f"source {name}: {source.failing}" for name, source in sources.items() if source.failing)
+
+
+def source_line(name: str, source: SourceStatus) -> str:
+    """Describe a source of tasks that the next batch waits for; empty if it does not wait for this one."""
+    if not source.lacking:
+        return ""
+    failing = f"; it gets one probe a minute: {source.failing}" if source.failing else ""
+    return (
+        f"the next batch lacks {source.lacking} rollouts of source {name}, of which {source.in_flight} are in flight"
+        f"{failing}"
+    )
 
 
 async def readiness_of(actors: SupervisedActors, replay: Replay, config: RunConfig) -> dict[str, Any]:

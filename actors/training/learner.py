@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from opentelemetry import trace
@@ -33,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.logprob_drift import mismatch_alarm
-from headrace.actors.record.metrics import StepMetric
+from headrace.actors.record.metrics import SourceStep, StepMetric
 from headrace.actors.runtime.nodes import this_node
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.simulated.engines import SimulatedEngineGroup
     from headrace.actors.training.replay import Replay
-    from headrace.buffer.types import Batch, BatchLease, CheckpointRef, StepReport
+    from headrace.buffer.types import Batch, BatchItem, BatchLease, CheckpointRef, StepReport
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learner import Learner, WeightsSnapshot
     from headrace.policies.learners.config import LearnerConfig
@@ -518,4 +519,24 @@ def _record_of(batch: Batch, report: StepReport, spent: _Clock) -> StepMetric:
         step_s=spent.step_s,
         idle_s=spent.idle_s,
         push_s=spent.push_s,
+        sources=_sources_of(batch),
     )
+
+
+def _sources_of(batch: Batch) -> dict[str, SourceStep]:
+    """Return the part of each source in a batch; empty in a run without sources."""
+    by_source: dict[str, list[BatchItem]] = {}
+    for item in batch.items:
+        by_source.setdefault(item.source, []).append(item)
+    return {
+        name: SourceStep(
+            rollouts=len(items),
+            rows=sum(len(item.trajectory.rows) for item in items),
+            tokens=sum(int(row.loss_mask_T.sum()) for item in items for row in item.trajectory.rows),
+            share=len(items) / len(batch.items),
+            reward=fmean(item.reward for item in items),
+            staleness=fmean(item.staleness for item in items),
+        )
+        for name, items in sorted(by_source.items())
+        if name
+    }

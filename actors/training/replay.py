@@ -21,6 +21,7 @@ from headrace.actors.errors import TasksParked
 from headrace.actors.record.metrics import UNRECORDED, RecordsMetrics, RolloutPhasesMetric
 from headrace.actors.runtime.runtime import end_actor
 from headrace.actors.storage.ledger_copies import LedgerCopies
+from headrace.buffer.core.mix.sources import source_name
 from headrace.buffer.errors import LedgerBroken, StaleEpoch
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.actors.record.metrics import MetricsLog
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.buffer.core.config import BufferConfig
+    from headrace.buffer.core.mix.sources import Source
     from headrace.buffer.core.replay import BufferStatus
     from headrace.buffer.row_limits import RowLimits
     from headrace.buffer.types import (
@@ -63,13 +65,17 @@ def parked_line(parked: Mapping[TaskId, str]) -> str:
     return f"{len(parked)} {'task is' if len(parked) == 1 else 'tasks are'} parked, last {task}: {failure}"
 
 
-def refuse_all_parked(parked: Mapping[TaskId, str], *, tasks: int, step: int) -> None:
-    """Raise TasksParked if a run that gets no further batch after `step` optimizer updates has all its tasks parked."""
+def refuse_all_parked(parked: Mapping[TaskId, str], *, tasks: int, step: int, source: str = "") -> None:
+    """Raise TasksParked if a run that gets no further batch after `step` optimizer updates has all its tasks parked, or
+    all those of `source`."""
+    if source:
+        parked = {task: failure for task, failure in parked.items() if source_name(task) == source}
     if len(parked) == tasks:
+        of_source = f" of source {source}" if source else ""
         raise TasksParked(
-            f"no task is left to train on after {step} steps: {parked_line(parked)}; `headrace report` shows why "
-            "each task failed: fix the causes, release the tasks with `headrace tasks unpark RUN --all`, and resume; "
-            "or start a new run with a larger buffer.max_attempts or buffer.park_after"
+            f"no task{of_source} is left to train on after {step} steps: {parked_line(parked)}; `headrace report` "
+            "shows why each task failed: fix the causes, release the tasks with `headrace tasks unpark RUN --all`, and "
+            "resume; or start a new run with a larger buffer.max_attempts or buffer.park_after"
         )
 
 
@@ -105,7 +111,7 @@ class Replay(RecordsMetrics):
     """Sole owner of the run's ledger, and of its `metrics`. Without a directory, the ledger is in memory and covers
     `tasks`; `clock` returns Unix seconds. Results that exceed the `limits` of the learner count as its failures. With
     each checkpoint the ledger is copied to the storage folder `copies`; None if the directory itself is the run's
-    storage."""
+    storage. `sources` are those of the tasks, if the run has several."""
 
     def __init__(
         self,
@@ -118,9 +124,10 @@ class Replay(RecordsMetrics):
         limits: RowLimits | None = None,
         metrics: MetricsLog = UNRECORDED,
         copies: Path | None = None,
+        sources: Sequence[Source] = (),
     ) -> None:
         super().__init__(metrics)
-        self._config = config
+        self._config, self._sources = config, sources
         self._copies_to = copies
         self._copies: LedgerCopies | None = None
         self._limits = limits
@@ -142,6 +149,7 @@ class Replay(RecordsMetrics):
             seed=self._seed,
             clock=self._clock,
             limits=self._limits,
+            sources=self._sources,
         )
         self._store = await self._stack.enter_async_context(await store)
         if directory is not None and self._copies_to is not None:

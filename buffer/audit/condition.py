@@ -1,17 +1,20 @@
-"""The current condition of a run, from its ledger: parked tasks and outages.
+"""The current condition of a run, from its ledger: parked tasks, outages, and shares of sources.
 
-Invariant: only two small tables are read, whatever the size of the ledger, and nothing is changed.
+Invariant: only small tables are read, whatever the size of the ledger, and nothing is changed.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.buffer.audit.evidence import has_begun, read_evidence, read_only
-from headrace.buffer.ledger.ledger import unreadable
+from headrace.buffer.core.mix.sources import ended_counter
+from headrace.buffer.core.records import RolloutState
+from headrace.buffer.ledger.ledger import SOURCES, unreadable
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 
 
@@ -36,11 +39,23 @@ class OpenOutage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceCondition:
+    """Wanted and realised share of a source in the `trained` rollouts of a run; `realised` is None before the first."""
+
+    name: str
+    share: float
+    trained: int
+    realised: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """Parked tasks and open outages of a run."""
+    """Parked tasks, open outages and sources of a run."""
 
     parked: tuple[ParkedTask, ...] = ()
     outages: tuple[OpenOutage, ...] = ()
+    sources: tuple[SourceCondition, ...] = ()
+    """Empty in a run without sources of tasks."""
 
 
 def read_condition(run_dir: Path) -> Condition:
@@ -74,6 +89,7 @@ def _read(database: sqlite3.Connection) -> Condition:
         "SELECT component, reason, began_at_s FROM outages WHERE ended_at_s IS NULL ORDER BY number"
     )
     return Condition(
+        sources=_sources(database),
         parked=tuple(
             ParkedTask(
                 task_id=task_id,
@@ -86,4 +102,18 @@ def _read(database: sqlite3.Connection) -> Condition:
         outages=tuple(
             OpenOutage(component=component, reason=reason, since_s=since_s) for component, reason, since_s in outages
         ),
+    )
+
+
+def _sources(database: sqlite3.Connection) -> tuple[SourceCondition, ...]:
+    found = database.execute("SELECT value FROM meta WHERE key = ?", (SOURCES,)).fetchone()
+    shares: dict[str, float] = json.loads(found[0]) if found else {}
+    counters = dict(database.execute("SELECT name, value FROM counters")) if shares else {}
+    trained = {name: int(counters.get(ended_counter(name, RolloutState.TRAINED), 0)) for name in shares}
+    whole = sum(trained.values())
+    return tuple(
+        SourceCondition(
+            name=name, share=share, trained=trained[name], realised=trained[name] / whole if whole else None
+        )
+        for name, share in shares.items()
     )

@@ -153,8 +153,8 @@ class GroupAudit:
         group, members = history.group, history.members
         while self._coming and self._coming[0][0] <= (group.seal_order or 0):
             _, _, earlier, its_rewards = heappop(self._coming)
-            for history in (self._by_task[earlier.task_id], self._by_source[self._source_of(earlier.task_id)]):
-                history.add(its_rewards, earlier.advantage)
+            for complete in (self._by_task[earlier.task_id], self._by_source[self._source_of(earlier.task_id)]):
+                complete.add(its_rewards, earlier.advantage)
         rewards = [member.first_reward for member in members if member.first_reward is not None]
         if group.complete_before is not None and rewards:
             heappush(self._coming, (group.complete_before, group.ordinal, group, rewards))

@@ -88,7 +88,8 @@ class CopyOutcome:
 class SourceStatus:
     """Status of one source of tasks. `share` and `realised` are the wanted and the realised share of the `trained`
     rollouts, `realised` None before the first. `ready` counts sealed rollouts that are in no batch, `lacking` those
-    that the next batch still waits for. `failing` is the reason why the source gets only one probe a minute, empty if
+    that the next batch still waits for. `usable` is the share of its ended rollouts that were trained, by which those
+    in progress count. `failing` is the reason why the source gets only one probe a minute, empty if
     it does not fail."""
 
     share: float
@@ -97,6 +98,7 @@ class SourceStatus:
     in_flight: int
     ready: int
     lacking: int
+    usable: float
     failing: str = ""
 
 
@@ -378,6 +380,7 @@ class ReplayBuffer:
                 in_flight=self.state.stock[source.name][RolloutState.IN_FLIGHT],
                 ready=self.state.free[source.name],
                 lacking=lacking.get(source.name, 0),
+                usable=self._admission.yield_of(source),
                 failing=failing.get(source.name, ""),
             )
             for source in self.mix.sources

@@ -20,7 +20,7 @@ from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
-from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts
+from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.runtime.process_tree import cpu_s
 from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
@@ -124,14 +124,19 @@ def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, 
         pool=pool,
         evaluator=evaluator,
         replay=replay,
-        agent=ImmediateAgent(),
+        sources={
+            "": SourceParts(
+                agent=ImmediateAgent(),
+                sampling=Sampling(),
+                budgets=Budgets(),
+                train_truncated=True,
+                train_cut=False,
+                rollout=RolloutConfig(),
+            )
+        },
+        lease_s=RolloutConfig().lease_s,
         tasks=TaskCatalog(train=directory.train_tasks),
         gateway=None,
-        sampling=Sampling(),
-        budgets=Budgets(),
-        train_truncated=True,
-        train_cut=False,
-        rollout=RolloutConfig(),
         observing=without_spans(directory),
     )
 

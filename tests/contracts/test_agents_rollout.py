@@ -22,7 +22,7 @@ from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
-from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts
+from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
@@ -80,14 +80,19 @@ async def running(directory: RunDirectory, engine: Any, tokenizer_dir: Path, age
             pool=pool,
             evaluator=await enter(Evaluator(pool, observing)),
             replay=replay,
-            agent=agent,
+            sources={
+                "": SourceParts(
+                    agent=agent,
+                    sampling=Sampling(),
+                    train_truncated=True,
+                    train_cut=False,
+                    budgets=Budgets(max_context_tokens=200_000),
+                    rollout=RolloutConfig(),
+                )
+            },
+            lease_s=RolloutConfig().lease_s,
             tasks=TaskCatalog(train=[task]),
             gateway=gateway,
-            sampling=Sampling(),
-            train_truncated=True,
-            train_cut=False,
-            budgets=Budgets(max_context_tokens=200_000),
-            rollout=RolloutConfig(),
             observing=observing,
         )
         worker = await enter(RolloutWorker(parts))
