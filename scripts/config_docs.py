@@ -57,7 +57,8 @@ def section(path: str, model: type[BaseModel]) -> list[str]:
         if get_origin(field.annotation) is dict and issubclass(entry := get_args(field.annotation)[1], BaseModel):
             nested.append((f"{path}.{name}.NAME" if path else f"{name}.NAME", entry))
             continue
-        if get_origin(field.annotation) is tuple and issubclass(entry := get_args(field.annotation)[0], BaseModel):
+        entry = get_args(field.annotation)[0] if get_origin(field.annotation) is tuple else None
+        if isinstance(entry, type) and issubclass(entry, BaseModel):
             nested.append((f"[{path}.{name}]", entry))
             continue
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"

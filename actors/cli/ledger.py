@@ -86,7 +86,6 @@ def retry_lost(run_dir: Run, json: Json = None) -> None:
 async def idle_store(config: RunConfig, directory: RunDirectory) -> AsyncIterator[ReplayStore]:
     """Open the store of a run that is not live. Raises RunExists, LedgerRefused."""
     from headrace.actors.run.launch import sole_driver
-    from headrace.actors.run.sources import mix_of
     from headrace.buffer.audit.evidence import has_begun
     from headrace.buffer.errors import LedgerRefused
     from headrace.buffer.ledger.store import ReplayStore
@@ -101,7 +100,7 @@ async def idle_store(config: RunConfig, directory: RunDirectory) -> AsyncIterato
             load_tasks(directory.train_tasks),
             run_id=directory.run_id(),
             seed=config.service.seed,
-            sources=mix_of(config),
+            sources=config.mix(),
         )
         async with await opening as store:
             yield store

@@ -39,7 +39,6 @@ from headrace.actors.run.launch import (
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.parts import evaluation_sampling, recipe_digest
 from headrace.actors.run.sections import ModelSection
-from headrace.actors.run.sources import held_out_of
 from headrace.actors.runtime.interrupts import Interrupts
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, offered_gpus, start_local_ray, stop_local_ray
@@ -230,7 +229,7 @@ def _chosen(
 ) -> tuple[Task, ...]:
     """Return the tasks to evaluate. Raises TaskFileError, ConfigError."""
     if request.tasks is None:
-        return tuple(held_out[: request.limit]) if request.limit else held_out_of(config, held_out)
+        return tuple(held_out[: request.limit]) if request.limit else config.held_out(held_out)
     if config.tasks.sources:
         raise ConfigError(
             f"--tasks {request.tasks}: the recipe has sources, and a task of a file is of none; leave --tasks out"

@@ -18,7 +18,7 @@ from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessi
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.services.clients import ServiceClients
-from headrace.buffer.core.mix.sources import source_name
+from headrace.buffer.core.mix.names import source_name
 from headrace.buffer.task_parts import least
 from headrace.buffer.tasks import OF_SERVICES, Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder

@@ -24,22 +24,24 @@ from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.registry import address
 from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.errors import ConfigError
+from headrace.actors.mix import section as sources
+from headrace.actors.mix.section import TaskSets, TasksSection
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
-from headrace.actors.run import clocks, sources
+from headrace.actors.run import clocks
 from headrace.actors.run.sections import (
     EvaluationSection,
     ModelSection,
     SamplingSection,
     ServiceSection,
-    TaskSets,
-    TasksSection,
 )
 from headrace.actors.section import Section
 from headrace.actors.services.config import ServiceConfig, ServiceName
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.mix.names import source_name
+from headrace.buffer.core.mix.sources import Source
 from headrace.buffer.step_scores import Credit
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives.config import PPO
@@ -52,7 +54,9 @@ from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from headrace.buffer.tasks import Task
 
 
 class RunConfig(Section):
@@ -130,6 +134,28 @@ class RunConfig(Section):
             source.name: RunConfig.model_validate(sources.source_document(document, source))
             for source in self.tasks.sources
         }
+
+    def mix(self) -> tuple[Source, ...]:
+        """Return the sources for the replay buffer; none for a run without sources."""
+        own = self.by_source()
+        return tuple(
+            Source(name=source.name, share=source.share, config=own[source.name].buffer)
+            for source in self.tasks.sources
+        )
+
+    def source_of(self, task: Task) -> str:
+        """Return the name of a task's source; empty in a run without sources."""
+        return source_name(task.id) if self.tasks.sources else ""
+
+    def held_out(self, tasks: Iterable[Task]) -> tuple[Task, ...]:
+        """Return the held-out tasks that the run evaluates: the first ones of each source, as many as it says."""
+        left = {name: own.evaluation.tasks for name, own in self.by_source().items()}
+        chosen = []
+        for task in tasks:
+            if left[self.source_of(task)] > 0:
+                left[self.source_of(task)] -= 1
+                chosen.append(task)
+        return tuple(chosen)
 
 
 LONGEST_OF_SOURCES: Final = ("training.stage_timeout_s", "service.stall_s")

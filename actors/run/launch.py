@@ -42,6 +42,7 @@ from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.repository import REPOSITORY_RUNS
 from headrace.actors.evaluation.verifier import VERIFIER_RUNS
 from headrace.actors.loop.config import refuse_unfilled_templates
+from headrace.actors.mix.section import KEY
 from headrace.actors.places.config import SandboxKind
 from headrace.actors.places.providers import check_provider, refuse_absent_images
 from headrace.actors.record.logs import LogTerms
@@ -53,7 +54,6 @@ from headrace.actors.run.older_configs import recorded, upgraded
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.overlays import layered, load_layered
 from headrace.actors.run.service import Service
-from headrace.actors.run.sources import KEY, task_id_in
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.call_guard import guard, keep_running
 from headrace.actors.runtime.interrupts import Interrupts
@@ -69,11 +69,12 @@ from headrace.actors.services.clients import check_services, refuse_missing_serv
 from headrace.actors.services.config import ServiceKind
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.actors.simulated.tasks import simulated_tasks
+from headrace.buffer.core.mix.names import id_in_run
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.primitives.registry import PartRefused
-from headrace.buffer.tasks import TaskId, load_tasks, write_tasks
+from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed, LearnerSettingsInvalid
 from headrace.policies.learners.objectives import registry
 from headrace.policies.learners.slime.checkout import find_checkouts
@@ -290,9 +291,7 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
     for name, own in config.by_source().items():
         with of_source(name):
             sets = load_source(own)
-        own_train, own_heldout = (
-            [replace(task, id=TaskId(task_id_in(name, task.id))) for task in each] for each in sets
-        )
+        own_train, own_heldout = ([replace(task, id=id_in_run(name, task.id)) for task in each] for each in sets)
         train += own_train
         heldout[name] = own_heldout
     for name, tasks in heldout.items():

@@ -34,7 +34,6 @@ from headrace.actors.rollouts.stations import SessionTerms, SourceParts, WorkerP
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.config import slime_terms
-from headrace.actors.run.sources import mix_of
 from headrace.actors.run.supervision import SupervisedActors
 from headrace.actors.runtime.guarded_actors import GuardedActors
 from headrace.actors.runtime.nodes import Role
@@ -145,7 +144,7 @@ class ServiceParts(GuardedActors):
             limits=row_limits(self._config.learner),
             metrics=self._observing.metrics(),
             copies=None if self._directory is None else self._directory.shared,
-            sources=mix_of(self._config),
+            sources=self._config.mix(),
             resources=self._control,
         )
 

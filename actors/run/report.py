@@ -27,7 +27,7 @@ from headrace.buffer.audit.source_report import source_reports
 from headrace.policies.learners.checkpoint_retention import best_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from rich.console import RenderableType
 
@@ -140,7 +140,7 @@ class RunReport:
             best = self.best
             lines.append(f"best checkpoint {best.version}: held-out success {best.success:.1%} (evaluation {best.tag})")
         lines += self.checkpoint.lines() if self.checkpoint else []
-        sources = self._source_table()
+        sources = self.source_table()
         if not self.deciles:
             return Group(*lines, *sources)
         # The outcome of each decile shows whether long rollouts vanish from training.
@@ -153,7 +153,7 @@ class RunReport:
             table.add_row(f"{decile.longest_s:.3g} s", *counts, _number(decile.mean_reward))
         return Group(*lines, *sources, "", table)
 
-    def _source_table(self) -> tuple[RenderableType, ...]:
+    def source_table(self) -> tuple[RenderableType, ...]:
         """Return a table of the sources, and a line for each that is failing, if the run has sources."""
         if not self.sources:
             return ()
@@ -210,6 +210,7 @@ def report_of(directory: RunDirectory) -> RunReport:
     best = best_checkpoint(directory.checkpoints)
     slowest = min(slowed, key=lambda record: record["rollout_limit"], default=None)
     judged = [record["explained_variance"] for record in metrics if "explained_variance" in record]
+    evaluated = [record["sources"] for record in metrics if record["kind"] == "evaluation" and record.get("sources")]
     return RunReport(
         steps=sum(not commit.skipped for commit in evidence.surviving),
         staleness=dict(sorted(staleness.items())),
@@ -240,17 +241,8 @@ def report_of(directory: RunDirectory) -> RunReport:
         checkpoint=newest_configuration(directory),
         engines=read_roster(directory.engines).engines,
         sources=sources,
-        source_success=_last_success(metrics) if sources else {},
+        source_success={name: own["success"] for name, own in evaluated[-1].items()} if evaluated else {},
     )
-
-
-def _last_success(metrics: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the success of each source in the last evaluation."""
-    found: dict[str, float | None] = {}
-    for record in metrics:
-        if record["kind"] == "evaluation":
-            found = {name: own["success"] for name, own in record.get("sources", {}).items()}
-    return found
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

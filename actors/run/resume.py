@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from headrace.actors.run.sources import mix_of
 from headrace.buffer.audit.evidence import has_begun, streamed
 from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import lost_rollouts
@@ -166,7 +165,7 @@ class ResumePreparation:
                 load_tasks(self._directory.train_tasks),
                 run_id=self._directory.identity.read_text(),
                 seed=self._config.service.seed,
-                sources=mix_of(self._config),
+                sources=self._config.mix(),
             ) as store:
                 return await change(store)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from headrace.actors.section import Section
 
@@ -17,56 +16,6 @@ class ModelSection(Section):
     """Hugging Face directory of the policy: config.json, tokenizer files, and weights in one file or in several with an
     index; relative to the recipe. The embedded engine and the Megatron learner compute dense Qwen3 and Qwen2.5 models.
     Simulated engines need none."""
-
-
-class TaskSets(Section):
-    """Keys of [tasks] and of each of [[tasks.sources]]: the training and the held-out tasks."""
-
-    train: Path | None = None
-    """JSONL file of training tasks (docs/tasks.md), relative to the recipe; None generates terminal tasks."""
-    heldout: Path | None = None
-    """JSONL file of held-out tasks; must be set if and only if `train` is set."""
-    train_count: int = Field(default=512, ge=1)
-    """Number of generated training tasks."""
-    heldout_count: int = Field(default=64, ge=1)
-    """Number of generated held-out tasks."""
-    evaluate_s: float = Field(default=0.0, ge=0)
-    """Simulated duration of evaluating a generated task, in seconds; used only with the simulated agent."""
-
-    @model_validator(mode="after")
-    def _both(self) -> Self:
-        if (self.train is None) != (self.heldout is None):
-            raise ValueError("tasks.train and tasks.heldout go together: set both files or neither")
-        return self
-
-
-class SourceSection(TaskSets):
-    """One of [[tasks.sources]] of a recipe: its tasks, its share, and what differs from the recipe for its rollouts."""
-
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)
-    """Name of the source: lower-case letters, digits, `_` and `-`. Task ids begin with it (`search/17`)."""
-    share: float = Field(gt=0, le=1)
-    """Share of the trained rollouts that come from this source. The shares of all sources add up to 1."""
-    agent: dict[str, Any] = Field(default_factory=dict)
-    """Keys of [agent] that differ for this source."""
-    environment: dict[str, Any] = Field(default_factory=dict)
-    """Keys of [environment] that differ for this source."""
-    sampling: dict[str, Any] = Field(default_factory=dict)
-    """Keys of [sampling] that differ for this source."""
-    rollout: dict[str, Any] = Field(default_factory=dict)
-    """Keys of [rollout] that differ for this source, apart from `lease_s`."""
-    buffer: dict[str, Any] = Field(default_factory=dict)
-    """Keys of [buffer] that differ for this source: `group_size`, `min_members`, `advantage`, `zero_variance`, `rule`,
-    `unfinished`, `max_attempts` and `max_evictions`."""
-    evaluation: dict[str, Any] = Field(default_factory=dict)
-    """Keys of [evaluation] that differ for this source: `tasks` and `sampling`."""
-
-
-class TasksSection(TaskSets):
-    """Section [tasks] of a recipe."""
-
-    sources: tuple[SourceSection, ...] = ()
-    """Several sources of tasks in one run, each with its share of the trained rollouts (docs/mix.md)."""
 
 
 class SamplingSection(Section):

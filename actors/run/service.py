@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
@@ -29,7 +29,6 @@ from headrace.actors.record.metrics import EvaluationMetric, StallMetric
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.parts import Externals, ServiceParts, periodic_evaluations, supervised_actors
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
-from headrace.actors.run.sources import held_out_of, number_by_source
 from headrace.actors.run.supervision import (
     STATUS_TIMEOUT_S,
     Supervision,
@@ -50,12 +49,9 @@ from headrace.policies.learners.checkpoint_retention import begin_evaluation, en
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
-    from headrace.buffer.tasks import Task
     from headrace.buffer.types import StepReport
 
 R = TypeVar("R")
@@ -96,7 +92,7 @@ class Service(ServiceParts):
 
     async def __aenter__(self) -> Self:
         heldout = () if self._directory is None else load_tasks(self._directory.heldout_tasks)
-        self._heldout = held_out_of(self._config, heldout)
+        self._heldout = self._config.held_out(heldout)
         async with self._starting():
             async with asyncio.TaskGroup() as starting:
                 for start in (self._start_replay, self._start_pool, self._start_gateways):
@@ -241,10 +237,9 @@ class Service(ServiceParts):
             return False
         if end.used_up:
             parked = (await until_back(self.replay.status)).parked
-            trained: Sequence[Task] = self._externals.tasks
-            if self._directory is not None:
-                trained = await asyncio.to_thread(load_tasks, self._directory.train_tasks)
-            for name, number in number_by_source(self._config, trained).items():
+            folder, trained = self._directory, self._externals.tasks
+            trained = trained if folder is None else await asyncio.to_thread(load_tasks, folder.train_tasks)
+            for name, number in Counter(map(self._config.source_of, trained)).items():
                 refuse_all_parked(parked, tasks=number, step=end.version.step, source=name)
             passes, wanted = self._config.buffer.passes, self._config.training.steps
             logger.warning(

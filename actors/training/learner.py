@@ -519,11 +519,11 @@ def _record_of(batch: Batch, report: StepReport, spent: _Clock) -> StepMetric:
         step_s=spent.step_s,
         idle_s=spent.idle_s,
         push_s=spent.push_s,
-        sources=_sources_of(batch),
+        sources=parts_of(batch),
     )
 
 
-def _sources_of(batch: Batch) -> dict[str, SourceStep]:
+def parts_of(batch: Batch) -> dict[str, SourceStep]:
     """Return the part of each source in a batch; empty in a run without sources."""
     by_source: dict[str, list[BatchItem]] = {}
     for item in batch.items:

@@ -21,7 +21,7 @@ from headrace.actors.errors import TasksParked
 from headrace.actors.record.metrics import UNRECORDED, RecordsMetrics, RolloutPhasesMetric
 from headrace.actors.runtime.runtime import end_actor
 from headrace.actors.storage.ledger_copies import LedgerCopies
-from headrace.buffer.core.mix.sources import source_name
+from headrace.buffer.core.mix.names import source_name
 from headrace.buffer.errors import LedgerBroken, StaleEpoch
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.exit_stack import AsyncExitStack

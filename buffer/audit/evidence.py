@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 from headrace.buffer.audit.joined_rows import GroupHistory, JoinedRows, histories_of
 from headrace.buffer.codec import decode
 from headrace.buffer.core.epochs import EPOCHS_RESERVED
-from headrace.buffer.core.mix.sources import ended_counter, source_name
+from headrace.buffer.core.mix.names import ended_counter, source_name
 from headrace.buffer.core.records import (
     FINAL,
     AttemptRecord,

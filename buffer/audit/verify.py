@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.buffer.audit.evidence import Evidence, StreamedEvidence, Witness, read_trajectories, streamed
 from headrace.buffer.audit.verify_groups import GroupAudit
 from headrace.buffer.core.classification import FAILED, trained_tokens
-from headrace.buffer.core.mix.sources import ended_counter
+from headrace.buffer.core.mix.names import ended_counter
 from headrace.buffer.core.outages import COUNTED
 from headrace.buffer.core.records import (
     FINAL,

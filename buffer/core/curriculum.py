@@ -17,7 +17,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal
 
-from headrace.buffer.core.mix.sources import source_name
+from headrace.buffer.core.mix.names import source_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

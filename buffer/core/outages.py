@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.core.classification import FAILED
-from headrace.buffer.core.mix.sources import source_name
+from headrace.buffer.core.mix.names import source_name
 from headrace.buffer.core.records import AttemptRecord, Charge, Component, HostFailures, OutageRecord
 from headrace.buffer.core.suspect_hosts import HostRecords
 from headrace.buffer.types import Cause

@@ -358,7 +358,7 @@ class ReplayBuffer:
             chain=path.chain,
             parked=dict(self.state.parked),
             held=self.outages.held(),
-            sources=self._source_statuses(),
+            sources=self.source_statuses(),
             suspects=dict(self.outages.suspects()),
         )
 
@@ -367,7 +367,8 @@ class ReplayBuffer:
         self.tick(now)
         return ended
 
-    def _source_statuses(self) -> dict[str, SourceStatus]:
+    def source_statuses(self) -> dict[str, SourceStatus]:
+        """Return the status of each source of tasks; empty in a run without sources."""
         if not self.mix.is_named:
             return {}
         trained = {name: self.state.ended(name, RolloutState.TRAINED) for name in self.state.sources}

@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.buffer.core.advantages import RewardSpread
-from headrace.buffer.core.mix.sources import ended_counter, source_name
+from headrace.buffer.core.mix.names import ended_counter, source_name
 from headrace.buffer.core.records import (
     FINAL,
     OUTAGES_KEPT,

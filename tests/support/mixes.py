@@ -15,7 +15,7 @@ from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import plan_config
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.audit.evidence import read_evidence
-from headrace.buffer.core.mix.sources import source_name
+from headrace.buffer.core.mix.names import source_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,8 @@ from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
-from headrace.buffer.core.mix.sources import Mix, Source, source_name
+from headrace.buffer.core.mix.names import source_name
+from headrace.buffer.core.mix.sources import Mix, Source
 from headrace.buffer.core.records import RolloutState, Snapshot
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.errors import DataExhausted, LedgerRefused

@@ -63,7 +63,8 @@ class Admission:
             allowed = source.share * self._config.bound.stock(self._config.batch_size)
             # A hair below a whole number is a float's error.
             room = math.floor((allowed - secured - self.yield_of(source) * running + 1e-9) / group_size)
-            if self._mix.is_named and self._state.free[source.name] >= self._most_ready(source):
+            most_ready = BATCHES_READY * source.share * self._config.batch_size
+            if self._mix.is_named and self._state.free[source.name] >= most_ready:
                 room = 0
         else:
             # In mode one-step-off the batch that is being trained need not be filled.
@@ -84,9 +85,6 @@ class Admission:
 
     def _running(self, source: Source) -> int:
         return sum(self._state.stock[source.name][state] for state in _RUNNING)
-
-    def _most_ready(self, source: Source) -> int:
-        return math.ceil(BATCHES_READY * source.share * self._config.batch_size)
 
     def _batches_ahead(self, source: Source) -> float:
         """Return up to which rollout of the run, over all sources, a source is provided for."""

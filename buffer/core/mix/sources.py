@@ -1,8 +1,7 @@
 """The sources of a run's training tasks, and how many rollouts of a batch come from each.
 
 Invariants:
-- The id of a task begins with the name of its source (`search/17`), so that every row of the ledger shows its source. A
-  run without sources has a single one, whose name is empty, and its ids have no such prefix.
+- A run without sources has a single one, whose name is empty.
 - Shares are of trained rollouts, and they are held by waiting: a batch is taken once every source can fill its quota. A
   slow source slows the run down, but never loses its share.
 - Quotas are computed from the number of rollouts that each source has trained so far. For every source that number
@@ -13,16 +12,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
+
+from headrace.buffer.core.mix.names import source_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.tasks import TaskId
-
-SEPARATOR: Final = "/"
-"""Sign between the name of a source and the id that its task file gives a task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +31,6 @@ class Source:
     name: str
     share: float
     config: BufferConfig
-
-
-def ended_counter(source: str, state: str) -> str:
-    """Return the name of the ledger's counter of a source's rollouts that ended in a final state."""
-    return f"{source}{SEPARATOR}{state}"
-
-
-def source_name(task_id: str) -> str:
-    """Return the name of a task's source, in a run that has sources."""
-    return task_id.partition(SEPARATOR)[0]
 
 
 class Mix:

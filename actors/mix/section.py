@@ -1,4 +1,4 @@
-"""The sources of a run's tasks: what `[[tasks.sources]]` of its recipe comes to.
+"""The section [tasks] of a recipe, with its sources: what `[[tasks.sources]]` comes to.
 
 Invariants:
 - The tables of a source are merged over the recipe's tables of the same names, so that each source has a complete
@@ -10,18 +10,17 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from headrace.buffer.core.mix.sources import SEPARATOR, Source, source_name
+from pydantic import Field, model_validator
+
+from headrace.actors.section import Section
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from headrace.actors.run.config import RunConfig
-    from headrace.actors.run.sections import SourceSection
     from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.tasks import Task
 
 KEY: Final = "tasks.sources"
 OWN_TABLES: Final = ("agent", "environment", "sampling", "rollout", "buffer", "evaluation")
@@ -35,6 +34,56 @@ _OWN_KEYS: Final[Mapping[str, frozenset[str]]] = {
     "evaluation": frozenset({"tasks", "sampling"}),
 }
 _RUN_KEYS: Final[Mapping[str, frozenset[str]]] = {"rollout": frozenset({"lease_s"})}
+
+
+class TaskSets(Section):
+    """Keys of [tasks] and of each of [[tasks.sources]]: the training and the held-out tasks."""
+
+    train: Path | None = None
+    """JSONL file of training tasks (docs/tasks.md), relative to the recipe; None generates terminal tasks."""
+    heldout: Path | None = None
+    """JSONL file of held-out tasks; must be set if and only if `train` is set."""
+    train_count: int = Field(default=512, ge=1)
+    """Number of generated training tasks."""
+    heldout_count: int = Field(default=64, ge=1)
+    """Number of generated held-out tasks."""
+    evaluate_s: float = Field(default=0.0, ge=0)
+    """Simulated duration of evaluating a generated task, in seconds; used only with the simulated agent."""
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.train is None) != (self.heldout is None):
+            raise ValueError("tasks.train and tasks.heldout go together: set both files or neither")
+        return self
+
+
+class SourceSection(TaskSets):
+    """One of [[tasks.sources]] of a recipe: its tasks, its share, and what differs from the recipe for its rollouts."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)
+    """Name of the source: lower-case letters, digits, `_` and `-`. Task ids begin with it (`search/17`)."""
+    share: float = Field(gt=0, le=1)
+    """Share of the trained rollouts that come from this source. The shares of all sources add up to 1."""
+    agent: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [agent] that differ for this source."""
+    environment: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [environment] that differ for this source."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [sampling] that differ for this source."""
+    rollout: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [rollout] that differ for this source, apart from `lease_s`."""
+    buffer: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [buffer] that differ for this source: `group_size`, `min_members`, `advantage`, `zero_variance`, `rule`,
+    `unfinished`, `max_attempts` and `max_evictions`."""
+    evaluation: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [evaluation] that differ for this source: `tasks` and `sampling`."""
+
+
+class TasksSection(TaskSets):
+    """Section [tasks] of a recipe."""
+
+    sources: tuple[SourceSection, ...] = ()
+    """Several sources of tasks in one run, each with its share of the trained rollouts (docs/mix.md)."""
 
 
 def problem(sources: Sequence[SourceSection]) -> str | None:
@@ -96,34 +145,3 @@ def source_problem(source: SourceSection, buffer: BufferConfig) -> str | None:
             "rollouts; raise share, buffer.batch_size or buffer.max_staleness, or lower group_size"
         )
     return None
-
-
-def mix_of(config: RunConfig) -> tuple[Source, ...]:
-    """Return the sources for the replay buffer; none for a run without sources."""
-    own = config.by_source()
-    return tuple(
-        Source(name=source.name, share=source.share, config=own[source.name].buffer) for source in config.tasks.sources
-    )
-
-
-def task_id_in(source: str, task_id: str) -> str:
-    """Return the id of a task in the run: its own, after the name of its source if that has one."""
-    return f"{source}{SEPARATOR}{task_id}" if source else task_id
-
-
-def number_by_source(config: RunConfig, tasks: Iterable[Task]) -> dict[str, int]:
-    """Return the number of tasks of each source."""
-    numbers = Counter(source_name(task.id) if config.tasks.sources else "" for task in tasks)
-    return dict(numbers)
-
-
-def held_out_of(config: RunConfig, held_out: Iterable[Task]) -> tuple[Task, ...]:
-    """Return the held-out tasks that the run evaluates: the first ones of each source, as many as it says."""
-    left = {name: own.evaluation.tasks for name, own in config.by_source().items()}
-    chosen = []
-    for task in held_out:
-        name = source_name(task.id) if config.tasks.sources else ""
-        if left[name] > 0:
-            left[name] -= 1
-            chosen.append(task)
-    return tuple(chosen)

@@ -1,0 +1,1 @@
+"""The sources of tasks that a recipe names."""
