@@ -100,7 +100,8 @@ class RunConfig(Section):
         ValueError."""
         if (problem := sources.problem(self.tasks.sources)) is not None:
             raise ValueError(problem)
-        if changed := [key for key in TaskSets.model_fields if key in self.tasks.model_fields_set]:
+        known = TaskSets()
+        if changed := [key for key in TaskSets.model_fields if getattr(self.tasks, key) != getattr(known, key)]:
             raise ValueError(f"tasks.{changed[0]} has no effect beside {sources.KEY}; move it to a source")
         longest = {name: _value_of(self, name) for name in LONGEST_OF_SOURCES if name in derived}
         for source in self.tasks.sources:

@@ -295,7 +295,10 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
         train += own_train
         heldout[name] = own_heldout
     for name, tasks in heldout.items():
-        refuse_overlap(train, tasks, f"{KEY}.{name}.heldout" if name else "tasks.heldout")
+        if name:
+            refuse_overlap(train, tasks, f"{KEY}.{name}.heldout", trained_by=f"the training tasks of {KEY}")
+        else:
+            refuse_overlap(train, tasks, "tasks.heldout")
     return tuple(train), tuple(task for tasks in heldout.values() for task in tasks)
 
 

@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 MAX_NAMED, MAX_ID_CHARACTERS = 5, 80
 
 
-def refuse_overlap(train: Sequence[Task], held_out: Sequence[Task], source: str) -> None:
-    """Raise ConfigError with `source` (a key or an option) and the ids if any task is in both sets."""
+def refuse_overlap(
+    train: Sequence[Task], held_out: Sequence[Task], source: str, *, trained_by: str = "tasks.train"
+) -> None:
+    """Raise ConfigError with `source` (a key or an option) and the ids if any task is in both sets. `trained_by` is the
+    key of the training tasks."""
     trained = {_problem(task) for task in train}
     both = [task.id for task in held_out if _problem(task) in trained]
     if both:
         names = ", ".join(repr(task_id[:MAX_ID_CHARACTERS]) for task_id in both[:MAX_NAMED])
         rest = f" and {len(both) - MAX_NAMED} more" if len(both) > MAX_NAMED else ""
         raise ConfigError(
-            f"{source}: {len(both)} tasks are also training tasks of the run ({names}{rest}); remove them from one of "
-            "the files"
+            f"{source}: {len(both)} tasks are also in {trained_by} ({names}{rest}); remove them from one of the files"
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.actors.errors import ConfigError
+from headrace.actors.mix.section import KEY
 from headrace.actors.run.overlays import load_layered
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _NAMED = ("batch_size", "group_size", "max_staleness", "mode", "rule")
 def plan_keys(recipe: Path, on: Sequence[Path]) -> dict[str, Any]:
     """Return the keys of a plan that a recipe with machine files `on` decides. Raises ConfigError."""
     config = load_layered(recipe, on, (), Path("run"))
+    if config.tasks.sources:
+        raise ConfigError(f"simulate: --recipe {recipe}: a plan has no sources; leave {KEY} out of the recipe")
     buffer = config.buffer.model_dump(mode="json")
     others = config.buffer.model_dump(mode="json", exclude_unset=True, exclude=set(_NAMED))
     if config.buffer.group_size < 2:

@@ -59,7 +59,7 @@ class OnNode(RolloutWorker):
 
     def __init__(self, parts: WorkerParts, node: str) -> None:
         self.agent = Waits()
-        super().__init__(replace(parts, agent=self.agent))
+        super().__init__(replace(parts, sources={"": replace(parts.sources[""], agent=self.agent)}))
         self.node = node
 
     async def status(self) -> WorkerStatus:

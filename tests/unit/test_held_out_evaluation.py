@@ -108,7 +108,12 @@ async def opened(path: Path, tasks: Sequence[Task] = (), *, trains: bool = True)
         pool = await spawn(SandboxPool, section, directory=directory, name="pool")
         evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
         parts: WorkerParts = immediate_parts(directory, replay, pool, evaluator)
-        parts = replace(parts, agent=agent, evaluations=folders, tasks=replace(parts.tasks, evaluation=tuple(tasks)))
+        parts = replace(
+            parts,
+            sources={"": replace(parts.sources[""], agent=agent)},
+            evaluations=folders,
+            tasks=replace(parts.tasks, evaluation=tuple(tasks)),
+        )
         worker = await spawn(RolloutWorker, parts, name="worker")
         yield Actors(
             runtime=runtime,

@@ -198,8 +198,15 @@ def test_exactly_the_relative_paths_of_a_recipe_are_known(tmp_path: Path) -> Non
         "learner": {"slime": {"slime_dir": "data", "megatron_dir": "data"}},
         "services": {"wiki": {"kind": "retriever", "corpus": "data", "key_file": "data"}},
     }
-    config = resolve(document, tmp_path / "recipe.toml", tmp_path / "run")
-    found = list(named_paths(config.model_dump(mode="json")))
+    retail = {"retail": {"data": "data", "policy": "data", "tools": "data"}}
+    source = {"name": "one", "share": 1.0, "train": "data", "heldout": "data", "environment": retail}
+    of_sources = {"model": {"path": "/model"}, "tasks": {"sources": [source]}}
+    found = []
+    for each in (document, of_sources):
+        config = resolve(each, tmp_path / "recipe.toml", tmp_path / "run")
+        found += [
+            path for path in named_paths(config.model_dump(mode="json")) if path[0] != "model.path" or each is document
+        ]
     assert {table[key] for _, table, key in found} == {str(tmp_path / "data")}
     assert len(found) == len(RECIPE_PATHS)
 
