@@ -8,16 +8,20 @@ import json
 import re
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
 from benches.recipe import measure
+from rich.console import Console
 
 from headrace.actors.errors import ConfigError
+from headrace.actors.record.metrics import read_metrics
 from headrace.actors.run.launch import RunRequest, dry_run, prepare
 from headrace.actors.run.report import report_of
+from headrace.actors.run.run_status import status_of
 from headrace.buffer.audit.evidence import read_evidence, read_trajectories
 from headrace.policies.miniatures import names
 from headrace.policies.miniatures.building import write
@@ -127,6 +131,33 @@ async def test_two_steps_of_a_recipe_train_every_sampled_token_once(
     assert summary.in_flight_at_push_min is not None
 
 
+@pytest.mark.namespaces
+@pytest.mark.timeout(600)
+async def test_two_steps_of_a_mix_train_both_environments_in_their_shares(ray_cluster: None, tmp_path: Path) -> None:
+    request = RunRequest(
+        recipe=RECIPES["mix"], runs_dir=tmp_path, name="mix", overrides=TWO_STEPS, on=(MACHINES["cpu"],)
+    )
+    config, directory = prepare(request)
+    summary = await rig.run_prepared(config, directory)
+    assert (summary.completed, summary.ledger_clean, summary.problems) == (True, True, ())
+    report = report_of(directory)
+    assert {name: (source.trained, source.realised) for name, source in report.sources.items()} == {
+        "subshell": (12, 0.75),
+        "terminal": (4, 0.25),
+    }
+    evaluations = read_metrics(directory.metrics, ("evaluation",))
+    assert [record["sources"]["terminal"]["answers"] for record in evaluations] == [16, 16]
+    assert report.source_success == {name: own["success"] for name, own in evaluations[-1]["sources"].items()}
+    steps = read_metrics(directory.metrics, ("step",))
+    assert [step["sources"]["subshell"]["rollouts"] for step in steps] == [6, 6]
+    assert all(step["sources"]["terminal"]["tokens"] > 0 for step in steps)
+    shares = status_of(config, directory)["sources"]
+    assert (shares["terminal"]["share"], shares["terminal"]["realised"]) == (0.25, 0.25)
+    table = Console(width=200, file=StringIO(), record=True)
+    table.print(report.tables())
+    assert re.search(r"terminal +25\.0% +25\.0% +4 ", table.export_text())
+
+
 @pytest.mark.slow
 @pytest.mark.namespaces
 @pytest.mark.timeout(900)
@@ -167,7 +198,7 @@ def refused_by_slime(name: str, machine: str) -> AbstractContextManager[object]:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("name", [*MINIATURE, "quickstart"])
+@pytest.mark.parametrize("name", [*MINIATURE, "quickstart", "mix"])
 def test_a_recipe_that_needs_nothing_else_passes_its_dry_run(miniatures: None, name: str, machine: str) -> None:
     with refused_by_slime(name, machine):
         checked = dry_run(RECIPES[name], (MACHINES[machine],), ())
