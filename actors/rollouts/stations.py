@@ -247,7 +247,9 @@ class SourceStations:
         spec = request.task.evaluator
         if any(part.kind in OF_SERVICES for part in spec.deciding):
             # Scored here and not by the evaluator, since the limits and figures of services are the workers'.
-            scored = score_parts(request, self.evaluate) if spec.parts else score_by_service(request, self._clients)
+            scored = (
+                score_parts(request, self.evaluate) if spec.parts else score_by_service(request, self._shared.services)
+            )
             return with_rewards(await scored, spec.rewards)
         # Includes the sandbox: if a reset worker repeats an attempt, that is another evaluation.
         key = f"{request.key}.{request.sandbox.id or uuid.uuid4().hex}"
