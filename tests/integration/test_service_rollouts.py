@@ -16,7 +16,7 @@ from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
-from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts, WorkerStations
+from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts, WorkerStations
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
@@ -80,14 +80,19 @@ async def worker(
             pool=pool,
             evaluator=await enter(Evaluator(pool, observing)),
             replay=await enter(Replay(BufferConfig(batch_size=2, group_size=2), directory=directory, seed=0)),
-            agent=shell_agent(ShellAgentConfig(max_turns=2)),
+            sources={
+                "": SourceParts(
+                    agent=shell_agent(ShellAgentConfig(max_turns=2)),
+                    sampling=Sampling(),
+                    train_truncated=True,
+                    train_cut=False,
+                    budgets=Budgets(max_context_tokens=8192),
+                    rollout=RolloutConfig(),
+                )
+            },
+            lease_s=RolloutConfig().lease_s,
             tasks=TaskCatalog(),
             gateway=gateway,
-            sampling=Sampling(),
-            train_truncated=True,
-            train_cut=False,
-            budgets=Budgets(max_context_tokens=8192),
-            rollout=RolloutConfig(),
             observing=observing,
             services=services,
         )
@@ -98,7 +103,8 @@ async def worker(
             nonlocal ran
             ran += 1
             task = Task(id=TaskId("t"), family="f", instruction="write 42", evaluator=evaluator)
-            return await run_rollout(order(ran), task, stations, RolloutConfig(evaluate_timeout_s=evaluate_s))
+            own = stations.of(task.id)
+            return await run_rollout(order(ran), task, own, RolloutConfig(evaluate_timeout_s=evaluate_s))
 
         yield rolled_out, stations
 

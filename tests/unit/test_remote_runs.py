@@ -196,7 +196,10 @@ def test_exactly_the_relative_paths_of_a_recipe_are_known(tmp_path: Path) -> Non
         "engines": {"key_file": "data"},
         "environment": {"retail": {"data": "data", "policy": "data", "tools": "data"}},
         "learner": {"slime": {"slime_dir": "data", "megatron_dir": "data"}},
-        "services": {"wiki": {"kind": "retriever", "corpus": "data", "key_file": "data"}},
+        "services": {
+            "wiki": {"kind": "retriever", "corpus": "data", "key_file": "data"},
+            "helper": {"kind": "model", "path": "data", "engine": {"backend": "sglang", "python": "data"}},
+        },
     }
     retail = {"retail": {"data": "data", "policy": "data", "tools": "data"}}
     source = {"name": "one", "share": 1.0, "train": "data", "heldout": "data", "environment": retail}
