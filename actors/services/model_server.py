@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import aiohttp
 from aiohttp import web
 
+from headrace.actors.errors import first_cause
 from headrace.actors.services.local_server import ListenOptions, LocalServer
 from headrace.actors.services.started import model_digest
 from headrace.policies.engine import EngineId, GenerateRequest, RequestId
@@ -55,13 +56,18 @@ async def serve_model(
         engine = SGLangEngine(EngineId(process.name), process.url, http, config)
         context = (await engine.info()).max_context_tokens
         server = ModelServer(renderer, engine, context, digest=digest, key=key)
-        async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(server.serve(options, announce))
-            ended = tasks.create_task(process.wait())
-            await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                raise EngineUnavailable(f"the engine exited by itself with code {ended.result()}: {process.log_tail()}")
-            ended.cancel()
+
+        async def until_the_engine_ends() -> NoReturn:
+            code = await process.wait()
+            raise EngineUnavailable(f"the engine exited by itself with code {code}: {process.log_tail()}")
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(until_the_engine_ends())
+                await server.serve(options, announce)
+                watching.cancel()
+        except ExceptionGroup as group:
+            raise first_cause(group) from None
 
 
 class ModelServer(LocalServer):

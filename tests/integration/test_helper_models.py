@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,25 @@ async def test_what_is_no_model_is_refused_with_its_key(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             ServiceConfig.model_validate(json.loads(json.dumps({"kind": "model", "path": str(tmp_path), **settings})))
+
+
+async def test_an_address_in_use_and_an_engine_that_dies_end_the_command_with_one_line(chat_model: Path) -> None:
+    command = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "model", "serve")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = await asyncio.create_subprocess_exec(
+            *command, "--model", str(chat_model), "--port", port, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(GUARD_S):
+            _, said = await process.communicate()
+    assert said.decode().startswith(f"headrace: --host 127.0.0.1 --port {port}: ")
+    process = await asyncio.create_subprocess_exec(
+        *command, "--model", str(chat_model), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(GUARD_S):
+        await process.stdout.readline()
+        children(process.pid)[0].kill()
+        _, said = await process.communicate()
+    assert said.decode().splitlines()[-1].startswith("headrace: the engine exited by itself with code -9")
+    assert "Traceback" not in said.decode()
