@@ -17,8 +17,8 @@ from typing import Any, Final, Literal, Protocol
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-COMPLETION_PREFIX: Final = "chatcmpl-"
-"""Begin of a completion's id; the gateway's ids of turns follow it."""
+from headrace.serve.dialects.chat import COMPLETION_PREFIX, KIND, WARNING
+
 CONTEXT_CODES = frozenset({"context_length_exceeded"})
 UNREACHED_S = 30.0
 """The agent fails after the service has been unreachable for this time; waiting until the agent's own deadline would
@@ -98,7 +98,7 @@ class ChatMessage:
         parts: list[dict[str, str]] = []
         for number, (start, end) in enumerate(pairwise(cuts)):
             if start < end:
-                mark = {"headrace_kind": "warning"} if number % 2 else {}
+                mark = {KIND: WARNING} if number % 2 else {}
                 parts.append({"type": "text", "text": self.content[start:end]} | mark)
         return parts
 

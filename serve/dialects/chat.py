@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from headrace.serve.dialects.fields import JsonObject
 
+COMPLETION_PREFIX: Final = "chatcmpl-"
+"""Beginning of a completion's id; the id of its turn follows."""
 KIND: Final = "headrace_kind"
 """Field of a text part that says what its text is."""
 WARNING: Final = "warning"
@@ -267,7 +269,7 @@ _KNOWN_TOOLS = fields.KnownTools(_tools)
 
 
 def _head(request: WireRequest, turn: TurnAnswer, kind: str, created_s: int) -> dict[str, object]:
-    return {"id": f"chatcmpl-{turn.turn_id}", "object": kind, "created": created_s, "model": request.model}
+    return {"id": f"{COMPLETION_PREFIX}{turn.turn_id}", "object": kind, "created": created_s, "model": request.model}
 
 
 def _usage(turn: TurnAnswer) -> dict[str, object]:
