@@ -46,6 +46,7 @@ from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.policies.errors import BatchReleased, LearnerNotOpen, NonFiniteRun, RankFailed, RowUnusable
 from headrace.policies.learners.checkpoints import set_aside, usable_checkpoint
+from headrace.policies.learners.progress import trained_tokens
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
 
@@ -532,7 +533,7 @@ def parts_of(batch: Batch) -> dict[str, SourceStep]:
         name: SourceStep(
             rollouts=len(items),
             rows=sum(len(item.trajectory.rows) for item in items),
-            tokens=sum(int(row.loss_mask_T.sum()) for item in items for row in item.trajectory.rows),
+            tokens=sum(map(trained_tokens, items)),
             share=len(items) / len(batch.items),
             reward=fmean(item.reward for item in items),
             staleness=fmean(item.staleness for item in items),
