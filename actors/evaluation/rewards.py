@@ -117,7 +117,7 @@ def with_judgement(verdict: Verdict, judgement: Judgement | None) -> Verdict:
         return replace(verdict, detail=join_details(verdict.detail, "no step has a vote"))
     return replace(
         verdict,
-        reward=verdict.reward + judgement.coefficient * mean,
+        reward=judgement.of_tokens(verdict.reward, ()).reward,
         detail=join_details(verdict.detail, f"judge {mean:+.3g} x {judgement.coefficient:g} over {len(scores)} steps"),
         parts={**(verdict.parts or {"outcome": (verdict.reward, 1.0)}), "judge": (mean, judgement.coefficient)},
     )
