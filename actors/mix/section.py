@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import Field, model_validator
 
-from headrace.actors.section import Section
+from headrace.actors.section import Section, overlaid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -110,18 +110,10 @@ def source_document(document: Mapping[str, Any], source: SourceSection) -> dict[
     merged["tasks"] = source.model_dump(exclude={"name", "share", *OWN_TABLES})
     for table in OWN_TABLES:
         own = getattr(source, table)
-        merged[table] = _merged(document.get(table, {}), own)
+        merged[table] = overlaid(document.get(table, {}), own)
         if table == "rollout" and own and "guard_s" not in own:
             # It is the sum of phases that the source may have changed.
             merged[table].pop("guard_s", None)
-    return merged
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        known = merged.get(key)
-        merged[key] = _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
     return merged
 
 

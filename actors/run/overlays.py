@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import absolute_paths, apply_override, read_recipe, resolve
+from headrace.actors.section import overlaid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -77,12 +78,5 @@ def leaves(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
 
 
 def _merge(merged: LayeredRecipe, document: Mapping[str, Any], origin: str) -> None:
-    def into(target: dict[str, Any], source: Mapping[str, Any]) -> None:
-        for name, value in source.items():
-            if isinstance(value, dict) and isinstance(target.get(name), dict):
-                into(target[name], value)
-            else:
-                target[name] = value
-
-    into(merged.document, document)
+    merged.document = overlaid(merged.document, document)
     merged.origins |= {key: origin for key, _ in leaves(document)}
