@@ -8,11 +8,12 @@ import tempfile
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from pydantic import ValidationError
 
+from headrace.actors.cli.listening import Host, Port  # noqa: TC001 - typer reads them
 from headrace.actors.cli.output import say
 from headrace.actors.errors import ConfigError, RunError
 
@@ -38,16 +39,28 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+ModelFolder: TypeAlias = Annotated[Path, typer.Option(help="Model directory, with config.json.")]
+EngineBackend: TypeAlias = Annotated[Backend, typer.Option(help="The embedded engine, or SGLang.")]
+TensorParallel: TypeAlias = Annotated[
+    int, typer.Option(min=1, help="For sglang: number of processes that share the model.")
+]
+DataType: TypeAlias = Annotated[str, typer.Option(help="For sglang: data type; auto, bfloat16, float16 or float32.")]
+SGLangPython: TypeAlias = Annotated[
+    Path | None, typer.Option(help="Python interpreter of another environment to run SGLang in.")
+]
+MaxContext: TypeAlias = Annotated[
+    int | None, typer.Option(min=2, help="Maximum number of tokens in prompt and output together.")
+]
+
+
 def serve(
-    model: Annotated[Path, typer.Option(help="Model directory, with config.json.")],
-    backend: Annotated[Backend, typer.Option(help="The embedded engine, or SGLang.")] = Backend.CPU,
+    model: ModelFolder,
+    backend: EngineBackend = Backend.CPU,
     device: Annotated[
         Device, typer.Option(help="For sglang: device; cuda needs an environment of its own (--python).")
     ] = (Device.CPU),
-    host: Annotated[
-        str, typer.Option(help="Address to bind; any address other than loopback requires --key-file.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
     key_file: Annotated[
         Path | None,
         typer.Option(help="Private file with the key that each request but /health must carry."),
@@ -59,16 +72,10 @@ def serve(
     weight_version: Annotated[str, typer.Option(help="Label of the weights on disk: epoch.step.")] = "1.0",
     seed: Annotated[int, typer.Option(min=0, help="Random seed for sampling.")] = 0,
     max_running: Annotated[int | None, typer.Option(min=1, help="Maximum number of sequences decoded at once.")] = None,
-    max_context: Annotated[
-        int | None, typer.Option(min=2, help="Maximum number of tokens in prompt and output together.")
-    ] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="For sglang: number of processes that share the model.")
-    ] = 1,
-    dtype: Annotated[str, typer.Option(help="For sglang: data type; auto, bfloat16, float16 or float32.")] = "auto",
-    python: Annotated[
-        Path | None, typer.Option(help="Python interpreter of another environment to run SGLang in.")
-    ] = None,
+    max_context: MaxContext = None,
+    tensor_parallel: TensorParallel = 1,
+    dtype: DataType = "auto",
+    python: SGLangPython = None,
     directory: Annotated[Path | None, typer.Option(help="Folder for the log; by default a temporary one.")] = None,
     announce: Annotated[
         Path | None, typer.Option(help='File to write {"url", "pid"} to once the server answers.')

@@ -9,37 +9,36 @@ from typing import Annotated
 
 import typer
 
-from headrace.actors.cli.engine import Backend, Device, server_process
+from headrace.actors.cli.engine import (
+    Backend,
+    DataType,
+    Device,
+    EngineBackend,
+    MaxContext,
+    ModelFolder,
+    SGLangPython,
+    TensorParallel,
+    server_process,
+)
+from headrace.actors.cli.listening import AddressFile, Host, IdleSeconds, KeyFile, Port  # noqa: TC001 - typer reads them
 
 model_app = typer.Typer(no_args_is_help=True, help="Serve helper models to environments and evaluators.")
 
 
 @model_app.command()
 def serve(
-    model: Annotated[Path, typer.Option(help="Model directory, with config.json.")],
-    backend: Annotated[Backend, typer.Option(help="The embedded engine, or SGLang.")] = Backend.CPU,
+    model: ModelFolder,
+    backend: EngineBackend = Backend.CPU,
     device: Annotated[Device, typer.Option(help="For sglang: device.")] = (Device.CPU),
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="For sglang: number of processes that share the model.")
-    ] = 1,
-    dtype: Annotated[str, typer.Option(help="For sglang: data type; auto, bfloat16, float16 or float32.")] = "auto",
-    python: Annotated[
-        Path | None, typer.Option(help="Python interpreter of another environment to run SGLang in.")
-    ] = None,
-    max_context: Annotated[
-        int | None, typer.Option(min=2, help="Maximum number of tokens in prompt and output together.")
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to bind; any address other than loopback requires --key-file.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
-    address_file: Annotated[
-        Path | None, typer.Option(help='File to write {"url", "pid", ...} to once the server answers.')
-    ] = None,
-    idle_s: Annotated[float, typer.Option(min=0.1, help="Seconds without a request after which it ends.")] = 1800.0,
-    key_file: Annotated[
-        Path | None, typer.Option(help="Private file with the key that each request must carry.")
-    ] = None,
+    tensor_parallel: TensorParallel = 1,
+    dtype: DataType = "auto",
+    python: SGLangPython = None,
+    max_context: MaxContext = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    address_file: AddressFile = None,
+    idle_s: IdleSeconds = 1800.0,
+    key_file: KeyFile = None,
     parent_pid: Annotated[
         int | None, typer.Option(help="Parent process; if it dies before the model is loaded, so does the server.")
     ] = None,

@@ -7,23 +7,19 @@ from typing import Annotated
 
 import typer
 
+from headrace.actors.cli.listening import AddressFile, Host, IdleSeconds, KeyFile, Port  # noqa: TC001 - typer reads them
+
 retriever_app = typer.Typer(no_args_is_help=True, help="Serve retrievers to environments with a search action.")
 
 
 @retriever_app.command()
 def serve(
     corpus: Annotated[Path, typer.Option(help='JSONL file of passages: {"id", "contents"}.')],
-    host: Annotated[
-        str, typer.Option(help="Address to bind; any address other than loopback requires --key-file.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
-    address_file: Annotated[
-        Path | None, typer.Option(help='File to write {"url", "pid", ...} to once the server answers.')
-    ] = None,
-    idle_s: Annotated[float, typer.Option(min=0.1, help="Seconds without a request after which it ends.")] = 1800.0,
-    key_file: Annotated[
-        Path | None, typer.Option(help="Private file with the key that each request must carry.")
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    address_file: AddressFile = None,
+    idle_s: IdleSeconds = 1800.0,
+    key_file: KeyFile = None,
     parent_pid: Annotated[
         int | None, typer.Option(help="Parent process; if it dies before the corpus is indexed, so does the retriever.")
     ] = None,
