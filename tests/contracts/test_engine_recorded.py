@@ -22,8 +22,10 @@ from headrace.policies.sglang.transport import refusal
 from headrace.policies.sglang.versions import DEFAULT_VERSION
 from support import engine_exchanges as exchanges
 from support import engine_kinds as kinds
+from support.loopback import on_loopback
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+
 GENERATED = {
     "generate": FinishReason.LENGTH,
     "generate_stop": FinishReason.STOP,
@@ -101,18 +103,11 @@ async def test_the_client_parses_recorded_server_information(recorded: dict[str,
     for name in ("server_info", "model_info", "loads", "ready_paused", "health_paused"):
         app.router.add_get(recorded[name]["path"], answering(recorded[name]))
     app.router.add_post(recorded["checksums"]["path"], answering(recorded["checksums"]))
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as session:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            engine = SGLangEngine(EngineId("e"), url, session, SGLangConfig(vocab_size=258))
-            info = await engine.info()
-            await engine.health()
-            sums = await engine.checksums()
-    finally:
-        await runner.cleanup()
+    async with on_loopback(app) as url, aiohttp.ClientSession() as session:
+        engine = SGLangEngine(EngineId("e"), url, session, SGLangConfig(vocab_size=258))
+        info = await engine.info()
+        await engine.health()
+        sums = await engine.checksums()
     assert (info.server_version, info.version, info.ranks) == (DEFAULT_VERSION, PolicyVersion(1, 0), 1)
     assert (info.paused, info.running, info.max_context_tokens) == (True, 0, 1024)
     assert (info.update_session, info.version_spans) == (True, True)

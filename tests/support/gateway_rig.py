@@ -25,6 +25,7 @@ from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.rendering.template_renderer import load_renderer
+from support.loopback import on_loopback
 from support.scripted_engine import Ask, Fault, ScriptedEngine
 from support.wires import fold_anthropic, fold_chat, fold_responses
 
@@ -138,14 +139,8 @@ async def serving(engine: Engine) -> AsyncIterator[Engine]:
         ("/ready", engine.ready),
     ):
         app.router.add_get(path, handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with on_loopback(app, backlog=1024) as engine.url:
         yield engine
-    finally:
-        await runner.cleanup()
 
 
 class Lines:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import aiohttp
 from aiohttp import web
 
+from support.loopback import on_loopback
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
@@ -59,11 +61,5 @@ async def refusing_proxy(target: str) -> AsyncIterator[RefusingProxy]:
         proxy = RefusingProxy(target, http)
         app = web.Application(client_max_size=2**28)
         app.router.add_route("*", "/{path:.*}", proxy.answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            proxy.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with on_loopback(app) as proxy.url:
             yield proxy
-        finally:
-            await runner.cleanup()

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 from aiohttp import web
 from tokenizers import Tokenizer
 
+from support.loopback import on_loopback
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
@@ -151,14 +153,8 @@ async def serving(engine: ScriptedEngine) -> AsyncIterator[ScriptedEngine]:
     app = web.Application(client_max_size=2**28)
     app.router.add_post("/generate", engine.generate)
     app.router.add_post("/abort_request", engine.abort_request)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with on_loopback(app) as engine.url:
         yield engine
-    finally:
-        await runner.cleanup()
 
 
 class Parts:
