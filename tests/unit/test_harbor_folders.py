@@ -87,13 +87,15 @@ def test_a_clean_verifier_sees_the_working_directory(tmp_path: Path) -> None:
 
 
 def test_a_prebuilt_image_needs_no_dockerfile(tmp_path: Path) -> None:
-    toml = '[environment]\ndocker_image = "ubuntu:22.04"\nworkdir = "/work"\nmemory = "1.5G"\n[agent]\nuser = "dev"\n'
+    toml = (
+        '[environment]\ndocker_image = "ubuntu:22.04"\nworkdir = "/srv/task"\nmemory = "1.5G"\n[agent]\nuser = "dev"\n'
+    )
     files = {"environment__Dockerfile": None, "environment__data__a_0txt": "text\n", "solution__solve_0sh": None}
     folder = make(tmp_path / "plain", task_0toml=toml, **files)
     found = task_of(folder, SETTINGS)
     assert (found.id, found.family, found.limits.memory_mb) == ("plain", "harbor", 1536)
-    assert found.files == {"/work/data/a.txt": "text\n"}
-    assert found.environment == EnvironmentSpec(kind="terminal", given={"workdir": "/work", "user": "dev"})
+    assert found.files == {"/srv/task/data/a.txt": "text\n"}
+    assert found.environment == EnvironmentSpec(kind="terminal", given={"workdir": "/srv/task", "user": "dev"})
     assert gold_script(folder) is None
     built = make(tmp_path / "built", task_0toml=toml, environment__Dockerfile="FROM x\nRUN make\nWORKDIR /src\n")
     assert task_of(built, SETTINGS).files == {}
