@@ -12,6 +12,15 @@ import operator
 from collections.abc import Mapping
 from typing import Any, SupportsFloat, SupportsIndex, cast
 
+from headrace.buffer.breakdown import (
+    MAX_NAME_CHARACTERS,
+    MAX_NAMES,
+    MAX_PARTS,
+    OTHER,
+    Breakdown,
+    Label,
+    summed,
+)
 from headrace.buffer.errors import VersionMismatch
 from headrace.buffer.step_scores import MAX_SCORE, Credit, ScoredStep, StepScores, TokenSpan
 from headrace.buffer.types import BatchId, CheckpointRef, Trajectory
@@ -122,3 +131,36 @@ def _bounded(name: str, value: float) -> float:
     if abs(number) > MAX_SCORE:
         raise ValueError(f"the {name} {number:g} is not from {-MAX_SCORE:g} to {MAX_SCORE:g}")
     return number
+
+
+def plain_breakdown(breakdown: Breakdown) -> Breakdown:
+    """Return a breakdown in a form that can be stored: plain numbers and clean, bounded names. Parts beyond the bound
+    are added to `other`. Raises ValueError, TypeError for times that are negative or not finite."""
+    parts: list[tuple[str, float]] = []
+    for number, (name, seconds) in enumerate(breakdown.parts_s.items()):
+        part = clean_text(name)[:MAX_NAME_CHARACTERS] if number < MAX_PARTS - 1 else OTHER
+        parts.append((part, plain_seconds(seconds)))
+    labels = {
+        clean_text(name)[:MAX_NAME_CHARACTERS]: _plain_label(value)
+        for name, value in list(breakdown.labels.items())[:MAX_NAMES]
+    }
+    return Breakdown(wall_s=plain_seconds(breakdown.wall_s), parts_s=summed(parts), labels=labels)
+
+
+def plain_seconds(value: object) -> float:
+    """Return a duration of at least 0 s as a finite float. Raises TypeError, ValueError, OverflowError."""
+    seconds = plain_float(value)
+    if seconds < 0:
+        raise ValueError(f"{seconds} is not a duration in seconds")
+    return seconds
+
+
+def _plain_label(value: Any) -> Label:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        number = float(value)
+        return number if math.isfinite(number) else str(number)
+    if isinstance(value, str):
+        return clean_text(value)[:MAX_NAME_CHARACTERS]
+    return tuple(clean_text(str(name))[:MAX_NAME_CHARACTERS] for name in list(value)[:MAX_NAMES])

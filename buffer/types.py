@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from headrace.buffer.breakdown import Breakdown
     from headrace.buffer.step_scores import StepScores, TurnAdvantages
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.token_kinds import KindRuns
@@ -199,7 +200,8 @@ class RolloutResult:
     """Result of an attempt, as a worker offers it. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare,
     agent, evaluate. `trajectory` is None when nothing was sampled. `host` is where the attempt's sandbox ran, if that
     is known; `engine_failed` means that a failure of an engine or the gateway ended the attempt. `scores` are those of
-    a judge for the attempt's steps; the outcome's reward follows from them."""
+    a judge for the attempt's steps; the outcome's reward follows from them. `breakdown` says where the time went; a
+    worker of an older version sends none."""
 
     rollout_id: RolloutId
     attempt: int
@@ -211,6 +213,7 @@ class RolloutResult:
     host: str = ""
     engine_failed: bool = False
     scores: StepScores | None = None
+    breakdown: Breakdown | None = None
 
 
 class ReceiptStatus(StrEnum):

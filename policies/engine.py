@@ -70,7 +70,8 @@ class GenerateRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Sampled completion. `output_ids` and `logprobs` have equal lengths, and the spans cover them without gaps. `text`
-    omits the matched stop."""
+    omits the matched stop. `queue_s` and `prefill_s` are the seconds in the engine's queue and from there to the first
+    token, by the engine's clock; None if it does not report them."""
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -80,6 +81,8 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     retractions: int
+    queue_s: float | None = None
+    prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

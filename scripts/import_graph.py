@@ -41,6 +41,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "versions",
             "token_kinds",
             "step_scores",
+            "breakdown",
             "types",
             "sanitizer",
             "codec",

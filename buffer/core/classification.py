@@ -15,10 +15,18 @@ import numpy as np
 
 from headrace.buffer.codec import refuse_unstorable
 from headrace.buffer.core.records import TrainedTokens
-from headrace.buffer.sanitizer import clean_text, plain_float, plain_int, plain_scores, plain_version
+from headrace.buffer.sanitizer import (
+    clean_text,
+    plain_breakdown,
+    plain_float,
+    plain_int,
+    plain_scores,
+    plain_version,
+)
 from headrace.buffer.types import Cause, Outcome, RolloutResult, Row, Trajectory, check_reward
 
 if TYPE_CHECKING:
+    from headrace.buffer.breakdown import Breakdown
     from headrace.buffer.row_limits import RowLimits
     from headrace.buffer.step_scores import StepScores
     from headrace.buffer.versions import PolicyVersion, VersionTree
@@ -39,6 +47,7 @@ class Account:
     host: str = ""
     engine_failed: bool = False
     scores: StepScores | None = None
+    breakdown: Breakdown | None = None
     untrainable: bool = False
     """The result exceeds the limits of the learner, so it counts as an infra failure."""
 
@@ -74,6 +83,7 @@ def classify(
             host=clean_text(result.host),
             engine_failed=bool(result.engine_failed),
             scores=scores,
+            breakdown=None if result.breakdown is None else plain_breakdown(result.breakdown),
             untrainable=bool(violation),
         )
     except Exception as error:  # noqa: BLE001 - a foreign worker may send anything; only its own result is lost

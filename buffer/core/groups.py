@@ -18,7 +18,7 @@ from headrace.buffer.core.classification import classify
 from headrace.buffer.core.outages import COUNTED, Outages
 from headrace.buffer.core.records import AttemptRecord, GroupRecord, GroupState, RolloutRecord, RolloutState
 from headrace.buffer.core.staleness import evict
-from headrace.buffer.types import Cause, GroupId, Receipt, ReceiptStatus, RolloutId, RolloutResult
+from headrace.buffer.types import Cause, GroupId, Outcome, Receipt, ReceiptStatus, RolloutId, RolloutResult
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -81,7 +81,8 @@ class GroupBook:
         """Accept a result, or refuse and count it."""
         status = self._judge(result.rollout_id, result.attempt)
         if status is not ReceiptStatus.ACCEPTED:
-            self._sealing.aborted.pop((result.rollout_id, result.attempt), None)
+            if self._sealing.heard((result.rollout_id, result.attempt)):
+                self._describe(result)
             self._state.count(f"offers_{status}")
             return Receipt(rollout_id=result.rollout_id, attempt=result.attempt, status=status)
         account = classify(result, self._state.path.tree, limits=self._limits)
@@ -100,14 +101,34 @@ class GroupBook:
             trace_id=account.trace_id,
             host=account.host,
             scores=account.scores,
+            breakdown=account.breakdown,
         )
         self._end(attempt, engine_failed=account.engine_failed, untrainable=account.untrainable)
         return Receipt(rollout_id=attempt.rollout_id, attempt=attempt.attempt, status=status)
 
+    def _describe(self, result: RolloutResult) -> None:
+        """Add to an attempt that was cancelled when its group was sealed where its time went: it is a straggler."""
+        known = self._state.attempts.get(result.rollout_id)
+        if known is not None and known.key == (result.rollout_id, result.attempt):
+            account = classify(
+                replace(result, outcome=Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)),
+                self._state.path.tree,
+            )
+            self._state.put(
+                replace(
+                    known,
+                    turns=account.turns,
+                    phases_s=account.phases_s,
+                    trace_id=account.trace_id,
+                    host=account.host,
+                    breakdown=account.breakdown,
+                )
+            )
+
     def abandon(self, rollout_id: RolloutId, attempt: int, cause: Cause, detail: str, now: float) -> bool:
         """End an attempt that no worker is running any more. Return False when it is not in flight."""
         if self._judge(rollout_id, attempt) is not ReceiptStatus.ACCEPTED:
-            self._sealing.aborted.pop((rollout_id, attempt), None)
+            self._sealing.heard((rollout_id, attempt))
             return False
         self._state.count("attempts_abandoned")
         self._end(replace(self._state.attempts[rollout_id], ended_at_s=now, cause=cause, detail=detail))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from headrace.buffer.breakdown import Breakdown
     from headrace.buffer.core.advantages import AdvantageKind
     from headrace.buffer.step_scores import StepScores, TurnAdvantages
     from headrace.buffer.tasks import TaskId
@@ -245,7 +246,8 @@ class OutageRecord:
 class AttemptRecord:
     """An attempt of a rollout. `version` was the version being served when the attempt was issued. `offered` is true if
     a result was offered, and false for an abandoned attempt. `solved` is the evaluator's verdict, false if there is no
-    reward. `host` is where the attempt's sandbox ran, empty when that is unknown. `scores` are those of a judge."""
+    reward. `host` is where the attempt's sandbox ran, empty when that is unknown. `scores` are those of a judge.
+    `breakdown` says where the time went; attempts of older ledgers have only `phases_s`."""
 
     rollout_id: RolloutId
     attempt: int
@@ -265,6 +267,7 @@ class AttemptRecord:
     host: str = ""
     charged_to: Charge | None = None
     scores: StepScores | None = None
+    breakdown: Breakdown | None = None
 
     @property
     def key(self) -> tuple[RolloutId, int]:
@@ -373,6 +376,9 @@ class EvaluationRecord:
     sampled: tuple[TrainedTokens, ...]
     recorded_at_s: float
     solved: bool = False
+    host: str = ""
+    trace_id: str = ""
+    breakdown: Breakdown | None = None
 
     @property
     def key(self) -> tuple[RolloutId, int]:

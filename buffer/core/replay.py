@@ -335,6 +335,9 @@ class ReplayBuffer:
                 detail=account.outcome.detail,
                 sampled=account.trained,
                 recorded_at_s=now,
+                host=account.host,
+                trace_id=account.trace_id,
+                breakdown=account.breakdown,
             )
         )
         return Receipt(rollout_id=rollout_id, attempt=attempt, status=ReceiptStatus.ACCEPTED)

@@ -60,6 +60,12 @@ class Sealing:
         for group_id in state.open_groups():
             self.watch(group_id)
 
+    def heard(self, attempt: tuple[RolloutId, int]) -> bool:
+        """Forget an attempt that has been cancelled and runs no more. Return whether it was still running."""
+        was_running = attempt in self.aborted
+        self.aborted.pop(attempt, None)
+        return was_running
+
     def watch(self, group_id: GroupId) -> None:
         """Compute when an open group is due, after it has changed."""
         members, group = self._state.rollouts_of(group_id), self._state.groups[group_id]

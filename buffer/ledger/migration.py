@@ -6,7 +6,7 @@ Invariants:
   get the names that they have had since schema 4.
 - A single-file ledger (schema 1 or 2) itself becomes the archive; the open rows are copied out of it. Apart from
   counting the closed rows and renaming their kinds once, the time does not depend on their number.
-- The archive of a ledger of schema 3 or 4 is migrated before the ledger, each in one transaction. After an interruption
+- The archive of a ledger of schema 3 to 5 is migrated before the ledger, each in one transaction. After an interruption
   the next start continues.
 - At every moment `ledger.db` is a complete ledger: the old one until the new one replaces it. The files of an
   interrupted attempt are removed by the next one.
@@ -39,6 +39,7 @@ from headrace.buffer.ledger.schema import (
     CHANGES_OF_3,
     CHANGES_OF_4,
     CHANGES_OF_5,
+    CHANGES_OF_6,
     LEDGER_STATEMENTS,
     SCHEMA_VERSION,
     TABLES_OF_2,
@@ -164,7 +165,19 @@ def _from_4(database: sqlite3.Connection) -> None:
         database.execute(statement)
 
 
-_STEPS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}
+def _from_5(database: sqlite3.Connection) -> None:
+    """Migrate from version 5, which recorded phases but no breakdown, and neither host nor trace of an evaluation."""
+    for statement in CHANGES_OF_6:
+        database.execute(statement)
+
+
+_STEPS: Mapping[int, Callable[[sqlite3.Connection], None]] = {
+    1: _from_1,
+    2: _from_2,
+    3: _from_3,
+    4: _from_4,
+    5: _from_5,
+}
 
 
 _OPEN = "group_id IN (SELECT group_id FROM old.groups WHERE closed = 0)"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.core.records import (
     Action,
     AttemptRecord,
@@ -44,7 +45,7 @@ from headrace.buffer.step_scores import StepScores
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 APPLICATION_ID = 0x48524C31
 """`HRL1` in the file's header: this SQLite file is a ledger."""
 
@@ -97,6 +98,14 @@ CHANGES_OF_5 = (
 )
 """Columns new with schema 5: scores of steps, and what follows from them. Older ledgers have none."""
 
+CHANGES_OF_6 = (
+    "ALTER TABLE attempts ADD COLUMN breakdown TEXT",
+    "ALTER TABLE evaluations ADD COLUMN host TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE evaluations ADD COLUMN trace_id TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE evaluations ADD COLUMN breakdown TEXT",
+)
+"""Columns new with schema 6: where the time of an attempt went. Attempts of older ledgers have only their phases."""
+
 LEDGER_DDL = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, parent TEXT, chain TEXT NOT NULL, opened_at_s REAL NOT NULL);
@@ -144,6 +153,7 @@ LEDGER_STATEMENTS = (
     *CHANGES_OF_3,
     *CHANGES_OF_4,
     *CHANGES_OF_5,
+    *CHANGES_OF_6,
     "CREATE INDEX rollouts_by_batch ON rollouts (batch_id)",
 )
 
@@ -269,6 +279,10 @@ def _write_scores(scores: StepScores | None) -> str | None:
     return None if scores is None else scores.to_json()
 
 
+def _write_breakdown(breakdown: Breakdown | None) -> str | None:
+    return None if breakdown is None else breakdown.to_json()
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(json.loads(text))
 
@@ -315,7 +329,7 @@ TABLES: Mapping[type, Table] = {
         "attempts",
         "rollout_id attempt",
         "version issued_at_s ended_at_s offered cause reward trainable detail trained turns phases_s trace_id solved "
-        "host charged_to scores",
+        "host charged_to scores breakdown",
         {
             "version": _version,
             "offered": bool,
@@ -326,8 +340,15 @@ TABLES: Mapping[type, Table] = {
             "trained": read_trained,
             "phases_s": _pairs,
             "scores": _optional(StepScores.from_json),
+            "breakdown": _optional(Breakdown.from_json),
         },
-        {"version": str, "trained": _write_trained, "phases_s": _json, "scores": _write_scores},
+        {
+            "version": str,
+            "trained": _write_trained,
+            "phases_s": _json,
+            "scores": _write_scores,
+            "breakdown": _write_breakdown,
+        },
     ),
     BatchRecord: _table(
         BatchRecord,
@@ -357,9 +378,15 @@ TABLES: Mapping[type, Table] = {
         EvaluationRecord,
         "evaluations",
         "rollout_id attempt",
-        "task_id tag version cause reward detail sampled recorded_at_s solved",
-        {"version": _version, "cause": Cause, "sampled": read_trained, "solved": bool},
-        {"version": str, "sampled": _write_trained},
+        "task_id tag version cause reward detail sampled recorded_at_s solved host trace_id breakdown",
+        {
+            "version": _version,
+            "cause": Cause,
+            "sampled": read_trained,
+            "solved": bool,
+            "breakdown": _optional(Breakdown.from_json),
+        },
+        {"version": str, "sampled": _write_trained, "breakdown": _write_breakdown},
     ),
     TaskRecord: _table(
         TaskRecord,

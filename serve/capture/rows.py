@@ -21,6 +21,7 @@ import numpy as np
 from headrace.buffer.token_kinds import OBSERVED, TokenKind, from_runs
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.serve.capture.events import Exhausted, Status
+from headrace.serve.capture.session_usage import SessionUsage
 from headrace.serve.capture.trie import PromptNode, SampledNode, Trie, below, path
 from headrace.serve.conversation import Purpose
 
@@ -91,7 +92,7 @@ class SessionReport:
     row. `failures` are engine, gateway and network failures that reached the agent: any of them makes the outcome
     infra, whatever the score. `drift` counts turns by how their echoes differed, and `lost_calls` counts pieces of call
     markup that could not be parsed. `rerendered` counts the conversations after the first that began with a full
-    render. `conversation` holds every sampled turn as text, if requested."""
+    render. `conversation` holds every sampled turn as text, if requested. `usage` says where the time went."""
 
     session_id: SessionId
     trajectory: Trajectory | None
@@ -106,6 +107,7 @@ class SessionReport:
     drift: dict[str, int] = field(default_factory=dict)
     lost_calls: int = 0
     conversation: tuple[TranscriptTurn, ...] = ()
+    usage: SessionUsage = field(default_factory=SessionUsage)
 
 
 def report_of(session: Session) -> SessionReport:

@@ -1,0 +1,131 @@
+"""The breakdown of one attempt: the seconds that each part took, and labels that may explain them.
+
+Invariants:
+- Parts do not overlap: their seconds, `other` included, add up to `wall_s`. All are measured outside the sandbox.
+- It is a part of the result and not of the spans, so it exists without tracing and in virtual time.
+- Whatever a worker sends, what is stored is bounded: at most `MAX_PARTS` parts and `MAX_NAMES` names in a label.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Self, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+Label: TypeAlias = str | float | bool | tuple[str, ...]
+
+QUEUE: Final = "queue"
+"""Waiting for a slot of the pool."""
+BOOT: Final = "boot"
+"""Booting the agent's sandbox, retries included."""
+ATTACH: Final = "attach"
+"""Connecting to the booted sandbox."""
+PREPARE: Final = "prepare"
+"""Writing the task's files."""
+GATE: Final = "gate"
+"""A turn waits for an engine: all are closed for a push, or none is available."""
+ENGINE: Final = "engine"
+"""A turn on an engine that does not report how it spent the time."""
+ENGINE_QUEUE: Final = "engine.queue"
+"""A turn waits in the engine's queue, before it is computed."""
+ENGINE_PREFILL: Final = "engine.prefill"
+"""The engine computes the prompt, up to the first sampled token."""
+ENGINE_DECODE: Final = "engine.decode"
+"""The engine samples the tokens after the first one."""
+RENDER: Final = "render"
+"""The gateway parses a request and turns it into tokens."""
+RECORD: Final = "record"
+"""The gateway parses and records a completion, and sends the answer."""
+TOOL: Final = "tool."
+"""Prefix: from the last byte of an answer with tool calls to the request that continues it; the rest is their names."""
+SERVICE: Final = "service."
+"""Prefix: the agent waits for one of the recipe's services; the rest is its name."""
+OWN: Final = "own"
+"""The agent's own time: its start, its end, and between an answer without tool calls and the next request."""
+EVALUATE_QUEUE: Final = "evaluate.queue"
+"""Waiting for a slot of the pool for a clean sandbox."""
+EVALUATE_BOOT: Final = "evaluate.boot"
+"""Booting clean sandboxes, and connecting to them."""
+EVALUATE_FREEZE: Final = "evaluate.freeze"
+"""Freezing the agent's sandbox."""
+EVALUATE_COLLECT: Final = "evaluate.collect"
+"""Reading what the agent left."""
+EVALUATE_APPLY: Final = "evaluate.apply"
+"""Writing the files of the check."""
+EVALUATE_CHECK: Final = "evaluate.check"
+"""Running the check."""
+OFFER: Final = "offer"
+"""Handing the result to the buffer, including waits while it is away."""
+OTHER: Final = "other"
+"""The rest of the attempt's time on the worker."""
+
+BEFORE_AGENT: Final = (QUEUE, BOOT, ATTACH, PREPARE)
+OF_AGENT: Final = (GATE, ENGINE, ENGINE_QUEUE, ENGINE_PREFILL, ENGINE_DECODE, RENDER, RECORD, OWN)
+OF_EVALUATION: Final = (
+    EVALUATE_QUEUE,
+    EVALUATE_BOOT,
+    EVALUATE_FREEZE,
+    EVALUATE_COLLECT,
+    EVALUATE_APPLY,
+    EVALUATE_CHECK,
+)
+PARTS: Final = (*BEFORE_AGENT, *OF_AGENT, *OF_EVALUATION, OFFER, OTHER)
+"""The parts with a fixed name, in the order of a rollout. Those of tools and services come after the agent's."""
+
+MAX_PARTS: Final = 64
+MAX_NAMES: Final = 32
+MAX_NAME_CHARACTERS: Final = 80
+
+
+def is_of_agent(part: str) -> bool:
+    """Return whether a part belongs to the time between the agent's start and its end."""
+    return part in OF_AGENT or part.startswith((TOOL, SERVICE))
+
+
+def place_of(part: str) -> tuple[int, str]:
+    """Return a key that sorts parts in the order of a rollout."""
+    if part.startswith((TOOL, SERVICE)):
+        return PARTS.index(EVALUATE_QUEUE), f" {part}"
+    return PARTS.index(part) if part in PARTS else len(PARTS), part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Breakdown of an attempt, on its worker's clock. `wall_s` is the time from its start on the worker to its offer,
+    `parts_s` are seconds by part. `labels` by name, where known: `image`, `sandbox`, `warm`, `boot_tries`, `worker`,
+    `node`, `agent`, `engines`, `tools`, `versions`, `turns`, `prompt_tokens`, `sampled_tokens`, `cached_tokens`,
+    `retractions`, `cpu_s` and `memory_bytes` (CPU seconds and peak memory of the agent's sandbox)."""
+
+    wall_s: float = 0.0
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, Label] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the form in which the ledger stores a breakdown; times to a tenth of a millisecond."""
+        document = {
+            "wall_s": round(self.wall_s, 4),
+            "parts_s": {part: round(seconds, 4) for part, seconds in self.parts_s.items()},
+            "labels": self.labels,
+        }
+        return json.dumps(document, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the result of `to_json`. Raises KeyError, TypeError, ValueError."""
+        document = json.loads(text)
+        labels = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in document["labels"].items()
+        }
+        return cls(wall_s=document["wall_s"], parts_s=document["parts_s"], labels=labels)
+
+
+def summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the total seconds of each part, in the order of a rollout."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for part, seconds in parts:
+        totals[part] += seconds
+    return {part: totals[part] for part in sorted(totals, key=place_of)}

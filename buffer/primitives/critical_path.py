@@ -1,0 +1,105 @@
+"""The critical path through intervals that may overlap: which of them held up the end, and when.
+
+Invariants:
+- The returned segments do not overlap, are in order, and cover exactly the time between start and end.
+- Their times are those of the intervals' own clock; intervals outside of the time are cut, and reversed ones ignored.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+ADJACENT_S: Final = 1e-4
+"""An interval that ended at most this long before another began led to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of the time from `start_s` to `end_s`, in seconds."""
+
+    part: str
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+def critical_path(intervals: Iterable[Segment], start_s: float, end_s: float, *, idle: str) -> list[Segment]:
+    """Return the critical path from `start_s` to `end_s`, followed backwards from the end: before an interval on the
+    path comes the one that ended last before it began; where none ended, one that was still running. Time without any
+    interval is `idle`."""
+    cut = [
+        Segment(each.part, max(each.start_s, start_s), min(each.end_s, end_s))
+        for each in intervals
+        if each.end_s > start_s and each.start_s < end_s and each.end_s > each.start_s
+    ]
+    by_end = sorted(cut, key=lambda each: (each.end_s, each.start_s))
+    ends = [each.end_s for each in by_end]
+    # Of the intervals from each place on, the one that began first: it runs at a time if any of them does.
+    first_begun: list[Segment | None] = [None] * (len(by_end) + 1)
+    for place in reversed(range(len(by_end))):
+        following = first_begun[place + 1]
+        earlier = following is not None and following.start_s <= by_end[place].start_s
+        first_begun[place] = following if earlier else by_end[place]
+    path: list[Segment] = []
+    now = end_s
+    while now > start_s:
+        ended = bisect_right(ends, now)
+        last = by_end[ended - 1] if ended else None
+        if last is None or now - last.end_s > ADJACENT_S:
+            running = first_begun[ended]
+            if running is not None and running.start_s < now:
+                # Up to its start, or to the end of what ended meanwhile.
+                begin = max(running.start_s, last.end_s if last is not None else start_s)
+                path.append(Segment(running.part, begin, now))
+                now = begin
+                continue
+            gap_start = start_s if last is None else last.end_s
+            path.append(Segment(idle, gap_start, now))
+            now = gap_start
+            continue
+        path.append(Segment(last.part, last.start_s, now))
+        now = last.start_s
+    return _joined(reversed(path))
+
+
+def overlaid(path: Sequence[Segment], intervals: Iterable[Segment]) -> list[Segment]:
+    """Return the path with the parts of `intervals`, which do not overlap each other, in their time."""
+    over = sorted(intervals, key=lambda each: each.start_s)
+    result: list[Segment] = []
+    for segment in path:
+        now = segment.start_s
+        for each in over:
+            begin, end = max(each.start_s, now), min(each.end_s, segment.end_s)
+            if end <= begin:
+                continue
+            result += [Segment(segment.part, now, begin), Segment(each.part, begin, end)]
+            now = end
+        result.append(Segment(segment.part, now, segment.end_s))
+    return _joined(each for each in result if each.end_s > each.start_s)
+
+
+def seconds_by_part(path: Iterable[Segment]) -> dict[str, float]:
+    """Return the total seconds of each part of a path."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for segment in path:
+        totals[segment.part] += segment.seconds
+    return dict(totals)
+
+
+def _joined(segments: Iterable[Segment]) -> list[Segment]:
+    joined: list[Segment] = []
+    for segment in segments:
+        if joined and joined[-1].part == segment.part and segment.start_s <= joined[-1].end_s + ADJACENT_S:
+            joined[-1] = Segment(segment.part, joined[-1].start_s, segment.end_s)
+        else:
+            joined.append(segment)
+    return joined
