@@ -197,6 +197,8 @@ class SandboxUsage:
     cpus: float | None
     oom_kills: int
     """Number of processes killed because `memory_limit_bytes` was reached."""
+    memory_peak_bytes: int | None = None
+    """Most memory used since the boot; None if the kernel does not record it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,9 @@ class SGLangSection(BaseModel):
     python: Path | None = None
     """Interpreter of the environment in which SGLang is installed; None uses the one that `scripts/install_sglang`
     installs."""
+    report_times: bool = True
+    """Start servers with `--enable-metrics`, so that replies report the time in the queue and to the first token, which
+    `headrace trace` then tells apart. The servers also answer /metrics, without a key."""
     arguments: tuple[str, ...] = ()
     """Additional options of sglang.launch_server; they override options that follow from other keys."""
 

@@ -95,6 +95,7 @@ def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
                 max_context=config.max_context_tokens,
                 tensor_parallel=config.tensor_parallel,
                 dtype=config.dtype,
+                report_times=config.sglang.report_times,
                 arguments=config.sglang.arguments,
                 start_timeout_s=config.start_timeout_s,
             )

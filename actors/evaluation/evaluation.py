@@ -45,6 +45,8 @@ from headrace.actors.evaluation.verdict import (
     spec_with_data,
 )
 from headrace.actors.evaluation.verifier import score_untouched, score_verifier
+from headrace.actors.record.parts import in_part
+from headrace.buffer.breakdown import EVALUATE_APPLY
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.tasks import EvaluatorKind, Task
@@ -181,7 +183,8 @@ async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec
     async with sandboxes.clean(spec) as sandbox:
         try:
             if files:
-                await sandbox.write_many(files)
+                with in_part(EVALUATE_APPLY):
+                    await sandbox.write_many(files)
             return await run_check(task.evaluator, sandbox)
         except ExecTimeout as error:
             return broken(f"the check exceeded {error}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
@@ -17,10 +18,13 @@ from headrace.actors.evaluation.functions import score_by_function
 from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases
+from headrace.actors.record.parts import add_part, in_part, part_clock
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import Operations, Results, until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.tasks import is_solved
+from headrace.buffer.breakdown import EVALUATE_BOOT, EVALUATE_CHECK, EVALUATE_FREEZE, EVALUATE_QUEUE, OTHER
+from headrace.buffer.primitives.critical_path import innermost, seconds_by_part
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
 from headrace.sandboxes.pool.boot import LeaseRequest
 from headrace.serve.observing import span_names as names
@@ -58,21 +62,30 @@ class _CleanSandboxes(ResourceOwner):
 
     async def freeze(self, sandbox: SandboxId) -> None:
         """Kill the agent's processes, keep its files, and free its slot in the pool."""
-        await self._freeze(sandbox)
+        with in_part(EVALUATE_FREEZE):
+            await self._freeze(sandbox)
 
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        with tracer.start_as_current_span(names.SANDBOX_BOOT):
-            ref = (await self._leases.lease(LeaseRequest(spec=spec))).ref
+        with tracer.start_as_current_span(names.SANDBOX_BOOT), in_part(EVALUATE_BOOT):
+            began_s = asyncio.get_running_loop().time()
+            lease = await self._leases.lease(LeaseRequest(spec=spec))
+            add_part(EVALUATE_QUEUE, began_s, began_s + lease.queue_s)
+            ref = lease.ref
         try:
-            yield await self._leases.attach(ref)
+            with in_part(EVALUATE_BOOT):
+                sandbox = await self._leases.attach(ref)
+            # Collecting and applying are measured inside.
+            with in_part(EVALUATE_CHECK):
+                yield sandbox
             self.judged += 1
         finally:
             await asyncio.shield(self._leases.release(ref.id))
 
     @asynccontextmanager
     async def live(self, ref: SandboxRef) -> AsyncIterator[Sandbox]:
-        yield await self._leases.attach(ref)
+        with in_part(EVALUATE_CHECK):
+            yield await self._leases.attach(ref)
         self.judged += 1
 
     async def _freeze_many(self, ids: list[SandboxId]) -> list[SandboxError | None]:
@@ -116,7 +129,13 @@ class Evaluator(ResourceOwner):
         return self._sandboxes.judged + self._unboxed
 
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
-        return with_rewards(await self._judge(request), request.task.evaluator.rewards)
+        now = asyncio.get_running_loop().time
+        began_s = now()
+        with part_clock(now) as parts:
+            verdict = await self._judge(request)
+        path = innermost(parts.intervals, began_s, now(), idle=OTHER)
+        verdict = replace(verdict, parts_s=seconds_by_part(path))
+        return with_rewards(verdict, request.task.evaluator.rewards)
 
     async def _judge(self, request: EvaluationRequest) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
@@ -125,12 +144,14 @@ class Evaluator(ResourceOwner):
             return await score_parts(request, self._evaluate)
         if request.task.evaluator.kind is EvaluatorKind.FUNCTION:
             self._unboxed += 1
-            return await score_by_function(request)
+            with in_part(EVALUATE_CHECK):
+                return await score_by_function(request)
         if (verdict := verdict_of_episode(request)) is not None:
             self._unboxed += 1
             return verdict
         if request.task.evaluator.kind is EvaluatorKind.SIMULATED:
-            verdict = await simulated_verdict(request)
+            with in_part(EVALUATE_CHECK):
+                verdict = await simulated_verdict(request)
             self._unboxed += 1
             return verdict
         with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):

@@ -35,6 +35,8 @@ from headrace.actors.evaluation.diff_filter import (
 from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
 from headrace.actors.in_sandbox import program_command, run_program
 from headrace.actors.in_sandbox.apply import AGENT_REFUSED
+from headrace.actors.record.parts import in_part
+from headrace.buffer.breakdown import EVALUATE_COLLECT
 from headrace.sandboxes.errors import SandboxError, SandboxFileError
 
 if TYPE_CHECKING:
@@ -97,14 +99,15 @@ async def collect_patch(task: Task, sandbox: Sandbox) -> Patch:
     """Read the patch from a clean sandbox in which the frozen data paths are mounted. Raises PatchRefused,
     SandboxError."""
     argument = json.dumps([task.evaluator.data_paths, MAX_FILES, MAX_FOLDERS, MAX_BYTES])
-    result = await run_program(
-        sandbox,
-        "collect_files",
-        [argument],
-        python=task.evaluator.python,
-        timeout_s=task.evaluator.timeout_s,
-        max_output_bytes=8 * MAX_BYTES,
-    )
+    with in_part(EVALUATE_COLLECT):
+        result = await run_program(
+            sandbox,
+            "collect_files",
+            [argument],
+            python=task.evaluator.python,
+            timeout_s=task.evaluator.timeout_s,
+            max_output_bytes=8 * MAX_BYTES,
+        )
     if result.exit_code in _REFUSALS:
         raise PatchRefused(_REFUSALS[result.exit_code])
     if result.exit_code != 0 or result.truncated:

@@ -14,6 +14,8 @@ from headrace.actors.evaluation.history import lay_out
 from headrace.actors.evaluation.unified_diff import DiffRefused
 from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest, clean_spec
 from headrace.actors.in_sandbox import program_command
+from headrace.actors.record.parts import in_part
+from headrace.buffer.breakdown import EVALUATE_COLLECT
 from headrace.sandboxes.base import FrozenMount
 from headrace.sandboxes.errors import SandboxError
 
@@ -44,13 +46,14 @@ async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, s
     caps = [MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES]
     argument = json.dumps({"base": repository.workdir, "left": _LEFT, "caps": caps})
     async with sandboxes.clean(clean_spec(request.task, (mount,))) as sandbox:
-        await lay_out(request.task, sandbox)
-        result = await sandbox.exec(
-            program_command(repository.python, "collect", argument),
-            cwd="/",
-            timeout_s=request.task.evaluator.timeout_s,
-            max_output_bytes=MAX_DIFF_BYTES,
-        )
+        with in_part(EVALUATE_COLLECT):
+            await lay_out(request.task, sandbox)
+            result = await sandbox.exec(
+                program_command(repository.python, "collect", argument),
+                cwd="/",
+                timeout_s=request.task.evaluator.timeout_s,
+                max_output_bytes=MAX_DIFF_BYTES,
+            )
     if result.exit_code in _REFUSALS:
         raise DiffRefused(_REFUSALS[result.exit_code])
     if result.truncated:

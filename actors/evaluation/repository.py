@@ -44,6 +44,8 @@ from headrace.actors.evaluation.verdict import (
     solved,
 )
 from headrace.actors.in_sandbox import program_command
+from headrace.actors.record.parts import in_part
+from headrace.buffer.breakdown import EVALUATE_APPLY
 from headrace.buffer.repositories import RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.types import Cause
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError
@@ -236,7 +238,8 @@ async def _run(
     test run, or with a verdict if one is reached before the tests run. Raises DiffRefused, RunBroken, SandboxError."""
     repository, timeout_s = _repository_of(task), task.evaluator.timeout_s
     async with sandboxes.clean(clean_spec(task)) as sandbox:
-        await lay_out(task, sandbox)
+        with in_part(EVALUATE_APPLY):
+            await lay_out(task, sandbox)
         tests = _named_tests(task, repository)
         grader = repository.grader
         if isinstance(grader, Swepro) and grader.before_repo_set_cmd:
@@ -250,11 +253,13 @@ async def _run(
                 raise RunBroken(f"before_repo_set_cmd failed with exit code {code}: {result.stderr[-200:]!r}")
             tests |= set(result.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1])
         filtered = filter_diff(left.diff, FilterRules(test_files=tests), left.base)
-        refused = await _apply(sandbox, repository, filtered.diff, timeout_s)
+        with in_part(EVALUATE_APPLY):
+            refused = await _apply(sandbox, repository, filtered.diff, timeout_s)
         if refused is not None:
             return refused, filtered.dropped
         if task.evaluator.hidden_files:
-            await sandbox.write_many({path: text.encode() for path, text in task.evaluator.hidden_files.items()})
+            with in_part(EVALUATE_APPLY):
+                await sandbox.write_many({path: text.encode() for path, text in task.evaluator.hidden_files.items()})
         if task.evaluator.check and not twins:
             compared = await compare(
                 sandbox,

@@ -41,6 +41,8 @@ class Verdict:
     patch: str = ""
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Reward and weight of each part of a sum."""
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the evaluation by part (`buffer.breakdown`), by the evaluator's clock."""
 
 
 class Source(StrEnum):

@@ -37,6 +37,8 @@ from headrace.actors.evaluation.verdict import (
     rewarded,
     spec_with_data,
 )
+from headrace.actors.record.parts import in_part
+from headrace.buffer.breakdown import EVALUATE_APPLY
 from headrace.buffer.types import Cause
 from headrace.buffer.verifiers import LOGS, SCRIPT, TESTS, VerifierForm, VerifierSpec, pytest_files
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError
@@ -208,7 +210,8 @@ async def _verify(task: Task, sandbox: Sandbox, agent_ids: tuple[int, ...] | Non
         reason = made.stderr[-200:].decode(errors="replace").strip()
         return broken(f"{where}: {TESTS} and {LOGS} could not be made: {reason}")
     try:
-        await sandbox.write_many({path: text.encode() for path, text in task.evaluator.hidden_files.items()})
+        with in_part(EVALUATE_APPLY):
+            await sandbox.write_many({path: text.encode() for path, text in task.evaluator.hidden_files.items()})
         if spec.form is VerifierForm.HARBOR:
             verdict = await _run_script(task, sandbox, spec, agent_ids or ())
         else:

@@ -25,7 +25,9 @@ from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
 from headrace.actors.loop.action_parsers import PARSERS, Malformed
 from headrace.actors.loop.contexts import HeadAndTail, head_share
 from headrace.actors.loop.judge import ARTIFACT, Judge, Step, judged_problem
+from headrace.actors.record.parts import in_part
 from headrace.actors.templates import MarkedText, filled, filled_around
+from headrace.buffer.breakdown import TOOL
 from headrace.buffer.task_parts import least
 from headrace.serve.observing import span_names
 
@@ -168,7 +170,7 @@ class LoopAgent:
             if not self._config.malformed:
                 return None
             return Observation(parts=(ObservationPart(text=self._config.malformed, kind=PartKind.WARNING),))
-        with tracer.start_as_current_span(span_names.TOOL):
+        with tracer.start_as_current_span(span_names.TOOL), in_part(f"{TOOL}{action.name}"):
             observation = await episode.act(action)
         words = [*([] if action.name == RUN else [action.name]), *map(str, action.arguments.values())]
         talk.actions.append(" ".join(words)[:MAX_COMMAND_CHARACTERS])

@@ -14,10 +14,12 @@ from headrace.actors.agents.agent import keeps_time, marks_warnings, needs_sandb
 from headrace.actors.evaluation.by_service.scoring import score_by_service
 from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.places.leases import Leases
+from headrace.actors.record.parts import in_part
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.services.clients import ServiceClients
+from headrace.buffer.breakdown import EVALUATE_CHECK
 from headrace.buffer.core.mix.names import source_name
 from headrace.buffer.task_parts import least
 from headrace.buffer.tasks import OF_SERVICES, Task, TaskId, load_tasks
@@ -250,7 +252,8 @@ class SourceStations:
             scored = (
                 score_parts(request, self.evaluate) if spec.parts else score_by_service(request, self._shared.services)
             )
-            return with_rewards(await scored, spec.rewards)
+            with in_part(EVALUATE_CHECK):
+                return with_rewards(await scored, spec.rewards)
         # Includes the sandbox: if a reset worker repeats an attempt, that is another evaluation.
         key = f"{request.key}.{request.sandbox.id or uuid.uuid4().hex}"
         return await self._shared.evaluations(key, request)

@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from headrace.actors.record.service_totals import ServiceTotals
+from headrace.buffer.breakdown import SERVICE
+from headrace.buffer.primitives.critical_path import Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,8 @@ class ServiceTime:
     """Seconds in each service, waits for slots included."""
     interrupted: str = ""
     """Service whose call was last cancelled; empty if none was. A deadline that passes during a call shows here."""
+    intervals: list[Segment] = field(default_factory=list)
+    """The same as intervals."""
     _open: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @contextmanager
@@ -72,7 +76,9 @@ class ServiceTime:
             if calls > 1:
                 self._open[name] = (calls - 1, start_s)
             else:
-                self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start_s
+                now = self.clock()
+                self.seconds[name] = self.seconds.get(name, 0.0) + now - start_s
+                self.intervals.append(Segment(f"{SERVICE}{name}", start_s, now))
 
 
 _current: ContextVar[ServiceTime | None] = ContextVar("service_time", default=None)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -71,16 +73,38 @@ def critical_path(intervals: Iterable[Segment], start_s: float, end_s: float, *,
     return _joined(reversed(path))
 
 
-def overlaid(path: Sequence[Segment], intervals: Iterable[Segment]) -> list[Segment]:
-    """Return the path with the parts of `intervals`, which do not overlap each other, in their time."""
-    over = sorted(intervals, key=lambda each: each.start_s)
+def innermost(intervals: Iterable[Segment], start_s: float, end_s: float, *, idle: str) -> list[Segment]:
+    """Return the path on which at each time the interval counts that began last among those that cover it: of nested
+    intervals the innermost. Time without any interval is `idle`."""
+    cut = [Segment(each.part, max(each.start_s, start_s), min(each.end_s, end_s)) for each in intervals]
+    begun = sorted((each for each in cut if each.end_s > each.start_s), key=lambda each: (each.start_s, -each.end_s))
+    times = sorted({start_s, end_s, *(time for each in begun for time in (each.start_s, each.end_s))})
+    path: list[Segment] = []
+    open_: list[tuple[float, int, Segment]] = []
+    following = 0
+    for time_s, next_s in pairwise(times):
+        while following < len(begun) and begun[following].start_s <= time_s:
+            # The number decides between equal starts: the shorter, inner one comes later.
+            heappush(open_, (-begun[following].start_s, -following, begun[following]))
+            following += 1
+        while open_ and open_[0][2].end_s <= time_s:
+            heappop(open_)
+        path.append(Segment(open_[0][2].part if open_ else idle, time_s, next_s))
+    return _joined(path)
+
+
+def overlaid(path: Sequence[Segment], over: Sequence[Segment]) -> list[Segment]:
+    """Return the path with the parts of `over` in their time. Both are in order and without overlaps."""
     result: list[Segment] = []
+    first = 0
     for segment in path:
         now = segment.start_s
-        for each in over:
+        while first < len(over) and over[first].end_s <= now:
+            first += 1
+        for each in islice(over, first, None):
+            if each.start_s >= segment.end_s:
+                break
             begin, end = max(each.start_s, now), min(each.end_s, segment.end_s)
-            if end <= begin:
-                continue
             result += [Segment(segment.part, now, begin), Segment(each.part, begin, end)]
             now = end
         result.append(Segment(segment.part, now, segment.end_s))

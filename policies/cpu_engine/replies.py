@@ -72,6 +72,13 @@ def generation_json(
         "e2e_latency": latency_s,
         "response_sent_to_client_ts": now_s,
     }
+    if generation.arrived_s is not None and generation.forward_s is not None:
+        # SGLang reports these with --enable-metrics: a duration, and moments in seconds since 1970.
+        arrived_s = now_s - latency_s
+        meta["queue_time"] = generation.forward_s - generation.arrived_s
+        meta["forward_entry_time"] = arrived_s + generation.forward_s - generation.arrived_s
+        if generation.first_token_s is not None:
+            meta["prefill_finished_time"] = arrived_s + generation.first_token_s - generation.arrived_s
     if generation.prompt.return_logprob:
         # JSON has no infinities, so an infinite log-probability becomes null.
         meta["input_token_logprobs"] = []

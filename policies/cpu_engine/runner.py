@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -80,6 +81,10 @@ class Runner:
         if long and (long.generation not in scheduler.running or long.generation.retractions != long.retractions):
             self._long = None
         admitted = scheduler.admit() if self._long is None else []
+        now_s = time.monotonic()
+        for generation in admitted:
+            # A retracted generation keeps its first times.
+            generation.forward_s = now_s if generation.forward_s is None else generation.forward_s
         if len(admitted) == 1 and admitted[0].token_count > PREFILL_PORTION:
             self._long = LongPrefill(generation=admitted[0], retractions=admitted[0].retractions)
         if self._long is not None:
@@ -109,6 +114,10 @@ class Runner:
         noise = self._noise(generations, logits_BV.shape[1])
         ids, logprobs = sample(logits_BV, [item.prompt.sampling for item in generations], noise)
         finished = scheduler.record(rows, ids, logprobs, self.version)
+        now_s = time.monotonic()
+        for generation in generations:
+            if generation.first_token_s is None:
+                generation.first_token_s = now_s
         self.forget(finished)
         return finished
 

@@ -64,6 +64,12 @@ class Generation:
     abort_asked: bool = False
     """True if the sequence was aborted during a pause in place; it finishes when the pause ends."""
     finish: Finish | None = None
+    arrived_s: float | None = None
+    """Time of arrival, on a monotonic clock in seconds; like the next two, None until it is known."""
+    forward_s: float | None = None
+    """Time at which the first prefill began."""
+    first_token_s: float | None = None
+    """Time at which the first token was sampled."""
 
     @property
     def token_count(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
@@ -70,7 +71,7 @@ class EngineThread:
     def generate(self, prompts: Sequence[Prompt]) -> tuple[list[Generation], list[Future[Generation]]]:
         """Queue prompts. All are refused (RequestInvalid in each future) if any of the request ids is already in
         use."""
-        generations = [Generation(prompt=prompt) for prompt in prompts]
+        generations = [Generation(prompt=prompt, arrived_s=time.monotonic()) for prompt in prompts]
         futures: list[Future[Generation]] = [Future() for _ in prompts]
         for future in futures:
             future.set_running_or_notify_cancel()

@@ -81,6 +81,8 @@ def parse_completion(
         prompt_tokens=_count(meta, "prompt_tokens"),
         cached_tokens=_count(meta, "cached_tokens"),
         retractions=_count(meta, "num_retractions"),
+        queue_s=_seconds(meta.get("queue_time")),
+        prefill_s=_between(meta, "forward_entry_time", "prefill_finished_time"),
     )
 
 
@@ -142,6 +144,20 @@ def parse_object(path: str, payload: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise EngineReplyInvalid(f"{path} did not return a JSON object: {payload[:200]!r}")
     return body
+
+
+def _seconds(value: object) -> float | None:
+    """Return a reported duration in seconds; None if the server did not report a usable one."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        return None
+    return float(value)
+
+
+def _between(meta: dict[str, Any], begin: str, end: str) -> float | None:
+    """Return the time between two reported moments, in seconds. Servers without `--enable-metrics` report none."""
+    began_s, ended_s = _seconds(meta.get(begin)), _seconds(meta.get(end))
+    # 0 is SGLang's value for a moment that the request did not reach.
+    return _seconds(ended_s - began_s) if began_s and ended_s else None
 
 
 def error_text(payload: bytes) -> str:

@@ -61,6 +61,9 @@ class SGLangServerConfig(ServerConfig):
     """Number of processes, and devices, over which the model is split."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the served weights; `auto` uses the model's."""
+    report_times: bool = True
+    """Start the server with `--enable-metrics`: each reply then reports the time in the queue and to the first token,
+    and the server answers /metrics, without a key."""
     arguments: tuple[str, ...] = ()
     """Additional options for sglang.launch_server; they override the others."""
     start_timeout_s: float = Field(default=180.0, gt=0)
@@ -172,7 +175,8 @@ def server_arguments(config: SGLangServerConfig, port: int, version: str) -> tup
         "--context-length": config.max_context,
     }
     device = cpu_arguments(version) if config.device == "cpu" else ("--device", "cuda")
-    return (*option_list(options), *device, *config.arguments)
+    times = ("--enable-metrics",) if config.report_times else ()
+    return (*option_list(options), *device, *times, *config.arguments)
 
 
 def cpu_arguments(version: str) -> tuple[str, ...]:

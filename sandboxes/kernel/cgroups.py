@@ -351,7 +351,8 @@ class Cgroups:
             self._set(group, "cpu", ("cpu.cfs_quota_us", "cpu.max"), ("-1", "max"))
 
     def usage(self, group: str) -> dict[str, float]:
-        """Return cpu_s, memory_bytes, processes and oom_kills, omitting those whose controller is missing."""
+        """Return cpu_s, memory_bytes, processes and oom_kills, omitting those whose controller is missing, and
+        memory_peak_bytes if the kernel records it."""
         found: dict[str, float] = {}
         memory, pids, cpu, cpuacct = map(self._by_controller.get, ("memory", "pids", "cpu", "cpuacct"))
         if memory is not None:
@@ -360,6 +361,10 @@ class Cgroups:
             rows = dict(line.split() for line in memory.read(f"{group}/{_COMMANDS}/{events}").splitlines())
             found["oom_kills"] = int(rows.get("oom_kill", 0))
             found["memory_bytes"] = int(memory.read(f"{group}/{used}"))
+            # Kernels before 5.19 have no memory.peak.
+            with suppress(OSError):
+                peak = ("memory.max_usage_in_bytes", "memory.peak")[memory.version - 1]
+                found["memory_peak_bytes"] = int(memory.read(f"{group}/{peak}"))
         if pids is not None:
             found["processes"] = int(pids.read(f"{group}/pids.current"))
         if cpu is not None and cpu.version == 2:

@@ -102,6 +102,7 @@ class GroupUsage(NamedTuple):
     processes: int
     cpus: float | None
     oom_kills: int
+    memory_peak_bytes: int | None
 
 
 def usage(group: str) -> GroupUsage:
@@ -117,6 +118,7 @@ def usage(group: str) -> GroupUsage:
             processes=int(_read(f"{path}/pids.current")),
             cpus=None if quota == "max" else int(quota) / int(period),
             oom_kills=_field(f"{path}/memory.events", "oom_kill"),
+            memory_peak_bytes=_peak(f"{path}/memory.peak"),
         )
     memory, cpu = folder("memory", group), folder("cpu", group)
     limit = int(_read(f"{memory}/memory.limit_in_bytes"))
@@ -128,7 +130,16 @@ def usage(group: str) -> GroupUsage:
         processes=int(_read(f"{folder('pids', group)}/pids.current")),
         cpus=None if quota_us < 0 else quota_us / period_us,
         oom_kills=_field(f"{memory}/memory.oom_control", "oom_kill"),
+        memory_peak_bytes=_peak(f"{memory}/memory.max_usage_in_bytes"),
     )
+
+
+def _peak(path: str) -> int | None:
+    """Return the most memory used; None if the kernel does not record it."""
+    try:
+        return int(_read(path))
+    except OSError:
+        return None
 
 
 def _read(path: str) -> str:

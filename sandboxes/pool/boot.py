@@ -74,6 +74,10 @@ class Lease:
     ref: SandboxRef
     queue_s: float = 0.0
     boot_s: float = 0.0
+    tries: int = 1
+    """Number of boots that were begun."""
+    warm: bool = False
+    """True if the sandbox had been booted before it was asked for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,7 +181,8 @@ class Booter:
                     self._leases.doubt(name, boot.key)
                 else:
                     self._leases.refused(name, boot.key)
-        return Lease(ref=held.ref, queue_s=boot.queue_s, boot_s=boot.boot_s(self._now()))
+        boot_s = boot.boot_s(self._now())
+        return Lease(ref=held.ref, queue_s=boot.queue_s, boot_s=boot_s, tries=len(boot.tried))
 
     async def _try(self, boot: _Boot) -> HeldSandbox:
         if boot.full_since_s is not None:

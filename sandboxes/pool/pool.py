@@ -167,7 +167,7 @@ class Pool:
         if spec.idempotency_key and (known := self._leases.table.find(request.holder, spec.idempotency_key)):
             return Lease(ref=known.ref)
         if (warm := await self._warm.take(request)) is not None:
-            return Lease(ref=warm.ref)
+            return Lease(ref=warm.ref, warm=True)
         try:
             lease = await self._booter.boot(request, request.priority)
         except SandboxError:

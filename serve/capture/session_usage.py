@@ -10,11 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from headrace.buffer.breakdown import MAX_NAME_CHARACTERS, MAX_NAMES, OWN, TOOL
+from headrace.buffer.breakdown import (
+    ENGINE,
+    ENGINE_DECODE,
+    ENGINE_PREFILL,
+    ENGINE_QUEUE,
+    GATE,
+    MAX_NAME_CHARACTERS,
+    MAX_NAMES,
+    OWN,
+    RECORD,
+    TOOL,
+)
 from headrace.buffer.primitives.critical_path import Segment, critical_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from headrace.policies.engine import Completion
 
 MAX_INTERVALS: Final = 20_000
 """Intervals kept per session; the time of later ones is not attributed."""
@@ -48,11 +61,34 @@ class UsageClock:
     _prompt_tokens: int = 0
     _cached_tokens: int = 0
     _retractions: int = 0
+    _sampled: dict[str, float] = field(default_factory=dict)
+    """When turns that have not been delivered were sampled."""
+    _called: dict[str, tuple[float, tuple[str, ...]]] = field(default_factory=dict)
+    """When answers with tool calls that the agent has not continued were delivered, and the tools."""
 
     def add(self, part: str, start_s: float, end_s: float) -> None:
         """Add an interval of a part."""
         if end_s > start_s and len(self._intervals) < MAX_INTERVALS:
             self._intervals.append(Segment(part, start_s, end_s))
+
+    def asked(self, parent: str, at_s: float) -> None:
+        """Note a request that continues the turn `parent`: the time since its answer was that of the called tools. A
+        request whose parent is not known, since its history was edited, continues the only open answer."""
+        if parent not in self._called and len(self._called) == 1:
+            (parent,) = self._called
+        if (called := self._called.pop(parent, None)) is not None:
+            self.tool(called[1], called[0], at_s)
+
+    def answered(self, turn: str, at_s: float) -> None:
+        """Note that the engines have sampled a turn."""
+        self._sampled[turn] = at_s
+
+    def delivered(self, turn: str, tools: Iterable[str], at_s: float) -> None:
+        """Note that the last byte of a turn's answer, which calls these tools, has been sent."""
+        if (sampled_s := self._sampled.pop(turn, None)) is not None:
+            self.add(RECORD, sampled_s, at_s)
+            if names := tuple(tools):
+                self._called[turn] = (at_s, names)
 
     def tool(self, names: Iterable[str], start_s: float, end_s: float) -> None:
         """Add the time between an answer that calls these tools and the request that continues it."""
@@ -63,12 +99,27 @@ class UsageClock:
         part = f"{TOOL}{'+'.join(known)}" if all(name in self._tools for name in known) else OTHER_TOOL
         self.add(part[:MAX_NAME_CHARACTERS], start_s, end_s)
 
-    def sampled(self, engine: str, *, prompt_tokens: int, cached_tokens: int, retractions: int) -> None:
-        """Count a completion of an engine."""
+    def called(self, engine: str, outcome: Completion | None, start_s: float, end_s: float, *, held_s: float) -> None:
+        """Note a call of an engine, which a closed gate held for `held_s`; `outcome` is None if it failed. The parts of
+        its time are those that the engine reports; without a report there is one part."""
         self._engines.setdefault(engine)
-        self._prompt_tokens += prompt_tokens
-        self._cached_tokens += cached_tokens
-        self._retractions += retractions
+        held_s = min(held_s, end_s - start_s)
+        if outcome is None or outcome.queue_s is None or outcome.prefill_s is None:
+            lengths = [(GATE, held_s), (ENGINE, end_s - start_s - held_s)]
+        else:
+            # An engine counts a pause as a part of what the request was doing then.
+            worked_s = end_s - start_s - held_s
+            queue_s = min(max(0.0, outcome.queue_s), worked_s)
+            prefill_s = min(max(0.0, outcome.prefill_s), worked_s - queue_s)
+            decode_s = worked_s - queue_s - prefill_s
+            lengths = [(ENGINE_QUEUE, queue_s), (ENGINE_PREFILL, prefill_s), (GATE, held_s), (ENGINE_DECODE, decode_s)]
+        for part, seconds in lengths:
+            self.add(part, start_s, start_s + seconds)
+            start_s += seconds
+        if outcome is not None:
+            self._prompt_tokens += outcome.prompt_tokens
+            self._cached_tokens += outcome.cached_tokens
+            self._retractions += outcome.retractions
 
     def usage(self, now_s: float) -> SessionUsage:
         """Return the usage up to now."""

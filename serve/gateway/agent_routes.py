@@ -82,7 +82,7 @@ class AgentRoutes:
 
     def _turn_on(self, dialect: Dialect) -> Handler:
         async def turn(request: web.Request) -> web.StreamResponse:
-            live = self._live(request)
+            asked_s, live = self._turns.now(), self._live(request)
             asked = dialect.parse(await read_body(request, self._max_body_bytes), request.headers)
             uses = (use for pattern, use in self._model_policy if fnmatchcase(asked.turn.model, pattern))
             use = next(uses, ModelUse.TRAIN)
@@ -92,7 +92,8 @@ class AgentRoutes:
             async def answer() -> TurnAnswer:
                 # Raises only WireError, since a stream that has begun cannot report anything else.
                 try:
-                    return await self._turns.answer(live, asked.turn, untrained=use is ModelUse.SERVE)
+                    untrained = use is ModelUse.SERVE
+                    return await self._turns.answer(live, asked.turn, untrained=untrained, asked_s=asked_s)
                 except WireError:
                     raise
                 except Exception:

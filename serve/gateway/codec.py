@@ -32,6 +32,7 @@ from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.capture.rows import Lineage, Masked, SessionReport, TranscriptTurn
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec
+from headrace.serve.capture.session_usage import SessionUsage
 from headrace.serve.errors import BadRequest
 
 _Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
@@ -223,6 +224,7 @@ def write_report(report: SessionReport) -> dict[str, object]:
         ],
         "lineages": [asdict(lineage) for lineage in report.lineages],
         "conversation": [turn.to_json() for turn in report.conversation],
+        "usage": asdict(report.usage),
         **_counts(report),
     }
 
@@ -297,6 +299,7 @@ class ReportForm(BaseModel):
     rows: list[RowForm]
     lineages: list[Lineage]
     conversation: list[TranscriptTurn] = []
+    usage: SessionUsage = SessionUsage()
     turns: int
     sampled_tokens: int
     trained_tokens: int
@@ -323,4 +326,5 @@ class ReportForm(BaseModel):
             drift=self.drift,
             lost_calls=self.lost_calls,
             conversation=tuple(self.conversation),
+            usage=self.usage,
         )

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from headrace.buffer.breakdown import GATE
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import Completion, Engine, EngineId, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import EngineDown, EngineError
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Tracer
     from opentelemetry.util.types import AttributeValue
+
+    from headrace.serve.capture.session_usage import UsageClock
 
 
 MAX_FAILURES = 1
@@ -129,9 +132,11 @@ class EnginePool:
         for client in clients:
             await client.engine.aclose()
 
-    async def sample(self, lineage: Lineage, ask: GenerateRequest, pieces: list[Completion]) -> Completion:
-        """Sample one turn. Completions, complete or partial, are appended to `pieces` as they arrive, so that the
-        caller has the sampled tokens even if this method raises an exception.
+    async def sample(
+        self, lineage: Lineage, ask: GenerateRequest, pieces: list[Completion], usage: UsageClock
+    ) -> Completion:
+        """Sample one turn, and note in `usage` where its time went. Completions, complete or partial, are appended to
+        `pieces` as they arrive, so that the caller has the sampled tokens even if this method raises an exception.
 
         Raises:
             NoEngineOpen: no engine was available in time.
@@ -140,7 +145,11 @@ class EnginePool:
         failures, avoid = 0, None
         deadline = self._clock() + self._deadlines.gate_wait_s
         while True:
-            engine_id, deadline = await self._admission(lineage, avoid, deadline)
+            waiting_s = self._clock()
+            try:
+                engine_id, deadline = await self._admission(lineage, avoid, deadline)
+            finally:
+                usage.add(GATE, waiting_s, self._clock())
             done = array("i", (token for piece in pieces for token in piece.output_ids))
             # A continuation or a retry is a request of its own to the engine.
             suffix = f"-{len(pieces)}-{failures}" if pieces or failures else ""
@@ -153,7 +162,7 @@ class EnginePool:
             )
             self.router.begin(engine_id)
             try:
-                outcome = await self._call(engine_id, request, pieces)
+                outcome = await self._call(engine_id, request, pieces, usage)
             finally:
                 self.router.end(engine_id)
             if isinstance(outcome, EngineDown) and self._clock() < deadline:
@@ -202,7 +211,7 @@ class EnginePool:
         self._changed = asyncio.Event()
 
     async def _call(
-        self, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion]
+        self, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion], usage: UsageClock
     ) -> Completion | EngineError:
         """Call the engine and record the outcome in a span."""
         attributes: dict[str, AttributeValue] = {
@@ -210,7 +219,15 @@ class EnginePool:
             span_names.INPUT_TOKENS: len(request.input_ids),
         }
         with self._tracer.start_as_current_span(span_names.ENGINE, attributes=attributes) as span:
-            outcome = await self._call_or_abort(self._clients[engine_id], engine_id, request, pieces)
+            began_s, outcome = self._clock(), None
+            closed_s = self.router.closed_s(engine_id, began_s)
+            try:
+                outcome = await self._call_or_abort(self._clients[engine_id], engine_id, request, pieces)
+            finally:
+                now = self._clock()
+                held_s = self.router.closed_s(engine_id, now) - closed_s
+                completion = outcome if isinstance(outcome, Completion) else None
+                usage.called(str(engine_id), completion, began_s, now, held_s=held_s)
             if isinstance(outcome, EngineError):
                 span.record_exception(outcome)
             elif span.is_recording():

@@ -18,6 +18,7 @@ from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.serve.capture.rows import SessionReport, conversation_of, report_of, tree_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.capture.session_log import Opened, SessionLog
+from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.errors import LogBroken, SessionExists
 from headrace.serve.gateway.turns import LiveSession, Turns
 
@@ -100,7 +101,14 @@ class SessionTable:
         return [self._enter(one, Session(one.spec, one.opened_at)) for one in opened]
 
     def _enter(self, opened: Opened, core: Session) -> LiveSession:
-        live = LiveSession(core=core, token=opened.token, log=self._log, running=SingleFlight(self._tasks))
+        live = LiveSession(
+            core=core,
+            token=opened.token,
+            log=self._log,
+            running=SingleFlight(self._tasks),
+            # Of a session of an earlier process, the time until now is unknown.
+            usage=UsageClock(since_s=self._clock()),
+        )
         self._live[opened.spec.session_id] = live
         self._ids[opened.token] = opened.spec.session_id
         return live

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from headrace.buffer.breakdown import RENDER
 from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import TemplateRefused
 from headrace.policies.tokens.chat_template import Ending
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from headrace.buffer.token_kinds import KindRuns
     from headrace.serve.capture.session import Session, TurnPlan
     from headrace.serve.capture.session_log import SessionLog
+    from headrace.serve.capture.session_usage import UsageClock
     from headrace.serve.conversation import TurnAnswer
     from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer, TokenIds
@@ -79,6 +81,7 @@ class LiveSession:
     token: str
     log: SessionLog | None
     running: SingleFlight[TurnAnswer]
+    usage: UsageClock
     closed: bool = False
     unlogged: list[Event] = field(default_factory=list)
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -153,8 +156,14 @@ class Turns:
         closed."""
         self._thread.stop()
 
-    async def answer(self, live: LiveSession, request: TurnRequest, *, untrained: bool) -> TurnAnswer:
-        """Return the answer for the agent.
+    def now(self) -> float:
+        """Return the time on this gateway's clock."""
+        return self._clock()
+
+    async def answer(
+        self, live: LiveSession, request: TurnRequest, *, untrained: bool, asked_s: float | None = None
+    ) -> TurnAnswer:
+        """Return the answer for the agent, whose request began to arrive at `asked_s` (by default: now).
 
         Raises:
             ContextExceeded, SessionUnknown, BadRequest: errors for the agent.
@@ -169,8 +178,10 @@ class Turns:
             raise
         for event in live.core.accepted(match):
             live.record(event)
+        asked_s, parent = self._clock() if asked_s is None else asked_s, match.parent.turn_id if match.parent else ""
+        live.usage.asked(parent, asked_s)
         key = TurnKey(
-            parent=match.parent.turn_id if match.parent else "",
+            parent=parent,
             parts=match.parts,
             options=options_digest(request),
             untrained=untrained,
@@ -186,7 +197,7 @@ class Turns:
             if len(live.running) >= MAX_RUNNING_TURNS:
                 raise BadRequest(f"This session already has {MAX_RUNNING_TURNS} running requests.")
         try:
-            return await live.running(key, lambda: self._run(live, match, request))
+            return await live.running(key, lambda: self._run(live, match, request, asked_s))
         except asyncio.CancelledError:
             # Cancelled through the single flight by `close`, not as the task of this request.
             task = asyncio.current_task()
@@ -217,9 +228,11 @@ class Turns:
         """Record that the last byte of the answer has been sent."""
         # The final answer belongs to no turn: an agent may request it for ever.
         if not live.closed and live.core.trie.by_turn(answer.turn_id) is not None:
-            live.record_anyway(Delivered(turn_id=answer.turn_id, at=self._clock()))
+            now = self._clock()
+            live.record_anyway(Delivered(turn_id=answer.turn_id, at=now))
+            live.usage.delivered(answer.turn_id, (call.name for call in answer.calls), now)
 
-    async def _run(self, live: LiveSession, match: Match, request: TurnRequest) -> TurnAnswer:
+    async def _run(self, live: LiveSession, match: Match, request: TurnRequest, asked_s: float) -> TurnAnswer:
         if live.closed:
             # Closed while this call waited for an abandoned run of the same turn to end.
             raise SessionUnknown("This session is closed.")
@@ -232,9 +245,11 @@ class Turns:
                 except ContextExceeded:
                     live.exhaust(Exhausted.CONTEXT)
                     raise
+            live.usage.add(RENDER, asked_s, self._clock())
             completion = await self._sample(live, turn_id, plan)
             if completion is None:
                 return core.final_answer()
+            live.usage.answered(turn_id, self._clock())
             event = core.recorded(turn_id, plan, completion, self._renderer, self._parser)
             live.record(event)
             if plan.spends and completion.finish is FinishReason.LENGTH:
@@ -311,7 +326,7 @@ class Turns:
         completed, overdue, started_at = False, False, self._clock()
         try:
             async with asyncio.timeout(live.core.wall_left_s(self._clock())):
-                completion = await self._pool.sample(lineage, request, pieces)
+                completion = await self._pool.sample(lineage, request, pieces, live.usage)
             completed = True
             return completion
         except TimeoutError:
@@ -347,4 +362,4 @@ class Turns:
         with suppress(LogBroken):
             live.flush()
         self._pool.router.forget(live.core.spec.session_id)
-        return report_of(live.core)
+        return replace(report_of(live.core), usage=live.usage.usage(self._clock()))

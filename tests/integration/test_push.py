@@ -21,6 +21,7 @@ from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.push.machine import ORDER, Phase
 from headrace.policies.push.weights import read_snapshot
 from headrace.serve.capture.session import SessionId
+from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
 from support.push_rig import snapshot
@@ -79,7 +80,7 @@ async def sample(pool: EnginePool, name: str, tokens: int) -> list[Completion]:
     """The pieces of one turn."""
     pieces: list[Completion] = []
     ask = GenerateRequest(request_id=RequestId(name), input_ids=tuple(PROMPT), max_new_tokens=tokens)
-    await pool.sample(Lineage(SessionId(name)), ask, pieces)
+    await pool.sample(Lineage(SessionId(name)), ask, pieces, UsageClock(since_s=0.0))
     return pieces
 
 

@@ -15,6 +15,7 @@ from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId
 from headrace.serve.capture.session import SessionId
+from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.errors import InfraError, NoEngineOpen
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
 from headrace.serve.gateway.routing import EngineRoute, Lineage, RoutingTable
@@ -84,7 +85,7 @@ def table(version: int, *, admitted: bool) -> RoutingTable:
 
 async def turn(pool: EnginePool) -> Completion:
     ask = GenerateRequest(request_id=RequestId("r"), input_ids=array("i", [1]), max_new_tokens=9)
-    return await pool.sample(LINEAGE, ask, [])
+    return await pool.sample(LINEAGE, ask, [], UsageClock(since_s=0.0))
 
 
 async def push(pool: EnginePool, seconds: float) -> None:

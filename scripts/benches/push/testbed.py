@@ -34,6 +34,7 @@ from headrace.policies.push.execution import push
 from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.capture.session import SessionId
+from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
 from headrace.serve.gateway.routing import EngineRoute, Lineage, RoutingTable
 
@@ -164,7 +165,7 @@ class PushTestbed:
                 input_ids=tuple((number + 7 * at) % 256 for at in range(PROMPT_TOKENS)),
                 max_new_tokens=max_new_tokens,
             )
-            whole = await self.pool.sample(Lineage(SessionId(str(number))), ask, pieces)
+            whole = await self.pool.sample(Lineage(SessionId(str(number))), ask, pieces, UsageClock(since_s=0.0))
             self.sampled_tokens += len(whole.output_ids)
 
 
