@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -112,6 +113,13 @@ class Agent(Protocol):
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
         """Work on the task. Raises AgentNotStarted, and gateway and sandbox errors, which the caller classifies."""
         ...
+
+
+def agent_name(agent: Agent) -> str:
+    """Return the name of an agent's kind, as in `agent.kind`; an agent of another package may have an attribute
+    `name`."""
+    words = re.findall(r"[A-Z][a-z0-9]*", type(agent).__name__.removesuffix("Agent"))
+    return str(getattr(agent, "name", "")) or "_".join(words).lower()
 
 
 def needs_sandbox(agent: Agent) -> bool:

@@ -82,6 +82,10 @@ class RecordedStations:
         await self._stations.release(sandbox)
 
     @property
+    def agent_name(self) -> str:
+        return self._stations.agent_name
+
+    @property
     def needs_sandbox(self) -> bool:
         return self._stations.needs_sandbox
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from opentelemetry import trace
@@ -26,7 +25,9 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.history import prepare
 from headrace.actors.evaluation.rewards import with_judgement, with_rewards
 from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources
-from headrace.actors.services.figures import current_service_time, service_time
+from headrace.actors.rollouts.attempt_time import AttemptTime
+from headrace.actors.services.figures import current_service_time
+from headrace.buffer.breakdown import ATTACH, QUEUE
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.task_parts import least
 from headrace.buffer.types import Cause, Outcome, RolloutOrder, RolloutResult
@@ -37,20 +38,20 @@ from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.errors import ServeError
 from headrace.serve.observing import span_names as names
-from headrace.serve.observing.tracing import traceparent_of
+from headrace.serve.observing.tracing import current_trace_id, traceparent_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator
 
     from headrace.actors.services.figures import ServiceTime
     from headrace.buffer.tasks import Task
     from headrace.serve.capture.rows import SessionReport
     from headrace.serve.gateway.client import OpenedSession
 
-SERVICE_PHASE = "service."
-"""Prefix of the phases of services, which take a part of the agent's time."""
 ANSWER_S = 5.0
 """Time allowed for a pool to report that a deadline has passed."""
+USAGE_S = 2.0
+"""Time allowed for reading what a sandbox has used."""
 RESULT_CHARACTERS, LOG_CHARACTERS = 500, 4000
 """Maximum characters of an agent's final message and of its log that are stored in its span."""
 logger = logging.getLogger(__name__)
@@ -86,6 +87,11 @@ class Stations(Protocol):
     @property
     def folders(self) -> tuple[HostFolder, ...]:
         """Host folders that are mounted in the agent's sandbox."""
+        ...
+
+    @property
+    def agent_name(self) -> str:
+        """Name of the agent's kind."""
         ...
 
     @property
@@ -128,42 +134,13 @@ class InfraFailure(Exception):
         self.engine = engine
 
 
-@dataclass(slots=True)
-class Phases:
-    """Seconds per phase, in the order in which the phases ended, and the sandbox's host once it is known."""
-
-    seconds: list[tuple[str, float]] = field(default_factory=list)
-    host: str = ""
-    occupied: Counter[str] = field(default_factory=Counter)
-    """Number of rollouts in each phase, shared by all of a worker's rollouts."""
-
-    def split(self, first: str, first_s: float) -> None:
-        """Split the first `first_s` seconds off the last phase and record them under another name."""
-        name, seconds = self.seconds.pop()
-        self.seconds += [(first, first_s), (name, max(0.0, seconds - first_s))]
-
-    def split_services(self, seconds: Mapping[str, float]) -> None:
-        """Split the seconds in services, by name, off the last phase, as phases `service.NAME`."""
-        for service, service_s in seconds.items():
-            self.split(f"{SERVICE_PHASE}{service}", min(service_s, self.seconds[-1][1]))
-
-    @contextmanager
-    def clock(self, name: str) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        self.occupied[name] += 1
-        try:
-            yield
-        finally:
-            self.occupied[name] -= 1
-            self.seconds.append((name, loop.time() - start))
-
-
 @asynccontextmanager
-async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> AsyncIterator[None]:
+async def boundary(
+    span: str, phase: str, time: AttemptTime, timeout_s: float, *, part: str = ""
+) -> AsyncIterator[None]:
     """Apply the span, clock and deadline of one phase to the block. Every error raised inside becomes an InfraFailure
     that names the phase."""
-    with tracer.start_as_current_span(span), phases.clock(phase):
+    with tracer.start_as_current_span(span), time.clock(phase, part or phase):
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -179,35 +156,45 @@ async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> A
 
 
 async def run_rollout(
-    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, occupied: Counter[str] | None = None
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, time: AttemptTime | None = None
 ) -> RolloutResult:
     """Run one attempt to its end. Raises only CancelledError: every failure becomes a result, even a bug in headrace.
-    `occupied` counts the rollouts in each phase."""
-    phases = Phases(occupied=Counter() if occupied is None else occupied)
+    `time` measures the attempt, also one that is cancelled."""
+    time = time or AttemptTime()
+    time.labels |= {"image": task.image, "agent": stations.agent_name}
+    with time.measured():
+        result = await _guarded(order, task, stations, config, time)
+    return replace(result, breakdown=time.breakdown())
+
+
+async def _guarded(
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, time: AttemptTime
+) -> RolloutResult:
+    """Run one attempt, and return every failure as a result."""
     try:
         async with asyncio.timeout(config.guard_s):
-            return await _run(order, task, stations, config, phases)
+            return await _run(order, task, stations, config, time)
     except TimeoutError:
-        return _failed(order, phases, f"the whole rollout took more than {config.guard_s:g} s")
+        return _failed(order, time, f"the whole rollout took more than {config.guard_s:g} s")
     except InfraFailure as error:
-        return _failed(order, phases, str(error), engine=error.engine)
+        return _failed(order, time, str(error), engine=error.engine)
     except Exception as error:
         logger.exception("rollout %s attempt %d failed outside its phases", order.rollout_id, order.attempt)
-        return _failed(order, phases, f"{type(error).__name__}: {error}")
+        return _failed(order, time, f"{type(error).__name__}: {error}")
 
 
 async def _run(
-    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, time: AttemptTime
 ) -> RolloutResult:
-    async with _sandbox(order, task, stations, config, phases) as (ref, sandbox):
+    async with _sandbox(order, task, stations, config, time) as (ref, sandbox):
         if sandbox is not None:
-            async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
+            async with boundary(names.PREPARE, "prepare", time, config.prepare_timeout_s):
                 await prepare(task, sandbox)
-        report, record = await _converse(order, task, stations, config, phases, sandbox)
+        report, record = await _converse(order, task, stations, config, time, sandbox)
         _check_agent(report, record)
         evaluate_s = least(config.evaluate_timeout_s, task.limits.evaluate_s) or config.evaluate_timeout_s
-        with service_time() as in_services:
-            async with boundary(names.EVALUATE, "evaluate", phases, evaluate_s):
+        with time.services() as in_services:
+            async with boundary(names.EVALUATE, "evaluate", time, evaluate_s):
                 if report.stop is StopReason.INVALID:
                     verdict = with_rewards(invalid("an answer was not an action"), task.evaluator.rewards)
                 else:
@@ -220,28 +207,30 @@ async def _run(
                         traceparent=traceparent,
                         agent_user=report.user,
                     )
+                    began_s = asyncio.get_running_loop().time()
                     verdict = await stations.evaluate(request)
+                    time.evaluated(verdict.parts_s, began_s)
                 scores = None
                 if report.judgement is not None and verdict.reward is not None:
                     scores = report.judgement.of_tokens(verdict.reward, record.lineages)
                 verdict = with_judgement(verdict, report.judgement)
-        phases.split_services(in_services.seconds)
+        time.split_services(in_services.seconds)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
         outcome=outcome_of(report, record.exhausted, verdict),
         trajectory=record.trajectory,
-        phases_s=tuple(phases.seconds),
+        phases_s=tuple(time.seconds),
         turns=record.turns,
-        trace_id=_trace_id(),
-        host=phases.host,
+        trace_id=current_trace_id(),
+        host=time.host,
         scores=scores,
     )
 
 
 @asynccontextmanager
 async def _sandbox(
-    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases
+    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, time: AttemptTime
 ) -> AsyncIterator[tuple[SandboxRef, Sandbox | None]]:
     """Lease the agent's sandbox, if it needs one, and release it in every case."""
     if not stations.needs_sandbox:
@@ -257,20 +246,22 @@ async def _sandbox(
     clocks = {"queue_timeout_s": config.queue_timeout_s, "boot_timeout_s": config.boot_timeout_s}
     # The pool enforces the deadlines of queue and boot; this one is for a pool that does not answer.
     timeout_s = config.queue_timeout_s + config.boot_timeout_s + ANSWER_S
-    async with boundary(names.SANDBOX_BOOT, "boot", phases, timeout_s):
+    async with boundary(names.SANDBOX_BOOT, "boot", time, timeout_s):
         try:
             lease = await stations.lease(LeaseRequest(spec=spec, avoid=order.avoid, **clocks))
         except QueueTimeout as error:
             raise InfraFailure(f"queue: {error}") from error
         except SandboxError as error:
             # A provider of several hosts does not know the host of every error.
-            phases.host = "" if error.host == "remote" else error.host
+            time.host = "" if error.host == "remote" else error.host
             raise
     ref = lease.ref
-    phases.host = ref.host
-    phases.split("queue", lease.queue_s)
+    time.host = ref.host
+    time.split("queue", lease.queue_s)
+    time.split_part(QUEUE, lease.queue_s)
+    time.labels |= {"sandbox": str(ref.id), "warm": lease.warm, "boot_tries": lease.tries}
     try:
-        async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
+        async with boundary(names.PREPARE, "prepare", time, config.prepare_timeout_s, part=ATTACH):
             sandbox = await stations.attach(ref)
         yield ref, sandbox
     finally:
@@ -278,14 +269,20 @@ async def _sandbox(
 
 
 async def _converse(
-    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox | None
+    order: RolloutOrder,
+    task: Task,
+    stations: Stations,
+    config: RolloutConfig,
+    time: AttemptTime,
+    sandbox: Sandbox | None,
 ) -> tuple[AgentReport, SessionReport]:
     """Run the agent in a session, which is closed in every case."""
-    with service_time() as in_services:
-        report, session = await _run_agent(order, task, stations, config, phases, sandbox, in_services)
-    phases.split_services(in_services.seconds)
-    async with boundary(names.FINISH, "agent", phases, config.prepare_timeout_s):
+    with time.services() as in_services:
+        report, session = await _run_agent(order, task, stations, config, time, sandbox, in_services)
+    time.split_services(in_services.seconds)
+    async with boundary(names.FINISH, "agent", time, config.prepare_timeout_s):
         record = await stations.finish_session(session)
+        time.session_ended(record)
         trace.get_current_span().set_attributes(_session_attributes(record))
         return report, record
 
@@ -295,19 +292,22 @@ async def _run_agent(
     task: Task,
     stations: Stations,
     config: RolloutConfig,
-    phases: Phases,
+    time: AttemptTime,
     sandbox: Sandbox | None,
     in_services: ServiceTime,
 ) -> tuple[AgentReport, OpenedSession]:
     """Open a session and run the agent in it. The session stays open only if the agent reports."""
-    async with boundary(names.AGENT, "agent", phases, config.guard_s):
+    async with boundary(names.AGENT, "agent", time, config.guard_s):
         session = await stations.open_session(order, task, traceparent_of(trace.get_current_span()))
         agent_s = least(config.agent_timeout_s, task.limits.agent_s) or config.agent_timeout_s
         try:
             try:
                 # An agent that keeps its own time has some more to close its episode.
                 async with asyncio.timeout(agent_s + (ANSWER_S if stations.keeps_time else 0.0)) as clock:
-                    report = await stations.run_agent(order, task, sandbox, session, agent_s)
+                    try:
+                        report = await stations.run_agent(order, task, sandbox, session, agent_s)
+                    finally:
+                        await _measure(sandbox, time)
             except TimeoutError:
                 if not clock.expired():
                     raise
@@ -327,9 +327,21 @@ async def _run_agent(
             trace.get_current_span().set_attributes(attributes)
         except BaseException:
             with suppress(ServeError):
-                await asyncio.shield(stations.finish_session(session))
+                time.session_ended(await asyncio.shield(stations.finish_session(session)))
             raise
     return report, session
+
+
+async def _measure(sandbox: Sandbox | None, time: AttemptTime) -> None:
+    """Read what the agent's sandbox has used. Without the figures a rollout is worth as much."""
+    if sandbox is None:
+        return
+    with suppress(SandboxError, TimeoutError):
+        async with asyncio.timeout(USAGE_S):
+            usage = await sandbox.usage()
+        time.labels["cpu_s"] = usage.cpu_s
+        if usage.memory_peak_bytes is not None:
+            time.labels["memory_bytes"] = usage.memory_peak_bytes
 
 
 def _session_attributes(record: SessionReport) -> dict[str, int]:
@@ -369,20 +381,15 @@ def outcome_of(report: AgentReport, exhausted: Exhausted, verdict: Verdict) -> O
     return Outcome(reward=verdict.reward, solved=verdict.solved, trainable=True, cause=cause, detail=verdict.detail)
 
 
-def _failed(order: RolloutOrder, phases: Phases, detail: str, *, engine: bool = False) -> RolloutResult:
+def _failed(order: RolloutOrder, time: AttemptTime, detail: str, *, engine: bool = False) -> RolloutResult:
     logger.warning("rollout %s attempt %d is infra: %s", order.rollout_id, order.attempt, detail)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
         outcome=Outcome.infra(clean_text(detail)),
         trajectory=None,
-        phases_s=tuple(phases.seconds),
-        trace_id=_trace_id(),
-        host=phases.host,
+        phases_s=tuple(time.seconds),
+        trace_id=current_trace_id(),
+        host=time.host,
         engine_failed=engine,
     )
-
-
-def _trace_id() -> str:
-    context = trace.get_current_span().get_span_context()
-    return f"{context.trace_id:032x}" if context.is_valid else ""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from headrace.actors.agents.agent import keeps_time, marks_warnings, needs_sandbox
+from headrace.actors.agents.agent import agent_name, keeps_time, marks_warnings, needs_sandbox
 from headrace.actors.evaluation.by_service.scoring import score_by_service
 from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.places.leases import Leases
@@ -220,6 +220,10 @@ class SourceStations:
             marks_warnings=marks_warnings(self._parts.agent),
         )
         return await self._shared.sessions.open(order, spec)
+
+    @property
+    def agent_name(self) -> str:
+        return agent_name(self._parts.agent)
 
     @property
     def needs_sandbox(self) -> bool:

@@ -25,16 +25,18 @@ from opentelemetry import trace
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.logs import ROLLOUT_ATTEMPT
 from headrace.actors.rollouts.answers import Answer, answer_of
+from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
 from headrace.actors.runtime.batching import TOGETHER_S, Batcher
 from headrace.actors.runtime.nodes import this_node
 from headrace.actors.runtime.operations import until_back
+from headrace.buffer.breakdown import OFFER, summed
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.observing import span_names as names
-from headrace.serve.observing.tracing import start_rollout_span
+from headrace.serve.observing.tracing import current_trace_id, describe, start_rollout_span
 
 if TYPE_CHECKING:
     from headrace.actors.services.figures import ServiceFigures
@@ -100,7 +102,7 @@ class RolloutWorker:
         enter = self._stack.enter_async_context
         self._stack.enter_context(self._parts.observing.spans("worker"))
         self._stations = await enter(WorkerStations(self._parts, self._incarnation))
-        self._offer: Batcher[tuple[RolloutOrder, RolloutResult], None] = await enter(Batcher(self._offer_many))
+        self._offer: Batcher[tuple[RolloutOrder, RolloutResult, float], None] = await enter(Batcher(self._offer_many))
         self._known_tasks = self._parts.tasks.load()
         self._group = await enter(asyncio.TaskGroup())
         return self
@@ -216,38 +218,63 @@ class RolloutWorker:
         with trace.use_span(span, end_on_exit=True):
             task, folders = self._known_tasks[order.purpose, order.task_id], self._parts.evaluations
             is_evaluation = order.purpose is Purpose.EVALUATION
+            time = AttemptTime(self._occupied)
+            time.labels |= {"worker": self._incarnation[:8], "node": this_node()[:12]}
             stations = self._stations.of(order.task_id)
             recorded = RecordedStations(stations) if is_evaluation and folders is not None else None
             try:
-                result = await run_rollout(order, task, recorded or stations, stations.config, self._occupied)
+                result = await run_rollout(order, task, recorded or stations, stations.config, time)
             except asyncio.CancelledError:
-                result = RolloutResult(
-                    rollout_id=order.rollout_id, attempt=order.attempt, outcome=CANCELLED, trajectory=None
-                )
+                result = _cancelled(order, time)
             # From here on a cancellation would only lose the result.
             self._offering.add((order.rollout_id, order.attempt))
-            attributes: dict[str, str | float] = {names.CAUSE: result.outcome.cause}
-            if result.outcome.reward is not None:
-                attributes[names.REWARD] = result.outcome.reward
-            trace.get_current_span().set_attributes(attributes)
+            describe(trace.get_current_span(), result.outcome)
             if is_evaluation:
                 answer = answer_of(order, result)
                 if recorded is not None and folders is not None and answer.cause is not Cause.CANCELLED:
                     answer = await asyncio.to_thread(folders.write, order.group_id, answer, recorded.reports)
                 self._answers[order.rollout_id, order.attempt] = answer
             with tracer.start_as_current_span(names.BUFFER_OFFER):
-                await self._offer((order, result))
+                await self._offer((order, result, asyncio.get_running_loop().time()))
             return result.outcome
 
-    async def _offer_many(self, ended: list[tuple[RolloutOrder, RolloutResult]]) -> list[None]:
-        training = [result for order, result in ended if order.purpose is Purpose.TRAIN]
-        evaluation = [(order, result) for order, result in ended if order.purpose is Purpose.EVALUATION]
+    async def _offer_many(self, ended: list[tuple[RolloutOrder, RolloutResult, float]]) -> list[None]:
+        training = [(result, at_s) for order, result, at_s in ended if order.purpose is Purpose.TRAIN]
+        evaluation = [(order, result, at_s) for order, result, at_s in ended if order.purpose is Purpose.EVALUATION]
+        # Each repeated call says how long the results have waited by then.
         if training:
-            await until_back(lambda: self._parts.replay.offer(training))
+            await until_back(lambda: self._parts.replay.offer([_waited(result, at_s) for result, at_s in training]))
         if evaluation:
-            await until_back(lambda: self._parts.replay.record_evaluations(evaluation))
+            await until_back(
+                lambda: self._parts.replay.record_evaluations(
+                    [(order, _waited(result, at_s)) for order, result, at_s in evaluation]
+                )
+            )
         return [None] * len(ended)
 
 
-def _cancelled(order: RolloutOrder) -> RolloutResult:
-    return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=CANCELLED, trajectory=None)
+def _cancelled(order: RolloutOrder, time: AttemptTime) -> RolloutResult:
+    """Return the result of a cancelled attempt, which is often a straggler, with where its time went."""
+    breakdown = time.breakdown()
+    return RolloutResult(
+        rollout_id=order.rollout_id,
+        attempt=order.attempt,
+        outcome=CANCELLED,
+        trajectory=None,
+        phases_s=tuple(time.seconds),
+        turns=int(breakdown.labels.get("turns", 0)),  # type: ignore[arg-type]
+        trace_id=current_trace_id(),
+        host=time.host,
+        breakdown=breakdown,
+    )
+
+
+def _waited(result: RolloutResult, at_s: float) -> RolloutResult:
+    """Return a result that has been ready since `at_s`, with the time that it has waited to be taken."""
+    breakdown, waited_s = result.breakdown, asyncio.get_running_loop().time() - at_s
+    if breakdown is None:
+        return result
+    offered = replace(
+        breakdown, wall_s=breakdown.wall_s + waited_s, parts_s=summed([*breakdown.parts_s.items(), (OFFER, waited_s)])
+    )
+    return replace(result, breakdown=offered)

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import re
 import sqlite3
 from collections import Counter, defaultdict
 from contextlib import closing
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.buffer.audit.report import DecileReport
     from headrace.buffer.core.records import AttemptRecord, CommitRecord
 
+_RANDOM_NAMES = re.compile(r'"(?:worker|sandbox)":"[^"]*"')
 _UNDECIDED = frozenset({RolloutState.IN_FLIGHT, RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED})
 
 
@@ -148,10 +150,11 @@ def _phase_intervals(attempt: AttemptRecord, now_s: float) -> Iterator[tuple[str
 
 
 def history_digest(folder: Path) -> str:
-    """Return the SHA-256 of every row of the ledger and its trajectories, which does not depend on the folder."""
+    """Return the SHA-256 of every row of the ledger and its trajectories. It does not depend on the folder, or on the
+    random names of worker processes and sandboxes."""
     digest = hashlib.sha256()
     for path in (folder / "ledger.db", *sorted((folder / "trajectories").glob("*.db"))):
         with closing(sqlite3.connect(path)) as database:
             for line in database.iterdump():
-                digest.update(line.replace(str(folder), "").encode())
+                digest.update(_RANDOM_NAMES.sub("", line.replace(str(folder), "")).encode())
     return digest.hexdigest()

@@ -30,6 +30,8 @@ OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
 
+ERROR_TYPE: Final = "error.type"
+
 ROLLOUT_ID: Final = "headrace.rollout.id"
 ATTEMPT: Final = "headrace.rollout.attempt"
 TASK_ID: Final = "headrace.task.id"

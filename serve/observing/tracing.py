@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, Status, StatusCode, TraceFlags, Tracer
 
 from headrace.serve.observing import span_names
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from opentelemetry.util.types import AttributeValue
+
+    from headrace.buffer.types import Outcome
 
 # The API has no argument for the trace id of a root span; the SDK's id generator (telemetry.py) reads this.
 root_trace_id: ContextVar[int | None] = ContextVar("headrace_root_trace_id", default=None)
@@ -69,3 +71,19 @@ def start_rollout_span(
         )
     finally:
         root_trace_id.reset(token)
+
+
+def current_trace_id() -> str:
+    """Return the trace id of the current span in hexadecimal; "" if it is not recorded."""
+    context = trace.get_current_span().get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+def describe(span: Span, outcome: Outcome) -> None:
+    """Add an attempt's outcome to its root span. One without a verdict ends as an error, with its cause and text."""
+    span.set_attribute(span_names.CAUSE, outcome.cause)
+    if outcome.reward is not None:
+        span.set_attribute(span_names.REWARD, outcome.reward)
+    else:
+        span.set_attribute(span_names.ERROR_TYPE, outcome.cause)
+        span.set_status(Status(StatusCode.ERROR, outcome.detail or str(outcome.cause)))

@@ -176,6 +176,7 @@ class Stations:
     def folders(self) -> tuple[HostFolder, ...]:
         return self.agent.folders
 
+    agent_name = "shell"
     @property
     def needs_sandbox(self) -> bool:
         return True

@@ -53,6 +53,7 @@ class Places:
     def folders(self) -> tuple[HostFolder, ...]:
         return ()
 
+    agent_name = "shell"
     needs_sandbox = True
     keeps_time = False
 

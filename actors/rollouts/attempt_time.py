@@ -1,0 +1,142 @@
+"""Where the time of one attempt went: the worker's own phases, the session's turns, and the evaluator's parts, on one
+clock.
+
+Invariants:
+- Parts do not overlap and add up to the time on the worker; what nobody measured is `other`.
+- Times of other processes are lengths on their own clocks; the session's are placed by its end, the evaluator's by the
+  beginning of the evaluation, so clocks of hosts need not agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from headrace.actors.record.parts import part_clock
+from headrace.actors.services.figures import service_time
+from headrace.buffer.breakdown import OTHER, OWN, Breakdown, Label, summed
+from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid, seconds_by_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from headrace.actors.services.figures import ServiceTime
+    from headrace.serve.capture.rows import SessionReport
+
+SERVICE_PHASE: Final = "service."
+"""Prefix of the phases of services, which take a part of the agent's time."""
+AGENT_PHASE, EVALUATE_PHASE = "agent", "evaluate"
+_GAP: Final = ""
+
+
+@dataclass(slots=True)
+class AttemptTime:
+    """Seconds per phase in the order in which the phases ended, the intervals of parts, and the attempt's labels."""
+
+    occupied: Counter[str] = field(default_factory=Counter)
+    """Number of rollouts in each phase, shared by all of a worker's rollouts."""
+    seconds: list[tuple[str, float]] = field(default_factory=list)
+    host: str = ""
+    labels: dict[str, Label] = field(default_factory=dict)
+    now: str = ""
+    """Phase in progress; empty between phases."""
+    now_since_s: float = 0.0
+    _began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    _phases: list[Segment] = field(default_factory=list)
+    _sessions: list[Segment] = field(default_factory=list)
+    _evaluation: list[Segment] = field(default_factory=list)
+    _inner: list[Segment] = field(default_factory=list)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Collect the parts that are measured by what runs in the block: tools and services."""
+        clock = asyncio.get_running_loop().time
+        with part_clock(clock) as parts:
+            try:
+                yield
+            finally:
+                self._inner += parts.intervals
+
+    @contextmanager
+    def clock(self, phase: str, part: str) -> Iterator[None]:
+        """Count the block as a phase, and as a part of the breakdown."""
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        self.occupied[phase] += 1
+        self.now, self.now_since_s = part, start_s
+        try:
+            yield
+        finally:
+            end_s = loop.time()
+            self.now = ""
+            self.occupied[phase] -= 1
+            self.seconds.append((phase, end_s - start_s))
+            self._phases.append(Segment(part, start_s, end_s))
+
+    def split(self, first: str, first_s: float) -> None:
+        """Split the first `first_s` seconds off the last phase and record them under another name."""
+        name, seconds = self.seconds.pop()
+        self.seconds += [(first, first_s), (name, max(0.0, seconds - first_s))]
+
+    def split_part(self, first: str, first_s: float) -> None:
+        """Split the first `first_s` seconds off the last part."""
+        last = self._phases.pop()
+        border_s = min(last.end_s, last.start_s + first_s)
+        self._phases += [Segment(first, last.start_s, border_s), Segment(last.part, border_s, last.end_s)]
+
+    def split_services(self, seconds: Mapping[str, float]) -> None:
+        """Split the seconds in services, by name, off the last phase, as phases `service.NAME`."""
+        for service, service_s in seconds.items():
+            self.split(f"{SERVICE_PHASE}{service}", min(service_s, self.seconds[-1][1]))
+
+    @contextmanager
+    def services(self) -> Iterator[ServiceTime]:
+        """Measure the time that the block spends in services."""
+        with service_time(asyncio.get_running_loop().time) as measured:
+            try:
+                yield measured
+            finally:
+                self._inner += measured.intervals
+
+    def session_ended(self, report: SessionReport) -> None:
+        """Take over the usage of the session, which has just ended, and its counts."""
+        end_s = asyncio.get_running_loop().time()
+        usage = report.usage
+        self._sessions += [Segment(part, end_s + start, end_s + end) for part, start, end in usage.segments]
+        self.labels |= {
+            "engines": usage.engines,
+            "tools": usage.tools,
+            "turns": report.turns,
+            "prompt_tokens": usage.prompt_tokens,
+            "sampled_tokens": report.sampled_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "retractions": usage.retractions,
+        }
+        if report.trajectory is not None:
+            spans = (span for row in report.trajectory.rows for span in row.versions)
+            self.labels["versions"] = tuple(str(version) for version in sorted({span.version for span in spans}))
+
+    def evaluated(self, parts_s: Mapping[str, float], began_s: float) -> None:
+        """Take over the parts of an evaluation that began at `began_s`."""
+        for part, seconds in parts_s.items():
+            self._evaluation.append(Segment(part, began_s, began_s + seconds))
+            began_s += seconds
+
+    def breakdown(self) -> Breakdown:
+        """Return the breakdown up to now."""
+        end_s = asyncio.get_running_loop().time()
+        base = innermost(self._phases, self._began_s, end_s, idle=OTHER)
+        # Of an agent without turns at a gateway nothing else is known.
+        agent, evaluation = OTHER if self._sessions else OWN, OTHER
+        names = {AGENT_PHASE: agent, EVALUATE_PHASE: evaluation}
+        path = [Segment(names.get(each.part, each.part), each.start_s, each.end_s) for each in base]
+        for over in (self._sessions, self._evaluation):
+            path = overlaid(path, [each for each in over if each.part != OTHER])
+        inner = innermost(self._inner, self._began_s, end_s, idle=_GAP)
+        path = overlaid(path, [each for each in inner if each.part != _GAP])
+        return Breakdown(
+            wall_s=end_s - self._began_s, parts_s=summed(seconds_by_part(path).items()), labels=dict(self.labels)
+        )
