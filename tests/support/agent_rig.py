@@ -177,6 +177,7 @@ class Stations:
         return self.agent.folders
 
     agent_name = "shell"
+
     @property
     def needs_sandbox(self) -> bool:
         return True
