@@ -47,7 +47,7 @@ SERVICE: Final = "service."
 OWN: Final = "own"
 """The agent's own time: its start, its end, and between an answer without tool calls and the next request."""
 EVALUATE_QUEUE: Final = "evaluate.queue"
-"""Waiting for a slot of the pool for a clean sandbox."""
+"""Waiting for the evaluator, and for a slot of the pool for a clean sandbox."""
 EVALUATE_BOOT: Final = "evaluate.boot"
 """Booting clean sandboxes, and connecting to them."""
 EVALUATE_FREEZE: Final = "evaluate.freeze"
@@ -58,6 +58,8 @@ EVALUATE_APPLY: Final = "evaluate.apply"
 """Writing the files of the check."""
 EVALUATE_CHECK: Final = "evaluate.check"
 """Running the check."""
+RELEASE: Final = "release"
+"""Giving sandboxes back to the pool."""
 OFFER: Final = "offer"
 """Handing the result to the buffer, including waits while it is away."""
 OTHER: Final = "other"
@@ -73,7 +75,7 @@ OF_EVALUATION: Final = (
     EVALUATE_APPLY,
     EVALUATE_CHECK,
 )
-PARTS: Final = (*BEFORE_AGENT, *OF_AGENT, *OF_EVALUATION, OFFER, OTHER)
+PARTS: Final = (*BEFORE_AGENT, *OF_AGENT, *OF_EVALUATION, RELEASE, OFFER, OTHER)
 """The parts with a fixed name, in the order of a rollout. Those of tools and services come after the agent's."""
 
 MAX_PARTS: Final = 64

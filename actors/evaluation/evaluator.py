@@ -23,7 +23,7 @@ from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import Operations, Results, until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.tasks import is_solved
-from headrace.buffer.breakdown import EVALUATE_BOOT, EVALUATE_CHECK, EVALUATE_FREEZE, EVALUATE_QUEUE, OTHER
+from headrace.buffer.breakdown import EVALUATE_BOOT, EVALUATE_CHECK, EVALUATE_FREEZE, EVALUATE_QUEUE, OTHER, RELEASE
 from headrace.buffer.primitives.critical_path import innermost, seconds_by_part
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
 from headrace.sandboxes.pool.boot import LeaseRequest
@@ -80,7 +80,8 @@ class _CleanSandboxes(ResourceOwner):
                 yield sandbox
             self.judged += 1
         finally:
-            await asyncio.shield(self._leases.release(ref.id))
+            with in_part(RELEASE):
+                await asyncio.shield(self._leases.release(ref.id))
 
     @asynccontextmanager
     async def live(self, ref: SandboxRef) -> AsyncIterator[Sandbox]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.actors.record.parts import part_clock
 from headrace.actors.services.figures import service_time
-from headrace.buffer.breakdown import OTHER, OWN, Breakdown, Label, summed
+from headrace.buffer.breakdown import EVALUATE_QUEUE, OTHER, OWN, Breakdown, Label, summed
 from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid, seconds_by_part
 
 if TYPE_CHECKING:
@@ -50,6 +50,14 @@ class AttemptTime:
     _evaluation: list[Segment] = field(default_factory=list)
     _inner: list[Segment] = field(default_factory=list)
 
+    def in_progress(self) -> tuple[str, float, float]:
+        """Return the part in progress, and the seconds since it began and since the attempt began."""
+        now = asyncio.get_running_loop().time()
+        return (self.now or OTHER), now - (self.now_since_s if self.now else self._last_s()), now - self._began_s
+
+    def _last_s(self) -> float:
+        return self._phases[-1].end_s if self._phases else self._began_s
+
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Collect the parts that are measured by what runs in the block: tools and services."""
@@ -75,6 +83,15 @@ class AttemptTime:
             self.occupied[phase] -= 1
             self.seconds.append((phase, end_s - start_s))
             self._phases.append(Segment(part, start_s, end_s))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the block as a part that belongs to no phase."""
+        start_s = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self._phases.append(Segment(name, start_s, asyncio.get_running_loop().time()))
 
     def split(self, first: str, first_s: float) -> None:
         """Split the first `first_s` seconds off the last phase and record them under another name."""
@@ -120,10 +137,13 @@ class AttemptTime:
             self.labels["versions"] = tuple(str(version) for version in sorted({span.version for span in spans}))
 
     def evaluated(self, parts_s: Mapping[str, float], began_s: float) -> None:
-        """Take over the parts of an evaluation that began at `began_s`."""
-        for part, seconds in parts_s.items():
+        """Take over the parts of an evaluation that was asked for at `began_s` and has just ended. What exceeds the
+        evaluator's own time was a wait for it."""
+        waited_s = asyncio.get_running_loop().time() - began_s - sum(parts_s.values())
+        # An evaluation in this process has measured its own parts.
+        for part, seconds in [(EVALUATE_QUEUE, waited_s), *parts_s.items()] if parts_s else ():
             self._evaluation.append(Segment(part, began_s, began_s + seconds))
-            began_s += seconds
+            began_s += max(0.0, seconds)
 
     def breakdown(self) -> Breakdown:
         """Return the breakdown up to now."""

@@ -27,7 +27,7 @@ from headrace.actors.evaluation.rewards import with_judgement, with_rewards
 from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.services.figures import current_service_time
-from headrace.buffer.breakdown import ATTACH, QUEUE
+from headrace.buffer.breakdown import ATTACH, QUEUE, RELEASE
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.task_parts import least
 from headrace.buffer.types import Cause, Outcome, RolloutOrder, RolloutResult
@@ -265,7 +265,8 @@ async def _sandbox(
             sandbox = await stations.attach(ref)
         yield ref, sandbox
     finally:
-        await asyncio.shield(stations.release(ref.id))
+        with time.part(RELEASE):
+            await asyncio.shield(stations.release(ref.id))
 
 
 async def _converse(

@@ -13,6 +13,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import time
 import uuid
 from collections import Counter, deque
 from contextlib import suppress
@@ -24,6 +27,8 @@ from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.logs import ROLLOUT_ATTEMPT
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.running import EVERY_S, RunningFile, RunningRollout, write_running
 from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.recorded_stations import RecordedStations
@@ -39,8 +44,11 @@ from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import current_trace_id, describe, start_rollout_span
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from headrace.actors.services.figures import ServiceFigures
 
+logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 
 MANY = 8
@@ -89,6 +97,7 @@ class RolloutWorker:
         self._incarnation = uuid.uuid4().hex
         self._stack = AsyncExitStack()
         self._running: dict[tuple[RolloutId, int], asyncio.Task[Outcome]] = {}
+        self._times: dict[tuple[RolloutId, int], tuple[RolloutOrder, AttemptTime]] = {}
         self._offering: set[tuple[RolloutId, int]] = set()
         self._answers: dict[tuple[RolloutId, int], Answer] = {}
         self._occupied: Counter[str] = Counter()
@@ -105,6 +114,8 @@ class RolloutWorker:
         self._offer: Batcher[tuple[RolloutOrder, RolloutResult, float], None] = await enter(Batcher(self._offer_many))
         self._known_tasks = self._parts.tasks.load()
         self._group = await enter(asyncio.TaskGroup())
+        if self._parts.observing.run_dir is not None:
+            self._stack.callback(self._group.create_task(self._write_running(self._parts.observing.run_dir)).cancel)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -191,6 +202,46 @@ class RolloutWorker:
             services=self._stations.service_figures,
         )
 
+    async def running(self) -> RunningFile:
+        """Return what this worker is running, as its file says it."""
+        now_s = time.time()
+        rollouts = []
+        for order, spent in self._times.values():
+            part, part_s, total_s = spent.in_progress()
+            rollouts.append(
+                RunningRollout(
+                    rollout_id=order.rollout_id,
+                    attempt=order.attempt,
+                    task=order.task_id,
+                    purpose=order.purpose,
+                    agent=str(spent.labels.get("agent", "")),
+                    host=spent.host,
+                    part=part,
+                    started_s=now_s - total_s,
+                    part_since_s=now_s - part_s,
+                )
+            )
+        return RunningFile(
+            worker=self._incarnation[:8],
+            node=this_node(),
+            pid=os.getpid(),
+            written_s=now_s,
+            rollouts=tuple(rollouts),
+        )
+
+    async def _write_running(self, run_dir: Path) -> None:
+        """Write what this worker runs to its file, for ever. A full disk is named once."""
+        folder, fails = RunDirectory(path=run_dir).running, False
+        while True:
+            try:
+                await asyncio.to_thread(write_running, folder, await self.running())
+                fails = False
+            except OSError as error:
+                if not fails:
+                    logger.warning("%s: the file of running rollouts cannot be written: %s", folder, error)
+                fails = True
+            await asyncio.sleep(EVERY_S)
+
     def _cancel_all(self) -> None:
         for key, task in self._running.items():
             if key not in self._offering:
@@ -199,6 +250,7 @@ class RolloutWorker:
     def _ended(self, key: tuple[RolloutId, int], task: asyncio.Task[Outcome]) -> None:
         """Record that an attempt has ended. A task that raises terminates the process anyway."""
         del self._running[key]
+        self._times.pop(key, None)
         self._offering.discard(key)
         if not task.cancelled() and task.exception() is not None:
             return
@@ -218,14 +270,15 @@ class RolloutWorker:
         with trace.use_span(span, end_on_exit=True):
             task, folders = self._known_tasks[order.purpose, order.task_id], self._parts.evaluations
             is_evaluation = order.purpose is Purpose.EVALUATION
-            time = AttemptTime(self._occupied)
-            time.labels |= {"worker": self._incarnation[:8], "node": this_node()[:12]}
+            spent = AttemptTime(self._occupied)
+            self._times[order.rollout_id, order.attempt] = order, spent
+            spent.labels |= {"worker": self._incarnation[:8], "node": this_node()[:12]}
             stations = self._stations.of(order.task_id)
             recorded = RecordedStations(stations) if is_evaluation and folders is not None else None
             try:
-                result = await run_rollout(order, task, recorded or stations, stations.config, time)
+                result = await run_rollout(order, task, recorded or stations, stations.config, spent)
             except asyncio.CancelledError:
-                result = _cancelled(order, time)
+                result = _cancelled(order, spent)
             # From here on a cancellation would only lose the result.
             self._offering.add((order.rollout_id, order.attempt))
             describe(trace.get_current_span(), result.outcome)
@@ -253,18 +306,18 @@ class RolloutWorker:
         return [None] * len(ended)
 
 
-def _cancelled(order: RolloutOrder, time: AttemptTime) -> RolloutResult:
+def _cancelled(order: RolloutOrder, spent: AttemptTime) -> RolloutResult:
     """Return the result of a cancelled attempt, which is often a straggler, with where its time went."""
-    breakdown = time.breakdown()
+    breakdown = spent.breakdown()
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
         outcome=CANCELLED,
         trajectory=None,
-        phases_s=tuple(time.seconds),
+        phases_s=tuple(spent.seconds),
         turns=int(breakdown.labels.get("turns", 0)),  # type: ignore[arg-type]
         trace_id=current_trace_id(),
-        host=time.host,
+        host=spent.host,
         breakdown=breakdown,
     )
 
