@@ -1,7 +1,7 @@
-"""Makes a golden run directory: `PYTHONPATH=tests python tests/golden/make_ledger.py tests/golden/ledger_v5`.
+"""Makes a golden run directory: `PYTHONPATH=tests python tests/golden/make_ledger.py tests/golden/ledger_v6`.
 
 Run it once for each schema version, never again for an old one: its files must go on loading. `ledger_v1` to
-`ledger_v4` were made by earlier versions of this script.
+`ledger_v5` were made by earlier versions of this script.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.step_scores import Credit, ScoredStep, StepScores, TokenSpan
 from headrace.buffer.types import Cause, CheckpointRef, StepReport
@@ -36,8 +37,17 @@ async def step(store, version):
     return SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=False), after
 
 
+SPENT = Breakdown(
+    wall_s=4.0,
+    parts_s={"queue": 0.5, "boot": 0.5, "engine.decode": 1.0, "tool.bash": 1.5, "evaluate.check": 0.25, "other": 0.25},
+    labels={"image": "host", "agent": "shell", "engines": ("engine-0",), "tools": ("bash",), "turns": 1, "warm": False},
+)
+
+
 def scored(result):
-    """The result with a score for its only turn, except for the first member of each group."""
+    """The result with the breakdown of its time, and with a score for its only turn, except for the first member of
+    each group."""
+    result = replace(result, breakdown=SPENT, host="host-1")
     if result.rollout_id.endswith("-0"):
         return result
     step = ScoredStep(1, 1.0 if result.outcome.solved else -0.5, (TokenSpan(0, 2, 8),))

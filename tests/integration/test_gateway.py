@@ -444,3 +444,19 @@ async def test_a_gateway_that_cannot_start_reports_the_reason(model_dir: Path) -
         await Gateway(GatewayConfig(tokenizer_dir=model_dir, parser="klingon"), ADMIN).start()
     async with gateway:
         assert await gateway.in_flight()
+
+
+async def test_a_session_reports_where_its_time_went(model_dir: Path) -> None:
+    call = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    async with world(model_dir, Lines(call, "Done.")) as w:
+        client = await w.client(ANTHROPIC, tools=("bash",))
+        reply = await client.say("go")
+        await client.give((reply.calls[0][0], "output"))
+        usage = (await w.finish()).usage
+    assert (usage.engines, usage.tools) == (("e0",), ("bash",))
+    assert {part for part, _, _ in usage.segments} >= {"render", "engine", "record", "tool.bash", "own"}
+    assert "engine.decode" not in {part for part, _, _ in usage.segments}, "this engine reports no times"
+    ends = [0.0, *(end for _, _, end in reversed(usage.segments))]
+    starts = [start for _, start, _ in reversed(usage.segments)]
+    assert ends[1:] == [ends[0], *starts[:-1]], "without gaps, up to the report"
+    assert usage.prompt_tokens == sum(len(one.prompt_ids) for one in w.engines[0].sampled)

@@ -96,7 +96,7 @@ async def test_a_run_with_schema_2_continues(golden):
     assert report.sealed == 8 + 3
 
 
-@pytest.mark.parametrize("name", ["ledger_v3", "ledger_v4", "ledger_v5"])
+@pytest.mark.parametrize("name", ["ledger_v3", "ledger_v4", "ledger_v5", "ledger_v6"])
 async def test_a_run_with_an_archive_continues(golden, name):
     """A reward above 0 solves nothing by itself."""
     run_dir = golden(name)
@@ -115,6 +115,17 @@ async def test_a_run_with_an_archive_continues(golden, name):
     report = verify(run_dir)
     assert report.problems == ()
     assert report.sealed == 8 + 3
+
+
+def test_older_schemas_answer_with_their_phases_and_newer_ones_with_a_breakdown(golden):
+    older, newer = (read_evidence(golden(name)) for name in ("ledger_v5", "ledger_v6"))
+    assert all(attempt.breakdown is None for attempt in older.attempts)
+    assert {attempt.phases_s for attempt in older.attempts if attempt.reward} == {(("boot", 0.5), ("agent", 2.0))}
+    spent = {attempt.breakdown.to_json() for attempt in newer.attempts if attempt.breakdown}
+    assert len(spent) == 1, "also those in the archive"
+    ended = [attempt for attempt in newer.attempts if attempt.reward is not None]
+    assert sum(attempt.breakdown is not None for attempt in ended) > 8
+    assert {attempt.breakdown.parts_s["tool.bash"] for attempt in ended if attempt.breakdown} == {1.5}
 
 
 @pytest.mark.parametrize("name", ["ledger_v1", "ledger_v2", "ledger_v3"])

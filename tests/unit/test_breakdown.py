@@ -1,0 +1,255 @@
+"""The breakdown of an attempt: what a session measures, what a worker adds, and what the ledger keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace.actors.record.parts import in_part
+from headrace.actors.rollouts.attempt_time import AttemptTime
+from headrace.actors.services.figures import current_service_time
+from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.buffer.breakdown import MAX_NAMES, MAX_PARTS, PARTS, Breakdown, is_of_agent, place_of, summed
+from headrace.buffer.core.classification import classify
+from headrace.buffer.core.records import RolloutState
+from headrace.buffer.sanitizer import plain_breakdown
+from headrace.buffer.types import Cause, Outcome
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import Completion, FinishReason
+from headrace.serve.capture.rows import SessionReport, report_of
+from headrace.serve.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.capture.session_usage import UsageClock
+from support import replay_cases as cases
+
+V0 = PolicyVersion(1, 0)
+
+
+def completion(**times: float) -> Completion:
+    return Completion(
+        output_ids=(1,),
+        logprobs=(-0.5,),
+        spans=(),
+        finish=FinishReason.STOP,
+        text="",
+        prompt_tokens=7,
+        cached_tokens=3,
+        retractions=1,
+        **times,
+    )
+
+
+def seconds(usage: Any) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for part, start, end in usage.segments:
+        totals[part] = round(totals.get(part, 0.0) + end - start, 6)
+    return totals
+
+
+# What a session measures.
+
+
+def test_a_turn_is_split_as_the_engine_reports_and_the_time_to_the_next_request_is_the_tool_s() -> None:
+    clock = UsageClock(since_s=100.0)
+    clock.add("render", 101.0, 102.0)
+    clock.add("gate", 102.0, 104.0)
+    clock.called("e0", completion(queue_s=1.0, prefill_s=2.0), 104.0, 112.0, held_s=0.0)
+    clock.answered("t1", 112.0)
+    clock.delivered("t1", ["bash"], 113.0)
+    clock.asked("t1", 118.0)
+    usage = clock.usage(120.0)
+    assert seconds(usage) == {
+        "own": 3.0,
+        "render": 1.0,
+        "gate": 2.0,
+        "engine.queue": 1.0,
+        "engine.prefill": 2.0,
+        "engine.decode": 5.0,
+        "record": 1.0,
+        "tool.bash": 5.0,
+    }
+    assert (usage.engines, usage.tools) == (("e0",), ("bash",))
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.retractions) == (7, 3, 1)
+    assert (usage.segments[0][1], usage.segments[-1][2]) == (-20.0, 0.0)
+
+
+def test_an_engine_that_reports_nothing_is_one_part_and_a_closed_gate_is_told_apart() -> None:
+    clock = UsageClock(since_s=0.0)
+    clock.called("e0", completion(), 0.0, 10.0, held_s=4.0)
+    assert seconds(clock.usage(10.0)) == {"gate": 4.0, "engine": 6.0}
+
+
+def test_reported_times_longer_than_the_call_are_cut() -> None:
+    clock = UsageClock(since_s=0.0)
+    clock.called("e0", completion(queue_s=50.0, prefill_s=9.0), 0.0, 10.0, held_s=2.0)
+    assert seconds(clock.usage(10.0)) == {"engine.queue": 8.0, "gate": 2.0}
+
+
+def test_calls_of_one_answer_are_named_together_and_a_repeated_request_counts_no_tool_twice() -> None:
+    clock = UsageClock(since_s=0.0)
+    clock.answered("t1", 1.0)
+    clock.delivered("t1", ["read", "bash", "read"], 1.0)
+    clock.asked("t1", 3.0)
+    clock.asked("t1", 9.0)
+    assert seconds(clock.usage(10.0)) == {"own": 8.0, "tool.bash+read": 2.0}
+
+
+def test_names_of_tools_are_bounded() -> None:
+    clock = UsageClock(since_s=0.0)
+    for number in range(10_000):
+        clock.answered(f"t{number}", float(number))
+        clock.delivered(f"t{number}", [f"tool-{number}" * 100], float(number))
+        clock.asked(f"t{number}", number + 0.5)
+    usage = clock.usage(10_000.0)
+    assert len(usage.tools) == MAX_NAMES
+    assert len(seconds(usage)) == MAX_NAMES + 2, "the names, other tools and the agent's own time"
+
+
+def test_a_request_with_an_edited_history_continues_the_only_open_answer() -> None:
+    clock = UsageClock(since_s=0.0)
+    clock.answered("t1", 0.0)
+    clock.delivered("t1", ["bash"], 0.0)
+    clock.asked("", 4.0)
+    assert seconds(clock.usage(4.0)) == {"tool.bash": 4.0}
+
+
+# What a worker adds.
+
+
+def ended_session(clock: UsageClock, now_s: float) -> SessionReport:
+    empty = report_of(Session(SessionSpec(session_id=SessionId("s")), opened_at=0.0))
+    return replace(empty, usage=clock.usage(now_s))
+
+
+def test_the_parts_of_all_processes_meet_on_the_worker_s_clock_and_add_up() -> None:
+    async def main() -> Breakdown:
+        time, now = AttemptTime(), asyncio.get_running_loop().time
+        with time.measured():
+            with time.clock("boot", "boot"):
+                await asyncio.sleep(3.0)
+            time.split("queue", 2.0)
+            time.split_part("queue", 2.0)
+            with time.clock("agent", "agent"), time.services():
+                # Another process, whose clock is hours ahead.
+                session = UsageClock(since_s=9000.0)
+                session.called("e0", completion(queue_s=0.5, prefill_s=0.5), 9000.0, 9004.0, held_s=0.0)
+                session.answered("t1", 9004.0)
+                session.delivered("t1", ["search"], 9004.0)
+                session.asked("t1", 9008.0)
+                await asyncio.sleep(5.0)
+                with current_service_time().within("retriever"):
+                    await asyncio.sleep(2.0)
+                await asyncio.sleep(3.0)
+            time.session_ended(ended_session(session, 9010.0))
+            began_s = now()
+            with time.clock("evaluate", "evaluate"):
+                await asyncio.sleep(4.0)
+                time.evaluated({"evaluate.boot": 1.0, "evaluate.check": 1.5, "other": 0.5}, began_s)
+            await asyncio.sleep(0.25)
+        return time.breakdown()
+
+    found = run_virtual(main())
+    assert {part: round(value, 6) for part, value in found.parts_s.items()} == {
+        "queue": 2.0,
+        "boot": 1.0,
+        "engine.queue": 0.5,
+        "engine.prefill": 0.5,
+        "engine.decode": 3.0,
+        "own": 2.0,
+        "service.retriever": 2.0,
+        "tool.search": 2.0,
+        "evaluate.queue": 1.0,
+        "evaluate.boot": 1.0,
+        "evaluate.check": 1.5,
+        "other": 0.75,
+    }
+    assert round(found.wall_s, 6) == round(sum(found.parts_s.values()), 6) == 17.25
+    assert list(found.parts_s) == sorted(found.parts_s, key=place_of)
+
+
+def test_an_action_that_the_worker_runs_itself_is_its_own_part_of_the_agent() -> None:
+    async def main() -> Breakdown:
+        time = AttemptTime()
+        with time.measured(), time.clock("agent", "agent"):
+            await asyncio.sleep(1.0)
+            with in_part("tool.run"):
+                await asyncio.sleep(2.0)
+        return time.breakdown()
+
+    assert run_virtual(main()).parts_s == pytest.approx({"own": 1.0, "tool.run": 2.0})
+
+
+def test_an_attempt_that_is_cancelled_says_where_it_was() -> None:
+    async def main() -> tuple[str, float, Breakdown]:
+        time = AttemptTime()
+
+        async def work() -> None:
+            with time.measured(), time.clock("boot", "boot"):
+                await asyncio.sleep(1e6)
+
+        task = asyncio.ensure_future(work())
+        await asyncio.sleep(7.0)
+        part, part_s, _ = time.in_progress()
+        task.cancel()
+        await asyncio.wait([task])
+        return part, part_s, time.breakdown()
+
+    part, part_s, found = run_virtual(main())
+    assert (part, part_s) == ("boot", 7.0)
+    assert found.parts_s == {"boot": 7.0}
+
+
+# What the ledger keeps.
+
+
+def test_a_breakdown_survives_the_ledger_and_is_bounded() -> None:
+    wild = Breakdown(
+        wall_s=12.3456789,
+        parts_s={f"tool.{number}": 1.0 for number in range(1000)},
+        labels={"tools": tuple(map(str, range(1000))), "image": "a\ud800b" * 100, "warm": True, "turns": 3},
+    )
+    plain = plain_breakdown(wild)
+    assert len(plain.parts_s) == MAX_PARTS
+    assert sum(plain.parts_s.values()) == 1000.0
+    assert Breakdown.from_json(plain.to_json()) == replace(plain, wall_s=12.3457)
+    assert len(plain.to_json()) < 8000
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "much"])
+def test_times_that_are_none_are_refused(seconds: Any) -> None:
+    buffer = cases.core()
+    buffer.open_epoch(None, 0.0)
+    (order,) = buffer.issue(1, V0, 0.0)
+    result = replace(cases.ended(order, Cause.INFRA), breakdown=Breakdown(parts_s={"boot": seconds}))
+    assert classify(result, buffer.state.path.tree).outcome.detail.startswith("malformed result")
+
+
+def test_an_attempt_cut_off_by_its_group_still_tells_where_its_time_went() -> None:
+    """It is the straggler itself: the result of its cancellation comes after the group was sealed."""
+    buffer = cases.core(cases.SMALL.model_copy(update={"group_size": 4, "rule": "count(2)", "unfinished": "abort"}))
+    buffer.open_epoch(None, 0.0)
+    orders = buffer.issue(4, V0, 0.0)
+    for order in orders[:2]:
+        buffer.offer(cases.result(order, V0), 5.0)
+    late = orders[-1]
+    assert buffer.state.rollouts[late.rollout_id].state is RolloutState.CANCELLED
+    assert (late.rollout_id, late.attempt) in buffer.to_cancel(V0)
+    outcome = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
+    spent = Breakdown(wall_s=5.0, parts_s=summed([("boot", 5.0)]), labels={"image": "slow"})
+    told = replace(
+        cases.ended(late, Cause.CANCELLED), outcome=outcome, breakdown=spent, trace_id="abc", host="h", turns=2
+    )
+    buffer.offer(told, 6.0)
+    attempt = buffer.state.attempts[late.rollout_id]
+    assert (attempt.breakdown, attempt.trace_id, attempt.host, attempt.turns) == (spent, "abc", "h", 2)
+    assert (attempt.cause, attempt.ended_at_s, attempt.offered) == (Cause.CANCELLED, 5.0, False)
+    assert attempt.detail == "cancelled: its group was sealed without it"
+
+
+def test_parts_of_tools_are_the_agent_s() -> None:
+    assert [part for part in (*PARTS, "tool.bash", "service.x") if is_of_agent(part)] == [
+        *("gate", "engine", "engine.queue", "engine.prefill", "engine.decode", "render", "record", "own"),
+        *("tool.bash", "service.x"),
+    ]
