@@ -62,7 +62,19 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("errors", "section", "version", "chat", "templates", "in_sandbox", "record", "storage", "runtime"),
         *("simulated", "places", "engine_group", "services", "evaluation", "agents", "environments", "loop"),
         *("agent_kinds", "training"),
-        *("rollouts", "cluster", "mix", "run", "runs", "control", "held_out", "simulation", "tuning", "cli"),
+        *(
+            "rollouts",
+            "cluster",
+            "mix",
+            "run",
+            "runs",
+            "control",
+            "held_out",
+            "simulation",
+            "tuning",
+            "slowness",
+            "cli",
+        ),
     ),
 }
 """Modules and folders of each package, lowest first: each may import those before it."""

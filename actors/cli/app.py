@@ -57,6 +57,7 @@ from headrace.actors.cli.retriever import retriever_app
 from headrace.actors.cli.run_engines import add_engine, list_engines, remove_engine
 from headrace.actors.cli.simulation import check, simulate, tune
 from headrace.actors.cli.tasks import tasks_app
+from headrace.actors.cli.trace import trace_app
 from headrace.actors.run import exit_codes
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(retriever_app, name="retriever")
 app.add_typer(model_app, name="model")
 app.add_typer(node_app, name="node")
+app.add_typer(trace_app, name="trace")
 
 
 def _say_version(wanted: bool) -> None:

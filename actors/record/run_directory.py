@@ -74,11 +74,6 @@ class RunDirectory:
         return self.storage / "tasks" / "heldout.jsonl"
 
     @property
-    def running(self) -> Path:
-        """Files of the rollouts that workers are running."""
-        return self.path / "running"
-
-    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

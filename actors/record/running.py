@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import orjson
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 EVERY_S: Final = 2.0
 """Seconds between two writes of a worker's file."""
+FOLDER: Final = "running"
+"""Name of the folder in the run's state."""
 MAX_FILES: Final = 64
 """Files of workers kept in a run; the oldest of dead workers are removed."""
 
@@ -56,6 +58,13 @@ class RunningFile:
         """Return the file's content."""
         return orjson.dumps(asdict(self))
 
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Parse the result of `to_bytes`. Raises ValueError, KeyError, TypeError."""
+        document = orjson.loads(content)
+        rollouts = tuple(RunningRollout(**each) for each in document["rollouts"])
+        return cls(**document | {"rollouts": rollouts})
+
 
 def write_running(folder: Path, file: RunningFile) -> None:
     """Replace a worker's file. Raises OSError."""
@@ -82,7 +91,7 @@ def read_running(folder: Path) -> list[RunningFile]:
     found = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
-            found.append(_parsed(orjson.loads(path.read_bytes())))
+            found.append(RunningFile.parse(path.read_bytes()))
         except FileNotFoundError:
             continue
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
@@ -93,8 +102,3 @@ def read_running(folder: Path) -> list[RunningFile]:
 def newest(files: Iterable[RunningFile]) -> dict[tuple[str, int], tuple[RunningFile, RunningRollout]]:
     """Return the newest word on each attempt, by rollout and attempt."""
     return {(each.rollout_id, each.attempt): (file, each) for file in files for each in file.rollouts}
-
-
-def _parsed(document: dict[str, Any]) -> RunningFile:
-    rollouts = tuple(RunningRollout(**each) for each in document["rollouts"])
-    return RunningFile(**document | {"rollouts": rollouts})

@@ -27,8 +27,7 @@ from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.logs import ROLLOUT_ATTEMPT
-from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.record.running import EVERY_S, RunningFile, RunningRollout, write_running
+from headrace.actors.record.running import EVERY_S, FOLDER, RunningFile, RunningRollout, write_running
 from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.recorded_stations import RecordedStations
@@ -231,7 +230,7 @@ class RolloutWorker:
 
     async def _write_running(self, run_dir: Path) -> None:
         """Write what this worker runs to its file, for ever. A full disk is named once."""
-        folder, fails = RunDirectory(path=run_dir).running, False
+        folder, fails = run_dir / FOLDER, False
         while True:
             try:
                 await asyncio.to_thread(write_running, folder, await self.running())

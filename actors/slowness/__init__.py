@@ -1,0 +1,1 @@
+"""Why rollouts were slow: what is typical, which ones were not, and what is running now."""
