@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.actors.cli.output import Json, say, write_json
+from headrace.actors.cli.output import Json, write_json
 
 trace_app = typer.Typer(no_args_is_help=True, help="Tell where the time of rollouts went, and why some were slow.")
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
@@ -25,4 +25,5 @@ def running(run_dir: RunPath, json: Json = None) -> None:
     if json is not None:
         write_json([row.to_json() for row in rows], json)
     else:
-        say(*([row.line() for row in rows] or ["no rollout is running or was interrupted"]))
+        for line in [row.line() for row in rows] or ["no rollout is running or was interrupted"]:
+            typer.echo(line)
