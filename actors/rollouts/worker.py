@@ -13,9 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import time
 import uuid
 from collections import Counter, deque
 from contextlib import suppress
@@ -27,11 +24,11 @@ from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.logs import ROLLOUT_ATTEMPT
-from headrace.actors.record.running import EVERY_S, FOLDER, RunningFile, RunningRollout, write_running
 from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
+from headrace.actors.rollouts.running_book import RunningBook
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
 from headrace.actors.runtime.batching import TOGETHER_S, Batcher
 from headrace.actors.runtime.nodes import this_node
@@ -43,11 +40,9 @@ from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import current_trace_id, describe, start_rollout_span
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from headrace.actors.record.running import RunningFile
     from headrace.actors.services.figures import ServiceFigures
 
-logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 
 MANY = 8
@@ -86,6 +81,8 @@ class WorkerStatus:
     """Turns that have ended at simulated engines."""
     services: dict[str, ServiceFigures] = field(default_factory=dict)
     """Figures of each service since the start of this process."""
+    oldest: str = ""
+    """The attempt that has run longest; empty if none runs."""
 
 
 class RolloutWorker:
@@ -96,7 +93,7 @@ class RolloutWorker:
         self._incarnation = uuid.uuid4().hex
         self._stack = AsyncExitStack()
         self._running: dict[tuple[RolloutId, int], asyncio.Task[Outcome]] = {}
-        self._times: dict[tuple[RolloutId, int], tuple[RolloutOrder, AttemptTime]] = {}
+        self._book = RunningBook(self._incarnation[:8])
         self._offering: set[tuple[RolloutId, int]] = set()
         self._answers: dict[tuple[RolloutId, int], Answer] = {}
         self._occupied: Counter[str] = Counter()
@@ -114,7 +111,7 @@ class RolloutWorker:
         self._known_tasks = self._parts.tasks.load()
         self._group = await enter(asyncio.TaskGroup())
         if self._parts.observing.run_dir is not None:
-            self._stack.callback(self._group.create_task(self._write_running(self._parts.observing.run_dir)).cancel)
+            self._stack.callback(self._group.create_task(self._book.keep(self._parts.observing.run_dir)).cancel)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -199,47 +196,12 @@ class RolloutWorker:
             turns=self._stations.turns,
             ended_turns=self._stations.ended_turns,
             services=self._stations.service_figures,
+            oldest=self._book.oldest(),
         )
 
     async def running(self) -> RunningFile:
         """Return what this worker is running, as its file says it."""
-        now_s = time.time()
-        rollouts = []
-        for order, spent in self._times.values():
-            part, part_s, total_s = spent.in_progress()
-            rollouts.append(
-                RunningRollout(
-                    rollout_id=order.rollout_id,
-                    attempt=order.attempt,
-                    task=order.task_id,
-                    purpose=order.purpose,
-                    agent=str(spent.labels.get("agent", "")),
-                    host=spent.host,
-                    part=part,
-                    started_s=now_s - total_s,
-                    part_since_s=now_s - part_s,
-                )
-            )
-        return RunningFile(
-            worker=self._incarnation[:8],
-            node=this_node(),
-            pid=os.getpid(),
-            written_s=now_s,
-            rollouts=tuple(rollouts),
-        )
-
-    async def _write_running(self, run_dir: Path) -> None:
-        """Write what this worker runs to its file, for ever. A full disk is named once."""
-        folder, fails = run_dir / FOLDER, False
-        while True:
-            try:
-                await asyncio.to_thread(write_running, folder, await self.running())
-                fails = False
-            except OSError as error:
-                if not fails:
-                    logger.warning("%s: the file of running rollouts cannot be written: %s", folder, error)
-                fails = True
-            await asyncio.sleep(EVERY_S)
+        return self._book.file()
 
     def _cancel_all(self) -> None:
         for key, task in self._running.items():
@@ -249,8 +211,9 @@ class RolloutWorker:
     def _ended(self, key: tuple[RolloutId, int], task: asyncio.Task[Outcome]) -> None:
         """Record that an attempt has ended. A task that raises terminates the process anyway."""
         del self._running[key]
-        self._times.pop(key, None)
         self._offering.discard(key)
+        failed = task.cancelled() or task.exception() is not None
+        self._book.end(key, scored=not failed and task.result().reward is not None)
         if not task.cancelled() and task.exception() is not None:
             return
         # A task ends as cancelled only if it was cancelled before its first step.
@@ -270,7 +233,7 @@ class RolloutWorker:
             task, folders = self._known_tasks[order.purpose, order.task_id], self._parts.evaluations
             is_evaluation = order.purpose is Purpose.EVALUATION
             spent = AttemptTime(self._occupied)
-            self._times[order.rollout_id, order.attempt] = order, spent
+            self._book.begin(order, spent)
             spent.labels |= {"worker": self._incarnation[:8], "node": this_node()[:12]}
             stations = self._stations.of(order.task_id)
             recorded = RecordedStations(stations) if is_evaluation and folders is not None else None

@@ -155,6 +155,7 @@ class Supervision:
     ) -> None:
         self._config, self._runtime, self._metrics, self._actors = config, runtime, metrics, actors
         self._meter, self._latencies = UtilisationMeter(), LatencyWatch()
+        self._oldest: list[str] = []
         self._service_totals = FiguresSum()
         self._measuring = asyncio.Lock()
         self.loads: tuple[StationLoad, ...] = ()
@@ -189,9 +190,10 @@ class Supervision:
         await self._measure(await snapshot_of(self._actors), 0.0)
 
     def diagnosis(self) -> str:
-        """Describe the stations' loads."""
+        """Describe the stations' loads, and each worker's oldest rollout."""
         loads = "; ".join(load.line() for load in self.loads) or "stations not measured yet"
-        return loads if self.held_up_by is None else f"{loads}; held up by {self.held_up_by.station}"
+        held_up = [] if self.held_up_by is None else [f"held up by {self.held_up_by.station}"]
+        return "; ".join([loads, *held_up, *(f"oldest: {oldest}" for oldest in self._oldest)])
 
     async def _measure(self, status: StatusSnapshot, period_s: float) -> None:
         """Sample the stations, and record their loads and the services' figures if the period is over."""
@@ -207,6 +209,7 @@ class Supervision:
         now_s, in_use = asyncio.get_running_loop().time(), status.in_use()
         self._latencies.sample(now_s, in_use, ended)
         self._meter.sample(now_s, in_use, ended, in_flight=in_flight)
+        self._oldest = [worker.oldest for worker in status.workers if worker is not None and worker.oldest]
         for worker in status.workers:
             if worker is not None:
                 self._service_totals.add(worker.incarnation, worker.services)

@@ -1,0 +1,91 @@
+"""The attempts that one worker is running: their file, the oldest one, and those that take too long.
+
+Invariant: an attempt is in the book from its start until its task has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+from headrace.actors.record.running import EVERY_S, FOLDER, RunningFile, RunningRollout, write_running
+from headrace.actors.rollouts.stuck import StuckWatch
+from headrace.actors.runtime.nodes import this_node
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.actors.rollouts.attempt_time import AttemptTime
+    from headrace.buffer.types import RolloutId, RolloutOrder
+
+logger = logging.getLogger(__name__)
+
+
+class RunningBook:
+    """Running attempts of the worker with this name."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._running: dict[tuple[RolloutId, int], tuple[RolloutOrder, AttemptTime]] = {}
+        self._stuck = StuckWatch()
+
+    def begin(self, order: RolloutOrder, spent: AttemptTime) -> None:
+        """Add an attempt."""
+        self._running[order.rollout_id, order.attempt] = order, spent
+
+    def end(self, key: tuple[RolloutId, int], *, scored: bool) -> None:
+        """Remove an attempt, which may have ended before it began. `scored` says whether it has a reward."""
+        order, spent = self._running.pop(key, (None, None))
+        if order is not None and spent is not None:
+            self._stuck.ended(order, spent.in_progress()[2] if scored else None)
+
+    def oldest(self) -> str:
+        """Describe the attempt that has run longest; empty if there is none."""
+        if not self._running:
+            return ""
+        order, spent = max(self._running.values(), key=lambda one: one[1].in_progress()[2])
+        part, part_s, total_s = spent.in_progress()
+        name = f"rollout {order.rollout_id} attempt {order.attempt}"
+        return f"{name} has run for {total_s:.0f} s and has been in {part} for {part_s:.0f} s"
+
+    def file(self) -> RunningFile:
+        """Return what runs now."""
+        now_s, rollouts = time.time(), []
+        for order, spent in self._running.values():
+            part, part_s, total_s = spent.in_progress()
+            rollouts.append(
+                RunningRollout(
+                    rollout_id=order.rollout_id,
+                    attempt=order.attempt,
+                    task=order.task_id,
+                    purpose=order.purpose,
+                    agent=str(spent.labels.get("agent", "")),
+                    host=spent.host,
+                    part=part,
+                    started_s=now_s - total_s,
+                    part_since_s=now_s - part_s,
+                )
+            )
+        return RunningFile(
+            worker=self._worker, node=this_node(), pid=os.getpid(), written_s=now_s, rollouts=tuple(rollouts)
+        )
+
+    async def keep(self, run_dir: Path) -> NoReturn:
+        """Write the file and name stuck attempts, for ever. A disk that refuses the file is named once."""
+        folder, fails = run_dir / FOLDER, False
+        while True:
+            for order, spent in self._running.values():
+                part, part_s, total_s = spent.in_progress()
+                if (line := self._stuck.warning(order, total_s, part, part_s)) is not None:
+                    logger.warning("%s", line)
+            try:
+                await asyncio.to_thread(write_running, folder, self.file())
+                fails = False
+            except OSError as error:
+                if not fails:
+                    logger.warning("%s: the file of running rollouts cannot be written: %s", folder, error)
+                fails = True
+            await asyncio.sleep(EVERY_S)

@@ -1,0 +1,63 @@
+"""Watch over the rollouts of one worker: each that takes far longer than its cohort is named once.
+
+Invariants:
+- The cohort is the ended attempts at the same task and for the same purpose in this process; with fewer than `FEW`,
+  those at all tasks. Without `FEW` ended attempts nothing is stuck.
+- Memory is bounded by `REMEMBERED` attempts for each purpose and task, and by `MAX_TASKS` tasks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from headrace.buffer.types import RolloutOrder
+
+STUCK: Final = 3.0
+"""Multiple of the cohort's 95th percentile beyond which a rollout is stuck."""
+FEW: Final = 8
+REMEMBERED: Final = 256
+MAX_TASKS: Final = 1024
+
+
+class StuckWatch:
+    """Durations of ended attempts, and the attempts that have been named."""
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
+        self._named: set[tuple[str, int]] = set()
+
+    def ended(self, order: RolloutOrder, seconds: float | None) -> None:
+        """Count an attempt that has ended with a result after `seconds`; None for one without a result."""
+        self._named.discard((order.rollout_id, order.attempt))
+        if seconds is None:
+            return
+        for task in (order.task_id, ""):
+            known = self._ended.setdefault((order.purpose, task), deque(maxlen=REMEMBERED))
+            known.append(seconds)
+            self._ended.move_to_end((order.purpose, task))
+        while len(self._ended) > MAX_TASKS:
+            self._ended.popitem(last=False)
+
+    def p95_s(self, order: RolloutOrder) -> float | None:
+        """Return the 95th percentile of the attempt's cohort in seconds; None if too few have ended."""
+        for task in (order.task_id, ""):
+            known = self._ended.get((order.purpose, task), ())
+            if len(known) >= FEW:
+                return float(np.quantile(known, 0.95))
+        return None
+
+    def warning(self, order: RolloutOrder, seconds: float, part: str, part_s: float) -> str | None:
+        """Return a line about an attempt that has just become stuck after `seconds`; None if it is not, or was named
+        before."""
+        key = (order.rollout_id, order.attempt)
+        if key in self._named or (p95_s := self.p95_s(order)) is None or seconds <= STUCK * p95_s:
+            return None
+        self._named.add(key)
+        return (
+            f"rollout {order.rollout_id} attempt {order.attempt} has taken {seconds:.1f} s, more than {STUCK:g} times "
+            f"the p95 of its cohort ({p95_s:.1f} s): it has been in {part} for {part_s:.1f} s (task {order.task_id})"
+        )
