@@ -158,7 +158,7 @@ def test_the_command_prints_the_report_and_stores_it_in_the_run_directory(run_di
     preparation = ResumePreparation(CONFIG, RunDirectory(path=run_dir), say=said.append)
     preparation.prepare()
     report = resume_report(run_dir, max_staleness=2)
-    assert said[0].startswith("migrated the ledger from schema 1 to 5 in ")
+    assert said[0].startswith("migrated the ledger from schema 1 to 6 in ")
     assert said[1:] == report.lines()
     assert json.loads((run_dir / "resumes" / "3.json").read_bytes()) == json.loads(json.dumps(preparation.report))
     assert preparation.report["kept"] == report.kept
