@@ -13,7 +13,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -177,25 +177,34 @@ class EvaluatorPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedVerdict:
-    """Verdict of a simulated evaluator: the probability of reward 1, and the duration of the evaluation."""
+    """Verdict of a simulated evaluator: the probability of reward 1, and the duration of the evaluation, which is
+    `slow_factor` times as long for `slow_share` of the attempts."""
 
     success: float
     seconds: float = 0.0
+    slow_share: float = 0.0
+    slow_factor: float = 1.0
 
     @classmethod
     def parse(cls, expected: str) -> Self:
         """Parse `EvaluatorSpec.expected`. Raises ValueError."""
         document = json.loads(expected)
-        if not isinstance(document, dict) or not set(document) <= {"success", "seconds"} or "success" not in document:
-            raise ValueError("must be an object with success and, optionally, seconds")
+        known = {each.name for each in fields(cls)}
+        if not isinstance(document, dict) or not set(document) <= known or "success" not in document:
+            raise ValueError("must be an object with success and, optionally, seconds, slow_share and slow_factor")
         verdict = cls(**{key: float(value) for key, value in document.items()})
         if not 0 <= verdict.success <= 1 or not 0 <= verdict.seconds < float("inf"):
             raise ValueError("success must be from 0 to 1, and seconds must not be negative")
+        if not 0 <= verdict.slow_share <= 1 or not 1 <= verdict.slow_factor < float("inf"):
+            raise ValueError("slow_share must be from 0 to 1, and slow_factor at least 1")
         return verdict
 
     def expected(self) -> str:
         """Return the string that `parse` reads."""
-        return json.dumps(asdict(self), sort_keys=True)
+        document = asdict(self)
+        if not self.slow_share:
+            del document["slow_share"], document["slow_factor"]
+        return json.dumps(document, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,10 @@ class SimulatedPolicy(Protocol):
         """Generate one answer of `tokens` tokens in `seconds` seconds."""
         ...
 
+    async def use(self, tool: str, seconds: float) -> None:
+        """Let a tool take `seconds` seconds."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:

@@ -13,22 +13,27 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.chat import ChatContextExceeded, ChatMessage
 from headrace.actors.simulated.durations import Durations, DurationsConfig
 from headrace.actors.simulated.tasks import is_solved
+from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict, Task
 from headrace.policies.errors import EngineUnavailable
+from headrace.sandboxes.errors import SandboxGone
+from headrace.sandboxes.simulated.attached import AttachedSandbox
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import HostFolder, Sandbox
 
 
 COMMAND_S = 10.0
+TOOL_CPUS = 0.5
+"""CPU seconds that a tool uses per second, unless its sandbox gets little CPU."""
 
 
 class SimulatedAgentConfig(BaseModel):
@@ -49,7 +54,21 @@ class SimulatedAgentConfig(BaseModel):
     stuck_turns: float = Field(default=0.0, ge=0, le=1)
     """Probability that a turn never ends; the deadline of the agent then ends the rollout."""
     seed: int = 0
-    """Random seed for durations, their split into turns, and failing or stuck turns."""
+    """Random seed for durations, their split into turns, failing or stuck turns, tools and slowdowns."""
+    tools: tuple[str, ...] = Field(default=("bash",), min_length=1)
+    """Names of tools, one of which is drawn for each turn."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """Planted slowdowns of the kinds `tool`, `cpu` and `retries`."""
+
+    @model_validator(mode="after")
+    def _can_be_slow(self) -> Self:
+        refuse_kinds(self.slowdowns, (SlowKind.TOOL, SlowKind.CPU, SlowKind.RETRIES))
+        for slowdown in self.slowdowns:
+            if slowdown.tool and slowdown.tool not in self.tools:
+                raise ValueError(
+                    f"slowdowns: tool {slowdown.tool!r} does not exist; name one of {', '.join(self.tools)}, or none"
+                )
+        return self
 
 
 class SimulatedAgent:
@@ -58,13 +77,15 @@ class SimulatedAgent:
     def __init__(self, config: SimulatedAgentConfig) -> None:
         self._config = config
         self._durations = Durations(config.durations, seed=config.seed)
+        self._slowdowns = Slowdowns(config.slowdowns, seed=config.seed)
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:
         return ()
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
-        """Run all turns. Raises EngineUnavailable for a simulated turn that fails, ChatFailed for a real one."""
+        """Run all turns. Raises EngineUnavailable for a simulated turn that fails, SandboxGone for an attempt that a
+        slowdown repeats, ChatFailed for a real turn that fails."""
         if session.simulated is None:
             return await self._converse(session, task)
         policy, config = session.simulated, self._config
@@ -76,13 +97,23 @@ class SimulatedAgent:
             _, rollout_id, attempt = policy.key.rsplit(" ", 2)
             success = SimulatedVerdict.parse(task.evaluator.expected).success
             solved = is_solved(task, success, f"{rollout_id}.{attempt}")
-        for turn_s in self.turns_s(policy.key, solved=solved):
+        tools = random.Random(f"tools {config.seed} {policy.key}")
+        lost = self._slowdowns.affects(SlowKind.RETRIES, task.id, policy.key)
+        for number, turn_s in enumerate(self.turns_s(policy.key, solved=solved), start=1):
             if fates.random() < config.failing_turns:
                 raise EngineUnavailable("a simulated turn failed (agent.simulated.failing_turns)")
             if fates.random() < config.stuck_turns:
                 turn_s = math.inf
             await policy.turn(config.tokens_per_turn, turn_s * config.generating_share)
-            await asyncio.sleep(turn_s * (1 - config.generating_share))
+            tool = tools.choice(config.tools)
+            tool_s = turn_s * (1 - config.generating_share)
+            tool_s *= self._slowdowns.factor(SlowKind.TOOL, task.id, policy.key, tool=tool)
+            if isinstance(sandbox, AttachedSandbox):
+                sandbox.spend(tool_s * TOOL_CPUS)
+                tool_s *= self._slowdowns.factor(SlowKind.CPU, sandbox.host, sandbox.id)
+            await policy.use(tool, tool_s)
+            if lost and number == config.turns:
+                raise SandboxGone(f"a sandbox of task {task.id} was lost (slowdowns of kind retries)")
         return AgentReport(stop=StopReason.FINISHED, turns=config.turns)
 
     async def _converse(self, session: AgentSession, task: Task) -> AgentReport:

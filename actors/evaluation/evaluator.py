@@ -22,7 +22,7 @@ from headrace.actors.record.parts import add_part, in_part, part_clock
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import Operations, Results, until_back
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.simulated.tasks import is_solved
+from headrace.actors.simulated.tasks import is_slow, is_solved
 from headrace.buffer.breakdown import EVALUATE_BOOT, EVALUATE_CHECK, EVALUATE_FREEZE, EVALUATE_QUEUE, OTHER, RELEASE
 from headrace.buffer.primitives.critical_path import innermost, seconds_by_part
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
@@ -167,5 +167,6 @@ async def simulated_verdict(request: EvaluationRequest) -> Verdict:
     """Return a verdict, drawn only from the attempt's name and its task, after the simulated evaluation time. Raises
     ValueError for a task without simulation settings."""
     settings = SimulatedVerdict.parse(request.task.evaluator.expected)
-    await asyncio.sleep(settings.seconds)
+    slow = is_slow(request.task, settings.slow_share, request.key)
+    await asyncio.sleep(settings.seconds * (settings.slow_factor if slow else 1.0))
     return solved() if is_solved(request.task, settings.success, request.key) else failed("")

@@ -28,7 +28,7 @@ from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.images import HOST
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider
-from headrace.sandboxes.simulated.attached import AttachedProvider, host_names
+from headrace.sandboxes.simulated.attached import AttachedProvider
 from headrace.sandboxes.simulated.provider import SimulatedProvider
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
@@ -58,7 +58,7 @@ async def start_hosts(section: SandboxSection, directory: RunDirectory | None) -
     """Start the hosts of a pool, by name: one provider, or as many simulated hosts as the section says. Raises the same
     errors as `start_provider`."""
     if section.provider is SandboxKind.SIMULATED and section.simulated.hosts > 1:
-        return {name: SimulatedProvider(section.simulated, name=name) for name in host_names(section.simulated)}
+        return {name: SimulatedProvider(section.simulated, name=name) for name in section.simulated.host_names}
     return {str(section.provider): await start_provider(section, directory)}
 
 

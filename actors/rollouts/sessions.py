@@ -4,13 +4,15 @@ Invariants:
 - A session is opened once per attempt and worker incarnation, and is finished once.
 - A simulated session has one row: a prompt, then turns with observations between them. Only sampled tokens are trained,
   with the versions that the engine reports.
-- Only generation on the simulated engines takes time.
+- Only generation on the simulated engines, waiting for them, and simulated tools take time; a session reports that time
+  as a gateway does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import aiohttp
@@ -22,11 +24,13 @@ from headrace.actors.chat import ChatClient, NoChat
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
+from headrace.buffer.breakdown import GATE
 from headrace.buffer.types import RolloutOrder, Row, Trajectory, VersionSpan
 from headrace.policies.learners.simulated import VOCABULARY, SimulatedEngine
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.capture.rows import Lineage, SessionReport, report_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.gateway.client import GatewayClient, OpenedSession
 
@@ -120,19 +124,45 @@ OBSERVED_TOKENS: Final = 2
 """Number of tokens in an observation between two turns."""
 
 
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class SimulatedSession:
-    """Simulated policy of one rollout; implements `agent.SimulatedPolicy`. `key` names the attempt."""
+    """Simulated policy of one rollout; implements `agent.SimulatedPolicy`. `key` names the attempt. Its time is counted
+    from `since_s`, by default from its creation."""
 
     key: str
     engine: SimulatedEngine
     temperature: float
+    since_s: float = field(default_factory=_now_s)
     turns: list[Completion] = field(default_factory=list)
+    _usage: UsageClock = field(init=False)
+    _context_tokens: int = PROMPT_TOKENS
+
+    def __post_init__(self) -> None:
+        self._usage = UsageClock(since_s=self.since_s)
+        self._usage.add(GATE, self.since_s, _now_s())
 
     async def turn(self, tokens: int, seconds: float) -> None:
         """Generate one answer of `tokens` tokens in `seconds` seconds."""
         first_id = zlib.crc32(f"{self.key} {len(self.turns)}".encode())
-        self.turns.append(await self.engine.generate(tokens, seconds, first_id=first_id))
+        began_s = _now_s()
+        generated = await self.engine.generate(tokens, seconds, first_id=first_id, session=self.key)
+        # An engine has cached the whole conversation up to the last answer.
+        cached_tokens = self._context_tokens if self.turns else 0
+        prompt_tokens = self._context_tokens + (OBSERVED_TOKENS if self.turns else 0)
+        completion = replace(generated.completion, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+        self._usage.called(generated.engine, completion, began_s, _now_s(), held_s=generated.held_s)
+        self._context_tokens = prompt_tokens + len(completion.output_ids)
+        self.turns.append(completion)
+
+    async def use(self, tool: str, seconds: float) -> None:
+        """Let a tool take `seconds` seconds."""
+        began_s = _now_s()
+        await asyncio.sleep(seconds)
+        self._usage.tool((tool,), began_s, _now_s())
 
     def report(self, session_id: SessionId) -> SessionReport:
         ids, mask, logprobs = [0] * PROMPT_TOKENS, [False] * PROMPT_TOKENS, [0.0] * PROMPT_TOKENS
@@ -164,6 +194,7 @@ class SimulatedSession:
             exhausted=Exhausted.NONE,
             failures=(),
             lineages=(Lineage(name="0", truncated=False),) if sampled else (),
+            usage=self._usage.usage(_now_s()),
         )
 
 
@@ -189,9 +220,12 @@ class SimulatedSessions(ResourceOwner):
         return self._watch.engine.turns
 
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession:
+        asked_s = _now_s()
         await self._watch.begin()
         key = f"{order.task_id} {order.rollout_id} {order.attempt}"
-        session = SimulatedSession(key=key, engine=self._watch.engine, temperature=spec.sampling.temperature)
+        session = SimulatedSession(
+            key=key, engine=self._watch.engine, temperature=spec.sampling.temperature, since_s=asked_s
+        )
         self._sessions[spec.session_id] = session
         return OpenedSession(session_id=spec.session_id, base_url="")
 

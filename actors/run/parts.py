@@ -27,6 +27,7 @@ from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.absences import OF_ACTORS, Absences
 from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.metrics import UNRECORDED, MetricsLog
 from headrace.actors.record.run_directory import read_configuration
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
@@ -76,6 +77,10 @@ class Externals:
     """Provider that boots the sandboxes in place of the configured one."""
     tasks: tuple[Task, ...] = ()
     """Training tasks of a run without a directory."""
+    heldout: tuple[Task, ...] = ()
+    """Held-out tasks of a run without a directory."""
+    metrics: MetricsLog = UNRECORDED
+    """Metrics of a run without a directory."""
     check_interval_s: float = 1.0
     """Interval between the supervision's checks, in seconds."""
 
@@ -142,7 +147,7 @@ class ServiceParts(GuardedActors):
             tasks=self._externals.tasks,
             clock=self._externals.clock,
             limits=row_limits(self._config.learner),
-            metrics=self._observing.metrics(),
+            metrics=self._externals.metrics if self._directory is None else self._observing.metrics(),
             copies=None if self._directory is None else self._directory.shared,
             sources=self._config.mix(),
             resources=self._control,

@@ -74,8 +74,8 @@ class Service(ServiceParts):
         externals: Externals | None = None,
     ) -> None:
         evaluations = None if directory is None else periodic_evaluations(config, directory)
-        given = () if externals is None else externals.tasks
-        tasks = TaskCatalog(train=given, evaluation=given)
+        given = externals or Externals()
+        tasks = TaskCatalog(train=given.tasks, evaluation=given.heldout or given.tasks)
         if directory is not None:
             tasks = TaskCatalog(train=directory.train_tasks, evaluation=directory.heldout_tasks)
         super().__init__(config, directory, runtime, evaluations=evaluations, tasks=tasks, externals=externals)
@@ -91,7 +91,8 @@ class Service(ServiceParts):
         self._last_tokens, self._tokens_per_s = (time.monotonic(), 0), 0.0
 
     async def __aenter__(self) -> Self:
-        heldout = () if self._directory is None else load_tasks(self._directory.heldout_tasks)
+        folder = self._directory
+        heldout = self._externals.heldout if folder is None else load_tasks(folder.heldout_tasks)
         self._heldout = self._config.held_out(heldout)
         async with self._starting():
             async with asyncio.TaskGroup() as starting:

@@ -23,6 +23,7 @@ from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
+from headrace.buffer.primitives.slowdowns import Slowdowns, SlowKind
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngine
 
@@ -73,7 +74,8 @@ class SimulatedEngineGroup:
         self._config = config
         self._metrics = metrics
         self._journal = None if directory is None else directory.path / "served.json"
-        self._served = Served(gate_wait_s=config.gate_wait_s)
+        self._served = Served(config=config)
+        self._slowdowns = Slowdowns(config.slowdowns, seed=config.seed)
         self._changed = asyncio.Event()
         self._pushing = asyncio.Lock()
         self._loads: dict[str, WorkerLoad] = {}
@@ -97,7 +99,7 @@ class SimulatedEngineGroup:
         """Do nothing: there are no resources to close."""
 
     async def push(self, snapshot: WeightsSnapshot, *, rollouts_in_flight: int) -> None:
-        """Serve this version after `push_s`, in the configured push mode."""
+        """Serve this version after `push_s`, or longer for a slow push, in the configured push mode."""
         async with self._pushing:
             newest = self._served.version
             if newest is not None and snapshot.version.epoch < newest.epoch:
@@ -116,7 +118,8 @@ class SimulatedEngineGroup:
                         async with asyncio.timeout(WATCH_S):
                             await self._has_drained.wait()
             self._serve(generating=self._config.push is not PushMode.PAUSE)
-            await asyncio.sleep(self._config.push_s)
+            slow = self._slowdowns.factor(SlowKind.GATE, "", str(snapshot.version))
+            await asyncio.sleep(self._config.push_s * slow)
             self._serve(version=snapshot.version, generating=True, admitting=True)
             self._pushes += 1
             total_s = now() - began_s

@@ -9,30 +9,61 @@ Invariants:
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
+from headrace.buffer.primitives.slowdowns import SlowKind
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, SimulatedVerdict, Task, TaskId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.buffer.primitives.slowdowns import Slowdown
+
+
+FAMILY: Final = "simulated"
+
+
+def task_name(number: int, family: str = FAMILY) -> TaskId:
+    """Return the id of a simulated task."""
+    return TaskId(f"{family}-{number:05d}")
+
 
 def simulated_tasks(
-    seed: int, count: int, *, evaluate_s: float, family: str = "simulated", chances: Sequence[float] = ()
+    seed: int,
+    count: int,
+    *,
+    evaluate_s: float,
+    family: str = FAMILY,
+    chances: Sequence[float] = (),
+    images: Sequence[str] = (),
+    slowdowns: Sequence[Slowdown] = (),
 ) -> tuple[Task, ...]:
     """Return `count` tasks whose probability of success is uniform in [0, 1], or one of `chances`, each equally likely.
-    `evaluate_s` is the duration of one evaluation."""
+    `evaluate_s` is the duration of one evaluation, which `slowdowns` of kind `evaluator` prolong. The tasks have
+    `images` in turn, or all the default one. Raises ValueError for two slowdowns of one task."""
     tasks = []
     for number in range(count):
-        task_id = TaskId(f"{family}-{number:05d}")
+        task_id = task_name(number, family)
         draw = random.Random(f"difficulty {seed} {task_id}")
         chance = draw.choice(chances) if chances else draw.random()
         verdict = SimulatedVerdict(success=round(chance, 4), seconds=evaluate_s)
+        slow = [each for each in slowdowns if each.kind is SlowKind.EVALUATOR and each.name in ("", task_id)]
+        if len(slow) > 1:
+            raise ValueError(f"slowdowns: task {task_id} has {len(slow)} of kind evaluator; keep one")
+        for slowdown in slow:
+            verdict = replace(verdict, slow_share=slowdown.share, slow_factor=slowdown.factor)
         evaluator = EvaluatorSpec(kind=EvaluatorKind.SIMULATED, expected=verdict.expected())
-        tasks.append(Task(id=task_id, family=family, instruction=f"take time for {task_id}", evaluator=evaluator))
+        task = Task(id=task_id, family=family, instruction=f"take time for {task_id}", evaluator=evaluator)
+        tasks.append(replace(task, image=images[number % len(images)]) if images else task)
     return tuple(tasks)
 
 
 def is_solved(task: Task, success: float, attempt: str) -> bool:
     """Draw whether `attempt` (rollout and attempt number) solves a task with this probability of success."""
     return random.Random(f"verdict {task.id} {attempt}").random() < success
+
+
+def is_slow(task: Task, share: float, attempt: str) -> bool:
+    """Draw whether the evaluation of `attempt` is one of this share of slow ones."""
+    return share > 0 and random.Random(f"slow verdict {task.id} {attempt}").random() < share

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import tomllib
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace.actors.agents.simulated import SimulatedAgentConfig
 from headrace.actors.errors import ConfigError
@@ -21,15 +21,16 @@ from headrace.actors.rollouts.pacing import PacingConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run.config import explain
 from headrace.actors.simulated.durations import Durations, DurationsConfig
-from headrace.actors.simulated.tasks import simulated_tasks
+from headrace.actors.simulated.tasks import simulated_tasks, task_name
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.primitives.slowdowns import Slowdown, SlowKind, refuse_names
 from headrace.policies.learners.simulated import PushMode, SimulatedEnginesConfig, SimulatedLearnerConfig
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from headrace.buffer.tasks import Task
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 LEASE_S: Final = 3600.0
 """Lease duration of simulated sandboxes, long because the heartbeats of ten thousand sandboxes are expensive."""
 PAGE: Final = "docs/simulate.md"
+DEFAULT_IMAGE: Final = "host"
 MOST_WARMUP_STEPS: Final = 30
 UNLIMITED_PER_S: Final = 1e6
 
@@ -97,10 +99,62 @@ class SimulationPlan(BaseModel):
     """Number of rollout workers, which share the slots."""
     save_every: int = Field(default=10, ge=1)
     """Number of optimizer updates between two checkpoints."""
+    hosts: int = Field(default=1, ge=1)
+    """Number of sandbox hosts, `host-0`, `host-1`, ... (a single one is `host`)."""
+    images: int = Field(default=1, ge=1)
+    """Number of images, `image-0`, `image-1`, ..., which the tasks have in turn (a single one is the default)."""
+    engines: int = Field(default=1, ge=1)
+    """Number of engines, `engine-0`, `engine-1`, ..."""
+    tools: tuple[str, ...] = Field(default=("bash",), min_length=1)
+    """Names of tools, one of which is drawn for each turn."""
+    boots: int | None = Field(default=None, ge=1)
+    """Maximum number of concurrent boots on one host. None: no limit."""
+    held_out_share: float = Field(default=0.5, gt=0, le=1)
+    """Largest share of the boots that a held-out evaluation may take while training rollouts wait; 1: it goes first."""
+    evaluate_every: int = Field(default=0, ge=0)
+    """Number of optimizer updates between two held-out evaluations beside training. 0: no evaluations."""
+    heldout: int = Field(default=64, ge=1)
+    """Number of held-out tasks, each with one rollout in an evaluation."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """Planted slowdowns of any kind."""
     pacing: PacingConfig = PacingConfig()
     """Adaptive concurrency, which needs a caller that reports the load to the dispatcher."""
     buffer: dict[str, Any] = Field(default_factory=dict)
     """Additional keys of the recipe's [buffer], e.g. `{ zero_variance = "filter" }`."""
+
+    @model_validator(mode="after")
+    def _slowdowns_exist(self) -> Self:
+        hosts, engines = self._host().host_names, SimulatedEnginesConfig(engines=self.engines).names
+        tasks = {task_name(number) for number in range(self.tasks)}
+        names: dict[SlowKind, Collection[str]] = {
+            SlowKind.HOST: hosts,
+            SlowKind.CPU: hosts,
+            SlowKind.IMAGE: self.image_names or (DEFAULT_IMAGE,),
+            SlowKind.ENGINE: engines,
+            SlowKind.RETRACTION: engines,
+            SlowKind.GATE: (),
+            SlowKind.TOOL: tasks,
+            SlowKind.RETRIES: tasks,
+            SlowKind.EVALUATOR: tasks,
+        }
+        for kind, known in names.items():
+            refuse_names(self.slowdowns, kind, known)
+        for slowdown in self.slowdowns:
+            if slowdown.tool and (slowdown.kind is not SlowKind.TOOL or slowdown.tool not in self.tools):
+                raise ValueError(f"slowdowns: tool {slowdown.tool!r} is not in tools, or the kind is not tool")
+        checked = [slowdown.name for slowdown in self.slowdowns if slowdown.kind is SlowKind.EVALUATOR]
+        if len(checked) > 1 and ("" in checked or len(set(checked)) < len(checked)):
+            raise ValueError("slowdowns: a task has two of kind evaluator; keep one")
+        return self
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        """Names of the images; empty if all tasks have the default one."""
+        return tuple(f"image-{number}" for number in range(self.images)) if self.images > 1 else ()
+
+    def _slow(self, *kinds: SlowKind) -> tuple[Slowdown, ...]:
+        """Return the slowdowns of these kinds."""
+        return tuple(slowdown for slowdown in self.slowdowns if slowdown.kind in kinds)
 
     @property
     def warmup_steps(self) -> int:
@@ -138,8 +192,9 @@ class SimulationPlan(BaseModel):
             raise ConfigError(f"simulate: buffer: {explain(error, BufferConfig)}") from error
 
     def dispatcher_config(self) -> DispatcherConfig:
-        """Return the config of the dispatcher."""
-        return DispatcherConfig(slots_per_worker=-(-self.slots // self.workers), pacing=self.pacing)
+        """Return the config of the dispatcher. All rollouts of an evaluation may run at once."""
+        evaluation = {"evaluation_slots": self.heldout} if self.evaluate_every else {}
+        return DispatcherConfig(slots_per_worker=-(-self.slots // self.workers), pacing=self.pacing, **evaluation)
 
     def rollout_config(self) -> RolloutConfig:
         """Return a rollout config whose timeouts exceed the duration of a drain or of many pauses."""
@@ -159,7 +214,8 @@ class SimulationPlan(BaseModel):
         most = 2 * self.slots + 16
         pool = PoolConfig(
             max_live=most,
-            boot_concurrency=most,
+            boot_concurrency=self.boots or most,
+            held_out_share=self.held_out_share,
             boots_per_s=UNLIMITED_PER_S,
             burst=most,
             max_waiting=most,
@@ -167,17 +223,33 @@ class SimulationPlan(BaseModel):
             teardown_concurrency=most,
             sweep_every_s=LEASE_S,
         )
-        host = SimulationConfig(seed=self.seed, capacity=2 * most, boot_s=self.boot_s)
-        return SandboxSection(provider=SandboxKind.SIMULATED, pool=pool, simulated=host)
+        return SandboxSection(provider=SandboxKind.SIMULATED, pool=pool, simulated=self._host())
+
+    def _host(self) -> SimulationConfig:
+        return SimulationConfig(
+            seed=self.seed,
+            hosts=self.hosts,
+            capacity=2 * (2 * self.slots + 16),
+            boot_s=self.boot_s,
+            slowdowns=self._slow(SlowKind.HOST, SlowKind.IMAGE),
+        )
 
     def agent_config(self) -> SimulatedAgentConfig:
         failing_turns = 1 - (1 - self.failure) ** (1 / self.turns)
         return SimulatedAgentConfig(
-            durations=self.durations, turns=self.turns, failing_turns=failing_turns, seed=self.seed
+            durations=self.durations,
+            turns=self.turns,
+            failing_turns=failing_turns,
+            seed=self.seed,
+            tools=self.tools,
+            slowdowns=self._slow(SlowKind.TOOL, SlowKind.CPU, SlowKind.RETRIES),
         )
 
     def engines_config(self) -> SimulatedEnginesConfig:
-        return SimulatedEnginesConfig(push=self.push, push_s=self.push_s)
+        slowdowns = self._slow(SlowKind.ENGINE, SlowKind.RETRACTION, SlowKind.GATE)
+        return SimulatedEnginesConfig(
+            push=self.push, push_s=self.push_s, engines=self.engines, slowdowns=slowdowns, seed=self.seed
+        )
 
     def learner_config(self, checkpoint_dir: Path | None = None) -> SimulatedLearnerConfig:
         return SimulatedLearnerConfig(step_s=self.learner_s, seed=self.seed, checkpoint_dir=checkpoint_dir)
@@ -186,7 +258,27 @@ class SimulationPlan(BaseModel):
         return LearnerLoopConfig(steps=self.steps, save_every=self.save_every)
 
     def task_set(self) -> tuple[Task, ...]:
-        return simulated_tasks(self.seed, self.tasks, evaluate_s=self.evaluate_s, chances=self.chances)
+        return simulated_tasks(
+            self.seed,
+            self.tasks,
+            evaluate_s=self.evaluate_s,
+            chances=self.chances,
+            images=self.image_names,
+            slowdowns=self.slowdowns,
+        )
+
+    def heldout_set(self) -> tuple[Task, ...]:
+        """Return the held-out tasks; empty without evaluations."""
+        if not self.evaluate_every:
+            return ()
+        return simulated_tasks(
+            self.seed,
+            self.heldout,
+            evaluate_s=self.evaluate_s,
+            family="heldout",
+            chances=self.chances,
+            images=self.image_names,
+        )
 
 
 MINUTE_S: Final = 60.0

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.actors.errors import ConfigError
+from headrace.actors.record.metrics import UNRECORDED
 from headrace.actors.run.config import resolve
 from headrace.actors.run.launch import lay_out
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
+from headrace.buffer.primitives.slowdowns import SlowKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from headrace.actors.record.metrics import MetricsLog
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 
 CHECK_INTERVAL_S = 600.0
 """Interval of the supervision's checks in virtual time; one check a second would cost more than the run."""
+
+EVALUATED_INTERVAL_S = 10.0
+"""The same with evaluations, which begin at a check."""
 
 
 def scaled(plan: SimulationPlan, factor: float) -> SimulationPlan:
@@ -54,9 +60,10 @@ def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -
     dispatcher = plan.dispatcher_config()
     # All rollouts in flight have sandboxes, because `SimulationPlan.sandbox_section` allows twice the slots.
     evaluation_slots = max(1, min(dispatcher.evaluation_slots, plan.slots - plan.workers))
+    heldout = plan.heldout if plan.evaluate_every else 1
     document: dict[str, Any] = {
         "agent": {"kind": "simulated", "simulated": plan.agent_config().model_dump()},
-        "tasks": {"train_count": plan.tasks, "heldout_count": 1, "evaluate_s": plan.evaluate_s},
+        "tasks": {"train_count": plan.tasks, "heldout_count": heldout, "evaluate_s": plan.evaluate_s},
         "rollout": plan.rollout_config().model_dump(),
         "dispatcher": dispatcher.model_dump() | {"evaluation_slots": evaluation_slots},
         "sandbox": plan.sandbox_section().model_dump(),
@@ -64,7 +71,7 @@ def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -
         "engines": {"backend": "simulated", "simulated": plan.engines_config().model_dump()},
         "learner": {"kind": "simulated", "simulated": plan.learner_config().model_dump()},
         "training": plan.loop_config().model_dump(exclude_unset=True),
-        "evaluation": {"tasks": 1, "samples": 1, "every_steps": 0},
+        "evaluation": {"tasks": heldout, "samples": 1, "every_steps": plan.evaluate_every},
         "service": {"seed": plan.seed, "workers": plan.workers},
     }
     return resolve(document | tables, Path("the plan"), run_dir)
@@ -72,9 +79,12 @@ def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -
 
 def prepare_plan(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
     """Create the run directory of the plan, and return its configuration. One held-out rollout is evaluated before the
-    first step and one after the last. Raises ConfigError, including for `chances`, which a recipe cannot express."""
+    first step and one after the last. Raises ConfigError, including for what a recipe cannot express: `chances`,
+    `images` and slow evaluators."""
     if plan.chances:
         raise ConfigError("chances: not supported in real time, where each task draws its own; remove the key")
+    if plan.images > 1 or any(slowdown.kind is SlowKind.EVALUATOR for slowdown in plan.slowdowns):
+        raise ConfigError("images and slowdowns of kind evaluator: not supported in real time; remove the keys")
     config = plan_config(plan, directory.path)
     lay_out(config, directory)
     return config
@@ -82,10 +92,19 @@ def prepare_plan(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
 
 @asynccontextmanager
 async def open_service(
-    plan: SimulationPlan, runtime: Runtime, *, clock: Callable[[], float] = time.time
+    plan: SimulationPlan,
+    runtime: Runtime,
+    *,
+    clock: Callable[[], float] = time.time,
+    metrics: MetricsLog = UNRECORDED,
 ) -> AsyncIterator[Service]:
-    """Start the service of a plan in the caller's process, with its ledger in memory and without held-out tasks. Raises
-    ConfigError."""
-    externals = Externals(clock=clock, tasks=plan.task_set(), check_interval_s=CHECK_INTERVAL_S)
+    """Start the service of a plan in the caller's process, with its ledger in memory. Raises ConfigError."""
+    externals = Externals(
+        clock=clock,
+        tasks=plan.task_set(),
+        heldout=plan.heldout_set(),
+        check_interval_s=EVALUATED_INTERVAL_S if plan.evaluate_every else CHECK_INTERVAL_S,
+        metrics=metrics,
+    )
     async with Service(plan_config(plan, Path("in memory")), None, runtime, externals=externals) as service:
         yield service

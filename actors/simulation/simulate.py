@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+import orjson
+
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
+from headrace.actors.record.metrics import MetricsLog
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulation.plan import MINUTE_S, Mode
 from headrace.actors.simulation.plan_service import open_service
@@ -22,6 +25,8 @@ from headrace.actors.simulation.run_statistics import history_digest, read_stati
 from headrace.actors.simulation.virtual_time import run_virtual
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.actors.simulated.engines import SimulatedEngineGroup
     from headrace.actors.simulation.plan import SimulationPlan
     from headrace.actors.simulation.run_statistics import RunStatistics
@@ -130,8 +135,8 @@ def simulate(plan: SimulationPlan, keep: Path | None = None) -> SimulationResult
 
 
 def run_plan(plan: SimulationPlan, keep: Path | None = None) -> tuple[RunStatistics, float]:
-    """Run the plan in virtual time, export its ledger to `keep`, and return its statistics and the mean number of turns
-    that are being generated."""
+    """Run the plan in virtual time, write its ledger and metrics to `keep`, and return its statistics and the mean
+    number of turns that are being generated."""
     if keep is not None:
         try:
             keep.mkdir(parents=True)
@@ -151,9 +156,18 @@ def run_plan(plan: SimulationPlan, keep: Path | None = None) -> tuple[RunStatist
         return read_statistics(target, warmup_steps=plan.warmup_steps), engine_busy
 
 
+class VirtualMetrics(MetricsLog):
+    """Metrics file of a run in virtual time, whose records have the times of its ledger."""
+
+    def write(self, lines: Sequence[bytes]) -> None:
+        now_s = asyncio.get_running_loop().time()
+        super().write([orjson.dumps(orjson.loads(line) | {"time_s": now_s}) + b"\n" for line in lines])
+
+
 async def _run(plan: SimulationPlan, folder: Path) -> float:
     now = asyncio.get_running_loop().time
-    async with open_service(plan, InlineRuntime(), clock=now) as service:
+    metrics = VirtualMetrics(folder / "metrics.jsonl")
+    async with open_service(plan, InlineRuntime(), clock=now, metrics=metrics) as service:
         try:
             await service.run()
         except RunStalled as stalled:

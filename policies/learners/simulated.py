@@ -2,9 +2,11 @@
 tests.
 
 Invariants:
-- Time is read only from the running event loop, and nothing is random: with a virtual-time loop, a run is reproducible.
+- Time is read only from the running event loop, and only planted slowdowns are drawn, from a seed: with a virtual-time
+  loop, a run is reproducible.
 - A token carries the version that was being served at the end of its share of the turn's time. A turn's time does not
   advance while engines are paused.
+- A turn is queue, prefill and decode, in this order; a session stays on one engine, as with a cache-affine router.
 - The learner's checkpoints are those of `checkpoints`, without weights, so that `ledger verify` can use them.
 """
 
@@ -13,14 +15,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds, refuse_names
 from headrace.buffer.types import Batch, CheckpointRef, StepReport, VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
@@ -61,6 +65,31 @@ class SimulatedEnginesConfig(BaseModel):
     """Duration of one push."""
     gate_wait_s: float = Field(default=20.0, gt=0)
     """Maximum time that a turn waits for engines that are down before it fails."""
+    engines: int = Field(default=1, ge=1)
+    """Number of engines, `engine-0`, `engine-1`, ...; all turns of a session are on one of them."""
+    queue_share: float = Field(default=0.05, ge=0, lt=1)
+    """Share of a turn's generation that it waits in the engine's queue."""
+    prefill_share: float = Field(default=0.15, ge=0, lt=1)
+    """Share of a turn's generation until its first token."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """Planted slowdowns of the kinds `engine`, `retraction` and `gate`."""
+    seed: int = 0
+    """Random seed of the slowdowns."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the engines."""
+        return tuple(f"engine-{number}" for number in range(self.engines))
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.queue_share + self.prefill_share >= 1:
+            raise ValueError("queue_share + prefill_share must be below 1, which leaves no time to decode")
+        refuse_kinds(self.slowdowns, (SlowKind.ENGINE, SlowKind.RETRACTION, SlowKind.GATE))
+        for kind in (SlowKind.ENGINE, SlowKind.RETRACTION):
+            refuse_names(self.slowdowns, kind, self.names)
+        refuse_names(self.slowdowns, SlowKind.GATE, ())
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +104,16 @@ class Served:
     """True if rollouts may begin."""
     reachable: bool = True
     """True if turns may begin; running turns continue."""
-    gate_wait_s: float = 20.0
-    """Maximum time that a turn waits to begin."""
+    config: SimulatedEnginesConfig = field(default_factory=SimulatedEnginesConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """A simulated turn: its completion, its engine, and how long it was held by engines that were closed."""
+
+    completion: Completion
+    engine: str
+    held_s: float
 
 
 class SimulatedEngine:
@@ -84,6 +121,7 @@ class SimulatedEngine:
 
     def __init__(self) -> None:
         self.served = Served()
+        self._slowdowns = Slowdowns((), seed=0)
         self._changed = asyncio.Event()
         self._history: list[tuple[float, Served]] = []
         self.generating = 0
@@ -97,6 +135,8 @@ class SimulatedEngine:
         """Change the state of the engines, unless a newer one has been set."""
         if served.number <= self.served.number:
             return
+        if served.config != self.served.config:
+            self._slowdowns = Slowdowns(served.config.slowdowns, seed=served.config.seed)
         self.served = served
         self._history.append((asyncio.get_running_loop().time(), served))
         self._changed.set()
@@ -107,20 +147,21 @@ class SimulatedEngine:
         while self.served.version is None or not self.served.admitting:
             await self._changed.wait()
 
-    async def generate(self, tokens: int, seconds: float, *, first_id: int = 0) -> Completion:
-        """Generate `tokens` tokens, with ids starting at `first_id`, in `seconds` of generation time. Raises
-        EngineDown."""
-        while self.served.version is None:
-            await self._changed.wait()
-        if not self.served.reachable:
-            try:
-                async with asyncio.timeout(self.served.gate_wait_s):
-                    while not self.served.reachable:
-                        await self._changed.wait()
-            except TimeoutError:
-                raise EngineDown(f"the simulated engines were down for {self.served.gate_wait_s:g} s") from None
+    async def generate(self, tokens: int, seconds: float, *, first_id: int = 0, session: str = "") -> Generated:
+        """Generate `tokens` tokens, with ids starting at `first_id`, in `seconds` of generation time, or longer on a
+        slow engine. Raises EngineDown."""
+        now = asyncio.get_running_loop().time
+        called_s = now()
+        await self._open()
+        config = self.served.config
+        engine = config.names[zlib.crc32(session.encode()) % config.engines]
+        queue_s, prefill_s = seconds * config.queue_share, seconds * config.prefill_share
+        draw = f"{session} {first_id}"
+        recomputed = self._slowdowns.factor(SlowKind.RETRACTION, engine, draw)
+        slow = self._slowdowns.factor(SlowKind.ENGINE, engine, draw) * recomputed
+        seconds += (seconds - queue_s - prefill_s) * (slow - 1)
         # `since` is the index of the state in which the turn began.
-        began, since = asyncio.get_running_loop().time(), len(self._history) - 1
+        began, since = now(), len(self._history) - 1
         self.generating += 1
         left_s = seconds
         try:
@@ -130,7 +171,7 @@ class SimulatedEngine:
                 else:
                     await self._changed.wait()
                 if since == len(self._history) - 1:
-                    worked_s = asyncio.get_running_loop().time() - began if self.served.generating else 0.0
+                    worked_s = now() - began if self.served.generating else 0.0
                 else:
                     periods = self._periods(began, since)
                     worked_s = sum(end - start for start, end, served in periods if served.generating)
@@ -139,7 +180,7 @@ class SimulatedEngine:
             self.generating -= 1
         self.turns += 1
         self.generated_s += seconds
-        return Completion(
+        completion = Completion(
             output_ids=tuple([position % VOCABULARY for position in range(first_id, first_id + tokens)]),
             logprobs=(LOGPROB,) * tokens,
             spans=self._spans(tokens, seconds, began, since),
@@ -147,8 +188,25 @@ class SimulatedEngine:
             text="",
             prompt_tokens=0,
             cached_tokens=0,
-            retractions=0,
+            retractions=int(recomputed > 1),
+            queue_s=queue_s,
+            prefill_s=prefill_s,
         )
+        return Generated(completion=completion, engine=engine, held_s=max(0.0, now() - called_s - seconds))
+
+    async def _open(self) -> None:
+        """Wait until a turn may begin. Raises EngineDown."""
+        while self.served.version is None:
+            await self._changed.wait()
+        if self.served.reachable:
+            return
+        limit_s = self.served.config.gate_wait_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not self.served.reachable:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise EngineDown(f"the simulated engines were down for {limit_s:g} s") from None
 
     def _periods(self, began: float, since: int) -> list[tuple[float, float, Served]]:
         """Return the states since the beginning of a turn, each with its start and end."""

@@ -1,27 +1,25 @@
 """Simulated sandboxes for processes other than the one that booted them.
 
-Invariant: commands do nothing and take no time; on a broken host sandboxes boot, but every command fails.
+Invariants:
+- Commands do nothing and take no time; on a broken host sandboxes boot, but every command fails.
+- A sandbox has used the CPU time that its user says, because nothing runs in it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from headrace.sandboxes.base import SandboxUsage
 from headrace.sandboxes.errors import SandboxGone
-from headrace.sandboxes.simulated.provider import SUCCESS, SimulatedProvider, SimulationConfig
+from headrace.sandboxes.simulated.provider import BROKEN, SUCCESS, SimulatedProvider
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import ExecCommand, ExecResult, SandboxRef
+    from headrace.sandboxes.simulated.sandbox import SimulatedHost, SimulatedState
 
-BROKEN: Final = "broken"
-"""Prefix of the names of broken hosts."""
-
-
-def host_names(config: SimulationConfig) -> tuple[str, ...]:
-    """Return a name for each host, the broken ones last."""
-    whole = config.hosts - config.broken_hosts
-    return tuple(f"host-{n}" if n < whole else f"{BROKEN}-{n - whole}" for n in range(config.hosts))
+USED_BYTES: Final = 64 << 20
+"""Memory of every simulated sandbox."""
 
 
 class AttachedProvider(SimulatedProvider):
@@ -33,6 +31,32 @@ class AttachedProvider(SimulatedProvider):
 
 class AttachedSandbox(SimulatedSandbox):
     """A simulated sandbox that another process booted."""
+
+    def __init__(self, provider: SimulatedHost, state: SimulatedState | None, ref: SandboxRef) -> None:
+        super().__init__(provider, state, ref)
+        self._cpu_s = 0.0
+
+    @property
+    def host(self) -> str:
+        """Name of the sandbox's host."""
+        return self._ref.host
+
+    def spend(self, cpu_s: float) -> None:
+        """Count CPU time of a simulated command."""
+        self._cpu_s += cpu_s
+
+    async def usage(self) -> SandboxUsage:
+        return SandboxUsage(
+            cpu_s=self._cpu_s,
+            memory_bytes=USED_BYTES,
+            memory_limit_bytes=None,
+            disk_bytes=0,
+            disk_limit_bytes=None,
+            processes=1,
+            cpus=None,
+            oom_kills=0,
+            memory_peak_bytes=USED_BYTES,
+        )
 
     async def run_command(self, command: ExecCommand) -> ExecResult:
         """Succeed without doing anything. Raises SandboxGone on a broken host."""

@@ -20,6 +20,7 @@ from typing import Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
+from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds, refuse_names
 from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
 from headrace.sandboxes.errors import (
     BootFailed,
@@ -33,6 +34,10 @@ from headrace.sandboxes.pool.admission import TokenBucket
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox, SimulatedState
 
 PROVIDER: Final = "simulated"
+ONLY_HOST: Final = "host"
+"""Name of the host of a provider with one host."""
+BROKEN: Final = "broken"
+"""Prefix of the names of broken hosts."""
 SUCCESS: Final = ExecResult(exit_code=0, stdout=b"", stderr=b"", truncated=False, duration_s=0.0)
 
 
@@ -79,11 +84,29 @@ class SimulationConfig(BaseModel):
     """Known images; None means all."""
     features: frozenset[Feature] = frozenset({Feature.FREEZE, Feature.EXEC_ID})
     """Features of the provider."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """Planted slowdowns of the kinds `host` and `image`."""
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """Name of each host, the broken ones last."""
+        if self.hosts == 1:
+            return (ONLY_HOST,)
+        whole = self.hosts - self.broken_hosts
+        return tuple(f"host-{n}" if n < whole else f"{BROKEN}-{n - whole}" for n in range(self.hosts))
 
     @model_validator(mode="after")
     def _one_host_is_whole(self) -> Self:
         if self.broken_hosts >= self.hosts:
             raise ValueError(f"broken_hosts = {self.broken_hosts} must be below hosts = {self.hosts}: raise hosts")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_slow(self) -> Self:
+        refuse_kinds(self.slowdowns, (SlowKind.HOST, SlowKind.IMAGE))
+        refuse_names(self.slowdowns, SlowKind.HOST, self.host_names)
+        if self.images is not None:
+            refuse_names(self.slowdowns, SlowKind.IMAGE, self.images)
         return self
 
     @field_serializer("features", when_used="json")
@@ -124,12 +147,13 @@ class SimulatedProvider:
         config: SimulationConfig | None = None,
         execute: Callable[[SandboxId, str], ExecResult] = lambda _sandbox, _command: SUCCESS,
         *,
-        name: str = "host",
+        name: str = ONLY_HOST,
     ) -> None:
         self._config = config or SimulationConfig()
         self._execute = execute
         self.name = name
         self._random = random.Random(f"{self._config.seed}.{name}")
+        self._slowdowns = Slowdowns(self._config.slowdowns, seed=self._config.seed)
         self._states: dict[SandboxId, SimulatedState] = {}
         self._by_key: dict[str, SimulatedState] = {}
         self._up = asyncio.Event()
@@ -185,6 +209,9 @@ class SimulatedProvider:
                 raise CapacityExceeded(f"{self.name} is full", self._config.retry_after_s)
             config = self._config
             boot_s = config.boot_s * self._random.lognormvariate(0.0, config.boot_sigma)
+            boot = f"{self.name} {len(self.counts.create_times_s)}"
+            boot_s *= self._slowdowns.factor(SlowKind.HOST, self.name, boot)
+            boot_s *= self._slowdowns.factor(SlowKind.IMAGE, spec.image, boot)
             chance = self._random.random()
             if chance < config.boot_failure:
                 await asyncio.sleep(boot_s)

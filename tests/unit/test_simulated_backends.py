@@ -65,7 +65,7 @@ def one_turn(tokens: int, seconds: float, *changes: tuple[float, Served]) -> tup
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(changing(engine, *changes))
             await asyncio.sleep(1)
-            completion = await engine.generate(tokens, seconds)
+            completion = (await engine.generate(tokens, seconds)).completion
             ended_s = asyncio.get_running_loop().time()
         return completion, ended_s
 
