@@ -1,0 +1,1 @@
+"""Verdicts about slow rollouts, measured on simulated runs with planted causes."""
