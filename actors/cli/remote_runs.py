@@ -194,7 +194,8 @@ def submit_run(
 ) -> int:
     """Submit a recipe, and unless `detach` show the run's events until it has ended. Return the exit code. Raises
     ConfigError for a recipe that cannot run elsewhere."""
-    document = api.document(recipe, overrides)
+    document = dict(api.document(recipe, overrides))
+    document["telemetry"] = {"recipe": recipe.stem, **document.get("telemetry", {})}
     key = uuid.uuid4().hex
     record = api.ask(lambda client: client.submit(name or recipe.stem, document, key))
     say(f"run {record.run_id} ({record.name}): {_state(record)}")

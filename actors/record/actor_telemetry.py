@@ -26,6 +26,8 @@ class ActorTelemetry:
 
     config: TelemetryConfig
     run_dir: Path | None
+    run_id: str = ""
+    """Identity of the run, which distinguishes its traces from those of other runs."""
     retention: RetentionConfig | None = None
     """Limits on the files; None to rotate and remove nothing."""
 
@@ -36,7 +38,7 @@ class ActorTelemetry:
             yield
             return
         spans_dir = self.run_dir / "spans"
-        handle = configure(self.config, process=f"{process}-{os.getpid()}", spans_dir=spans_dir)
+        handle = configure(self.config, process=f"{process}-{os.getpid()}", spans_dir=spans_dir, run_id=self.run_id)
         try:
             yield
         finally:

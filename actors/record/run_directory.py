@@ -193,6 +193,11 @@ class RunDirectory:
         return False
 
 
+def identity_of(directory: RunDirectory) -> str:
+    """Return what distinguishes a run's traces from those of others: its id, or its path while it has none."""
+    return directory.run_id() if directory.identity.exists() else str(directory.path)
+
+
 def sandbox_owner(directory: RunDirectory) -> str:
     """Return the label of the run's sandboxes. On a cluster it depends on the run's id alone, since another node
     may continue the run in another folder; a local launcher belongs to one folder of one host."""

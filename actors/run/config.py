@@ -425,6 +425,9 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
                 key, "remove it (the folder is always in the run directory)"
             )
             raise ConfigError(f"{recipe}: learner.{key} cannot be set; {fix}")
+    telemetry = document.setdefault("telemetry", {})
+    if recipe.suffix and isinstance(telemetry, dict):
+        telemetry.setdefault("recipe", recipe.stem)
     absolute_paths(document, recipe)
     model_path = document["model"].get("path", "") if isinstance(document.get("model"), dict) else ""
     service = document.get("service")

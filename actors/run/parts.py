@@ -29,6 +29,7 @@ from headrace.actors.record.absences import OF_ACTORS, Absences
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.metrics import UNRECORDED, MetricsLog
 from headrace.actors.record.run_directory import read_configuration
+from headrace.actors.record.run_directory import identity_of, read_configuration
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.stations import SessionTerms, SourceParts, WorkerParts
@@ -113,6 +114,7 @@ class ServiceParts(GuardedActors):
         self._observing = ActorTelemetry(
             config=config.telemetry,
             run_dir=None if directory is None else directory.path,
+            run_id="" if directory is None else identity_of(directory),
             retention=config.retention,
         )
         self.gateways: list[GatewayActor] = []
@@ -404,6 +406,8 @@ def recipe_digest(config: RunConfig) -> str:
     if not config.tasks.sources:
         # The digest of a recipe without sources is that of versions that had none.
         del document["tasks"]["sources"]
+    # The name of its file does not define it.
+    del document["telemetry"]["recipe"]
     # Which file a secret is in does not define a run.
     del document["engines"]["key_file"]
     # Nor does the place of a service: one that the run starts has another address each time.

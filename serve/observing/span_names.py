@@ -32,6 +32,8 @@ CONVERSATION_ID: Final = "gen_ai.conversation.id"
 
 ERROR_TYPE: Final = "error.type"
 
+RUN_ID: Final = "headrace.run.id"
+RECIPE: Final = "headrace.recipe"
 ROLLOUT_ID: Final = "headrace.rollout.id"
 ATTEMPT: Final = "headrace.rollout.attempt"
 TASK_ID: Final = "headrace.task.id"

@@ -5,12 +5,13 @@ Invariants:
   if the disk is full.
 - A process writes its spans as JSON lines to a file of at most `max_file_bytes`, plus one earlier file (`.1`) of the
   same size.
-- Root spans started by `tracing.start_rollout_span` get the trace id derived from their rollout attempt.
+- Root spans started by `tracing.start_rollout_span` get the trace id derived from the run and their attempt.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -23,10 +24,11 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from headrace.serve.observing.tracing import root_trace_id
+from headrace.serve.observing import span_names
+from headrace.serve.observing.tracing import root_attempt, trace_id_for
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from opentelemetry.trace import Tracer
@@ -41,6 +43,8 @@ class TelemetryConfig(BaseModel):
 
     enabled: bool = True
     """If false, no SDK is configured: spans cost next to nothing and are not recorded."""
+    recipe: str = ""
+    """Name of the recipe in the resource of spans (`headrace.recipe`); by default that of its file."""
     otlp_endpoint: str | None = None
     """Full URL of an OTLP/HTTP trace receiver (`http://collector:4318/v1/traces`); with None, no spans are sent."""
     max_file_bytes: int = Field(default=64 * 2**20, ge=4096)
@@ -91,20 +95,26 @@ def configure(
     *,
     process: str,
     spans_dir: Path | None,
-    resource: Mapping[str, str] | None = None,
+    run_id: str = "",
     install: bool = True,
 ) -> TelemetryHandle:
     """Set up the SDK for this process: spans go to `spans_dir/<process>.jsonl` and, if configured, to an OTLP receiver.
 
-    With `install`, it becomes the global provider, which a process can set only once. Raises OSError if the directory
-    cannot be created.
+    `run_id` names the run in the spans' resource and in the trace ids of its rollouts. With `install`, it becomes the
+    global provider, which a process can set only once. Raises OSError if the directory cannot be created.
     """
     if not config.enabled:
         return TelemetryHandle(provider=None)
-    attributes = {"service.name": "headrace", "service.instance.id": process, **(resource or {})}
+    attributes = {
+        "service.name": "headrace",
+        "service.instance.id": process,
+        "host.name": socket.gethostname(),
+        span_names.RUN_ID: run_id,
+        span_names.RECIPE: config.recipe,
+    }
     provider = TracerProvider(
         resource=Resource.create(attributes),
-        id_generator=RolloutIdGenerator(),
+        id_generator=RolloutIdGenerator(run_id),
         span_limits=SpanLimits(max_span_attributes=64, max_events=16, max_attribute_length=2048),
         shutdown_on_exit=False,
     )
@@ -133,8 +143,12 @@ def configure(
 class RolloutIdGenerator(RandomIdGenerator):
     """Generator of random ids, except for the trace id of a rollout attempt's root span (tracing.py)."""
 
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
     def generate_trace_id(self) -> int:
-        return root_trace_id.get() or super().generate_trace_id()
+        attempt = root_attempt.get()
+        return super().generate_trace_id() if attempt is None else trace_id_for(self._run_id, *attempt)
 
 
 class JsonLinesExporter(SpanExporter):

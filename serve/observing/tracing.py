@@ -3,8 +3,8 @@
 Invariants:
 - Without a configured SDK everything here works and costs next to nothing: spans are not recorded, and
   `traceparent_of` returns "".
-- The trace id of a rollout attempt is a function of the rollout's id and the attempt number, so that its trace can be
-  found.
+- The trace id of a rollout attempt is a function of the ids of the run and the rollout and the attempt number, so that
+  its trace can be found, and traces of several runs stay apart in one collector.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 
 # The API has no argument for the trace id of a root span; the SDK's id generator (telemetry.py) reads this.
 root_trace_id: ContextVar[int | None] = ContextVar("headrace_root_trace_id", default=None)
+# The API has no argument for the trace id of a root span; the SDK's id generator (telemetry.py), which knows the run,
+# reads this.
+root_attempt: ContextVar[tuple[str, int] | None] = ContextVar("headrace_root_attempt", default=None)
 
 
-def trace_id_for(rollout_id: str, attempt: int) -> int:
-    """Return the 128-bit trace id of one attempt; never 0."""
-    digest = hashlib.sha256(f"{rollout_id} {attempt}".encode()).digest()
+def trace_id_for(run_id: str, rollout_id: str, attempt: int) -> int:
+    """Return the 128-bit trace id of one attempt of a run; never 0."""
+    digest = hashlib.sha256(f"{run_id} {rollout_id} {attempt}".encode()).digest()
     return int.from_bytes(digest[:16], "big") or 1
 
 
@@ -61,8 +64,8 @@ def context_from(traceparent: str) -> Context:
 def start_rollout_span(
     tracer: Tracer, rollout_id: str, attempt: int, attributes: Mapping[str, AttributeValue] | None = None
 ) -> Span:
-    """Start the root span of one attempt, with `trace_id_for(rollout_id, attempt)`. The caller ends it."""
-    token = root_trace_id.set(trace_id_for(rollout_id, attempt))
+    """Start the root span of one attempt, whose trace id is that of `trace_id_for`. The caller ends it."""
+    token = root_attempt.set((rollout_id, attempt))
     try:
         return tracer.start_span(
             span_names.ROLLOUT,
@@ -87,3 +90,4 @@ def describe(span: Span, outcome: Outcome) -> None:
     else:
         span.set_attribute(span_names.ERROR_TYPE, outcome.cause)
         span.set_status(Status(StatusCode.ERROR, outcome.detail or str(outcome.cause)))
+        root_attempt.reset(token)

@@ -409,7 +409,7 @@ async def test_turn_spans_are_children_of_the_rollout(model_dir: Path, tmp_path:
         root.end()
     telemetry.shutdown()
     spans = [json.loads(line) for line in (tmp_path / "gateway.jsonl").read_text().splitlines()]
-    assert {span["trace_id"] for span in spans} == {f"{trace_id_for('rollout-1', 1):032x}"}
+    assert {span["trace_id"] for span in spans} == {f"{trace_id_for('', 'rollout-1', 1):032x}"}
     [turn] = [span for span in spans if span["name"] == "turn"]
     by_name = {span["name"]: span for span in spans}
     assert turn["parent_id"] == by_name["rollout"]["span_id"]

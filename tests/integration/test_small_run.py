@@ -76,7 +76,7 @@ def test_an_attempts_trace_has_the_documented_span_tree(finished_run: RunDirecto
     traces = spans_of(finished_run)
     attempts = read_evidence(finished_run.path).attempts
     attempt = next(attempt for attempt in attempts if attempt.turns == 2 and attempt.cause in ("solved", "failed"))
-    assert attempt.trace_id == f"{trace_id_for(attempt.rollout_id, attempt.attempt):032x}"
+    assert attempt.trace_id == f"{trace_id_for(finished_run.run_id(), attempt.rollout_id, attempt.attempt):032x}"
     spans = traces[attempt.trace_id]
     names = {span["span_id"]: span["name"] for span in spans}
     edges = {(names.get(span["parent_id"]), span["name"]) for span in spans}

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from aiohttp import web
 from opentelemetry import trace
 
+from headrace.actors.run.config import load_recipe
+from headrace.actors.run.parts import recipe_digest
 from headrace.serve.observing import span_names
 from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from headrace.serve.observing.tracing import context_from, start_rollout_span, trace_id_for, traceparent_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from headrace.serve.observing.telemetry import TelemetryHandle
 
 
@@ -25,7 +27,7 @@ def read(path: Path) -> list[dict[str, object]]:
 
 
 def setup(folder: Path, **fields: int) -> TelemetryHandle:
-    return configure(TelemetryConfig(**fields), process="worker-0", spans_dir=folder, install=False)
+    return configure(TelemetryConfig(**fields), process="worker-0", spans_dir=folder, run_id="run", install=False)
 
 
 def test_a_trace_continues_in_another_process_through_its_traceparent(tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_a_trace_continues_in_another_process_through_its_traceparent(tmp_path: 
     telemetry.shutdown()
     turn, rollout = read(tmp_path / "worker-0.jsonl")
     assert (turn["name"], rollout["name"]) == ("turn", "rollout")
-    assert turn["trace_id"] == rollout["trace_id"] == f"{trace_id_for('rollout-7', 2):032x}"
+    assert turn["trace_id"] == rollout["trace_id"] == f"{trace_id_for('run', 'rollout-7', 2):032x}"
     assert turn["parent_id"] == rollout["span_id"]
     assert rollout["parent_id"] == ""
     assert rollout["process"] == "worker-0"
@@ -50,7 +52,7 @@ def test_a_trace_continues_in_another_process_through_its_traceparent(tmp_path: 
 
 
 def test_each_attempt_has_its_own_trace(tmp_path: Path) -> None:
-    assert trace_id_for("r", 1) != trace_id_for("r", 2)
+    assert trace_id_for("run", "r", 1) != trace_id_for("run", "r", 2)
     telemetry = setup(tmp_path)
     tracer = telemetry.tracer("test")
     start_rollout_span(tracer, "r", 1).end()
@@ -58,6 +60,34 @@ def test_each_attempt_has_its_own_trace(tmp_path: Path) -> None:
     telemetry.shutdown()
     rollout, unrelated = read(tmp_path / "worker-0.jsonl")
     assert rollout["trace_id"] != unrelated["trace_id"], "the derived id must not leak into later roots"
+
+
+def test_the_same_attempt_of_two_runs_has_two_traces() -> None:
+    traces = set()
+    for run_id in ("first", "second"):
+        telemetry = configure(TelemetryConfig(), process="x", spans_dir=None, run_id=run_id, install=False)
+        span = start_rollout_span(telemetry.tracer("test"), "rollout-7", 2)
+        traces.add(span.get_span_context().trace_id)
+        telemetry.shutdown()
+    assert traces == {trace_id_for(run_id, "rollout-7", 2) for run_id in ("first", "second")}
+    assert len(traces) == 2
+
+
+def test_the_resource_names_run_host_and_recipe() -> None:
+    config = TelemetryConfig(recipe="quickstart")
+    telemetry = configure(config, process="x", spans_dir=None, run_id="run-1", install=False)
+    assert telemetry.provider is not None
+    named = telemetry.provider.resource.attributes
+    expected = {"headrace.run.id": "run-1", "host.name": socket.gethostname(), "headrace.recipe": "quickstart"}
+    assert {name: named[name] for name in expected} == expected
+    telemetry.shutdown()
+
+
+def test_a_recipe_is_named_after_its_file_which_its_digest_does_not_depend_on(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "scripts" / "recipes" / "simulated.toml"
+    config = load_recipe(recipe, (), tmp_path)
+    assert config.telemetry.recipe == "simulated"
+    assert recipe_digest(config) == recipe_digest(load_recipe(recipe, ["telemetry.recipe=other"], tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "x", "00-12-34-01", "00-" + "g" * 32 + "-" + "1" * 16 + "-01", "00-" + "0" * 32])
