@@ -3,6 +3,8 @@
 Invariants:
 - Ending a span never blocks: the span is put into a bounded queue. Spans are dropped if the queue is full, and batches
   if the disk is full.
+- Shutdown writes all queued spans to the file first, and then gives a receiver `RECEIVER_SHUTDOWN_S`, whatever the
+  exporter's own timeouts and retries: a receiver that does not answer loses the last spans, but delays no exit.
 - A process writes its spans as JSON lines to a file of at most `max_file_bytes`, plus one earlier file (`.1`) of the
   same size.
 - Root spans started by `tracing.start_rollout_span` get the trace id derived from the run and their attempt.
@@ -13,13 +15,14 @@ from __future__ import annotations
 import logging
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import orjson
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)
+
+RECEIVER_SHUTDOWN_S: Final = 1.0
+"""Time that a receiver gets at shutdown for the spans that are still queued."""
 
 
 class TelemetryConfig(BaseModel):
@@ -75,6 +81,8 @@ class TelemetryHandle:
     """Handle to the set-up made by `configure`."""
 
     provider: TracerProvider | None
+    to_file: SpanProcessor | None = None
+    """Processor of the span file, a part of `provider`."""
 
     def tracer(self, name: str) -> Tracer:
         """Return a tracer of this set-up, even if the set-up is not installed globally."""
@@ -85,9 +93,15 @@ class TelemetryHandle:
         return self.provider is None or self.provider.force_flush(int(timeout_s * 1000))
 
     def shutdown(self) -> None:
-        """Flush and stop the export threads. Idempotent."""
-        if self.provider is not None:
-            self.provider.shutdown()
+        """Write the queued spans, give a receiver `RECEIVER_SHUTDOWN_S` for them, and stop. Idempotent."""
+        if self.provider is None:
+            return
+        if self.to_file is not None:
+            self.to_file.shutdown()
+        # A daemon thread, because an export in progress cannot be interrupted and must not delay the exit.
+        stopping = Thread(target=self.provider.shutdown, name="telemetry-shutdown", daemon=True)
+        stopping.start()
+        stopping.join(RECEIVER_SHUTDOWN_S)
 
 
 def configure(
@@ -126,18 +140,20 @@ def configure(
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         exporters.append(OTLPSpanExporter(endpoint=config.otlp_endpoint))
-    for exporter in exporters:
-        provider.add_span_processor(
-            BatchSpanProcessor(
-                exporter,
-                max_queue_size=config.max_queue_spans,
-                schedule_delay_millis=config.flush_interval_s * 1000,
-                max_export_batch_size=512,
-            )
+    processors = [
+        BatchSpanProcessor(
+            exporter,
+            max_queue_size=config.max_queue_spans,
+            schedule_delay_millis=config.flush_interval_s * 1000,
+            max_export_batch_size=512,
         )
+        for exporter in exporters
+    ]
+    for processor in processors:
+        provider.add_span_processor(processor)
     if install:
         trace.set_tracer_provider(provider)
-    return TelemetryHandle(provider=provider)
+    return TelemetryHandle(provider=provider, to_file=None if spans_dir is None else processors[0])
 
 
 class RolloutIdGenerator(RandomIdGenerator):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +23,18 @@ from headrace.serve.observing.tracing import context_from, start_rollout_span, t
 
 if TYPE_CHECKING:
     from headrace.serve.observing.telemetry import TelemetryHandle
+
+
+EXITING = """
+import sys, time
+from pathlib import Path
+from headrace.serve.observing.telemetry import TelemetryConfig, configure
+config = TelemetryConfig(otlp_endpoint=sys.argv[1])
+telemetry = configure(config, process="worker-0", spans_dir=Path(sys.argv[2]), install=False)
+telemetry.tracer("test").start_span("last-span").end()
+print(time.time(), flush=True)
+telemetry.shutdown()
+"""
 
 
 def read(path: Path) -> list[dict[str, object]]:
@@ -137,6 +152,20 @@ async def test_spans_also_go_to_an_otlp_receiver() -> None:
     finally:
         await runner.cleanup()
     assert b"exported-span" in b"".join(bodies)
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_receiver_that_never_answers_delays_no_exit(tmp_path: Path, listening: bool) -> None:
+    with socket.socket() as receiver:
+        receiver.bind(("127.0.0.1", 0))
+        if listening:
+            receiver.listen()
+        endpoint = f"http://127.0.0.1:{receiver.getsockname()[1]}/v1/traces"
+        command = [sys.executable, "-c", EXITING, endpoint, str(tmp_path)]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        exit_s = time.time() - float(told.stdout)
+    assert exit_s < 5, f"the exit took {exit_s:.1f} s"
+    assert [span["name"] for span in read(tmp_path / "worker-0.jsonl")] == ["last-span"]
 
 
 def test_a_deleted_span_directory_loses_spans_but_does_not_fail(
