@@ -54,6 +54,8 @@ USAGE_S = 2.0
 """Time allowed for reading what a sandbox has used."""
 RESULT_CHARACTERS, LOG_CHARACTERS = 500, 4000
 """Maximum characters of an agent's final message and of its log that are stored in its span."""
+RESULT_CHARACTERS = 500
+"""Maximum characters of an agent's final message that are stored in its span."""
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollouts.rollout")
 
@@ -324,7 +326,7 @@ async def _run_agent(
                 result = report.result[:RESULT_CHARACTERS]
                 attributes |= {names.AGENT_EXIT_CODE: report.exit_code, names.AGENT_RESULT: result}
             if report.stop is StopReason.ERROR:
-                attributes[names.AGENT_LOG_TAIL] = report.log_tail[-LOG_CHARACTERS:]
+                attributes[names.AGENT_LOG_TAIL] = report.log_tail[-names.MAX_TEXT_CHARACTERS :]
             trace.get_current_span().set_attributes(attributes)
         except BaseException:
             with suppress(ServeError):

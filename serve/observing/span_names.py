@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Final
 
+MAX_TEXT_CHARACTERS: Final = 2048
+"""Length at which the end of an attribute is cut off."""
+
 ROLLOUT: Final = "rollout"
 SANDBOX_BOOT: Final = "sandbox.boot"
 PREPARE: Final = "prepare"

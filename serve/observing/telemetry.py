@@ -129,7 +129,9 @@ def configure(
     provider = TracerProvider(
         resource=Resource.create(attributes),
         id_generator=RolloutIdGenerator(run_id),
-        span_limits=SpanLimits(max_span_attributes=64, max_events=16, max_attribute_length=2048),
+        span_limits=SpanLimits(
+            max_span_attributes=64, max_events=16, max_attribute_length=span_names.MAX_TEXT_CHARACTERS
+        ),
         shutdown_on_exit=False,
     )
     exporters: list[SpanExporter] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pytest
 
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
+from headrace.actors.rollouts import rollout
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
@@ -21,9 +23,12 @@ from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationC
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.gateway.client import OpenedSession
+from headrace.serve.observing import span_names as names
+from headrace.serve.observing.telemetry import TelemetryConfig, configure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
@@ -93,7 +98,14 @@ def order() -> RolloutOrder:
     return RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task_id=TASK.id)
 
 
-def simulated(check: Callable[[Any, Places], None], *, boot_s: float = 2.0, taken: int = 0, **takes_s: float) -> None:
+def simulated(
+    check: Callable[[Any, Places], None],
+    *,
+    boot_s: float = 2.0,
+    taken: int = 0,
+    prepared: Callable[[Places], None] = lambda _: None,
+    **takes_s: float,
+) -> None:
     """Run one rollout, after `taken` places were taken for good."""
 
     async def main() -> None:
@@ -102,6 +114,7 @@ def simulated(check: Callable[[Any, Places], None], *, boot_s: float = 2.0, take
         async with Pool({"host": provider}, config, clock=asyncio.get_running_loop().time) as pool:
             await pool.lease([SandboxSpec(ttl_s=EVER_S)] * taken)
             places = Places(pool, provider, **takes_s)
+            prepared(places)
             check(await run_rollout(order(), TASK, places, CONFIG), places)
             assert len(provider.living) == taken
 
@@ -144,6 +157,21 @@ def test_the_agent_deadline_counts_from_the_start_of_the_agent() -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
 
     simulated(check, boot_s=18, prepare=4, open=30, agent=39)
+
+
+def test_the_span_of_a_failed_agent_has_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry = configure(TelemetryConfig(), process="worker", spans_dir=tmp_path, install=False)
+    monkeypatch.setattr(rollout, "tracer", telemetry.tracer("test"))
+    log = "".join(f"line {number}\n" for number in range(1000)) + "the reason"
+
+    def failing(places: Places) -> None:
+        places.report = AgentReport(stop=StopReason.ERROR, turns=1, exit_code=2, log_tail=log)
+
+    simulated(lambda result, _: None, prepared=failing)
+    telemetry.shutdown()
+    spans = [json.loads(line) for line in (tmp_path / "worker.jsonl").read_text().splitlines()]
+    [tail] = [span["attributes"][names.AGENT_LOG_TAIL] for span in spans if names.AGENT_LOG_TAIL in span["attributes"]]
+    assert tail == log[-names.MAX_TEXT_CHARACTERS :]
 
 
 def test_an_agent_out_of_time_is_scored() -> None:
