@@ -7,8 +7,8 @@ A record is a mapping with "kind" and, by kind:
   the base.
 - "step": `step`, `reward`, `staleness` (mapping from staleness, as a string or number, to a number of trajectories) and
   the learner's times `step_s`, `idle_s` and `push_s`, in seconds.
-- "rollout_phases": mean seconds a rollout spent in `boot` (including the wait for a slot), `prepare`, `agent`,
-  `evaluate`.
+- "rollout_phases": mean seconds a rollout spent in each phase, by its name: those of `ROLLOUT_PHASES`, services
+  (`service.NAME`) and any other.
 Other kinds and fields are ignored.
 """
 
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
     Record = Mapping[str, Any]
 
-ROLLOUT_PHASES = ("boot", "prepare", "agent", "evaluate")
+ROLLOUT_PHASES = ("queue", "boot", "prepare", "agent", "evaluate")
 LEARNER_PHASES = ("step", "idle", "push")
 WATER, DEEP, STONE, AMBER, INK, MIST = "#2a7fb8", "#0b3c5d", "#9aa5ad", "#e0912f", "#22303a", "#e8edf0"
+OF_RECORD = frozenset({"kind", "time_s", "rollouts"})
+"""Fields of a "rollout_phases" record that are no phases."""
 PHASE_COLORS = {
-    "boot": "#7fb7be", "prepare": "#58a4b0", "agent": WATER, "evaluate": DEEP,
+    "queue": "#c9d3d8", "boot": "#7fb7be", "prepare": "#58a4b0", "agent": WATER, "evaluate": DEEP,
     "step": DEEP, "idle": MIST, "push": AMBER,
 }  # fmt: skip
 
@@ -127,7 +129,9 @@ def draw_staleness(axes: Any, metrics: Sequence[Record]) -> None:
 
 def draw_time(axes: Any, metrics: Sequence[Record]) -> None:
     """Draw the mean seconds per rollout and per learner step, each as a single stacked bar of shares."""
-    rollout = _means(_of_kind(metrics, "rollout_phases"), {phase: phase for phase in ROLLOUT_PHASES})
+    records = _of_kind(metrics, "rollout_phases")
+    others = {field for record in records for field in record} - OF_RECORD - set(ROLLOUT_PHASES)
+    rollout = _means(records, {phase: phase for phase in (*ROLLOUT_PHASES, *sorted(others))})
     learner = _means(_of_kind(metrics, "step"), {phase: f"{phase}_s" for phase in LEARNER_PHASES})
     axes.set(xlim=(0, 1), ylim=(-0.6, 1.5), title="Where the time went")
     labels = []
@@ -139,9 +143,11 @@ def draw_time(axes: Any, metrics: Sequence[Record]) -> None:
         left, small = 0.0, []
         for phase, seconds in parts.items():
             share, middle = seconds / total, left + seconds / total / 2
-            axes.barh(y, share, left=left, height=0.46, color=PHASE_COLORS[phase], edgecolor="white", linewidth=1.5)
-            if share >= 0.12:
-                color = INK if phase in ("idle", "boot", "push") else "white"
+            fill = PHASE_COLORS.get(phase, STONE)
+            axes.barh(y, share, left=left, height=0.46, color=fill, edgecolor="white", linewidth=1.5)
+            # A longer name needs a wider part of the bar.
+            if share >= max(0.12, 0.017 * len(phase)):
+                color = INK if phase in ("idle", "queue", "boot", "push") else "white"
                 axes.text(middle, y, f"{phase}\n{share:.0%}", ha="center", va="center", color=color, fontsize=9)
             else:
                 small.append(f"{phase} {share:.0%}")

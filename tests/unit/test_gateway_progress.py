@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from headrace.serve.observing.plots import draw_success, reward_png
+from headrace.serve.observing.plots import draw_success, draw_time, reward_png
 from headrace.serve.observing.progress import Progress, ProgressDisplay, panel, plain_line, sparkline, starting
 
 if TYPE_CHECKING:
@@ -98,6 +98,18 @@ def test_rewards_outside_0_to_1_get_their_own_scale() -> None:
     assert success.get_ylim() == (0, 1.04)
     low, high = rewards.get_ylim()
     assert low <= -3.0 < 250.0 <= high
+
+
+def test_the_time_of_a_rollout_includes_its_queue_and_services() -> None:
+    metrics = [
+        {"kind": "rollout_phases", "time_s": 9.0, "rollouts": 2.0, "queue": 3.0, "agent": 2.0, "service.wiki": 3.0},
+        {"kind": "rollout_phases", "time_s": 9.5, "rollouts": 2.0, "queue": 5.0, "boot": 1.0, "agent": 2.0},
+    ]
+    axes = Figure().subplots()
+    draw_time(axes, metrics)
+    shown = [text.get_text() for text in axes.texts]
+    assert shown == ["queue\n50%", "agent\n25%", "also: boot 6%, prepare 0%, evaluate 0%, service.wiki 19%"]
+    assert axes.get_yticklabels()[0].get_text() == "rollout\n8.00 s"
 
 
 def test_a_plot_is_drawn_from_any_subset_of_the_metrics(tmp_path: Path) -> None:
