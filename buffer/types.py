@@ -190,7 +190,6 @@ class RolloutOrder:
     attempt: int
     task_id: TaskId
     purpose: Purpose = Purpose.TRAIN
-    traceparent: str = ""
     avoid: tuple[str, ...] = ()
     """Hosts that the attempt's sandbox should avoid as long as there are others."""
 
