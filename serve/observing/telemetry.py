@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+EXAMPLE: Final = "http://collector:4318/v1/traces"
 RECEIVER_SHUTDOWN_S: Final = 1.0
 """Time that a receiver gets at shutdown for the spans that are still queued."""
 
@@ -66,8 +67,14 @@ class TelemetryConfig(BaseModel):
         # The exporter accepts any URL and logs a failure for each batch, which nobody sees in an actor.
         if value is None:
             return None
-        split = urlsplit(value)
-        if split.scheme in ("http", "https") and split.hostname and split.path.strip("/"):
+        try:
+            split = urlsplit(value)
+            has_port = split.port != 0
+        except ValueError as error:
+            raise ValueError(f"{value!r} is not a URL ({error}); set it to one like {EXAMPLE!r}") from None
+        if any(character.isspace() for character in value):
+            raise ValueError(f"{value!r} has white space, which no URL has; set it to one like {EXAMPLE!r}")
+        if split.scheme in ("http", "https") and split.hostname and has_port and split.path.strip("/"):
             return value
         host = (split.hostname if "//" in value else value.partition("/")[0].rpartition(":")[0]) or "localhost"
         raise ValueError(

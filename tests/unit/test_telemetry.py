@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 from opentelemetry import trace
+from pydantic import ValidationError
 
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import recipe_digest
@@ -129,6 +130,27 @@ def test_the_span_file_is_rotated_at_its_size_limit(tmp_path: Path) -> None:
     assert current.stat().st_size <= 4096
     assert earlier.stat().st_size <= 4096
     assert read(current)[-1]["name"] == "span-39"
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "collector:4318",
+        "grpc://collector:4317/v1/traces",
+        "file:///v1/traces",
+        "http://",
+        "http:///v1/traces",
+        "http://collector:4318",
+        "http://collector:0/v1/traces",
+        "http://collector:99999/v1/traces",
+        "http://[::1/v1/traces",
+        "http://collector:4318/v1/ traces",
+        "",
+    ],
+)
+def test_an_endpoint_that_is_no_full_http_url_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValidationError, match=r":4318/v1/traces"):
+        TelemetryConfig(otlp_endpoint=endpoint)
 
 
 async def test_spans_also_go_to_an_otlp_receiver() -> None:
