@@ -49,6 +49,7 @@ from headrace.policies.learners.checkpoints import set_aside, usable_checkpoint
 from headrace.policies.learners.progress import trained_tokens
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
+from headrace.serve.observing import span_names as names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -378,9 +379,15 @@ class LearnerLoop:
         """Train and commit a batch. Returns None if it was dissolved because the learner refused some of its rows.
         Raises BatchUntrainable, NonFiniteRun."""
         start = _now()
-        with self._in(Stage.STEPPING), tracer.start_as_current_span("step"):
+        attributes: dict[str, str | int] = {
+            names.STEP_BATCH: batch.lease.batch_id,
+            names.STEP_ROLLOUTS: len(batch.items),
+        }
+        with self._in(Stage.STEPPING), tracer.start_as_current_span(names.STEP, attributes=attributes) as span:
             self._stepping = batch.lease
             report = await self._tried(batch)
+            if report is not None:
+                span.set_attributes({names.STEP_NUMBER: report.version.step, names.STEP_VERSION: str(report.version)})
         if report is None:
             self._stepping = None
             return None

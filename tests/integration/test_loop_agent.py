@@ -23,6 +23,7 @@ from headrace.actors.environments.environment import (
 from headrace.actors.environments.search import SearchConfig, SearchEnvironment
 from headrace.actors.evaluation.answer import has_structure, score_answer
 from headrace.actors.evaluation.verdict import Source
+from headrace.actors.loop import agent as loop_agent
 from headrace.actors.loop.agent import NOT_RUN, LoopAgent
 from headrace.actors.loop.config import LoopConfig
 from headrace.actors.services.clients import ServiceClients
@@ -34,6 +35,8 @@ from headrace.buffer.sanitizer import plain_scores
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.token_kinds import TokenKind
 from headrace.serve.capture.session import Budgets
+from headrace.serve.observing import span_names as names
+from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from headrace.serve.rendering.template_renderer import load_renderer
 from support.gateway_rig import Lines, World, world
 from support.scripted_engine import Fault, check_exact
@@ -172,7 +175,12 @@ async def test_without_a_text_for_it_a_malformed_answer_ends_the_rollout(model_d
     assert (report.stop, report.turns, environment.closed) == (StopReason.INVALID, 1, [0])
 
 
-async def test_tool_calls_are_answered_by_tool_messages(model_dir: Path) -> None:
+async def test_tool_calls_are_answered_by_tool_messages(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    telemetry = configure(TelemetryConfig(), process="worker", spans_dir=tmp_path / "spans", install=False)
+    monkeypatch.setattr(loop_agent, "tracer", telemetry.tracer("test"))
+
     def call(number: int) -> str:
         return f'<tool_call>\n{{"name": "repeat", "arguments": {{"n": {number}}}}}\n</tool_call>'
 
@@ -184,6 +192,9 @@ async def test_tool_calls_are_answered_by_tool_messages(model_dir: Path) -> None
         prompts = [sampled.prompt for sampled in w.engines[0].sampled]
     assert report.stop is StopReason.FINISHED
     assert report.commands == ("repeat 1", "repeat 2", "respond Please stop")
+    telemetry.shutdown()
+    spans = [json.loads(line) for line in (tmp_path / "spans" / "worker.jsonl").read_text().splitlines()]
+    assert [span["attributes"][names.TOOL_NAME] for span in spans] == ["repeat", "repeat", "respond"]
     assert "Help Go." in prompts[0]
     assert '"name": "repeat"' in prompts[0]
     assert "1: repeat {'n': 1}" in prompts[1]
