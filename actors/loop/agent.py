@@ -170,8 +170,8 @@ class LoopAgent:
             if not self._config.malformed:
                 return None
             return Observation(parts=(ObservationPart(text=self._config.malformed, kind=PartKind.WARNING),))
-        with tracer.start_as_current_span(span_names.TOOL), in_part(f"{TOOL}{action.name}"):
-        with tracer.start_as_current_span(span_names.TOOL, attributes={span_names.TOOL_NAME: action.name}):
+        attributes = {span_names.TOOL_NAME: action.name}
+        with tracer.start_as_current_span(span_names.TOOL, attributes=attributes), in_part(f"{TOOL}{action.name}"):
             observation = await episode.act(action)
         words = [*([] if action.name == RUN else [action.name]), *map(str, action.arguments.values())]
         talk.actions.append(" ".join(words)[:MAX_COMMAND_CHARACTERS])

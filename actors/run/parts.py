@@ -28,7 +28,6 @@ from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.absences import OF_ACTORS, Absences
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.metrics import UNRECORDED, MetricsLog
-from headrace.actors.record.run_directory import read_configuration
 from headrace.actors.record.run_directory import identity_of, read_configuration
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders

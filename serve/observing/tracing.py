@@ -73,7 +73,7 @@ def start_rollout_span(
             attributes={span_names.ROLLOUT_ID: rollout_id, span_names.ATTEMPT: attempt, **(attributes or {})},
         )
     finally:
-        root_trace_id.reset(token)
+        root_attempt.reset(token)
 
 
 def current_trace_id() -> str:
@@ -90,4 +90,3 @@ def describe(span: Span, outcome: Outcome) -> None:
     else:
         span.set_attribute(span_names.ERROR_TYPE, outcome.cause)
         span.set_status(Status(StatusCode.ERROR, outcome.detail or str(outcome.cause)))
-        root_attempt.reset(token)
