@@ -58,11 +58,15 @@ META_TYPES = {
     "dp_rank": type(None),
     "e2e_latency": float,
     "response_sent_to_client_ts": float,
+    "queue_time": float,
+    "forward_entry_time": float,
+    "prefill_finished_time": float,
     "input_token_logprobs": list,
     "output_token_logprobs": list,
     "output_token_logprobs_length": int,
 }
-MISSING_WHEN_QUEUED = {"prompt_tokens", "cached_tokens", "num_retractions", "reasoning_tokens", "dp_rank"}
+TIMES = {"queue_time", "forward_entry_time", "prefill_finished_time"}
+MISSING_WHEN_QUEUED = {"prompt_tokens", "cached_tokens", "num_retractions", "reasoning_tokens", "dp_rank", *TIMES}
 
 
 class Wire:
@@ -163,7 +167,11 @@ async def test_a_reply_has_the_keys_and_types_of_the_contract(wire: Wire) -> Non
     assert set(reply) == {"text", "output_ids", "meta_info"}
     meta = reply["meta_info"]
     types = wire.meta_types()
-    assert set(meta) == {*types, "cached_tokens_details"}
+    # With --enable-metrics SGLang reports more times than we read.
+    assert set(meta) >= {*types, "cached_tokens_details"}
+    assert wire.genuine or set(meta) == {*types, "cached_tokens_details"}
+    assert 0 <= meta["queue_time"] <= meta["e2e_latency"]
+    assert 0 <= meta["prefill_finished_time"] - meta["forward_entry_time"] <= meta["e2e_latency"]
     for key, kind in types.items():
         assert type(meta[key]) is kind, key
     # By medium, once something was cached.
