@@ -100,6 +100,23 @@ def test_an_attempts_trace_has_the_documented_span_tree(finished_run: RunDirecto
     assert finish["attributes"]["headrace.session.rows"] == 1
 
 
+def test_the_parts_of_every_attempt_add_up_and_little_is_unexplained(finished_run: RunDirectory) -> None:
+    evidence = read_evidence(finished_run.path)
+    found = [one.breakdown for one in evidence.attempts if one.cause in ("solved", "failed")]
+    assert all(breakdown is not None for breakdown in found)
+    breakdowns = [breakdown for breakdown in found if breakdown is not None]
+    for breakdown in breakdowns:
+        assert abs(sum(breakdown.parts_s.values()) - breakdown.wall_s) < 0.01
+        assert breakdown.labels["engines"]
+        assert {"boot", "engine.decode", "tool.run", "evaluate.check"} <= set(breakdown.parts_s)
+    wall_s = sum(breakdown.wall_s for breakdown in breakdowns)
+    other_s = sum(breakdown.parts_s.get("other", 0.0) for breakdown in breakdowns)
+    assert other_s <= 0.02 * wall_s
+    with closing(read_only(finished_run.path / "ledger.db")) as ledger:
+        (lacking,) = ledger.execute("SELECT count(*) FROM evaluations WHERE breakdown IS NULL").fetchone()
+    assert lacking == 0, "evaluations have one too"
+
+
 def test_each_actor_has_a_log_from_its_start_to_its_end(finished_run: RunDirectory) -> None:
     actors = "dispatcher engines evaluator gateway learner replay sandbox-pool service worker-0"
     assert " ".join(logged_actors(finished_run.logs)) == actors
