@@ -9,8 +9,7 @@ one task are more alike than eight random ones.
 
 Invariants:
 - A fit depends only on the observations, not on their order.
-- A censored attempt is at risk up to its observed time and is not counted as finished: dropping it, or using that time
-  as its duration, would hide stragglers.
+- Attempts that have not ended are censored (`slowness.survival`).
 - Up to the longest finished duration the curve is the Kaplan-Meier estimate, without an assumed shape; beyond it there
   is no data, and the tail is that of a lognormal fitted to all durations.
 """
@@ -20,20 +19,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
-from typing import TYPE_CHECKING, Any, Final, Self
-
-import numpy as np
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.simulated.durations import DurationsConfig
+from headrace.actors.slowness.survival import LEAST_S, NORMAL, Lognormal, SurvivalCurve
 from headrace.actors.tuning.mixed_model import MixedFit, fit_mixed
 from headrace.actors.tuning.records import Observation, Recording, refuse_thin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
 
 QUANTILES: Final = 1000
 """Number of durations that represent the curve."""
@@ -43,75 +38,6 @@ determines success."""
 LARGEST_SHARE: Final = 0.98
 PRIOR: Final = 1.0
 """Number of pseudo-attempts per task with the mean success rate, since solving two of two does not prove certainty."""
-
-
-NORMAL: Final = NormalDist()
-LEAST_S: Final = 1e-6
-"""Lower bound on durations, so that all of them have a logarithm."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lognormal:
-    """Lognormal distribution of seconds: mean and standard deviation of the logarithm."""
-
-    mu: float
-    sigma: float
-
-    def share_within(self, seconds: float) -> float:
-        """Return P(X <= seconds)."""
-        return NORMAL.cdf((math.log(max(seconds, LEAST_S)) - self.mu) / self.sigma)
-
-    def quantile_s(self, rank: float) -> float:
-        return math.exp(self.mu + self.sigma * NORMAL.inv_cdf(min(1 - 1e-12, max(1e-12, rank))))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SurvivalCurve:
-    """Survival curve. `ended_s` are the distinct finished durations, ascending; `surviving` has the share of attempts
-    that take longer than each of these durations."""
-
-    ended_s: NDArray[np.float64]
-    surviving: NDArray[np.float64]
-
-    @classmethod
-    def estimate(cls, seconds: Sequence[float], finished: Sequence[bool]) -> Self:
-        """Estimate the curve. Raises ValueError without a finished duration."""
-        times, ended = np.asarray(seconds, dtype=np.float64), np.asarray(finished, dtype=np.bool_)
-        if not ended.any():
-            raise ValueError("no attempt has finished; fitting the curve needs at least one")
-        distinct, deaths = np.unique(times[ended], return_counts=True)
-        # Durations censored at the time of an end were still at risk.
-        at_risk = len(times) - np.searchsorted(np.sort(times), distinct, side="left")
-        return cls(ended_s=distinct, surviving=np.cumprod(1 - deaths / at_risk).astype(np.float64))
-
-    @property
-    def left(self) -> float:
-        """Share of attempts that take longer than the longest finished one."""
-        return float(self.surviving[-1])
-
-    def rank(self, seconds: float) -> float:
-        """Return the share of shorter durations, where equal durations count half."""
-        before = self._share_below(int(np.searchsorted(self.ended_s, seconds, side="left")))
-        upto = self._share_below(int(np.searchsorted(self.ended_s, seconds, side="right")))
-        return (before + upto) / 2
-
-    def quantiles_s(self, count: int, tail: Lognormal, cap_s: float = math.inf) -> tuple[float, ...]:
-        """Return `count` equally likely durations, ascending and at most `cap_s`."""
-        quantiles_s = []
-        last_s = float(self.ended_s[-1])
-        known = tail.share_within(last_s)
-        for number in range(count):
-            rank = (number + 0.5) / count
-            if rank <= 1 - self.left + 1e-12:
-                place = int(np.searchsorted(1 - self.surviving, rank - 1e-12, side="left"))
-                quantiles_s.append(float(self.ended_s[min(place, len(self.ended_s) - 1)]))
-            else:
-                beyond = (rank - (1 - self.left)) / self.left
-                quantiles_s.append(max(last_s, tail.quantile_s(known + (1 - known) * beyond)))
-        return tuple(min(cap_s, value) for value in quantiles_s)
-
-    def _share_below(self, events: int) -> float:
-        return 0.0 if events == 0 else 1.0 - float(self.surviving[events - 1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,263 @@
+"""Reads the rows and what the run did meanwhile from a run directory.
+
+Invariants:
+- Only the columns that verdicts need are read, from the ledger and its archive; trajectories and spans are not.
+- Nothing is changed; older ledgers, archived groups included, answer with their phases.
+- Without metrics the verdicts rest on the ledger alone, and `missing` says so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from headrace.actors.record.metrics import each_metric
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.slowness.rows import (
+    BUFFER_WAIT,
+    DISPATCH,
+    EARLIER_ATTEMPTS,
+    RUNNING,
+    SEAL_WAIT,
+    STALENESS_WAIT,
+    TOLERANCE_S,
+    UNATTRIBUTED,
+    Interval,
+    RolloutTime,
+)
+from headrace.buffer.audit.evidence import begin_with_archive, reading
+from headrace.buffer.audit.joined_rows import JoinedRows
+from headrace.buffer.breakdown import OTHER, Label
+from headrace.buffer.types import Cause
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ENDED: Final = frozenset({Cause.SOLVED, Cause.FAILED, Cause.BUDGET, Cause.INVALID, Cause.EVALUATOR})
+"""Causes of attempts that ended by themselves."""
+_ATTEMPT: Final = (
+    "rollout_id",
+    "attempt",
+    "version",
+    "issued_at_s",
+    "ended_at_s",
+    "cause",
+    "turns",
+    "phases_s",
+    "host",
+    "charged_to",
+    "breakdown",
+    "offered",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """A committed step: its rollouts, when its batch was leased, and when the step before it was committed."""
+
+    step: int
+    rollouts: tuple[str, ...]
+    leased_at_s: float
+    committed_at_s: float
+    free_at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTimes:
+    """Times of a run. `missing` has a sentence for each thing that the verdicts lack."""
+
+    rows: tuple[RolloutTime, ...]
+    steps: tuple[StepTime, ...] = ()
+    meanwhile: tuple[Interval, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def read_times(run_dir: Path) -> RunTimes:
+    """Read a run. Raises LedgerRefused when there is no ledger that this version of headrace can read."""
+    directory = RunDirectory.at(run_dir)
+    with reading(directory.path) as (database, archive):
+        attached, damage = begin_with_archive(database, archive)
+        rows = JoinedRows(database, attached=attached)
+        steps = _steps(rows)
+        groups = {
+            group_id: (task_id, ended_at_s)
+            for group_id, task_id, ended_at_s in rows.select("groups", ("group_id", "task_id", "ended_at_s"))
+        }
+        members = list(rows.select("rollouts", ("rollout_id", "group_id", "attempt", "state")))
+        attempts: defaultdict[str, list[Sequence[Any]]] = defaultdict(list)
+        for row in rows.select("attempts", _ATTEMPT):
+            attempts[row[0]].append(row)
+        intervals = list(_intervals_of_ledger(rows, steps))
+    trained = {rollout: step for step in steps for rollout in step.rollouts}
+    signs = (max(row[3], row[4] or 0.0) for tries in attempts.values() for row in tries)
+    now_s = max(max(signs, default=0.0), max((step.committed_at_s for step in steps), default=0.0))
+    found = []
+    for rollout_id, group_id, _, state in members:
+        if tries := attempts.get(rollout_id):
+            # A compound query has no order.
+            tries.sort(key=lambda row: row[1])
+            task, sealed_at_s = groups[group_id]
+            found.append(_row(tries, str(task), group_id, sealed_at_s, trained.get(rollout_id), now_s, state))
+    missing = list(damage)
+    measured = any(row[10] is not None for tries in attempts.values() for row in tries)
+    if found and not measured:
+        missing.append("no attempt has a breakdown: the run is of an older headrace, and answers with its phases")
+    if directory.metrics.exists():
+        intervals += _intervals_of_metrics(directory.metrics)
+    else:
+        missing.append("no metrics.jsonl: evaluations, pushes and pacing are not compared")
+    return RunTimes(rows=tuple(found), steps=tuple(steps), meanwhile=tuple(intervals), missing=tuple(missing))
+
+
+def _row(
+    tries: Sequence[Sequence[Any]],
+    task: str,
+    group: str,
+    sealed_at_s: float | None,
+    trained: StepTime | None,
+    now_s: float,
+    state: str,
+) -> RolloutTime:
+    """Return the row of a rollout from its attempts in order."""
+    first, last = tries[0], tries[-1]
+    _, attempt, version, issued_s, ended_s, cause, turns, phases, host, _, breakdown, _ = last
+    before = _before(tries)
+    # A reissue that waits for a slot, or the ledger's clock stepped back.
+    end_s = max(issued_s, now_s if ended_s is None else ended_s)
+    spent_s = end_s - issued_s
+    parts, labels, clock_s = _parts(breakdown, phases, spent_s, ended=ended_s is not None)
+    labels |= {"task": task, "host": host} if host else {"task": task}
+    if turns:
+        labels.setdefault("turns", turns)
+    if failed := sorted({row[8] for row in tries[:-1] if row[5] == Cause.INFRA and row[8]}):
+        labels["failed_on"] = tuple(failed)
+    if charged := sorted({row[9] for row in tries[:-1] if row[9]}):
+        labels["failed_by"] = tuple(charged)
+    waits = {}
+    if ended_s is not None and sealed_at_s is not None:
+        waits[SEAL_WAIT] = max(0.0, sealed_at_s - ended_s)
+        if trained is not None:
+            waits[BUFFER_WAIT] = max(0.0, trained.leased_at_s - max(sealed_at_s, ended_s))
+    parts = before | parts
+    return RolloutTime(
+        rollout_id=last[0],
+        attempt=attempt,
+        task=task,
+        group=group,
+        step=int(version.rpartition(".")[2]),
+        issued_at_s=min(first[3], issued_s),
+        last_issued_at_s=issued_s,
+        total_s=sum(parts.values()),
+        parts_s=parts,
+        labels=labels,
+        waits_s=waits,
+        agent=str(labels.get("agent", "")),
+        ended_at_s=None if ended_s is None else end_s,
+        finished=ended_s is not None and cause in ENDED,
+        ready_at_s=None if ended_s is None else max(end_s, sealed_at_s or 0.0),
+        trained_step=None if trained is None else trained.step,
+        cause=cause or state,
+        clock_s=clock_s,
+    )
+
+
+def _before(tries: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """Return the time before the last attempt: the staleness bound ends an attempt with a result, or cancels it."""
+    parts: dict[str, float] = {}
+    for row, following in pairwise(tries):
+        stale = row[5] is None or row[5] == Cause.CANCELLED or row[5] in ENDED
+        part = STALENESS_WAIT if stale else EARLIER_ATTEMPTS
+        parts[part] = parts.get(part, 0.0) + max(0.0, following[3] - row[3])
+    return parts
+
+
+def _parts(
+    breakdown: str | None, phases: str, spent_s: float, *, ended: bool
+) -> tuple[dict[str, float], dict[str, Label], float]:
+    """Return parts that add up to the time since the issue, labels, and the disagreement of clocks in seconds."""
+    labels: dict[str, Label] = {}
+    rest = DISPATCH
+    if breakdown is not None:
+        document = orjson.loads(breakdown)
+        parts = {part: max(0.0, seconds) for part, seconds in document["parts_s"].items()}
+        labels = document["labels"]
+    else:
+        parts = {}
+        for part, seconds in orjson.loads(phases):
+            parts[part] = parts.get(part, 0.0) + max(0.0, seconds)
+        rest = OTHER if parts else UNATTRIBUTED if ended else RUNNING
+    measured_s = sum(parts.values())
+    if (left_s := spent_s - measured_s) > 0:
+        parts[rest] = parts.get(rest, 0.0) + left_s
+    # The worker measures durations on one clock, so they count; the ledger's times come from another.
+    return parts, labels, -left_s if ended and left_s < -TOLERANCE_S else 0.0
+
+
+def _steps(rows: JoinedRows) -> list[StepTime]:
+    batches = {
+        batch_id: (members, leased_at_s)
+        for batch_id, members, leased_at_s in rows.select("batches", ("batch_id", "members", "leased_at_s"))
+    }
+    commits = rows.select(
+        "commits", ("sequence", "batch_id", "version", "committed_at_s"), where="rolled_back_by IS NULL"
+    ).fetchall()
+    steps, free_at_s = [], 0.0
+    for _, batch_id, version, committed_at_s in sorted(commits):
+        if batch_id in batches:
+            members, leased_at_s = batches[batch_id]
+            steps.append(
+                StepTime(
+                    step=int(version.rpartition(".")[2]),
+                    rollouts=tuple(member[0] for member in orjson.loads(members)),
+                    leased_at_s=leased_at_s,
+                    committed_at_s=committed_at_s,
+                    free_at_s=free_at_s,
+                )
+            )
+        free_at_s = committed_at_s
+    return steps
+
+
+def _intervals_of_ledger(rows: JoinedRows, steps: Sequence[StepTime]) -> Iterator[Interval]:
+    """Yield checkpoints, restarts of the learner, outages, and evaluations, whose first rollout begins them."""
+    committed = {step.step: step.committed_at_s for step in steps}
+    times = sorted(committed.values())
+    for version, at_s in rows.select("checkpoints", ("version", "recorded_at_s")):
+        step = int(version.rpartition(".")[2])
+        yield Interval("checkpoint", min(at_s, committed.get(step, at_s)), at_s)
+    opened = sorted(at_s for (at_s,) in rows.select("epochs", ("opened_at_s",)))
+    for at_s in opened[1:]:
+        yield Interval("restart", max((time_s for time_s in times if time_s < at_s), default=at_s), at_s)
+    for began_s, ended_s in rows.select("outages", ("began_at_s", "ended_at_s")):
+        yield Interval("outage", began_s, ended_s or float("inf"))
+    evaluated: dict[str, tuple[float, float]] = {}
+    for tag, version, at_s, text in rows.select("evaluations", ("tag", "version", "recorded_at_s", "breakdown")):
+        begun_s = at_s - orjson.loads(text)["wall_s"] if text else committed.get(int(version.rpartition(".")[2]), at_s)
+        start_s, end_s = evaluated.get(tag, (begun_s, at_s))
+        evaluated[tag] = (min(start_s, begun_s), max(end_s, at_s))
+    for start_s, end_s in evaluated.values():
+        yield Interval("evaluation", start_s, end_s)
+
+
+def _intervals_of_metrics(path: Path) -> Iterator[Interval]:
+    """Yield pushes, quarantines of engines (until the next push), and periods in which pacing lowered its limit."""
+    quarantined_s: float | None = None
+    limit: int | None = None
+    for record in each_metric(path, ("push", "stations")):
+        at_s = record["time_s"]
+        if record["kind"] == "push":
+            yield Interval("push", at_s - record["total_s"], at_s)
+            if quarantined_s is not None:
+                yield Interval("quarantine", quarantined_s, at_s)
+            quarantined_s = at_s if record.get("quarantined") else None
+        elif (new := record.get("rollout_limit")) is not None:
+            if limit is not None and new < limit:
+                yield Interval("pacing", at_s - record["seconds"], at_s)
+            limit = new
+    if quarantined_s is not None:
+        yield Interval("quarantine", quarantined_s, float("inf"))

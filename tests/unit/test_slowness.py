@@ -1,0 +1,236 @@
+"""Verdicts on generated rows: what is typical, slow, the cause, the factor and the cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from headrace.actors.slowness.cohort import Cohorts
+from headrace.actors.slowness.factors import upper_tail
+from headrace.actors.slowness.reading import RunTimes, StepTime
+from headrace.actors.slowness.rows import RUNNING, Interval, RolloutTime
+from headrace.actors.slowness.verdicts import explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+TYPICAL_S = {"boot": 2.0, "prepare": 0.5, "engine.decode": 20.0, "tool.bash": 10.0, "own": 1.0, "evaluate.check": 4.0}
+STEP_S = 60.0
+
+
+def row(number: int, parts_s: Mapping[str, float], **more: Any) -> RolloutTime:
+    at_s = more.pop("at_s", 1000.0)
+    total_s = sum(parts_s.values())
+    given = {
+        "rollout_id": f"g{number // 8:06d}-{number % 8}",
+        "attempt": 1,
+        "task": "task-0",
+        "group": f"g{number // 8:06d}",
+        "step": 0,
+        "issued_at_s": at_s,
+        "last_issued_at_s": at_s,
+        "total_s": total_s,
+        "parts_s": dict(parts_s),
+        "ended_at_s": at_s + total_s,
+        "ready_at_s": at_s + total_s,
+    }
+    return RolloutTime(**(given | more))
+
+
+def many(
+    seed: int, change: Callable[[dict[str, Any], dict[str, float], float], None] | None = None
+) -> list[RolloutTime]:
+    """A run of 40 steps with 2 groups of 8 each over 10 tasks; lognormal parts."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for number in range(640):
+        step, task = number // 16, (number // 8) % 10
+        labels = {
+            "task": f"task-{task}",
+            "host": f"host-{generator.integers(4)}",
+            "image": f"image-{task % 5}",
+            "engines": (f"engine-{generator.integers(4)}",),
+            "worker": f"worker-{generator.integers(3)}",
+            "warm": bool(generator.integers(2)),
+            "turns": float(generator.integers(5, 30)),
+            "boot_tries": 1.0,
+        }
+        parts = {part: float(seconds * generator.lognormal(0, 0.3)) for part, seconds in TYPICAL_S.items()}
+        at_s = 1000.0 + STEP_S * step + float(generator.uniform(0, STEP_S))
+        if change is not None:
+            change(labels, parts, at_s)
+        rows.append(row(number, parts, at_s=at_s, task=labels["task"], step=step, labels=labels))
+    return rows
+
+
+def only(report: Any) -> tuple[str, str | None]:
+    cause = max(report.causes, key=lambda cause: cause.excess_s)
+    return cause.part, None if cause.factor is None else cause.factor.text()
+
+
+def slow_host(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+    if labels["host"] == "host-1":
+        parts["tool.bash"] *= 6
+
+
+def slow_image(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+    if labels["image"] == "image-2":
+        parts["boot"] += 60
+
+
+def slow_engine(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+    if labels["engines"] == ("engine-3",):
+        parts["engine.decode"] *= 4
+
+
+def slow_tool(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+    if labels["task"] == "task-4":
+        parts["tool.bash"] += 60
+
+
+def retried_boot(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+    if int(at_s * 1000) % 17 == 0:
+        labels["boot_tries"] = 3.0
+        parts["boot"] += 60
+
+
+EVALUATIONS = tuple(Interval("evaluation", 1000.0 + STEP_S * step, 1020.0 + STEP_S * step) for step in range(0, 40, 10))
+
+
+def evaluated(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+    if any(each.start_s <= at_s <= each.end_s for each in EVALUATIONS):
+        parts["boot"] += 60
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "factor"),
+    [
+        (slow_host, "tool.bash", "host host-1"),
+        (slow_image, "boot", "image image-2"),
+        (slow_engine, "engine.decode", "engines engine-3"),
+        (slow_tool, "tool.bash", "task task-4"),
+        (retried_boot, "boot", "boot_tries above 1"),
+        (evaluated, "boot", "evaluation"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_planted_cause_is_named_with_its_factor(change: Any, part: str, factor: str, seed: int) -> None:
+    report = explain(RunTimes(rows=tuple(many(seed, change)), meanwhile=EVALUATIONS))
+    assert only(report) == (part, factor)
+
+
+def test_runs_without_a_cause_have_no_common_factor() -> None:
+    found = [explain(RunTimes(rows=tuple(many(1000 + seed)), meanwhile=EVALUATIONS)).causes for seed in range(200)]
+    assert sum(bool(causes) for causes in found) > 150  # some rollouts are slow by chance
+    assert sum(any(cause.factor for cause in causes) for causes in found) <= 4
+
+
+def test_a_rollout_is_not_in_its_own_cohort() -> None:
+    rows = [row(number, {"own": 10.0 if number else 1000.0}) for number in range(9)]
+    medians, highs, counts = Cohorts(rows).limits()
+    assert (medians[0], highs[0], counts[0]) == (10.0, 10.0, 8)
+    assert highs[1] > 10.0
+    assert Cohorts(rows).typical(0).p90_s == 10.0
+
+
+@pytest.mark.parametrize("count", [2, 5, 9, 30])
+def test_limits_equal_those_of_the_others_computed_one_by_one(count: int) -> None:
+    values = np.random.default_rng(count).lognormal(3, 1, count)
+    medians, highs, _ = Cohorts([row(number, {"own": float(value)}) for number, value in enumerate(values)]).limits()
+    for place in range(count):
+        others = np.delete(values, place)
+        if len(others) >= 8:
+            assert medians[place] == pytest.approx(np.median(others))
+            assert highs[place] == pytest.approx(np.quantile(others, 0.95))
+
+
+def test_a_small_cohort_borrows_from_the_recipe() -> None:
+    rows = [row(number, {"own": 30.0}, task="rare") for number in range(3)]
+    rows += [row(8 + number, {"own": 10.0}, task=f"task-{number % 4}") for number in range(40)]
+    # Two others: a quarter of the weight. The recipe has all other rollouts, the rare ones included.
+    assert Cohorts(rows).typical(0).p50_s == pytest.approx(0.25 * 30 + 0.75 * 10)
+    assert Cohorts(rows).typical(0).n == 2
+
+
+def test_far_versions_are_not_in_the_cohort() -> None:
+    rows = [row(number, {"own": 10.0 if number < 10 else 40.0}, step=0 if number < 10 else 100) for number in range(20)]
+    assert Cohorts(rows).typical(0).p90_s == 10.0
+    assert Cohorts(rows).typical(15).p50_s == 40.0
+
+
+def test_rollouts_that_still_run_are_censored() -> None:
+    ended = [row(number, {"own": 10.0 + number}) for number in range(10)]
+    running = [
+        row(10 + number, {RUNNING: 100.0}, ended_at_s=None, ready_at_s=None, finished=False) for number in range(6)
+    ]
+    censored, without = Cohorts([*ended, *running]), Cohorts(ended)
+    assert censored.typical(0).p50_s > without.typical(0).p50_s
+    # One that has run for a moment says nothing.
+    fresh = [row(10 + n, {RUNNING: 0.1}, ended_at_s=None, ready_at_s=None, finished=False) for n in range(6)]
+    assert Cohorts([*ended, *fresh]).typical(0).p50_s == pytest.approx(without.typical(0).p50_s, abs=1.0)
+
+
+def test_a_rollout_that_runs_beyond_the_limit_is_slow() -> None:
+    rows = [row(number, {"own": 10.0}) for number in range(12)]
+    rows.append(row(12, {RUNNING: 50.0}, ended_at_s=None, ready_at_s=None, finished=False))
+    (verdict,) = explain(RunTimes(rows=tuple(rows))).verdicts
+    assert (verdict.running, verdict.part, verdict.excess_s, verdict.cost_s) == (True, RUNNING, 40.0, 0.0)
+
+
+def test_two_parts_are_named_if_none_has_half_of_the_excess() -> None:
+    usual = {"boot": 5.0, "own": 5.0, "offer": 5.0}
+    rows = [row(number, usual) for number in range(12)]
+    rows.append(row(12, {"boot": 45.0, "own": 35.0, "offer": 25.0}))
+    (verdict,) = explain(RunTimes(rows=tuple(rows))).verdicts
+    assert verdict.causes == ("boot", "own")
+    rows[-1] = row(12, {"boot": 45.0, "own": 15.0, "offer": 15.0})
+    (verdict,) = explain(RunTimes(rows=tuple(rows))).verdicts
+    assert verdict.causes == ("boot",)
+
+
+def test_within_the_limits_nothing_is_slow() -> None:
+    rows = [row(number, {"own": 10.0}) for number in range(12)]
+    assert explain(RunTimes(rows=(*rows, row(12, {"own": 14.9})))).verdicts == ()
+    assert explain(RunTimes(rows=())).verdicts == ()
+
+
+def test_a_step_is_delayed_only_by_the_member_without_which_its_batch_was_full() -> None:
+    rows = [row(number, {"own": 10.0}) for number in range(16)]
+    late = row(16, {"own": 100.0})
+    names = tuple(one.rollout_id for one in (*rows[:7], late))
+
+    def cost(free_at_s: float, *others: RolloutTime) -> float:
+        members = (*names, *(one.rollout_id for one in others))
+        step = StepTime(step=1, rollouts=members, leased_at_s=1100.0, committed_at_s=1200.0, free_at_s=free_at_s)
+        report = explain(RunTimes(rows=(*rows, late, *others), steps=(step,)))
+        return next(one.cost_s for one in report.verdicts if one.rollout_id == late.rollout_id)
+
+    assert cost(0.0) == 90.0  # the others were there after 10 s
+    assert cost(1060.0) == 40.0  # the learner was busy until then
+    assert cost(1150.0) == 0.0
+    other = replace(row(24, {"own": 10.0}), ready_at_s=1095.0)
+    assert cost(0.0, other) == 5.0  # another group was sealed then
+    assert cost(0.0, replace(other, ready_at_s=1200.0)) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_parts_of_a_verdict_add_up_to_its_total(seed: int) -> None:
+    for verdict in explain(RunTimes(rows=tuple(many(seed, slow_host)))).verdicts:
+        assert sum(part.seconds for part in verdict.parts) == pytest.approx(verdict.total_s)
+        assert all(part.excess_s >= 0 for part in verdict.parts)
+
+
+def test_the_exact_test_equals_counting() -> None:
+    # 3 of 5 marked among 10, 4 drawn: C(5,3) C(5,1) + C(5,4) of C(10,4).
+    assert upper_tail(10, 5, 4, 3) == pytest.approx((10 * 5 + 5) / 210)
+    assert upper_tail(10, 5, 4, 0) == pytest.approx(1.0)
+
+
+def test_clocks_that_disagree_are_reported() -> None:
+    rows = [row(number, {"own": 10.0}) for number in range(12)]
+    rows[3] = replace(rows[3], clock_s=7.5, labels={"node": "node-b"})
+    (line,) = explain(RunTimes(rows=tuple(rows))).missing
+    assert "7.5 s" in line and "node-b" in line
