@@ -108,7 +108,7 @@ def beside(rows: Sequence[RolloutTime], part: str, meanwhile: Iterable[Interval]
     for interval in meanwhile:
         by_kind[interval.kind].append((interval.start_s, interval.end_s))
     found: Carriers = {}
-    merged = {kind: _union(spans) for kind, spans in by_kind.items()}
+    merged = {kind: disjoint(spans) for kind, spans in by_kind.items()}
     windows = [row.window_s(part) for row in rows]
     for kind, spans in merged.items():
         starts, ends = [start for start, _ in spans], [end for _, end in spans]
@@ -181,7 +181,7 @@ def _log_choose(n: int, k: int) -> float:
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def disjoint(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return disjoint spans in order."""
     joined: list[tuple[float, float]] = []
     for start, end in sorted(spans):

@@ -132,7 +132,7 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
     `first_part_only` names the longest part instead of that with the most excess; both are ablations."""
     cohorts = Cohorts(times.rows, of_recipe=of_recipe)
     medians, highs, counts = cohorts.limits()
-    found = _slow_tasks(cohorts)
+    found = slow_tasks(cohorts)
     slow = np.nonzero((cohorts.totals > highs) & (cohorts.totals > RATIO * medians))[0]
     for place in map(int, slow):
         if place not in found:
@@ -177,7 +177,7 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
         verdicts=tuple(verdicts),
         causes=rank(verdicts),
         missing=(*times.missing, *clock_lines(times.rows)),
-        outside_agent=_outside_agent(found),
+        outside_agent=outside_agent_share(found),
     )
 
 
@@ -240,7 +240,7 @@ def clock_lines(rows: Sequence[RolloutTime]) -> list[str]:
     return [line]
 
 
-def _slow_tasks(cohorts: Cohorts) -> dict[int, _Found]:
+def slow_tasks(cohorts: Cohorts) -> dict[int, _Found]:
     """Return the rollouts of tasks that are slow as a whole, in one part, beside the other tasks. Their own cohorts
     would hide it."""
     tasks = {key: places for key, places in cohorts.by_task().items() if len(places) >= LEAST_MEMBERS}
@@ -299,7 +299,7 @@ def _part_verdicts(cohorts: Cohorts, place: int, found: _Found) -> tuple[PartVer
     )
 
 
-def _outside_agent(found: Mapping[int, _Found]) -> float | None:
+def outside_agent_share(found: Mapping[int, _Found]) -> float | None:
     """Return the share of the excess in parts before and after the agent; None if nothing was slow."""
     total_s = sum(sum(each.excess_s.values()) for each in found.values())
     agent_s = sum(
