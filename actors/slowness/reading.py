@@ -83,7 +83,7 @@ def read_times(run_dir: Path) -> RunTimes:
     with reading(directory.path) as (database, archive):
         attached, damage = begin_with_archive(database, archive)
         rows = JoinedRows(database, attached=attached)
-        steps = _steps(rows)
+        steps = committed_steps(rows)
         groups = {
             group_id: (task_id, ended_at_s)
             for group_id, task_id, ended_at_s in rows.select("groups", ("group_id", "task_id", "ended_at_s"))
@@ -198,7 +198,8 @@ def _parts(
     return parts, labels, -left_s if ended and left_s < -TOLERANCE_S else 0.0
 
 
-def _steps(rows: JoinedRows) -> list[StepTime]:
+def committed_steps(rows: JoinedRows) -> list[StepTime]:
+    """Return the steps that no resume has undone, in order."""
     batches = {
         batch_id: (members, leased_at_s)
         for batch_id, members, leased_at_s in rows.select("batches", ("batch_id", "members", "leased_at_s"))

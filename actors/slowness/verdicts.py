@@ -138,7 +138,7 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
         if place not in found:
             typical = {part: each.p50_s for part, each in cohorts.typical_parts(place).items()}
             found[place] = _of(times.rows[place], place, "cohort", typical, float(medians[place]))
-    causes = {place: _causes(item, times.rows[place], longest=first_part_only) for place, item in found.items()}
+    causes = {place: causes_of(item, times.rows[place], longest=first_part_only) for place, item in found.items()}
     by_part: defaultdict[str, set[int]] = defaultdict(set)
     for place, parts in causes.items():
         by_part[parts[0]].add(place)
@@ -275,7 +275,8 @@ def _of(row: RolloutTime, place: int, against: str, typical: Mapping[str, float]
     return _Found(place=place, against=against, medians=medians, excess_s=excess)
 
 
-def _causes(found: _Found, row: RolloutTime, *, longest: bool) -> tuple[str, ...]:
+def causes_of(found: _Found, row: RolloutTime, *, longest: bool) -> tuple[str, ...]:
+    """Return the part with the most excess, or two if it has less than half of all excess."""
     if longest:
         return (max(row.parts_s, key=lambda part: row.parts_s[part]),)
     by_excess = sorted(found.excess_s, key=lambda part: (-found.excess_s[part], in_order(part)))
