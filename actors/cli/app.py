@@ -342,15 +342,21 @@ def report(
     """Report the scheduling of a run: staleness, outcomes by rollout duration, saturated stations, parked tasks."""
     from headrace.actors.run.launch import reopen
     from headrace.actors.run.report import report_of
+    from headrace.actors.slowness.reading import read_times
+    from headrace.actors.slowness.told import CAUSES, printable
+    from headrace.actors.slowness.verdicts import explain
 
     if (cluster := access(url, key_file, address, owner)) is not None:
         show_report(cluster, str(run_dir), json=json)
         return
-    told = report_of(reopen(run_dir)[1])
+    directory = reopen(run_dir)[1]
+    told, causes = report_of(directory), explain(read_times(directory.path)).causes[:CAUSES]
     if json is not None:
-        write_json(told.to_json(), json)
-    else:
-        show(told.tables())
+        write_json(told.to_json() | {"slowness": [asdict(cause) for cause in causes]}, json)
+        return
+    show(told.tables())
+    for cause in causes:
+        typer.echo(f"slow rollouts: {printable(cause.line())}")
 
 
 @app.command()

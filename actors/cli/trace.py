@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,51 @@ from headrace.actors.cli.output import Json, write_json
 
 trace_app = typer.Typer(no_args_is_help=True, help="Tell where the time of rollouts went, and why some were slow.")
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
+
+
+@trace_app.command()
+def slow(
+    run_dir: RunPath,
+    top: Annotated[int, typer.Option(min=1, help="Number of rollouts to list.")] = 10,
+    since: Annotated[int | None, typer.Option(min=0, help="Only rollouts issued at this step or later.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Only rollouts issued at this step.")] = None,
+    json: Json = None,
+) -> None:
+    """Name the rollouts that took far longer than their cohort, the costliest first: the part that held each up, the
+    factor that slow ones have in common, the seconds by which it delayed a step, and what to change. It reads the
+    run directory only, so it works for runs that are over, killed or copied."""
+    from headrace.actors.run.launch import reopen
+    from headrace.actors.slowness.reading import read_times
+    from headrace.actors.slowness.told import chosen, slow_lines
+    from headrace.actors.slowness.verdicts import explain
+
+    report = explain(read_times(reopen(run_dir)[1].path))
+    verdicts = chosen(report, since=since, step=step)
+    if json is not None:
+        write_json(report.to_json() | {"verdicts": [asdict(verdict) for verdict in verdicts[:top]]}, json)
+        return
+    for line in slow_lines(report, verdicts, top):
+        typer.echo(line)
+
+
+@trace_app.command("show")
+def show_rollout(
+    run_dir: RunPath,
+    rollout: Annotated[str, typer.Argument(metavar="ROLLOUT", help="Id of a rollout, or the beginning of one.")],
+    json: Json = None,
+) -> None:
+    """Draw where the time of one rollout went, beside what is typical of its cohort."""
+    from headrace.actors.run.launch import reopen
+    from headrace.actors.slowness.reading import read_times
+    from headrace.actors.slowness.told import place_of_rollout, waterfall, waterfall_lines
+
+    times = read_times(reopen(run_dir)[1].path)
+    row, typical = waterfall(times, place_of_rollout(times, rollout))
+    if json is not None:
+        write_json({"rollout": asdict(row), "typical": {part: asdict(each) for part, each in typical.items()}}, json)
+        return
+    for line in waterfall_lines(row, typical):
+        typer.echo(line)
 
 
 @trace_app.command()
@@ -24,6 +70,6 @@ def running(run_dir: RunPath, json: Json = None) -> None:
     rows = in_flight(directory, driven=directory.is_driven())
     if json is not None:
         write_json([row.to_json() for row in rows], json)
-    else:
-        for line in [row.line() for row in rows] or ["no rollout is running or was interrupted"]:
-            typer.echo(line)
+        return
+    for line in [row.line() for row in rows] or ["no rollout is running or was interrupted"]:
+        typer.echo(line)

@@ -53,10 +53,10 @@ class AttemptTime:
     def in_progress(self) -> tuple[str, float, float]:
         """Return the part in progress, and the seconds since it began and since the attempt began."""
         now = asyncio.get_running_loop().time()
-        return (self.now or OTHER), now - (self.now_since_s if self.now else self._last_s()), now - self._began_s
-
-    def _last_s(self) -> float:
-        return self._phases[-1].end_s if self._phases else self._began_s
+        since_s = self.now_since_s
+        if not self.now:
+            since_s = self._phases[-1].end_s if self._phases else self._began_s
+        return (self.now or OTHER), now - since_s, now - self._began_s
 
     @contextmanager
     def measured(self) -> Iterator[None]:

@@ -123,7 +123,7 @@ def in_flight(directory: RunDirectory, *, driven: bool, now_s: float | None = No
     seen, latest = newest(files), {file.worker: file for file in files}
     with reading(directory.path) as (database, archive):
         attached, _ = begin_with_archive(database, archive)
-        issued, evaluated, cohorts = _ledger(JoinedRows(database, attached=attached))
+        issued, evaluated, cohorts = read_attempts(JoinedRows(database, attached=attached))
     found = []
     for key, (task, issued_s) in issued.items():
         file, known = seen.pop(key, (None, None))
@@ -168,7 +168,7 @@ def _row(
     )
 
 
-def _ledger(tables: JoinedRows) -> tuple[dict[tuple[str, int], tuple[str, float]], set[tuple[str, int]], Cohorts]:
+def read_attempts(tables: JoinedRows) -> tuple[dict[tuple[str, int], tuple[str, float]], set[tuple[str, int]], Cohorts]:
     """Return the attempts that have not ended (task and time of issue), the ended evaluations, and the cohorts."""
     tasks = dict(tables.select("groups", ["group_id", "task_id"]))
     groups = dict(tables.select("rollouts", ["rollout_id", "group_id"]))

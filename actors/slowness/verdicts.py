@@ -96,8 +96,8 @@ class RunCause:
                 f" (lift {self.factor.lift:.1f}, {self.factor.support} of {self.factor.slow}, p {self.factor.p:.1g})"
             )
         return (
-            f"{self.part}, {factor}{evidence}: {self.rollouts} rollouts, {self.excess_s:.3g} s more than typical, "
-            f"steps delayed by {self.cost_s:.3g} s; {self.advice}"
+            f"{self.part}, {factor}{evidence}: {self.rollouts} rollouts, {self.excess_s:.1f} s more than typical, "
+            f"steps delayed by {self.cost_s:.1f} s; {self.advice}"
         )
 
 

@@ -53,6 +53,9 @@ from headrace.serve.observing import span_names as names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from opentelemetry.trace import Span
 
     from headrace.actors.engine_group.group import EngineGroup
     from headrace.actors.record.actor_telemetry import ActorTelemetry
@@ -164,6 +167,12 @@ class _Clock:
     def since(self, earlier: _Clock) -> _Clock:
         """Return the time between an earlier reading and this one."""
         return _Clock(self.idle_s - earlier.idle_s, self.step_s - earlier.step_s, self.push_s - earlier.push_s)
+
+
+def step_span(batch: Batch) -> AbstractContextManager[Span]:
+    """Open the span of a step on this batch."""
+    attributes: dict[str, str | int] = {names.STEP_BATCH: batch.lease.batch_id, names.STEP_ROLLOUTS: len(batch.items)}
+    return tracer.start_as_current_span(names.STEP, attributes=attributes)
 
 
 class LearnerLoop:
@@ -376,21 +385,15 @@ class LearnerLoop:
         return True
 
     async def _step(self, batch: Batch) -> StepReport | None:
-        """Train and commit a batch. Returns None if it was dissolved because the learner refused some of its rows.
-        Raises BatchUntrainable, NonFiniteRun."""
+        """Train and commit a batch; None if the learner refused some rows. Raises BatchUntrainable, NonFiniteRun."""
         start = _now()
-        attributes: dict[str, str | int] = {
-            names.STEP_BATCH: batch.lease.batch_id,
-            names.STEP_ROLLOUTS: len(batch.items),
-        }
-        with self._in(Stage.STEPPING), tracer.start_as_current_span(names.STEP, attributes=attributes) as span:
+        with self._in(Stage.STEPPING), step_span(batch) as span:
             self._stepping = batch.lease
             report = await self._tried(batch)
-            if report is not None:
-                span.set_attributes({names.STEP_NUMBER: report.version.step, names.STEP_VERSION: str(report.version)})
-        if report is None:
-            self._stepping = None
-            return None
+            if report is None:
+                self._stepping = None
+                return None
+            span.set_attributes({names.STEP_NUMBER: report.version.step, names.STEP_VERSION: str(report.version)})
         await until_back(lambda: self._replay.commit(batch.lease, report))
         self._stepping = None
         self._clock.step_s += _now() - start

@@ -1,0 +1,104 @@
+"""The commands `headrace trace slow` and `show`, over a ledger that the store wrote."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.slowness import advice
+from headrace.actors.slowness.reading import read_times
+from headrace.actors.slowness.told import chosen, place_of_rollout, slow_lines, waterfall, waterfall_lines
+from headrace.actors.slowness.verdicts import explain
+from headrace.buffer.breakdown import Breakdown
+from headrace.buffer.ledger.store import ReplayStore
+from support import replay_cases as cases
+
+ROOT = Path(__file__).parents[2]
+CONFIG = cases.SMALL.model_copy(update={"group_size": 8, "batch_size": 64, "max_staleness": 4})
+
+
+def spent(agent_s: float, boot_s: float, image: str) -> Breakdown:
+    parts = {"boot": boot_s, "tool.bash": agent_s, "other": 0.1}
+    return Breakdown(wall_s=sum(parts.values()), parts_s=parts, labels={"image": image, "agent": "shell"})
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> Path:
+    """Sixty-four rollouts, of which the five with another image took ten times as long to boot."""
+    clock = [1_800_000_000.0]
+    async with await ReplayStore.open(
+        tmp_path, CONFIG, cases.tasks(8), run_id="r", seed=3, clock=lambda: clock[0]
+    ) as store:
+        version = await store.open_epoch(None)
+        orders = await store.issue(64, version)
+        for number, order in enumerate(orders):
+            slow = number % 13 == 0
+            breakdown = spent(4.0 + number % 5 / 10, 20.0 if slow else 2.0, "slow\x1b[2J" if slow else "quick")
+            clock[0] = 1_800_000_000.0 + breakdown.wall_s
+            await store.offer_many([replace(cases.result(order, version), breakdown=breakdown)])
+    return tmp_path
+
+
+async def test_slow_rollouts_are_named_with_part_factor_and_advice(run: Path) -> None:
+    report = explain(read_times(run))
+    verdicts = chosen(report, since=None, step=None)
+    assert len(verdicts) == 5
+    assert {verdict.causes for verdict in verdicts} == {("boot",)}
+    assert {verdict.factor.text() if verdict.factor else "" for verdict in verdicts} == {"image slow\x1b[2J"}
+    lines = slow_lines(report, verdicts, 1)
+    assert lines[0] == "5 of 64 rollouts were slow"
+    assert lines[1].startswith("cause: boot, image slow?[2J (lift 12.8, 5 of 5")
+    assert sum("common factor" in line for line in lines[2:]) == 1, "one verdict was asked for"
+    assert not any("\x1b" in line for line in lines)
+    assert chosen(report, since=1, step=None) == []
+    assert slow_lines(report, [], 1)[0] == "none of 64 rollouts was slow"
+
+
+async def test_a_waterfall_stands_beside_its_cohort(run: Path) -> None:
+    times = read_times(run)
+    slow = explain(times).verdicts[0].rollout_id
+    row, typical = waterfall(times, place_of_rollout(times, slow))
+    lines = waterfall_lines(row, typical)
+    (boot,) = [line for line in lines if line.startswith("boot")]
+    assert "20.000 s" in boot
+    assert "p50    2.000" in boot
+    assert boot.count("#") > 20
+    assert any(line.startswith("tool.bash") for line in lines)
+
+
+async def test_unknown_and_ambiguous_rollouts_are_refused_in_one_line(run: Path) -> None:
+    times = read_times(run)
+    with pytest.raises(ConfigError, match="the run has none of this id"):
+        place_of_rollout(times, "g000099-0")
+    with pytest.raises(ConfigError, match=r"64 rollouts begin with this \(g000000-"):
+        place_of_rollout(times, "g")
+    assert times.rows[place_of_rollout(times, "g000003-5")].rollout_id == "g000003-5"
+
+
+@pytest.mark.parametrize("name", ["ledger_v1", "ledger_v2", "ledger_v5", "ledger_v6"])
+def test_ledgers_of_older_schemas_answer(name: str) -> None:
+    times = read_times(ROOT / "tests/golden" / name)
+    assert times.rows
+    assert all(seconds >= 0 for row in times.rows for seconds in row.parts_s.values())
+    older = name < "ledger_v6"
+    assert any("the run is of an older headrace" in line for line in times.missing) is older
+    assert explain(times).rollouts == len(times.rows)
+
+
+def test_every_key_and_command_in_the_advice_exists() -> None:
+    keys = (ROOT / "docs/configuration.md").read_text()
+    commands = (ROOT / "docs/cli.md").read_text()
+    lines = [*advice.BY_FACTOR.values(), *advice.BY_KIND.values(), *advice.BY_STAGE.values()]
+    named = {name for line in lines for name in re.findall(r"`([^`]+)`", line)}
+    assert named
+    for name in sorted(named):
+        if name.startswith("headrace "):
+            assert f"## `{name}" in commands or f"`{name}`" in commands or name in commands, name
+        else:
+            table, _, key = name.replace("services.NAME", "services").rpartition(".")
+            assert f"`{key}`" in keys, name
+            assert table in keys, name
