@@ -25,7 +25,7 @@ def test_a_run_follows_from_its_seed_and_cause() -> None:
     assert len(CAUSES) == 10
 
 
-@pytest.mark.parametrize("cause", [Cause.TOOL, Cause.EVALUATION])
+@pytest.mark.parametrize("cause", [Cause.EVALUATOR, Cause.EVALUATION])
 def test_the_cause_makes_the_affected_rollouts_longer_and_only_some_are_affected(cause: Cause, tmp_path: Path) -> None:
     planted = planted_run(1, cause)
     run_plan(planted.plan, tmp_path / "run")

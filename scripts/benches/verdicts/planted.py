@@ -6,6 +6,7 @@ Invariants:
   and tools, pauses for pushes, and evaluations beside training in half of the runs.
 - A cause makes a part of the affected rollouts longer by 0.6 to 2 times the median rollout; an evaluation beside
   training, whose effect depends on the queue, by up to about 0.9 times.
+- No rollout exceeds the staleness bound, which would be a second cause.
 """
 
 from __future__ import annotations
@@ -13,16 +14,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.simulated.tasks import task_name
 from headrace.actors.simulation.plan import SimulationPlan, make_plan
 from headrace.buffer.breakdown import BOOT, ENGINE_DECODE, EVALUATE_CHECK, GATE, QUEUE, TOOL
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-TOOLS: Final = ("bash", "edit", "search", "view")
+TOOLS: Final = ("bash", "edit", "search")
 SLOTS, GROUP, STEPS = 64, 8, 8
 EXCESS: Final = (0.6, 2.0)
 """Range of a cause's excess, in times of the median rollout."""
@@ -30,6 +28,10 @@ EXCESS: Final = (0.6, 2.0)
 
 EXCESS_OF_EVALUATION: Final = 0.7
 """The same of an evaluation beside training, on average; it follows from the queue."""
+
+
+EARLIER_ATTEMPTS: Final = "earlier_attempts"
+"""Name of the time before a rollout's last attempt."""
 
 
 class Cause(StrEnum):
@@ -68,10 +70,6 @@ class Planted:
         """Return whether the cause prolongs this part."""
         return any(part == name or (name.endswith(".") and part.startswith(name)) for name in self.parts)
 
-    def is_factor(self, factors: Collection[tuple[str, str]]) -> bool:
-        """Return whether one of these factors is the cause."""
-        return any(factor in factors for factor in self.factors)
-
 
 def planted_run(seed: int, cause: Cause) -> Planted:
     """Draw a run with this cause."""
@@ -80,15 +78,15 @@ def planted_run(seed: int, cause: Cause) -> Planted:
         "hosts": chance.randint(3, 6),
         "images": chance.randint(2, 4),
         "engines": chance.randint(2, 5),
-        "tasks": chance.randint(5, 8),
+        "tasks": chance.randint(4, 6),
         "turns": chance.randint(4, 8),
     }
-    tools = list(TOOLS[: chance.randint(2, 4)])
+    tools = list(TOOLS[: chance.randint(2, 3)])
     agent_s, boot_s, evaluate_s = chance.uniform(60, 120), chance.uniform(4, 12), chance.uniform(4, 12)
     keys: dict[str, Any] = {
         **sizes,
         "slots": SLOTS,
-        "batch_size": chance.choice((32, 40, 48)),
+        "batch_size": chance.choice((32, 36, 40)),
         "group_size": GROUP,
         "steps": STEPS,
         "learner_s": chance.uniform(10, 30),
@@ -96,7 +94,7 @@ def planted_run(seed: int, cause: Cause) -> Planted:
         "push_s": chance.uniform(1, 4),
         "boot_s": boot_s,
         "evaluate_s": evaluate_s,
-        "max_staleness": 4,
+        "max_staleness": STEPS,
         "seed": seed,
         "tools": tools,
         "buffer": {"max_attempts": 20, "park_after": 20},
@@ -143,23 +141,32 @@ def _cause(cause: Cause, keys: dict[str, Any], excess_s: float, chance: random.R
         case Cause.ENGINE:
             return (ENGINE_DECODE,), (("engines", engine),), slow(engine, 0.8 * half_s, wholly)
         case Cause.RETRACTION:
-            factors = (("engines", engine), ("retractions", "True"))
+            factors = (("engines", engine), ("retractions", "above 0"))
             return (ENGINE_DECODE,), factors, slow(engine, 0.8 * half_s, chance.uniform(0.3, 1.0))
         case Cause.TOOL:
-            return (f"{TOOL}{tool}",), (("task", task),), slow(task, tool_s, few, tool=tool)
+            # Attempts that hardly call the tool are not affected.
+            return (f"{TOOL}{tool}",), (("task", task),), slow(task, tool_s, 1.4 * few, tool=tool)
         case Cause.CPU:
-            return (TOOL,), (("host", host),), slow(host, half_s, wholly)
+            return (TOOL,), (("host", host), ("cpu_share", "low")), slow(host, half_s, wholly)
         case Cause.EVALUATOR:
             return (EVALUATE_CHECK,), (("task", task),), slow(task, keys["evaluate_s"], few)
         case Cause.RETRIES:
-            return ("attempts before",), (("task", task),), slow(task, 1.0, few)
+            return (EARLIER_ATTEMPTS,), (("task", task),), slow(task, 1.0, few)
         case Cause.GATE:
-            return (GATE,), (("meanwhile", "push"),), slow("", keys["push_s"], few) | {"push": "pause"}
+            # Of few pushes at least one has to be slow.
+            return (GATE,), (("push", ""),), slow("", keys["push_s"], 1.5 * few) | {"push": "pause"}
         case Cause.EVALUATION:
-            # Training uses most of the boots, and an evaluation as many as training does in a rollout's time.
+            # Training uses most of the boots, and an evaluation as many as training does in a rollout's time. There is
+            # one evaluation: with more, one would run nearly always.
             boots, heldout = chance.randint(1, 2), SLOTS - 1
             boot_s = boots * keys["hosts"] * (agent_s + keys["evaluate_s"]) / (1.3 * SLOTS)
-            changes = {"evaluate_every": 2, "heldout": heldout, "boots": boots, "boot_s": boot_s, "held_out_share": 1.0}
-            return (QUEUE,), (("meanwhile", "evaluation"),), changes
+            changes = {
+                "evaluate_every": STEPS // 2,
+                "heldout": heldout,
+                "boots": boots,
+                "boot_s": boot_s,
+                "held_out_share": 1.0,
+            }
+            return (QUEUE,), (("evaluation", ""),), changes
         case Cause.NONE:
             return (), (), {}

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from benches.verdicts.planted import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+LEAST_PHASE_RECALL: Final = 0.95
+LEAST_FACTOR_RECALL: Final = 0.9
+MOST_FALSE_FACTORS: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +63,22 @@ def summarize(scores: Sequence[RunScore]) -> dict[str, Any]:
         "factor_recall": _share([score.explains_factor for score in planted]),
         "false_factors": _share([bool(score.factors) for score in free]),
         "runs": len(scores),
-        "causes": {cause: _of_cause(runs) for cause, runs in by_cause.items()},
+        "causes": {str(cause): _of_cause(runs) for cause, runs in by_cause.items()},
     }
+
+
+def misses(figures: Mapping[str, Any]) -> list[str]:
+    """Return the figures that miss their bounds; one that no run gives misses none."""
+    least = {"phase_recall": LEAST_PHASE_RECALL, "factor_recall": LEAST_FACTOR_RECALL}
+    missed = [
+        f"{name} {figures[name]:.3f} is below {bound:g}"
+        for name, bound in least.items()
+        if figures[name] is not None and figures[name] < bound
+    ]
+    false = figures["false_factors"]
+    if false is not None and false > MOST_FALSE_FACTORS:
+        missed.append(f"false_factors {false:.3f} is above {MOST_FALSE_FACTORS:g}")
+    return missed
 
 
 def _of_cause(scores: Sequence[RunScore]) -> dict[str, Any]:
