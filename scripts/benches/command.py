@@ -316,6 +316,23 @@ def cheats(
         raise typer.Exit(EXIT_DIRTY)
 
 
+@app.command()
+def verdicts(
+    json: Json = True,
+    runs: Annotated[int, typer.Option(min=3, help="Number of simulated runs.")] = 300,
+    seed: Annotated[int | None, typer.Option(min=0, help="First seed; drawn and printed by default.")] = None,
+) -> None:
+    """Simulate runs with a planted cause of slowness, or with none, and measure whether the verdicts name the part and
+    the common factor. Exit code 3: a recall or the share of false factors misses its bound."""
+    from benches.verdicts.scores import misses
+    from benches.verdicts.verdict_bench import measure
+
+    figures = measure(runs=runs, seed=seed, say=say)
+    _print({**figures, "misses": misses(figures)})
+    if misses(figures):
+        raise typer.Exit(EXIT_DIRTY)
+
+
 def _print(document: dict[str, Any]) -> None:
     write_json(document, Path("-"))
 

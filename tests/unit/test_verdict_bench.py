@@ -10,6 +10,7 @@ import pytest
 from benches.verdicts.planted import CAUSES, Cause, planted_run
 from benches.verdicts.scores import RunScore, summarize
 from benches.verdicts.truth import affected_rollouts
+from benches.verdicts.verdict_bench import judge_run
 
 from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
@@ -43,6 +44,16 @@ def test_a_run_without_a_cause_has_no_affected_rollout(tmp_path: Path) -> None:
     planted = planted_run(1, Cause.NONE)
     run_plan(planted.plan, tmp_path / "run")
     assert not affected_rollouts(planted, read_evidence(tmp_path / "run"))
+
+
+def test_verdicts_of_planted_runs_are_scored_against_their_causes() -> None:
+    slow = judge_run(1, Cause.ENGINE)["verdicts"]
+    assert 0 < slow.called_slow <= min(slow.affected, slow.slow) < slow.rollouts
+    assert slow.explains_part
+    assert slow.explains_factor
+    free = judge_run(1, Cause.NONE)["verdicts"]
+    assert (free.affected, free.called_slow, free.named) == (0, 0, 0)
+    assert free.slow > 0
 
 
 def score(

@@ -1,0 +1,108 @@
+"""`scripts/bench verdicts`: seeded runs in virtual time with one planted cause each, or none, and whether the verdicts
+about their slow rollouts name it.
+
+Invariants:
+- Seeds are drawn from the operating system unless one is given, and printed: the first one repeats all runs.
+- A third of the runs has no cause; the others have the ten causes in turn.
+- Verdicts are those of `headrace trace slow`: from the ledger and metrics of a run, which know nothing of its cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benches.verdicts.planted import CAUSES, Cause, Planted, planted_run
+from benches.verdicts.scores import RunScore, summarize
+from benches.verdicts.truth import affected_rollouts
+from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.slowness.reading import read_times
+from headrace.actors.slowness.verdicts import SlowReport, explain
+from headrace.buffer.audit.evidence import read_evidence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.buffer.types import RolloutId
+
+PROCESSES: Final = 2
+ABLATIONS: Final[Mapping[str, Mapping[str, bool]]] = {
+    "verdicts": {},
+    "without_cohort": {"of_recipe": True},
+    "longest_part": {"first_part_only": True},
+}
+"""Variants of the verdicts: as they are; against the recipe instead of the cohort; the longest part of a slow rollout
+instead of that with the most excess. Without the critical path they cannot be computed: a ledger has seconds by part,
+and no longer the intervals."""
+
+
+def measure(*, runs: int, seed: int | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """Simulate and judge `runs` runs, and return the figures with the seeds."""
+    first = secrets.randbits(31) if seed is None else seed
+    seeds = range(first, first + runs)
+    causes = [Cause.NONE if number % 3 == 2 else CAUSES[(number - number // 3) % len(CAUSES)] for number in range(runs)]
+    scores: dict[str, list[RunScore]] = {name: [] for name in ABLATIONS}
+    # Forked processes would share the locks of the parent's threads.
+    processes = ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn"), initializer=_without_warnings)
+    with processes as pool:
+        judged = [pool.submit(judge_run, run_seed, cause) for run_seed, cause in zip(seeds, causes, strict=True)]
+        for number, done in enumerate(as_completed(judged), start=1):
+            if number % 25 == 0:
+                say(f"{number} of {runs} runs")
+            done.result()
+        for each in judged:
+            for name, score in each.result().items():
+                scores[name].append(score)
+    figures = {name: summarize(found) for name, found in scores.items()}
+    short = ("phase_recall", "factor_recall", "false_factors")
+    return {
+        **figures["verdicts"],
+        "seed": first,
+        "seeds": [seeds[0], seeds[-1]],
+        "ablations": {name: {key: figures[name][key] for key in short} for name in ABLATIONS if name != "verdicts"},
+    }
+
+
+def _without_warnings() -> None:
+    """Silence the warnings about attempts that fail on purpose."""
+    logging.disable(logging.WARNING)
+
+
+def judge_run(seed: int, cause: Cause) -> dict[str, RunScore]:
+    """Simulate one run and score the verdicts of each variant about it."""
+    planted = planted_run(seed, cause)
+    with tempfile.TemporaryDirectory(prefix="headrace-verdicts-") as scratch:
+        folder = Path(scratch) / "run"
+        run_plan(planted.plan, folder)
+        affected = affected_rollouts(planted, read_evidence(folder))
+        times = read_times(folder)
+        return {name: score_of(planted, affected, explain(times, **changes)) for name, changes in ABLATIONS.items()}
+
+
+def score_of(planted: Planted, affected: set[RolloutId], report: SlowReport) -> RunScore:
+    """Compare the verdicts about a run with its planted cause."""
+    called = [verdict for verdict in report.verdicts if verdict.rollout_id in affected]
+    named = [verdict for verdict in called if any(map(planted.is_part, verdict.causes))]
+    factors = dict.fromkeys(
+        (cause.factor.text(), (cause.factor.kind, cause.factor.value) in planted.factors)
+        for cause in report.causes
+        if cause.factor is not None
+    )
+    return RunScore(
+        seed=planted.seed,
+        cause=planted.cause,
+        rollouts=report.rollouts,
+        slow=len(report.verdicts),
+        affected=len(affected),
+        called_slow=len(called),
+        named=len(named),
+        wrong_parts=Counter(verdict.part for verdict in called if verdict not in named),
+        factors=tuple(factors),
+    )
