@@ -169,6 +169,9 @@ def _blend(own: Floats, recipe: Floats, weight: float) -> Floats:
     """Return the weighted mean of two sets of quantiles, where either may be unknown (infinite)."""
     known = np.where(np.isfinite(own), own, recipe)
     others = np.where(np.isfinite(recipe), recipe, known)
+    # A quantile may be infinite, and 0 times infinity is no number.
+    if weight in (0, 1):
+        return known if weight else others
     return weight * known + (1 - weight) * others
 
 
