@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from headrace.actors.slowness.advice import stage_of
+from headrace.actors.slowness.rows import EARLIER_ATTEMPTS
 from headrace.buffer.breakdown import TOOL
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ UNTESTED: Final = frozenset({*NUMBERS, *COUNTS, "cpu_s", "versions", "agent", "s
 """Labels whose single values are not tested: numbers, and ids that no two rollouts share."""
 CPU_SHARE: Final = 0.1
 """CPU seconds per second of tools and checks count as low below this quantile and below half of the median."""
+LAST: Final = ("cpu_share", "failed_on")
+"""Kinds of factors that follow from others: named only where nothing else is found."""
 NEAREST: Final[Mapping[str, tuple[str, ...]]] = {
     "boot": ("evaluation", "image", "host"),
     "engine": ("engines", "evaluation", "push"),
@@ -110,6 +113,9 @@ def beside(rows: Sequence[RolloutTime], part: str, meanwhile: Iterable[Interval]
     found: Carriers = {}
     merged = {kind: disjoint(spans) for kind, spans in by_kind.items()}
     windows = [row.window_s(part) for row in rows]
+    # A rollout that takes longer coincides with more events because it takes longer, so all windows are cut alike.
+    typical_s = float(np.median([end_s - start_s for start_s, end_s in windows])) if windows else 0.0
+    windows = [(start_s, min(end_s, start_s + typical_s)) for start_s, end_s in windows]
     for kind, spans in merged.items():
         starts, ends = [start for start, _ in spans], [end for _, end in spans]
         places = {
@@ -134,7 +140,8 @@ def common_factors(
             continue
         carriers = labels | beside(rows, part, meanwhile)
         for (kind, value), places in carriers.items():
-            if kind == "tools" and part.startswith(TOOL):
+            # These restate the cause.
+            if (kind == "tools" and part.startswith(TOOL)) or (kind == "failed_by" and part == EARLIER_ATTEMPTS):
                 continue
             tests += 1
             support = len(places & slow)
@@ -155,7 +162,7 @@ def common_factors(
         # Nearly equal evidence comes from labels that the same rollouts have.
         factors.sort(
             key=lambda item: (
-                item[0].kind == "cpu_share",
+                item[0].kind in LAST,
                 round(math.log10(max(item[0].p, 1e-300))),
                 nearest.index(item[0].kind) if item[0].kind in nearest else len(nearest),
                 item[0].p,

@@ -23,6 +23,8 @@ from headrace.actors.slowness.rows import RUNNING, RolloutTime, in_order
 from headrace.buffer.breakdown import is_of_agent
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from headrace.actors.slowness.reading import RunTimes, StepTime
 
 RATIO: Final = 1.5
@@ -139,10 +141,7 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
             typical = {part: each.p50_s for part, each in cohorts.typical_parts(place).items()}
             found[place] = _of(times.rows[place], place, "cohort", typical, float(medians[place]))
     causes = {place: causes_of(item, times.rows[place], longest=first_part_only) for place, item in found.items()}
-    by_part: defaultdict[str, set[int]] = defaultdict(set)
-    for place, parts in causes.items():
-        by_part[parts[0]].add(place)
-    factors = common_factors(times.rows, by_part, times.meanwhile)
+    factors = common_factors(times.rows, held_up_by_part(cohorts, medians, causes), times.meanwhile)
     costs = step_costs(times.rows, times.steps, {place: sum(each.excess_s.values()) for place, each in found.items()})
     verdicts = []
     for place, item in found.items():
@@ -179,6 +178,24 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
         missing=(*times.missing, *clock_lines(times.rows)),
         outside_agent=outside_agent_share(found),
     )
+
+
+def held_up_by_part(
+    cohorts: Cohorts, medians: NDArray[np.float64], causes: Mapping[int, tuple[str, ...]]
+) -> dict[str, set[int]]:
+    """Return, for each part that held up a slow rollout, all rollouts that it held up: also those above 1.5 times the
+    median of their cohort only. A factor of a whole task slows more of its rollouts than lie above its p95."""
+    held_up: defaultdict[str, set[int]] = defaultdict(set)
+    for place, parts in causes.items():
+        held_up[parts[0]].add(place)
+    for place in map(int, np.nonzero((cohorts.totals > RATIO * medians) & cohorts.finished)[0]):
+        if place not in causes:
+            row = cohorts.rows[place]
+            typical = {part: each.p50_s for part, each in cohorts.typical_parts(place).items()}
+            part = causes_of(_of(row, place, "cohort", typical, 0.0), row, longest=False)[0]
+            if part in held_up:
+                held_up[part].add(place)
+    return dict(held_up)
 
 
 def step_costs(

@@ -116,12 +116,16 @@ def shorten(reply: Json) -> None:
         span["end"] = length
 
 
+REPORTED_TIMES = {"queue_time", "forward_entry_time", "prefill_finished_time"}
+"""SGLang was recorded without `--enable-metrics`; the embedded engine always reports these."""
+
+
 def differences(recorded: Json, other: Json, where: str = "", *, exact: bool) -> list[str]:
     """Keys that are missing (with `exact` also those too many), lists that are empty on one side only, and values of
     another type."""
     if isinstance(recorded, dict) and isinstance(other, dict):
         wrong = [f"{where} lacks {key}" for key in recorded.keys() - other.keys()]
-        wrong += [f"{where} has {key}" for key in other.keys() - recorded.keys() if exact]
+        wrong += [f"{where} has {key}" for key in other.keys() - recorded.keys() - REPORTED_TIMES if exact]
         for key in recorded.keys() & other.keys():
             wrong += differences(recorded[key], other[key], f"{where}.{key}", exact=exact)
         return wrong

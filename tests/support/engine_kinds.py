@@ -33,6 +33,7 @@ def engine_process(
     max_running: int = 64,
     dtype: str = "float32",
     key_file: Path | None = None,
+    report_times: bool = True,
 ) -> ServerProcess:
     """Not started yet. Skips the test where SGLang is not installed."""
     if kind == "cpu":
@@ -51,4 +52,8 @@ def engine_process(
     if python is None:
         pytest.skip(f"SGLang {SGLANG_VERSION} is not installed: scripts/install_sglang, or scripts/test --sglang")
     given = {"model": model, "directory": directory, "python": python, "max_running": max_running, "dtype": dtype}
-    return SGLangProcess(SGLangServerConfig.model_validate(given | {"max_context": CONTEXT, "key_file": key_file}))
+    return SGLangProcess(
+        SGLangServerConfig.model_validate(
+            given | {"max_context": CONTEXT, "key_file": key_file, "report_times": report_times}
+        )
+    )
