@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.actors.record.parts import part_clock
 from headrace.actors.services.figures import service_time
 from headrace.buffer.breakdown import EVALUATE_QUEUE, OTHER, OWN, Breakdown, Label, summed
-from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid, seconds_by_part
+from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -157,6 +157,5 @@ class AttemptTime:
             path = overlaid(path, [each for each in over if each.part != OTHER])
         inner = innermost(self._inner, self._began_s, end_s, idle=_GAP)
         path = overlaid(path, [each for each in inner if each.part != _GAP])
-        return Breakdown(
-            wall_s=end_s - self._began_s, parts_s=summed(seconds_by_part(path).items()), labels=dict(self.labels)
-        )
+        parts_s = summed((each.part, each.seconds) for each in path)
+        return Breakdown(wall_s=end_s - self._began_s, parts_s=parts_s, labels=dict(self.labels))
