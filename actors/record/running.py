@@ -23,8 +23,12 @@ EVERY_S: Final = 2.0
 """Seconds between two writes of a worker's file."""
 FOLDER: Final = "running"
 """Name of the folder in the run's state."""
-MAX_FILES: Final = 64
-"""Files of workers kept in a run; the oldest of dead workers are removed."""
+MAX_FILES: Final = 4096
+"""Files of workers kept in a run; older ones of dead workers are removed. Far more than a run has workers at once."""
+STUCK: Final = 3.0
+"""A rollout that has taken more than this times the 95th percentile of its cohort is stuck."""
+FEW: Final = 8
+"""Number of ended attempts below which a task is no cohort of its own."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,21 +72,17 @@ class RunningFile:
 
 def write_running(folder: Path, file: RunningFile) -> None:
     """Replace a worker's file. Raises OSError."""
-    store_running(folder, file.worker, file.to_bytes())
-
-
-def store_running(folder: Path, worker: str, content: bytes) -> None:
-    """Replace a worker's file by one that was read elsewhere. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, staged = folder / f"{worker}.json", folder / f".{worker}.{os.getpid()}"
-    staged.write_bytes(content)
-    staged.replace(path)
+    staged = folder / f".{file.worker}.{os.getpid()}"
+    staged.write_bytes(file.to_bytes())
+    staged.replace(folder / f"{file.worker}.json")
 
 
 def remove_oldest_running(folder: Path) -> None:
-    """Remove files of workers that have been replaced many times."""
-    paths = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for path in paths[:-MAX_FILES]:
+    """Remove all but the newest `MAX_FILES` files: a worker that is replaced leaves its own behind. Raises OSError."""
+    # Another worker may remove the same files.
+    found = [(path, path.stat().st_mtime) for path in folder.glob("*.json") if path.exists()]
+    for path, _ in sorted(found, key=lambda each: each[1])[:-MAX_FILES]:
         path.unlink(missing_ok=True)
 
 

@@ -11,7 +11,14 @@ import os
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from headrace.actors.record.running import EVERY_S, FOLDER, RunningFile, RunningRollout, write_running
+from headrace.actors.record.running import (
+    EVERY_S,
+    FOLDER,
+    RunningFile,
+    RunningRollout,
+    remove_oldest_running,
+    write_running,
+)
 from headrace.actors.rollouts.stuck import StuckWatch
 from headrace.actors.runtime.nodes import this_node
 
@@ -75,7 +82,7 @@ class RunningBook:
 
     async def keep(self, run_dir: Path) -> NoReturn:
         """Write the file and name stuck attempts, for ever. A disk that refuses the file is named once."""
-        folder, fails = run_dir / FOLDER, False
+        folder, written, fails = run_dir / FOLDER, False, False
         while True:
             for order, spent in self._running.values():
                 part, part_s, total_s = spent.in_progress()
@@ -83,7 +90,9 @@ class RunningBook:
                     logger.warning("%s", line)
             try:
                 await asyncio.to_thread(write_running, folder, self.file())
-                fails = False
+                if not written:
+                    await asyncio.to_thread(remove_oldest_running, folder)
+                written, fails = True, False
             except OSError as error:
                 if not fails:
                     logger.warning("%s: the file of running rollouts cannot be written: %s", folder, error)

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from headrace.actors.record.running import FEW, STUCK
+
 if TYPE_CHECKING:
     from headrace.buffer.types import RolloutOrder
 
-STUCK: Final = 3.0
-"""Multiple of the cohort's 95th percentile beyond which a rollout is stuck."""
-FEW: Final = 8
 REMEMBERED: Final = 256
 MAX_TASKS: Final = 1024
 

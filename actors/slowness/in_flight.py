@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from headrace.actors.record.running import EVERY_S, FOLDER, newest, read_running
+from headrace.actors.record.running import EVERY_S, FEW, FOLDER, STUCK, newest, read_running
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 
@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 
 SILENT_S: Final = 10 * EVERY_S
 """Time without a word of a worker after which its rollouts count as interrupted."""
-FEW: Final = 8
 DISPATCH: Final = "dispatch"
 """Part of an attempt that no worker has written about."""
-STUCK: Final = 3.0
-"""A rollout that has taken more than this times its cohort's p95 is stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.record.running import FOLDER, read_running
+from headrace.actors.record.running import FEW, FOLDER, MAX_FILES, read_running, remove_oldest_running
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.running_book import RunningBook
-from headrace.actors.rollouts.stuck import FEW, MAX_TASKS, StuckWatch
+from headrace.actors.rollouts.stuck import MAX_TASKS, StuckWatch
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import GroupId, RolloutId, RolloutOrder
@@ -85,3 +86,13 @@ def test_the_oldest_rollout_is_described() -> None:
 @pytest.mark.parametrize("scored", [True, False])
 def test_an_attempt_that_never_began_ends_silently(scored: bool) -> None:
     RunningBook("w1").end((RolloutId("r"), 1), scored=scored)
+
+
+def test_files_of_workers_that_were_replaced_do_not_grow_without_bound(tmp_path: Path) -> None:
+    for number in range(MAX_FILES + 3):
+        path = tmp_path / f"w{number}.json"
+        path.write_bytes(b"{}")
+        os.utime(path, (number, number))
+    remove_oldest_running(tmp_path)
+    assert not any((tmp_path / f"w{number}.json").exists() for number in range(3))
+    assert len(list(tmp_path.iterdir())) == MAX_FILES
