@@ -1,4 +1,4 @@
-"""Limits on data that grows during a months-long run: engine and sender logs, spans, and evaluation folders.
+"""Limits on data that grows during a months-long run: engine and sender logs, and evaluation folders.
 
 Invariants:
 - Metrics and pushes are rotated by their writers. This module runs in the service and limits the files that other
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from headrace.serve.observing.retention import RetentionConfig
 
 EVERY_S = 60.0
-"""Interval between two checks of logs and spans."""
+"""Interval between two checks."""
 
 logger = logging.getLogger(__name__)
 
 
 def keep_house(directory: RunDirectory, retention: RetentionConfig) -> None:
-    """Apply the limits to logs and spans once. A file that cannot be changed is left as it is, with a warning."""
+    """Apply the limits to logs once. A file that cannot be changed is left as it is, with a warning."""
     for log in sorted(directory.engines.parent.glob("*.log")):
         if not is_older_file(log):
             with _tolerating(log):
@@ -40,9 +40,6 @@ def keep_house(directory: RunDirectory, retention: RetentionConfig) -> None:
                     shutil.copyfile(log, next_older_file(log))
                     os.truncate(log, 0)
                 remove_oldest(older_files(log), retention.log_bytes, retention.days)
-    spans = directory.path / "spans"
-    with _tolerating(spans):
-        remove_oldest(by_age(spans.glob("*.jsonl*")), retention.spans_bytes, retention.days)
 
 
 def thin_out_evaluations(root: Path, retention: RetentionConfig, now_s: float) -> tuple[Path, ...]:

@@ -17,8 +17,9 @@ _MOVED: Final = {
     ("agent", "command_timeout_s"): ("agent", "shell", "command_timeout_s"),
     ("agent", "max_observation_bytes"): ("agent", "shell", "max_observation_bytes"),
     ("agent", "working_directory"): ("agent", "shell", "working_directory"),
+    ("retention", "spans_bytes"): ("telemetry", "keep_bytes"),
 }
-"""Keys that moved when `agent.kind` was introduced."""
+"""Keys that moved when `agent.kind` and the store of spans were introduced."""
 _DROPPED: Final = (("service", "evaluators"),)
 """Keys that no longer have any effect: exactly one evaluator was started, whatever their value."""
 

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -39,6 +40,8 @@ from headrace.actors.run.supervision import SupervisedActors
 from headrace.actors.runtime.guarded_actors import GuardedActors
 from headrace.actors.runtime.nodes import Role
 from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.traces.limit import make_room
+from headrace.actors.traces.store import FOLDER
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
@@ -314,11 +317,15 @@ class ServiceParts(GuardedActors):
     def _refuse_full_disk(self) -> None:
         if self._directory is None:
             return
-        free_bytes = shutil.disk_usage(self._directory.path).free
-        if free_bytes < self._config.service.min_free_bytes:
+        wanted = self._config.service.min_free_bytes
+        if (free_bytes := shutil.disk_usage(self._directory.path).free) < wanted:
+            with suppress(OSError):
+                make_room(self._directory.path / FOLDER, wanted - free_bytes)
+            free_bytes = shutil.disk_usage(self._directory.path).free
+        if free_bytes < wanted:
             raise DiskFull(
                 f"the disk of {self._directory.path} has {free_bytes >> 20} MiB left, less than service.min_free_bytes "
-                f"({self._config.service.min_free_bytes >> 20} MiB): free some space, then resume the run"
+                f"({wanted >> 20} MiB): free some space, then resume the run"
             )
 
 

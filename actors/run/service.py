@@ -40,6 +40,7 @@ from headrace.actors.run.supervision import (
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
+from headrace.actors.traces.limit import keep_spans
 from headrace.actors.training.external_loop import note_trainer
 from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
@@ -325,7 +326,9 @@ class Service(ServiceParts):
     async def _keep_house(self) -> None:
         """Delete old files beside the ledger, according to the retention config, until cancelled."""
         while self._directory is not None:
-            await asyncio.to_thread(keep_house, self._directory, self._config.retention)
+            retention, keep_bytes = self._config.retention, self._config.telemetry.keep_bytes
+            await asyncio.to_thread(keep_house, self._directory, retention)
+            await asyncio.to_thread(keep_spans, self._directory.path, keep_bytes, retention.days)
             await asyncio.sleep(EVERY_S)
 
     async def _supervise(self) -> NoReturn:

@@ -9,6 +9,7 @@ from headrace.actors.record.active_time import read_driven_time
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.push_costs import push_costs
 from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads
+from headrace.actors.traces.store import FOLDER, SpanFolder
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.verify import audit
 from headrace.sandboxes.leftovers import sandboxes_left
@@ -22,9 +23,9 @@ class RunSummary:
     """Summary of one run. `completed` is true when all steps were done or the data was used up. Success is a share in
     [0, 1], None if that evaluation did not run. Staleness is in optimizer updates; `rollouts` counts training attempts
     that ended with a result; wall times are in seconds. `trained_twice`, `lost` and `max_staleness_seen` are those of
-    `ledger verify`; `sandboxes_leaked` counts processes on this host. `utilisation` is the average share of its
-    capacity that each station had in use over the whole run, without the stations that have no capacity; `held_up_by`
-    names the bottleneck."""
+    `ledger verify`; `spans_lost` counts lost spans by reason; `sandboxes_leaked` counts processes on this host.
+    `utilisation` is the average share of its capacity that each station had in use over the whole run, without the
+    stations that have no capacity; `held_up_by` names the bottleneck."""
 
     run: str
     completed: bool
@@ -49,6 +50,7 @@ class RunSummary:
     held_up_by: str | None
     train_wall_s: float | None
     total_wall_s: float
+    spans_lost: dict[str, int]
     ledger_clean: bool
     problems: tuple[str, ...]
 
@@ -61,12 +63,14 @@ class RunSummary:
         verdict = "clean" if self.ledger_clean else f"NOT CLEAN: {self.problems[0]}"
         wall = "-" if self.train_wall_s is None else f"{self.train_wall_s:.0f} s"
         busy = ", ".join(f"{station} {share:.0%}" for station, share in self.utilisation.items())
+        lost = ", ".join(f"{number} {reason}" for reason, number in sorted(self.spans_lost.items()))
         held_up = f"; held up by {self.held_up_by}" if self.held_up_by else ""
         return [
             f"held-out success {base} -> {final}   ({self.evaluation_answers} sampled answers)",
             f"{self.steps} steps, {self.rollouts} rollouts, trained in {wall}, {self.total_wall_s:.0f} s in all",
             f"staleness mean {self.mean_staleness:.2f}, largest {self.max_staleness_seen} of {self.max_staleness}",
             *([f"in use: {busy}{held_up}"] if busy else []),
+            *([f"spans lost: {lost} (docs/run_directory.md)"] if lost else []),
             f"ledger {verdict}; trained twice {self.trained_twice}, lost {self.lost}; leaked {self.sandboxes_leaked}",
             f"see {self.run}/reward.png" + ("" if self.completed else f"; continue with: headrace resume {self.run}"),
         ]
@@ -117,6 +121,7 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         engine_stall_share=None if costs is None else costs.stall_share,
         learner_idle_share=times[0] / sum(times) if sum(times) else 0.0,
         utilisation={str(load.station): load.utilisation for load in loads if load.utilisation is not None},
+        spans_lost=dict(SpanFolder(directory.path / FOLDER).lost()),
         held_up_by=None if slowest is None else str(slowest.station),
         train_wall_s=driven.within_s(started_s, max(commits_s)) if commits_s and started_s is not None else None,
         total_wall_s=driven.total_s(),

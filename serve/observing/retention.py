@@ -26,8 +26,8 @@ OLDER = re.compile(r"-\d{6,}$")
 
 
 class RetentionConfig(BaseModel):
-    """Limits for metrics, pushes, spans, logs and evaluations. The ledger, its trajectories and checkpoints have limits
-    of their own (`buffer.keep_trajectories`, `learner.keep_checkpoints`)."""
+    """Limits for metrics, pushes, logs and evaluations. Spans, trajectories and checkpoints have limits of their own
+    (`telemetry.keep_bytes`, `buffer.keep_trajectories`, `learner.keep_checkpoints`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,9 +38,6 @@ class RetentionConfig(BaseModel):
     and the plot use these files, and then cover only what is left of them."""
     log_bytes: int = Field(default=2**28, ge=4096)
     """Limit for the total size of the older files of each log, and of `engines/pushes.jsonl`."""
-    spans_bytes: int = Field(default=2**30, ge=4096)
-    """Limit for the total size of the files in `spans`; beyond it, the oldest of those that are no longer being written
-    are removed."""
     evaluations_bytes: int = Field(default=2**33, ge=4096)
     """Limit for the total size of the folders of finished evaluations; beyond it, the conversations and patches of the
     oldest are removed. Their results and summaries remain."""

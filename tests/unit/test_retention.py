@@ -27,9 +27,7 @@ from headrace.serve.observing.retention import DAY_S, RetentionConfig, kept_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-SMALL = RetentionConfig(
-    file_bytes=4096, metrics_bytes=16384, log_bytes=8192, spans_bytes=8192, evaluations_bytes=4096, days=30
-)
+SMALL = RetentionConfig(file_bytes=4096, metrics_bytes=16384, log_bytes=8192, evaluations_bytes=4096, days=30)
 
 
 def ended(rollouts: float, phase: str = "agent") -> RolloutPhasesMetric:
@@ -124,7 +122,7 @@ def test_torn_and_binary_lines_are_skipped(tmp_path: Path, bad: bytes) -> None:
     assert last_metric(path, "rollout_phases")["rollouts"] == 2
 
 
-def test_logs_of_other_processes_are_truncated_and_the_oldest_spans_removed(tmp_path: Path) -> None:
+def test_logs_of_other_processes_are_truncated(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path)
     (tmp_path / "engines").mkdir()
     log = tmp_path / "engines" / "engine-0.log"
@@ -135,13 +133,6 @@ def test_logs_of_other_processes_are_truncated_and_the_oldest_spans_removed(tmp_
         writer.write(b"last")
     assert log.read_bytes() == b"last"
     assert [older.name for older in older_files(log)] == ["engine-0-000003.log", "engine-0-000004.log"]
-    spans = tmp_path / "spans"
-    spans.mkdir()
-    for number in range(4):
-        (spans / f"worker-{number}.jsonl").write_bytes(b"x" * 4000)
-        os.utime(spans / f"worker-{number}.jsonl", (1e9 * 1.8 + number, 1e9 * 1.8 + number))
-    keep_house(directory, SMALL)
-    assert sorted(path.name for path in spans.iterdir()) == ["worker-2.jsonl", "worker-3.jsonl"]
 
 
 def test_ended_evaluations_lose_their_rollouts_and_keep_their_results(tmp_path: Path) -> None:

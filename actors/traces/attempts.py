@@ -1,0 +1,71 @@
+"""The attempts of a run's ledger, each with the trace of its spans and whether it is worth keeping.
+
+Invariant: slow is what `headrace trace slow` calls slow; failed is an attempt that the infrastructure, the evaluator or
+the service ended. An answer that does not solve its task is neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from headrace.actors.record.run_directory import RunDirectory, identity_of
+from headrace.actors.slowness.reading import read_times
+from headrace.actors.slowness.verdicts import explain
+from headrace.buffer.audit.evidence import begin_with_archive, reading
+from headrace.buffer.audit.joined_rows import JoinedRows
+from headrace.buffer.types import Cause
+from headrace.serve.observing.tracing import trace_id_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAILED: Final = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedAttempt:
+    """An attempt that has ended at `ended_at_s` (Unix time of the ledger)."""
+
+    trace_id: str
+    rollout_id: str
+    attempt: int
+    cause: str
+    ended_at_s: float
+
+    @property
+    def failed(self) -> bool:
+        return self.cause in FAILED
+
+
+def ended_attempts(run_dir: Path, since_s: float = 0.0) -> list[EndedAttempt]:
+    """Return the attempts of training and evaluation that ended at `since_s` or later, in the order of their ends.
+    Raises LedgerRefused."""
+    directory = RunDirectory.at(run_dir)
+    run_id = identity_of(directory)
+    with reading(directory.path) as (database, archive):
+        attached, _ = begin_with_archive(database, archive)
+        rows = JoinedRows(database, attached=attached)
+        columns = ("rollout_id", "attempt", "cause")
+        found = []
+        for table, time in (("attempts", "ended_at_s"), ("evaluations", "recorded_at_s")):
+            found += rows.select(table, (*columns, time), where=f"{time} >= ?", values=(since_s,)).fetchall()
+    attempts = [
+        EndedAttempt(
+            trace_id=f"{trace_id_for(run_id, rollout_id, attempt):032x}",
+            rollout_id=rollout_id,
+            attempt=attempt,
+            cause=cause or Cause.CANCELLED,
+            ended_at_s=ended_at_s,
+        )
+        for rollout_id, attempt, cause, ended_at_s in found
+    ]
+    return sorted(attempts, key=lambda each: (each.ended_at_s, each.trace_id))
+
+
+def slow_or_failed(run_dir: Path) -> frozenset[str]:
+    """Return the traces of all slow and failed attempts. Raises LedgerRefused."""
+    run_id = identity_of(RunDirectory.at(run_dir))
+    verdicts = explain(read_times(run_dir)).verdicts
+    slow = {f"{trace_id_for(run_id, each.rollout_id, each.attempt):032x}" for each in verdicts}
+    return frozenset(slow | {each.trace_id for each in ended_attempts(run_dir) if each.failed})

@@ -1,0 +1,142 @@
+"""Reads the span files of a run.
+
+Invariants:
+- Files are only read. Of two whole files of one number (a crash between two steps of their writer), one is read.
+- A torn line is a lost span: it is counted, and its neighbours are read. So is a file that is no span file.
+- Memory is bounded by one line, not by a file.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+import zstandard
+
+from headrace.serve.observing.span_files import LOST_SUFFIX, ZSTD
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from pathlib import Path
+
+FOLDER: Final = "spans"
+"""Name of the folder of span files in a run's state."""
+REMOVED_FILE: Final = "removed.json"
+"""Counts of the spans that were removed to keep the limit, in the folder."""
+TORN: Final = "torn"
+KEPT: Final = ".kept"
+"""Mark in the name of a file from which ordinary spans were removed."""
+BEING_WRITTEN_S: Final = 60.0
+"""Age below which a line without an end is one that is being written."""
+_NUMBERED: Final = re.compile(r"^(?P<process>.+)\.(?P<number>\d{6,})(?:\.kept)?\.jsonl(?:\.zst)?$")
+_MARGIN_S: Final = 60.0
+"""Clocks of two hosts and the times of files may differ by this much."""
+
+
+@dataclass(slots=True)
+class SpanFolder:
+    """The span files below a folder, with those of other nodes in folders of their own. `torn` counts the torn lines
+    that were met."""
+
+    path: Path
+    torn: int = 0
+    _resources: dict[bytes, dict[str, Any]] = field(default_factory=dict)
+
+    def files(self) -> list[Path]:
+        """Return all files that have spans, those that were changed last at the end."""
+        found: dict[tuple[Path, str], Path] = {}
+        for path in sorted(self.path.rglob("*.jsonl*")) if self.path.is_dir() else ():
+            if path.name.startswith(".") or path.name.endswith(LOST_SUFFIX):
+                continue
+            match = _NUMBERED.match(path.name)
+            key = f"{match['process']}.{match['number']}" if match else path.name
+            # A file from which nothing was removed comes before what was kept of it.
+            known = found.get((path.parent, key))
+            if known is None or (KEPT in known.name and KEPT not in path.name):
+                found[path.parent, key] = path
+        return [path for _, path in sorted((changed_s(path), path) for path in found.values())]
+
+    def spans(
+        self, *, since_s: float = 0.0, until_s: float = float("inf"), traces: Collection[str] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the spans that ended in [since_s, until_s) (Unix time), of these traces if given, file by file. Each
+        has `resource` beside what its writer recorded (docs/run_directory.md)."""
+        wanted = None if traces is None else frozenset(traces)
+        since_ns = int(since_s * 1e9)
+        until_ns = None if until_s == float("inf") else int(until_s * 1e9)
+        for path in self.files():
+            if changed_s(path) < since_s - _MARGIN_S:
+                continue
+            for span in self.spans_of(path):
+                end_ns = span["end_ns"]
+                if end_ns < since_ns or (until_ns is not None and end_ns >= until_ns):
+                    continue
+                if wanted is None or span["trace_id"] in wanted:
+                    yield span
+
+    def spans_of(self, path: Path) -> Iterator[dict[str, Any]]:
+        """Yield the spans of one file, which may vanish at any time."""
+        resource: dict[str, Any] | None = None
+        try:
+            with path.open("rb") as file:
+                reader = zstandard.ZstdDecompressor().stream_reader(file, closefd=False)
+                for line in io.BufferedReader(reader) if path.name.endswith(ZSTD) else file:
+                    document = parsed(line)
+                    if document is None:
+                        self.torn += line.endswith(b"\n") or changed_s(path) < time.time() - BEING_WRITTEN_S
+                    elif "resource" in document and "trace_id" not in document:
+                        # One object for all files of a process, however many spans are held.
+                        resource = self._resources.setdefault(line, document["resource"])
+                    else:
+                        # Files of an older headrace name the process in each span.
+                        yield document | {"resource": resource or {"service.instance.id": document.get("process", "")}}
+        except FileNotFoundError:
+            return
+        except zstandard.ZstdError:
+            self.torn += 1
+
+    def lost(self) -> Counter[str]:
+        """Return the number of lost spans by reason: what their processes counted, what was removed to keep the limit,
+        and the torn lines that this object has met."""
+        counts: Counter[str] = Counter()
+        for path in [*self.path.rglob(f"*{LOST_SUFFIX}"), *self.path.rglob(REMOVED_FILE)] if self.path.is_dir() else ():
+            try:
+                counts.update({str(reason): int(n) for reason, n in orjson.loads(path.read_bytes()).items()})
+            except (OSError, ValueError, AttributeError, TypeError):
+                continue
+        if self.torn:
+            counts[TORN] += self.torn
+        return counts
+
+
+def is_ended(path: Path) -> bool:
+    """Return whether the file has its final number."""
+    return _NUMBERED.match(path.name) is not None
+
+
+def changed_s(path: Path) -> float:
+    """Return the time of the last change (Unix time); 0 if the file has vanished."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """Return a span or a resource; None if the line is neither."""
+    try:
+        document = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(document, dict):
+        return None
+    if isinstance(document.get("resource"), dict):
+        return document
+    if isinstance(document.get("trace_id"), str) and isinstance(document.get("end_ns"), int):
+        return document
+    return None
