@@ -64,7 +64,19 @@ ORDER: dict[str, tuple[str, ...]] = {
         "runtime",
         *("simulated", "places", "engine_group", "services", "evaluation", "agents", "environments", "loop"),
         *("agent_kinds", "training"),
-        *("rollouts", "cluster", "mix", "run", "runs", "control", "held_out", "simulation", "tuning", "cli"),
+        *(
+            "observer",
+            "rollouts",
+            "cluster",
+            "mix",
+            "run",
+            "runs",
+            "control",
+            "held_out",
+            "simulation",
+            "tuning",
+            "cli",
+        ),
     ),
 }
 """Modules and folders of each package, lowest first: each may import those before it."""

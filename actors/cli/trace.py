@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from headrace.actors.cli.output import Json, write_json
+from headrace.actors.cli.output import Json, say, write_json
+from headrace.actors.errors import ConfigError
 
 trace_app = typer.Typer(no_args_is_help=True, help="Tell where the time of rollouts went, and why some were slow.")
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
@@ -73,3 +74,38 @@ def running(run_dir: RunPath, json: Json = None) -> None:
         return
     for line in [row.line() for row in rows] or ["no rollout is running or was interrupted"]:
         typer.echo(line)
+
+
+@trace_app.command()
+def export(
+    run_dir: RunPath,
+    otlp: Annotated[str | None, typer.Option(help="Send the spans to this OTLP receiver (full URL).")] = None,
+    protocol: Annotated[str, typer.Option(help="Protocol of the receiver: http/protobuf or grpc.")] = "http/protobuf",
+    perfetto: Annotated[Path | None, typer.Option(help="Write this file for ui.perfetto.dev.")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="Write spans.parquet into this folder.")] = None,
+    slow: Annotated[bool, typer.Option("--slow", help="Only traces of slow and failed rollouts.")] = False,
+) -> None:
+    """Export the spans of a run, also of one that is over: to an OpenTelemetry collector, as a file for Perfetto, or as
+    Parquet. Spans that could not be read are counted."""
+    from headrace.actors.run.launch import reopen
+    from headrace.actors.traces.attempts import slow_or_failed
+    from headrace.actors.traces.files import write_parquet, write_perfetto
+    from headrace.actors.traces.receiver import send_all
+    from headrace.actors.traces.store import FOLDER, SpanFolder
+
+    targets = [target for target in (otlp, perfetto, parquet) if target is not None]
+    if len(targets) != 1:
+        raise ConfigError("name one target: --otlp URL, --perfetto FILE or --parquet DIR")
+    directory = reopen(run_dir)[1]
+    store = SpanFolder(directory.path / FOLDER)
+    spans = store.spans(traces=slow_or_failed(directory.path) if slow else None)
+    if perfetto is not None:
+        number = write_perfetto(perfetto, spans)
+    elif parquet is not None:
+        parquet.mkdir(parents=True, exist_ok=True)
+        number = write_parquet(parquet / "spans.parquet", spans)
+    else:
+        assert otlp is not None
+        number = send_all(otlp, protocol, spans)
+    torn = f"; {store.torn} torn lines were left out" if store.torn else ""
+    say(f"{number} spans exported to {targets[0]}{torn}")

@@ -24,6 +24,7 @@ from headrace.actors.engine_group.devices import local_gpus
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import DiskFull
 from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.observer.actor import Observer
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.absences import OF_ACTORS, Absences
@@ -129,6 +130,12 @@ class ServiceParts(GuardedActors):
     def _control(self) -> Resources:
         """Resources of an actor on the node that has the run's state."""
         return self._config.cluster.on(Role.CONTROL)
+
+    async def _start_observer(self) -> None:
+        """Start the observer, if there is anything for it to do. It starts first, so that it ends last."""
+        telemetry = self._config.telemetry
+        if self._directory is not None and telemetry.enabled and telemetry.otlp_endpoint is not None:
+            await self._spawn("observer", Observer, self._directory.path, telemetry, resources=self._control)
 
     async def _start_pool(self) -> None:
         self.pool = await self._spawn(

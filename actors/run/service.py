@@ -96,6 +96,7 @@ class Service(ServiceParts):
         heldout = self._externals.heldout if folder is None else load_tasks(folder.heldout_tasks)
         self._heldout = self._config.held_out(heldout)
         async with self._starting():
+            await self._start_observer()
             async with asyncio.TaskGroup() as starting:
                 for start in (self._start_replay, self._start_pool, self._start_gateways):
                     starting.create_task(start())
@@ -326,9 +327,8 @@ class Service(ServiceParts):
     async def _keep_house(self) -> None:
         """Delete old files beside the ledger, according to the retention config, until cancelled."""
         while self._directory is not None:
-            retention, keep_bytes = self._config.retention, self._config.telemetry.keep_bytes
-            await asyncio.to_thread(keep_house, self._directory, retention)
-            await asyncio.to_thread(keep_spans, self._directory.path, keep_bytes, retention.days)
+            await asyncio.to_thread(keep_house, self._directory, self._config.retention)
+            await asyncio.to_thread(keep_spans, self._directory.path, self._config.telemetry, self._config.retention)
             await asyncio.sleep(EVERY_S)
 
     async def _supervise(self) -> NoReturn:

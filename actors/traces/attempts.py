@@ -25,13 +25,14 @@ FAILED: Final = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CAN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedAttempt:
-    """An attempt that has ended at `ended_at_s` (Unix time of the ledger)."""
+    """An attempt that has ended at `ended_at_s` (Unix time of the ledger), about `wall_s` seconds after it began."""
 
     trace_id: str
     rollout_id: str
     attempt: int
     cause: str
     ended_at_s: float
+    wall_s: float
 
     @property
     def failed(self) -> bool:
@@ -46,10 +47,11 @@ def ended_attempts(run_dir: Path, since_s: float = 0.0) -> list[EndedAttempt]:
     with reading(directory.path) as (database, archive):
         attached, _ = begin_with_archive(database, archive)
         rows = JoinedRows(database, attached=attached)
-        columns = ("rollout_id", "attempt", "cause")
+        wall = "coalesce(json_extract(breakdown, '$.wall_s'), 0.0)"
         found = []
         for table, time in (("attempts", "ended_at_s"), ("evaluations", "recorded_at_s")):
-            found += rows.select(table, (*columns, time), where=f"{time} >= ?", values=(since_s,)).fetchall()
+            columns = ("rollout_id", "attempt", "cause", time, wall)
+            found += rows.select(table, columns, where=f"{time} >= ?", values=(since_s,)).fetchall()
     attempts = [
         EndedAttempt(
             trace_id=f"{trace_id_for(run_id, rollout_id, attempt):032x}",
@@ -57,8 +59,9 @@ def ended_attempts(run_dir: Path, since_s: float = 0.0) -> list[EndedAttempt]:
             attempt=attempt,
             cause=cause or Cause.CANCELLED,
             ended_at_s=ended_at_s,
+            wall_s=wall_s,
         )
-        for rollout_id, attempt, cause, ended_at_s in found
+        for rollout_id, attempt, cause, ended_at_s, wall_s in found
     ]
     return sorted(attempts, key=lambda each: (each.ended_at_s, each.trace_id))
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
+    from headrace.serve.observing.retention import RetentionConfig
+    from headrace.serve.observing.telemetry import TelemetryConfig
+
 ORDINARY: Final = "removed_ordinary"
 SLOW_OR_FAILED: Final = "removed_slow_or_failed"
 LEFT_OVER_S: Final = 600.0
@@ -39,9 +42,9 @@ _LEVEL: Final = 6
 logger = logging.getLogger(__name__)
 
 
-def keep_spans(run_dir: Path, keep_bytes: int, days: float) -> None:
+def keep_spans(run_dir: Path, telemetry: TelemetryConfig, retention: RetentionConfig) -> None:
     """Keep the span files of a run within its limits; a file that cannot be changed is left, with a warning."""
-    folder = run_dir / FOLDER
+    folder, keep_bytes, days = run_dir / FOLDER, telemetry.keep_bytes, retention.days
     try:
         try:
             keep_within(folder, keep_bytes, days, lambda: slow_or_failed(run_dir))
@@ -59,7 +62,7 @@ def keep_within(folder: Path, keep_bytes: int, days: float, kept: Callable[[], C
     store = SpanFolder(folder)
     for path in store.files():
         if path.name.endswith(SUFFIX) and changed_s(path) < time.time() - LEFT_OVER_S:
-            _compress_left_over(path)
+            compress_left_over(path)
     removed: Counter[str] = Counter()
     for path in _ended(store):
         if changed_s(path) < time.time() - days * 86400.0:
@@ -130,7 +133,7 @@ def _ended(store: SpanFolder) -> list[Path]:
     return [path for path in store.files() if not path.name.endswith(SUFFIX)]
 
 
-def _compress_left_over(path: Path) -> None:
+def compress_left_over(path: Path) -> None:
     """Compress the file of a process that was killed, or of one whose disk was full; leave one that has a writer."""
     try:
         lock = FileLock(os.open(path, os.O_RDWR | os.O_CLOEXEC), blocking=False)

@@ -4,7 +4,6 @@ and the learning of the miniatures (slow)."""
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +21,7 @@ from headrace.actors.record.metrics import read_metrics
 from headrace.actors.run.launch import RunRequest, dry_run, prepare
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
+from headrace.actors.traces.store import FOLDER, SpanFolder
 from headrace.buffer.audit.evidence import read_evidence, read_trajectories
 from headrace.policies.miniatures import names
 from headrace.policies.miniatures.building import write
@@ -72,10 +72,8 @@ def miniatures(short_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def spans_of(directory: RunDirectory) -> dict[str, list[dict[str, Any]]]:
     """All spans of all processes, by name."""
     spans = defaultdict(list)
-    for path in (directory.path / "spans").glob("*.jsonl"):
-        for line in path.read_text().splitlines():
-            span = json.loads(line)
-            spans[span["name"]].append(span)
+    for span in SpanFolder(directory.path / FOLDER).spans():
+        spans[span["name"]].append(span)
     return spans
 
 

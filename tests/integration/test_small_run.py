@@ -19,6 +19,7 @@ from headrace.actors.run.launch import reopen
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.runs.log_pages import logged_actors, read_logs
+from headrace.actors.traces.store import FOLDER, SpanFolder
 from headrace.buffer.audit.evidence import read_evidence, read_only
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.tasks import load_tasks, tasks_digest
@@ -56,10 +57,8 @@ def test_no_child_process_has_a_token_or_a_key(finished_run: RunDirectory) -> No
 def spans_of(directory: RunDirectory) -> dict[str, list[dict[str, Any]]]:
     """All spans of all processes by trace."""
     traces: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in (directory.path / "spans").glob("*.jsonl"):
-        for line in path.read_text().splitlines():
-            span = json.loads(line)
-            traces[span["trace_id"]].append(span)
+    for span in SpanFolder(directory.path / FOLDER).spans():
+        traces[span["trace_id"]].append(span)
     return traces
 
 

@@ -1,0 +1,198 @@
+"""Sends chosen traces of a run to a collector: those of slow, failed and stuck rollouts, of what the run does meanwhile
+(steps, pushes, evaluations), and a hashed share of the others.
+
+Invariants:
+- The ledger says which attempts have ended, and the span files have their spans: nothing is buffered, so an outage of
+  the collector costs neither memory nor spans, and the traces follow when it is back.
+- No span is sent twice, also after kill -9: what is about to be sent is recorded first, and what was being sent when
+  the process died is not sent again, but counted as `unconfirmed`.
+- A stuck rollout is sent as far as it is known, and the rest when it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from headrace.actors.record.run_directory import RunDirectory, identity_of
+from headrace.actors.slowness.in_flight import in_flight
+from headrace.actors.traces.attempts import ended_attempts, slow_or_failed
+from headrace.actors.traces.store import FOLDER, SpanFolder
+from headrace.buffer.primitives.durable_files import replace_file
+from headrace.serve.observing import span_names as names
+from headrace.serve.observing.tracing import trace_id_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+    from typing import Protocol
+
+    class SendsSpans(Protocol):
+        """A collector."""
+
+        def send(self, spans: Iterable[Mapping[str, Any]]) -> bool: ...
+
+
+CURSOR: Final = "exported.json"
+"""What has been sent, in the folder `observer` of the run's state."""
+GRACE_S: Final = 15.0
+"""Time after the end of an attempt until which its spans may still come: other processes write every second, other
+nodes send their files every few seconds."""
+MAX_ATTEMPTS: Final = 500
+"""Attempts that are decided in one round."""
+BATCH_SPANS: Final = 512
+SLOW_OR_FAILED, STUCK, MEANWHILE, SHARE = "slow_or_failed", "stuck", "meanwhile", "share"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Cursor:
+    """What was decided and sent. Attempts that ended before `through_s` are decided. `open` are the chosen traces that
+    are still to be sent, with the time since which their spans count and the reason; `sending` those that are being
+    sent now; `stuck` the end of what was sent of traces that go on, in nanoseconds."""
+
+    through_s: float = 0.0
+    open: dict[str, tuple[int, str]] = field(default_factory=dict)
+    since_s: float = 0.0
+    sending: list[str] = field(default_factory=list)
+    stuck: dict[str, int] = field(default_factory=dict)
+    spans: int = 0
+    traces: int = 0
+    unconfirmed: int = 0
+    """Traces that were being sent when the process died."""
+
+    @classmethod
+    def read(cls, path: Path) -> Cursor:
+        """Return the cursor in a file; a new one without it. Raises OSError, ValueError."""
+        if not path.exists():
+            return cls()
+        document = orjson.loads(path.read_bytes())
+        return cls(**document | {"open": {trace: (since, why) for trace, (since, why) in document["open"].items()}})
+
+
+class TraceExport:
+    """Export of one run to one collector. Blocking; one process at a time, whose rounds wait for each other."""
+
+    def __init__(self, run_dir: Path, receiver: SendsSpans, share: float) -> None:
+        """Continue where the run's last export ended. Raises OSError, ValueError for a damaged cursor."""
+        self._directory = RunDirectory.at(run_dir)
+        self._receiver, self._share = receiver, share
+        self._store = SpanFolder(self._directory.path / FOLDER)
+        self._path = self._directory.path / "observer" / CURSOR
+        self._path.parent.mkdir(exist_ok=True)
+        self._one = Lock()
+        self.cursor = Cursor.read(self._path)
+        if self.cursor.sending:
+            self.cursor.unconfirmed += len(self.cursor.sending)
+            logger.warning(
+                "%d traces were being sent at the last end, and are not sent again", len(self.cursor.sending)
+            )
+            self._settle(self.cursor.sending)
+
+    def round(self, *, grace_s: float = GRACE_S) -> bool:
+        """Decide the attempts that have ended since the last round, and send what was chosen. Return whether everything
+        that is known was sent. Raises OSError, LedgerRefused; the collector's failures are no errors."""
+        with self._one:
+            until_s = time.time() - grace_s
+            # What an outage or a restart left comes first.
+            if self.cursor.open and not self._send_open():
+                return False
+            self._decide(until_s)
+            return self._send_open() and self.cursor.through_s >= until_s
+
+    def _send_open(self) -> bool:
+        for batch in self._batches():
+            if not self._send(batch):
+                return False
+        # What was chosen and has no span in the files (any more).
+        self._settle(list(self.cursor.open))
+        return True
+
+    def _decide(self, until_s: float) -> None:
+        cursor = self.cursor
+        attempts = [
+            each for each in ended_attempts(self._directory.path, cursor.through_s) if each.ended_at_s < until_s
+        ]
+        if len(attempts) > MAX_ATTEMPTS:
+            until_s = attempts[MAX_ATTEMPTS].ended_at_s
+            attempts = [each for each in attempts if each.ended_at_s < until_s] or attempts
+        if until_s <= cursor.through_s:
+            return
+        special = slow_or_failed(self._directory.path) if attempts else frozenset()
+        chosen: dict[str, tuple[int, str]] = {}
+        for each in attempts:
+            if each.trace_id in special or each.trace_id in cursor.stuck:
+                chosen[each.trace_id] = cursor.stuck.pop(each.trace_id, 0), SLOW_OR_FAILED
+            elif int(each.trace_id[:8], 16) < self._share * 2**32:
+                chosen[each.trace_id] = 0, SHARE
+        began_s = [each.ended_at_s - each.wall_s for each in attempts if each.trace_id in chosen]
+        for trace, age_s in stuck_traces(self._directory):
+            if trace not in cursor.stuck:
+                began_s.append(time.time() - age_s)
+                chosen.setdefault(trace, (0, STUCK))
+        cursor.since_s = min([cursor.through_s or until_s, *began_s]) - 60.0
+        window = self._store.spans(since_s=cursor.through_s, until_s=until_s)
+        for span in window:
+            if not span["parent_id"] and span["name"] != names.ROLLOUT:
+                chosen[span["trace_id"]] = 0, MEANWHILE
+        cursor.open, cursor.through_s = chosen, until_s
+        self._store_cursor()
+
+    def _batches(self) -> Iterator[dict[str, list[dict[str, Any]]]]:
+        """Yield the spans of open traces by trace, in batches."""
+        chosen = list(self.cursor.open)
+        for start in range(0, len(chosen), 64):
+            spans: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+            for span in self._store.spans(since_s=self.cursor.since_s, traces=chosen[start : start + 64]):
+                if span["end_ns"] > self.cursor.open[span["trace_id"]][0]:
+                    spans[span["trace_id"]].append(span)
+            batch: dict[str, list[dict[str, Any]]] = {}
+            for trace in chosen[start : start + 64]:
+                if trace in spans:
+                    batch[trace] = spans[trace]
+                if batch and sum(map(len, batch.values())) >= BATCH_SPANS:
+                    yield batch
+                    batch = {}
+            if batch:
+                yield batch
+
+    def _send(self, batch: Mapping[str, list[dict[str, Any]]]) -> bool:
+        cursor = self.cursor
+        cursor.sending = list(batch)
+        self._store_cursor()
+        if not self._receiver.send(span for spans in batch.values() for span in spans):
+            # The collector said no, or did not answer; it is asked again in the next round.
+            cursor.sending = []
+            self._store_cursor()
+            return False
+        cursor.spans += sum(map(len, batch.values()))
+        cursor.traces += len(batch)
+        for trace, spans in batch.items():
+            if cursor.open[trace][1] == STUCK:
+                cursor.stuck[trace] = max(span["end_ns"] for span in spans)
+        self._settle(cursor.sending)
+        return True
+
+    def _settle(self, traces: Iterable[str]) -> None:
+        for trace in traces:
+            self.cursor.open.pop(trace, None)
+        self.cursor.sending = []
+        self._store_cursor()
+
+    def _store_cursor(self) -> None:
+        replace_file(self._path, orjson.dumps(asdict(self.cursor)))
+
+
+def stuck_traces(directory: RunDirectory) -> Iterator[tuple[str, float]]:
+    """Yield the traces of rollouts that run far longer than their cohort, and their ages in seconds."""
+    run_id = identity_of(directory)
+    for row in in_flight(directory, driven=directory.is_driven()):
+        if row.stuck and not row.interrupted:
+            yield f"{trace_id_for(run_id, row.rollout_id, row.attempt):032x}", row.age_s
