@@ -17,8 +17,8 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, ev
 from headrace.actors.evaluation.functions import score_by_function
 from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.evaluation.verdict import failed, solved
-from headrace.actors.places.leases import LEASE_S, Leases
-from headrace.actors.record.parts import add_part, in_part, part_clock
+from headrace.actors.places.leases import LEASE_S, Leases, lease_attributes
+from headrace.actors.record.parts import PartClock, add_part, in_part, part_clock
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import Operations, Results, until_back
 from headrace.actors.runtime.resources import ResourceOwner
@@ -28,7 +28,7 @@ from headrace.buffer.primitives.critical_path import innermost, seconds_by_part
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
 from headrace.sandboxes.pool.boot import LeaseRequest
 from headrace.serve.observing import span_names as names
-from headrace.serve.observing.tracing import context_from
+from headrace.serve.observing.tracing import context_from, describe, traceparent_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -67,11 +67,15 @@ class _CleanSandboxes(ResourceOwner):
 
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        with tracer.start_as_current_span(names.SANDBOX_BOOT), in_part(EVALUATE_BOOT):
+        with tracer.start_as_current_span(names.SANDBOX_BOOT) as span, in_part(EVALUATE_BOOT):
             began_s = asyncio.get_running_loop().time()
-            lease = await self._leases.lease(LeaseRequest(spec=spec))
+            span.set_attribute(names.SANDBOX_IMAGE, spec.image)
+            lease = await self._leases.lease(LeaseRequest(spec=spec, traceparent=traceparent_of(span)))
             add_part(EVALUATE_QUEUE, began_s, began_s + lease.queue_s)
             ref = lease.ref
+            if span.is_recording():
+                span.set_attributes(lease_attributes(lease))
+        trace.get_current_span().set_attribute(names.SANDBOX_HOST, ref.host)
         try:
             with in_part(EVALUATE_BOOT):
                 sandbox = await self._leases.attach(ref)
@@ -85,6 +89,7 @@ class _CleanSandboxes(ResourceOwner):
 
     @asynccontextmanager
     async def live(self, ref: SandboxRef) -> AsyncIterator[Sandbox]:
+        trace.get_current_span().set_attribute(names.SANDBOX_HOST, ref.host)
         with in_part(EVALUATE_CHECK):
             yield await self._leases.attach(ref)
         self.judged += 1
@@ -133,12 +138,12 @@ class Evaluator(ResourceOwner):
         now = asyncio.get_running_loop().time
         began_s = now()
         with part_clock(now) as parts:
-            verdict = await self._judge(request)
+            verdict = await self._judge(request, parts)
         path = innermost(parts.intervals, began_s, now(), idle=OTHER)
         verdict = replace(verdict, parts_s=seconds_by_part(path))
         return with_rewards(verdict, request.task.evaluator.rewards)
 
-    async def _judge(self, request: EvaluationRequest) -> Verdict:
+    async def _judge(self, request: EvaluationRequest, parts: PartClock) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
             return solved()
         if request.task.evaluator.kind is EvaluatorKind.SUM:
@@ -155,8 +160,15 @@ class Evaluator(ResourceOwner):
                 verdict = await simulated_verdict(request)
             self._unboxed += 1
             return verdict
-        with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):
-            return await evaluate(request, self._sandboxes, self._baselines)
+        attributes = {names.EVALUATOR_KIND: request.task.evaluator.kind.value}
+        with tracer.start_as_current_span(
+            names.CHECK, context_from(request.traceparent), attributes=attributes
+        ) as span:
+            verdict = await evaluate(request, self._sandboxes, self._baselines)
+            if span.is_recording():
+                span.set_attribute(names.CHECK_S, parts.seconds(EVALUATE_CHECK))
+                describe(span, verdict)
+            return verdict
 
 
 async def _nothing_to_give_back(_: Verdict) -> None:

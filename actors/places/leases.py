@@ -20,8 +20,11 @@ from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import OperationCalls, until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, Lease, LeaseRequest
+from headrace.serve.observing import span_names
 
 if TYPE_CHECKING:
+    from opentelemetry.util.types import AttributeValue
+
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxProvider, SandboxRef
 
@@ -29,6 +32,17 @@ LEASE_S: Final = 60.0
 """Lease term, which is longer than a pool takes to restart."""
 HEARTBEATS: Final = 4
 """Heartbeats per lease term."""
+
+
+def lease_attributes(lease: Lease) -> dict[str, AttributeValue]:
+    """Return the attributes of the span that waited for a lease."""
+    return {
+        span_names.SANDBOX_HOST: lease.ref.host,
+        span_names.SANDBOX_ID: str(lease.ref.id),
+        span_names.SANDBOX_WARM: lease.warm,
+        span_names.SANDBOX_TRIES: lease.tries,
+        span_names.QUEUE_S: lease.queue_s,
+    }
 
 
 class SandboxConnections(ResourceOwner):

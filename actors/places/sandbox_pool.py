@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headrace.actors.places.config import SandboxSection
+    from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
@@ -42,14 +43,18 @@ class SandboxPool(ResourceOwner):
         directory: RunDirectory | None,
         clock: Callable[[], float] = time.time,
         provider: SandboxProvider | None = None,
+        observing: ActorTelemetry | None = None,
     ) -> None:
         super().__init__()
+        self._observing = observing
         self._provider = provider
         self._section = section
         self._directory = directory
         self._clock = clock
 
     async def __aenter__(self) -> Self:
+        if self._observing is not None:
+            self._stack.enter_context(self._observing.spans("pool"))
         if self._directory is None:
             ledger = SandboxLedger.in_memory()
         else:

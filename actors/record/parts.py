@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from headrace.buffer.primitives.critical_path import Segment
+from headrace.buffer.primitives.critical_path import Segment, innermost, seconds_by_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +32,13 @@ class PartClock:
         """Add an interval of a part."""
         if end_s > start_s and len(self.intervals) < MAX_INTERVALS:
             self.intervals.append(Segment(part, start_s, end_s))
+
+    def seconds(self, part: str) -> float:
+        """Return the seconds of a part so far, without those of parts inside it."""
+        if not self.intervals:
+            return 0.0
+        start_s = min(interval.start_s for interval in self.intervals)
+        return seconds_by_part(innermost(self.intervals, start_s, self.clock(), idle="")).get(part, 0.0)
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:

@@ -25,6 +25,7 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.history import prepare
 from headrace.actors.evaluation.rewards import with_judgement, with_rewards
 from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources
+from headrace.actors.places.leases import lease_attributes
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.services.figures import current_service_time
 from headrace.buffer.breakdown import ATTACH, QUEUE, RELEASE
@@ -52,8 +53,6 @@ ANSWER_S = 5.0
 """Time allowed for a pool to report that a deadline has passed."""
 USAGE_S = 2.0
 """Time allowed for reading what a sandbox has used."""
-RESULT_CHARACTERS, LOG_CHARACTERS = 500, 4000
-"""Maximum characters of an agent's final message and of its log that are stored in its span."""
 RESULT_CHARACTERS = 500
 """Maximum characters of an agent's final message that are stored in its span."""
 logger = logging.getLogger(__name__)
@@ -249,14 +248,19 @@ async def _sandbox(
     # The pool enforces the deadlines of queue and boot; this one is for a pool that does not answer.
     timeout_s = config.queue_timeout_s + config.boot_timeout_s + ANSWER_S
     async with boundary(names.SANDBOX_BOOT, "boot", time, timeout_s):
+        span = trace.get_current_span()
+        span.set_attribute(names.SANDBOX_IMAGE, task.image)
+        request = LeaseRequest(spec=spec, avoid=order.avoid, traceparent=traceparent_of(span), **clocks)
         try:
-            lease = await stations.lease(LeaseRequest(spec=spec, avoid=order.avoid, **clocks))
+            lease = await stations.lease(request)
         except QueueTimeout as error:
             raise InfraFailure(f"queue: {error}") from error
         except SandboxError as error:
             # A provider of several hosts does not know the host of every error.
             time.host = "" if error.host == "remote" else error.host
             raise
+        if span.is_recording():
+            span.set_attributes(lease_attributes(lease))
     ref = lease.ref
     time.host = ref.host
     time.split("queue", lease.queue_s)

@@ -145,6 +145,7 @@ class ServiceParts(GuardedActors):
             directory=self._directory,
             clock=self._externals.clock,
             provider=self._externals.provider,
+            observing=self._observing,
             resources=self._control,
         )
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, cast
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.sandboxes.base import AVOID_LABEL, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
+from headrace.sandboxes.pool import boot_spans
 from headrace.sandboxes.pool.host import Host, choose
 from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.pool.ledger import Entry, EntryState
@@ -27,6 +28,9 @@ from headrace.sandboxes.retry import is_ambiguous, retrying
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from opentelemetry.context import Context
+    from opentelemetry.util.types import AttributeValue
 
     from headrace.sandboxes.pool.config import PoolConfig
     from headrace.sandboxes.pool.durable_leases import DurableLeases
@@ -37,6 +41,8 @@ EVALUATE: Final = "evaluate"
 HELD_OUT: Final = "evaluation"
 """Value of the purpose label; an agent's sandbox on a held-out task has purpose=evaluation and is admitted before those
 for training."""
+QUEUE_SPAN_S: Final = 0.001
+"""Shortest wait for admission that has a span."""
 HOLDER_LABEL: Final = "holder"
 """Label with the sandbox's holder; all sandboxes of a holder are renewed and released together."""
 OWNER_LABEL: Final = "headrace-owner"
@@ -56,6 +62,8 @@ class LeaseRequest:
     """Limit on the time outside of queues: creates, and the waits between them."""
     avoid: tuple[str, ...] = ()
     """Hosts to use only if no other host is available."""
+    traceparent: str = ""
+    """W3C trace context of the span that waits for the lease, the parent of the pool's spans."""
 
     @property
     def holder(self) -> str:
@@ -97,6 +105,8 @@ class _Boot:
     """Time at which the provider had no capacity; the time from then until the next attempt counts as queueing time."""
     full: int = 0
     """Number of attempts that found the provider full."""
+    context: Context | None = None
+    """Trace context of the request."""
     tried: list[str] = field(default_factory=list)
     in_doubt: set[str] = field(default_factory=set)
 
@@ -156,6 +166,7 @@ class Booter:
             key=secrets.token_hex(12),
             began_s=self._now(),
             pinned=next((held.host for held in sources if held is not None), None),
+            context=boot_spans.context_of(request.traceparent),
         )
         held: HeldSandbox | None = None
         failed: list[TransientSandboxError] = []
@@ -191,9 +202,12 @@ class Booter:
         host = await self._admitted(boot)
         if boot.tried:
             self.retries += 1
+        spec = boot.request.spec
+        attributes = _attributes(boot, host) | {boot_spans.SANDBOX_WARM: boot.ticket.priority is Priority.WARM}
         boot.tried.append(host.name)
         try:
-            ref = await self._create(boot, host)
+            with boot_spans.pool_span(boot_spans.POOL_BOOT, boot.context, attributes):
+                ref = await self._create(boot, host)
         except BaseException as error:
             if is_ambiguous(error):
                 boot.in_doubt.add(host.name)
@@ -208,7 +222,6 @@ class Booter:
                 host.turn_away()
             raise
         # From here on the sandbox exists: whatever happens, it is held or killed.
-        spec = boot.request.spec
         until_s = self._now() + spec.ttl_s
         held = HeldSandbox(
             ref=ref,
@@ -242,24 +255,30 @@ class Booter:
                 host = self._hosts[choose(views, boot.tried, boot.request.avoid)]
             if not host.has_room(boot.ticket.priority) and boot.ticket.priority is not Priority.WARM:
                 self._make_room(host)
-            limit_s, began_s = boot.request.queue_timeout_s, self._now()
-            try:
-                async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s - boot.queue_s)):
-                    if await host.admitted(boot.ticket, again=again):
-                        return host
-            except TimeoutError as error:
-                boot.refused = True
-                raise QueueTimeout(
-                    f"no place was free within {limit_s:g} s (host {host.name}, {host.admission.waiting} others "
-                    "waiting): raise sandbox.pool.max_live or lower the load"
-                ) from error
-            except SandboxError:
-                boot.refused = True
-                raise
-            finally:
-                boot.queue_s += self._now() - began_s
+            with boot_spans.pool_span(boot_spans.POOL_QUEUE, boot.context, _attributes(boot, host), min_s=QUEUE_SPAN_S):
+                if await self._granted(boot, host, again=again):
+                    return host
             # The host turned it away: it has been in a queue already, so another queue takes it even when full.
             again = True
+
+    async def _granted(self, boot: _Boot, host: Host, *, again: bool) -> bool:
+        """Wait in a host's queue. Returns False if the host stops accepting boots. Raises CapacityExceeded,
+        QueueTimeout."""
+        limit_s, began_s = boot.request.queue_timeout_s, self._now()
+        try:
+            async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s - boot.queue_s)):
+                return await host.admitted(boot.ticket, again=again)
+        except TimeoutError as error:
+            boot.refused = True
+            raise QueueTimeout(
+                f"no place was free within {limit_s:g} s (host {host.name}, {host.admission.waiting} others "
+                "waiting): raise sandbox.pool.max_live or lower the load"
+            ) from error
+        except SandboxError:
+            boot.refused = True
+            raise
+        finally:
+            boot.queue_s += self._now() - began_s
 
     async def _create(self, boot: _Boot, host: Host) -> SandboxRef:
         """Record the intent and create the sandbox on one host. Raises SandboxError."""
@@ -283,3 +302,12 @@ class Booter:
                 return await host.provider.create(replace(spec, idempotency_key=boot.key, labels=labels))
         except TimeoutError as error:
             raise BootTimeout(f"host {host.name} did not create a sandbox within {limit_s:g} s") from error
+
+
+def _attributes(boot: _Boot, host: Host) -> dict[str, AttributeValue]:
+    """Return the span attributes of the next try."""
+    return {
+        boot_spans.SANDBOX_HOST: host.name,
+        boot_spans.SANDBOX_IMAGE: boot.request.spec.image,
+        boot_spans.SANDBOX_TRY: len(boot.tried) + 1,
+    }

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.base import Network, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
+from headrace.sandboxes.pool import boot_spans
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, PURPOSE_LABEL, Booter, LeaseRequest
 from headrace.sandboxes.pool.slots import Priority
 from headrace.sandboxes.retry import full_jitter_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
+
+    from opentelemetry.util.types import AttributeValue
 
     from headrace.sandboxes.pool.config import PoolConfig
     from headrace.sandboxes.pool.durable_leases import DurableLeases
@@ -74,11 +77,18 @@ class WarmStock:
             held = ready[-1]
             held.warm = False
             self._taken.set()
+            attributes: dict[str, AttributeValue] = {
+                boot_spans.SANDBOX_HOST: held.host,
+                boot_spans.SANDBOX_IMAGE: spec.image,
+                boot_spans.SANDBOX_WARM: True,
+            }
+            span = boot_spans.pool_span(boot_spans.POOL_BOOT, boot_spans.context_of(request.traceparent), attributes)
             try:
-                async with asyncio.timeout(self._config.warm_check_s):
-                    sandbox = await self._hosts[held.host].provider.attach(held.ref)
-                    await sandbox.renew(spec.ttl_s)
-                    result = await sandbox.exec("true", timeout_s=self._config.warm_check_s)
+                with span:
+                    async with asyncio.timeout(self._config.warm_check_s):
+                        sandbox = await self._hosts[held.host].provider.attach(held.ref)
+                        await sandbox.renew(spec.ttl_s)
+                        result = await sandbox.exec("true", timeout_s=self._config.warm_check_s)
                 is_alive = result.exit_code == 0
             except (SandboxError, TimeoutError):
                 is_alive = False

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from typing import Final
 
+from headrace.sandboxes.pool import boot_spans
+
 MAX_TEXT_CHARACTERS: Final = 2048
 """Length at which the end of an attribute is cut off."""
 
 ROLLOUT: Final = "rollout"
 SANDBOX_BOOT: Final = "sandbox.boot"
+POOL_QUEUE: Final = boot_spans.POOL_QUEUE
+POOL_BOOT: Final = boot_spans.POOL_BOOT
 PREPARE: Final = "prepare"
 AGENT: Final = "agent"
 FINISH: Final = "session.finish"
@@ -34,7 +38,7 @@ OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
 
-ERROR_TYPE: Final = "error.type"
+ERROR_TYPE: Final = boot_spans.ERROR_TYPE
 
 RUN_ID: Final = "headrace.run.id"
 RECIPE: Final = "headrace.recipe"
@@ -59,6 +63,15 @@ MASKED_TOKENS: Final = "headrace.session.masked_tokens"
 DRIFT: Final = "headrace.session.drift"
 ROWS: Final = "headrace.session.rows"
 LOST_CALLS: Final = "headrace.session.lost_calls"
+SANDBOX_HOST: Final = boot_spans.SANDBOX_HOST
+SANDBOX_IMAGE: Final = boot_spans.SANDBOX_IMAGE
+SANDBOX_ID: Final = "headrace.sandbox.id"
+SANDBOX_WARM: Final = boot_spans.SANDBOX_WARM
+SANDBOX_TRY: Final = boot_spans.SANDBOX_TRY
+SANDBOX_TRIES: Final = "headrace.sandbox.tries"
+QUEUE_S: Final = "headrace.sandbox.queue_s"
+EVALUATOR_KIND: Final = "headrace.evaluator.kind"
+CHECK_S: Final = "headrace.evaluator.check_s"
 TOOL_NAME: Final = "gen_ai.tool.name"
 STEP_NUMBER: Final = "headrace.step.number"
 STEP_VERSION: Final = "headrace.step.version"

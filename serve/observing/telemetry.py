@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.serve.observing import span_names
 from headrace.serve.observing.span_files import SUFFIX, SpanFile
-from headrace.serve.observing.tracing import root_attempt, trace_id_for
+from headrace.serve.observing.tracing import root_attempt, root_span_id_for, trace_id_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,7 +158,7 @@ def configure(
 
 
 class RolloutIdGenerator(RandomIdGenerator):
-    """Generator of random ids, except for the trace id of a rollout attempt's root span (tracing.py)."""
+    """Generator of random ids, except for the trace and span ids of a rollout attempt's root span (tracing.py)."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -166,3 +166,7 @@ class RolloutIdGenerator(RandomIdGenerator):
     def generate_trace_id(self) -> int:
         attempt = root_attempt.get()
         return super().generate_trace_id() if attempt is None else trace_id_for(self._run_id, *attempt)
+
+    def generate_span_id(self) -> int:
+        attempt = root_attempt.get()
+        return super().generate_span_id() if attempt is None else root_span_id_for(self._run_id, *attempt)

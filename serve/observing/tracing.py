@@ -3,15 +3,16 @@
 Invariants:
 - Without a configured SDK everything here works and costs next to nothing: spans are not recorded, and
   `traceparent_of` returns "".
-- The trace id of a rollout attempt is a function of the ids of the run and the rollout and the attempt number, so that
-  its trace can be found, and traces of several runs stay apart in one collector.
+- The trace id of a rollout attempt and the id of its root span are functions of the ids of the run and the rollout and
+  the attempt number, so that its trace can be found, other spans can link to it without having seen it, and traces of
+  several runs stay apart in one collector.
 """
 
 from __future__ import annotations
 
 import hashlib
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -24,19 +25,35 @@ if TYPE_CHECKING:
 
     from opentelemetry.util.types import AttributeValue
 
-    from headrace.buffer.types import Outcome
+    from headrace.buffer.types import Cause
 
-# The API has no argument for the trace id of a root span; the SDK's id generator (telemetry.py) reads this.
-root_trace_id: ContextVar[int | None] = ContextVar("headrace_root_trace_id", default=None)
-# The API has no argument for the trace id of a root span; the SDK's id generator (telemetry.py), which knows the run,
-# reads this.
+# The API has no argument for the ids of a root span; the SDK's id generator (telemetry.py), which knows the run, reads
+# this.
 root_attempt: ContextVar[tuple[str, int] | None] = ContextVar("headrace_root_attempt", default=None)
 
 
 def trace_id_for(run_id: str, rollout_id: str, attempt: int) -> int:
     """Return the 128-bit trace id of one attempt of a run; never 0."""
-    digest = hashlib.sha256(f"{run_id} {rollout_id} {attempt}".encode()).digest()
-    return int.from_bytes(digest[:16], "big") or 1
+    return int.from_bytes(_digest(run_id, rollout_id, attempt)[:16], "big") or 1
+
+
+def root_span_id_for(run_id: str, rollout_id: str, attempt: int) -> int:
+    """Return the 64-bit id of the root span of one attempt of a run; never 0."""
+    return int.from_bytes(_digest(run_id, rollout_id, attempt)[16:24], "big") or 1
+
+
+def attempt_context(run_id: str, rollout_id: str, attempt: int) -> SpanContext:
+    """Return the context of the root span of one attempt of a run, for links to it."""
+    return SpanContext(
+        trace_id_for(run_id, rollout_id, attempt),
+        root_span_id_for(run_id, rollout_id, attempt),
+        is_remote=True,
+        trace_flags=TraceFlags(TraceFlags.SAMPLED),
+    )
+
+
+def _digest(run_id: str, rollout_id: str, attempt: int) -> bytes:
+    return hashlib.sha256(f"{run_id} {rollout_id} {attempt}".encode()).digest()
 
 
 def traceparent_of(span: Span) -> str:
@@ -82,11 +99,24 @@ def current_trace_id() -> str:
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
-def describe(span: Span, outcome: Outcome) -> None:
-    """Add an attempt's outcome to its root span. One without a verdict ends as an error, with its cause and text."""
-    span.set_attribute(span_names.CAUSE, outcome.cause)
-    if outcome.reward is not None:
-        span.set_attribute(span_names.REWARD, outcome.reward)
+class Judged(Protocol):
+    """An outcome or a verdict. `reward` is None if there is none, because of `cause`."""
+
+    @property
+    def cause(self) -> Cause: ...
+
+    @property
+    def reward(self) -> float | None: ...
+
+    @property
+    def detail(self) -> str: ...
+
+
+def describe(span: Span, judged: Judged) -> None:
+    """Add an outcome or a verdict to its span. One without a reward ends as an error, with its cause and text."""
+    span.set_attribute(span_names.CAUSE, judged.cause)
+    if judged.reward is not None:
+        span.set_attribute(span_names.REWARD, judged.reward)
     else:
-        span.set_attribute(span_names.ERROR_TYPE, outcome.cause)
-        span.set_status(Status(StatusCode.ERROR, outcome.detail or str(outcome.cause)))
+        span.set_attribute(span_names.ERROR_TYPE, judged.cause)
+        span.set_status(Status(StatusCode.ERROR, judged.detail or str(judged.cause)))
