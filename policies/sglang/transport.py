@@ -3,7 +3,7 @@
 Invariants:
 - Every call has a deadline, and every failure is an EngineError.
 - Only this module converts transport errors and statuses to EngineErrors.
-- Every call carries the key of the server, if it has one; no error contains it.
+- Every call carries the key of the server, if it has one; no error contains it. It names the caller's span.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import orjson
 
+from headrace.buffer.primitives.trace_context import trace_headers
 from headrace.policies.errors import (
     EngineDown,
     EngineRefused,
@@ -90,7 +91,7 @@ class Transport:
                 method,
                 self.url + path,
                 data=data,
-                headers=self._headers,
+                headers=self._headers | trace_headers(),
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
                 status, payload = response.status, await response.read()

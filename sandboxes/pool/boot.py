@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, cast
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState
+from headrace.buffer.primitives.trace_context import remote_context
 from headrace.sandboxes.base import AVOID_LABEL, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
 from headrace.sandboxes.pool import boot_spans
@@ -41,8 +42,6 @@ EVALUATE: Final = "evaluate"
 HELD_OUT: Final = "evaluation"
 """Value of the purpose label; an agent's sandbox on a held-out task has purpose=evaluation and is admitted before those
 for training."""
-QUEUE_SPAN_S: Final = 0.001
-"""Shortest wait for admission that has a span."""
 HOLDER_LABEL: Final = "holder"
 """Label with the sandbox's holder; all sandboxes of a holder are renewed and released together."""
 OWNER_LABEL: Final = "headrace-owner"
@@ -166,7 +165,7 @@ class Booter:
             key=secrets.token_hex(12),
             began_s=self._now(),
             pinned=next((held.host for held in sources if held is not None), None),
-            context=boot_spans.context_of(request.traceparent),
+            context=remote_context(request.traceparent),
         )
         held: HeldSandbox | None = None
         failed: list[TransientSandboxError] = []
@@ -206,7 +205,7 @@ class Booter:
         attributes = _attributes(boot, host) | {boot_spans.SANDBOX_WARM: boot.ticket.priority is Priority.WARM}
         boot.tried.append(host.name)
         try:
-            with boot_spans.pool_span(boot_spans.POOL_BOOT, boot.context, attributes):
+            with boot_spans.boot_span(boot.context, attributes):
                 ref = await self._create(boot, host)
         except BaseException as error:
             if is_ambiguous(error):
@@ -255,7 +254,7 @@ class Booter:
                 host = self._hosts[choose(views, boot.tried, boot.request.avoid)]
             if not host.has_room(boot.ticket.priority) and boot.ticket.priority is not Priority.WARM:
                 self._make_room(host)
-            with boot_spans.pool_span(boot_spans.POOL_QUEUE, boot.context, _attributes(boot, host), min_s=QUEUE_SPAN_S):
+            with boot_spans.queue_span(boot.context, _attributes(boot, host)):
                 if await self._granted(boot, host, again=again):
                     return host
             # The host turned it away: it has been in a queue already, so another queue takes it even when full.

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from opentelemetry import trace
 from opentelemetry.trace import Status, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from opentelemetry.context import Context
+    from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
 
 POOL_QUEUE: Final = "pool.queue"
@@ -28,30 +28,45 @@ SANDBOX_WARM: Final = "headrace.sandbox.warm"
 SANDBOX_TRY: Final = "headrace.sandbox.try"
 ERROR_TYPE: Final = "error.type"
 
+MIN_QUEUE_S: Final = 0.001
+"""Shortest wait for a place that has a span, by the clock of the event loop."""
+
 tracer = trace.get_tracer("headrace.sandboxes.pool")
-_propagator = TraceContextTextMapPropagator()
-
-
-def context_of(traceparent: str) -> Context | None:
-    """Return the context of the span that a W3C `traceparent` names; None (the caller's context) for ""."""
-    return _propagator.extract({"traceparent": traceparent}) if traceparent else None
 
 
 @contextmanager
-def pool_span(
-    name: str, context: Context | None, attributes: dict[str, AttributeValue], *, min_s: float = 0.0
-) -> Iterator[dict[str, AttributeValue]]:
-    """Record the block as a span with these attributes, to which the block may add. If it ends without an error within
-    `min_s` seconds of the event loop's clock, no span is made. An error is recorded as its type and text, without a
-    traceback."""
+def boot_span(context: Context | None, attributes: Mapping[str, AttributeValue]) -> Iterator[None]:
+    """Record the block as a boot, and make its span the current one. An error is recorded as its type and text, without
+    a traceback."""
+    with tracer.start_as_current_span(
+        POOL_BOOT, context, attributes=attributes, record_exception=False, set_status_on_exception=False
+    ) as span:
+        try:
+            yield
+        except BaseException as error:
+            _end_with(span, error)
+            raise
+
+
+@contextmanager
+def queue_span(context: Context | None, attributes: Mapping[str, AttributeValue]) -> Iterator[None]:
+    """Record the block as a wait in a queue, unless it ends without an error within `MIN_QUEUE_S`."""
     start_ns, start_s = time.time_ns(), asyncio.get_running_loop().time()
+
+    def waited() -> Span:
+        return tracer.start_span(POOL_QUEUE, context, attributes=attributes, start_time=start_ns)
+
     try:
-        yield attributes
+        yield
     except BaseException as error:
-        span = tracer.start_span(name, context, attributes=attributes, start_time=start_ns)
-        span.set_attribute(ERROR_TYPE, type(error).__name__)
-        span.set_status(Status(StatusCode.ERROR, str(error)))
+        span = waited()
+        _end_with(span, error)
         span.end()
         raise
-    if asyncio.get_running_loop().time() - start_s >= min_s:
-        tracer.start_span(name, context, attributes=attributes, start_time=start_ns).end()
+    if asyncio.get_running_loop().time() - start_s >= MIN_QUEUE_S:
+        waited().end()
+
+
+def _end_with(span: Span, error: BaseException) -> None:
+    span.set_attribute(ERROR_TYPE, type(error).__name__)
+    span.set_status(Status(StatusCode.ERROR, str(error)))

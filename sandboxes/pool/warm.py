@@ -13,6 +13,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from headrace.buffer.primitives.trace_context import remote_context
 from headrace.sandboxes.base import Network, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.pool import boot_spans
@@ -22,8 +23,6 @@ from headrace.sandboxes.retry import full_jitter_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
-
-    from opentelemetry.util.types import AttributeValue
 
     from headrace.sandboxes.pool.config import PoolConfig
     from headrace.sandboxes.pool.durable_leases import DurableLeases
@@ -77,12 +76,14 @@ class WarmStock:
             held = ready[-1]
             held.warm = False
             self._taken.set()
-            attributes: dict[str, AttributeValue] = {
-                boot_spans.SANDBOX_HOST: held.host,
-                boot_spans.SANDBOX_IMAGE: spec.image,
-                boot_spans.SANDBOX_WARM: True,
-            }
-            span = boot_spans.pool_span(boot_spans.POOL_BOOT, boot_spans.context_of(request.traceparent), attributes)
+            span = boot_spans.boot_span(
+                remote_context(request.traceparent),
+                {
+                    boot_spans.SANDBOX_HOST: held.host,
+                    boot_spans.SANDBOX_IMAGE: spec.image,
+                    boot_spans.SANDBOX_WARM: True,
+                },
+            )
             try:
                 with span:
                     async with asyncio.timeout(self._config.warm_check_s):

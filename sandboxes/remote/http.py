@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from headrace.buffer.primitives.trace_context import trace_headers
 from headrace.sandboxes.errors import PermanentSandboxError, ProviderUnreachable, SandboxGone
 from headrace.sandboxes.remote.error_documents import from_document
 from headrace.sandboxes.remote.tunnel import MAX_MESSAGE_BYTES
@@ -88,7 +89,7 @@ class RemoteHttp:
             # No total timeout: a command may take hours, but its server is never silent for long.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s)
             session = self._sessions[teardown] = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        headers = trace_headers() | ({"Authorization": f"Bearer {secret}"} if secret else {})
         try:
             async with session.request(
                 method, url, data=data(), params=query, headers=headers, allow_redirects=False
@@ -109,7 +110,7 @@ class RemoteHttp:
         of the first message, ProviderUnreachable."""
         import aiohttp
 
-        headers = {"Authorization": f"Bearer {secret}"}
+        headers = trace_headers() | {"Authorization": f"Bearer {secret}"}
         try:
             async with (
                 aiohttp.ClientSession() as session,

@@ -214,10 +214,8 @@ class EnginePool:
         self, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion], usage: UsageClock
     ) -> Completion | EngineError:
         """Call the engine and record the outcome in a span."""
-        attributes: dict[str, AttributeValue] = {
-            span_names.ENGINE_ID: str(engine_id),
-            span_names.INPUT_TOKENS: len(request.input_ids),
-        }
+        # The usage of tokens is recorded once, on the span of the turn.
+        attributes: dict[str, AttributeValue] = {span_names.ENGINE_ID: str(engine_id)}
         with self._tracer.start_as_current_span(span_names.ENGINE, attributes=attributes) as span:
             began_s, outcome = self._clock(), None
             closed_s = self.router.closed_s(engine_id, began_s)
@@ -233,7 +231,6 @@ class EnginePool:
             elif span.is_recording():
                 span.set_attributes(
                     {
-                        span_names.OUTPUT_TOKENS: len(outcome.output_ids),
                         span_names.CACHED_TOKENS: outcome.cached_tokens,
                         span_names.RETRACTIONS: outcome.retractions,
                         span_names.VERSIONS: [str(part.version) for part in outcome.spans],

@@ -238,14 +238,15 @@ class Turns:
             raise SessionUnknown("This session is closed.")
         turn_id, core = live.core.next_turn_id(), live.core
         with self._tracer.start_as_current_span(span_names.TURN, context=live.context) as span:
-            with self._tracer.start_as_current_span(span_names.RENDER):
-                try:
-                    match, delta = await self._render(live, match, request)
-                    plan = core.plan(match, request, delta, await self._kinds(live, match, request, delta))
-                except ContextExceeded:
-                    live.exhaust(Exhausted.CONTEXT)
-                    raise
-            live.usage.add(RENDER, asked_s, self._clock())
+            began_s = self._clock()
+            try:
+                match, delta = await self._render(live, match, request)
+                plan = core.plan(match, request, delta, await self._kinds(live, match, request, delta))
+            except ContextExceeded:
+                live.exhaust(Exhausted.CONTEXT)
+                raise
+            rendered_s = self._clock()
+            live.usage.add(RENDER, asked_s, rendered_s)
             completion = await self._sample(live, turn_id, plan)
             if completion is None:
                 return core.final_answer()
@@ -261,6 +262,7 @@ class Turns:
                         span_names.OPERATION: "chat",
                         span_names.CONVERSATION_ID: str(core.spec.session_id),
                         span_names.TURN_NUMBER: core.turns,
+                        span_names.RENDER_S: rendered_s - began_s,
                         span_names.INPUT_TOKENS: event.answer.prompt_tokens,
                         span_names.OUTPUT_TOKENS: event.answer.completion_tokens,
                         span_names.MAX_TOKENS: plan.max_new_tokens,

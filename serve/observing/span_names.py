@@ -1,6 +1,6 @@
 """The names of spans and their attributes.
 
-The tree: rollout > sandbox.boot > agent > turn (render, engine) > tool > evaluate > buffer.offer. Attributes follow the
+The tree: rollout > sandbox.boot > agent > turn (engine) > tool > evaluate > buffer.offer. Attributes follow the
 OpenTelemetry conventions for generative AI (`gen_ai.*`) if those conventions define a suitable one; otherwise they are
 named `headrace.*`.
 """
@@ -22,7 +22,6 @@ PREPARE: Final = "prepare"
 AGENT: Final = "agent"
 FINISH: Final = "session.finish"
 TURN: Final = "turn"
-RENDER: Final = "render"
 ENGINE: Final = "engine"
 TOOL: Final = "tool"
 EVALUATE: Final = "evaluate"
@@ -52,6 +51,7 @@ AGENT_EXIT_CODE: Final = "headrace.agent.exit_code"
 AGENT_RESULT: Final = "headrace.agent.result"
 AGENT_LOG_TAIL: Final = "headrace.agent.log_tail"
 TURN_NUMBER: Final = "headrace.turn.number"
+RENDER_S: Final = "headrace.render_s"
 ENGINE_ID: Final = "headrace.engine.id"
 VERSIONS: Final = "headrace.versions"
 CACHED_TOKENS: Final = "headrace.engine.cached_tokens"

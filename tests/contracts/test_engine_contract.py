@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -29,7 +31,10 @@ from headrace.policies.processes.server_process import EngineProcess, EngineProc
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text
 from headrace.policies.sglang.versions import release
+from headrace.serve.observing.tracing import traceparent_of
 from support import engine_kinds as kinds
+from support.cutting_proxy import cutting_proxy
+from support.recorded_spans import recorded_spans
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -185,6 +190,19 @@ async def test_a_reply_has_the_keys_and_types_of_the_contract(wire: Wire) -> Non
     status, bare = await wire.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
     assert status == 200
     assert "output_token_logprobs" not in bare["meta_info"]
+
+
+async def test_a_generation_names_the_span_that_asks_for_it(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded_spans(monkeypatch) as recorded:
+        async with cutting_proxy(wire.url) as proxy:
+            engine = SGLangEngine(EngineId("e"), proxy.url, wire.session, SGLangConfig(vocab_size=VOCABULARY))
+            ask = GenerateRequest(request_id=RequestId("named"), input_ids=array("i", PROMPT), max_new_tokens=2)
+            with recorded.tracer.start_as_current_span("asks") as span:
+                assert len((await engine.generate(ask)).output_ids) == 2
+            assert proxy.requests.count(b"traceparent: ") == 1
+            assert f"traceparent: {traceparent_of(span)}\r\n".encode() in proxy.requests
+            await engine.generate(replace(ask, request_id=RequestId("alone")))
+            assert proxy.requests.count(b"traceparent: ") == 1, "without a span there is no header"
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}, {"top_k": 3, "temperature": 1.5}, {"temperature": 0}])

@@ -41,7 +41,9 @@ from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
 from headrace.serve.exec.server import ExecPart
+from headrace.serve.observing.tracing import traceparent_of
 from support.cutting_proxy import cutting_proxy
+from support.recorded_spans import recorded_spans
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -107,6 +109,24 @@ async def test_an_exec_with_an_id_runs_once_despite_lost_responses(proxy: Any, s
     assert (result.exit_code, result.stdout) == (3, b"said\n")
     assert proxy.answers == 3
     assert await output(sandbox, "cat log") == "ran"
+
+
+async def test_requests_name_the_span_that_makes_them_and_commands_do_not(
+    proxy: Any, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with recorded_spans(monkeypatch) as recorded, recorded.tracer.start_as_current_span("tool") as span:
+        said = await output(
+            sandbox, "env; cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'; find / -xdev -name '*trace*parent*'"
+        )
+        process = await sandbox.spawn("env", timeout_s=60)
+        spawned = b"".join([piece.data async for piece in process.output()])
+        await process.wait()
+    header = traceparent_of(span)
+    assert proxy.requests.count(f"traceparent: {header}\r\n".encode()) >= 2
+    _, trace_id, span_id, _ = header.split("-")
+    assert "PATH=" in said and b"PATH=" in spawned
+    for text in (said, spawned.decode()):
+        assert trace_id not in text and span_id not in text and "traceparent" not in text.lower()
 
 
 async def test_an_exec_may_ask_for_more_output_than_the_api_allows(sandbox: Sandbox) -> None:

@@ -405,8 +405,9 @@ async def test_turn_spans_are_children_of_the_rollout(model_dir: Path, tmp_path:
     tracer = telemetry.tracer("test")
     async with world(model_dir, Lines(Fault.ERROR), LS, tracer=tracer) as w:
         root = start_rollout_span(tracer, "rollout-1", 1)
-        await (await w.client(spec={"traceparent": traceparent_of(root)})).say("go")
+        reply = await (await w.client(spec={"traceparent": traceparent_of(root)})).say("go")
         root.end()
+        named = [[tuple(header.split("-")[1:3]) for header in engine.traceparents] for engine in w.engines]
     telemetry.shutdown()
     spans = [json.loads(line) for line in (tmp_path / "gateway.jsonl").read_text().splitlines()]
     assert {span["trace_id"] for span in spans} == {f"{trace_id_for('', 'rollout-1', 1):032x}"}
@@ -415,7 +416,12 @@ async def test_turn_spans_are_children_of_the_rollout(model_dir: Path, tmp_path:
     assert turn["parent_id"] == by_name["rollout"]["span_id"]
     engines = [span for span in spans if span["name"] == "engine"]
     assert [span["attributes"]["headrace.engine.id"] for span in engines] == ["e0", "e1"]
-    assert {span["parent_id"] for span in [*engines, by_name["render"]]} == {turn["span_id"]}
+    assert {span["parent_id"] for span in engines} == {turn["span_id"]}
+    calls = [[(span["trace_id"], span["span_id"])] for span in engines]
+    assert named == calls, "each engine is told which span calls it"
+    assert turn["trace_id"].encode() not in reply.raw, "and the agent is not"
+    assert turn["attributes"]["headrace.render_s"] > 0
+    assert not [name for span in engines for name in span["attributes"] if name.startswith("gen_ai.usage.")]
     assert turn["attributes"]["gen_ai.usage.output_tokens"] == len(w.engines[1].sampled[0].output_ids)
     assert engines[1]["attributes"]["gen_ai.response.finish_reasons"] == ["stop"]
     assert engines[1]["attributes"]["headrace.versions"] == ["1.4"]

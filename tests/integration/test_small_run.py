@@ -84,7 +84,7 @@ def test_an_attempts_trace_has_the_documented_span_tree(finished_run: RunDirecto
         ("rollout", "sandbox.boot"),
         ("rollout", "agent"),
         ("agent", "turn"),
-        ("turn", "render"),
+        ("sandbox.boot", "pool.boot"),
         ("turn", "engine"),
         ("agent", "tool"),
         ("rollout", "evaluate"),

@@ -24,6 +24,8 @@ class CuttingProxy:
         self.cut_answers: set[int] = set()
         """Numbers of answers that are lost, from the next one (0) on."""
         self.answers = 0
+        self.requests = bytearray()
+        """All that clients have sent."""
 
     def cut(self, *numbers: int) -> None:
         self.answers, self.cut_answers = 0, set(numbers)
@@ -55,6 +57,8 @@ class CuttingProxy:
                 number, self.answers = self.answers, self.answers + 1
                 if number in self.cut_answers:
                     raise _Lost
+            if not answers:
+                self.requests += data
             writer.write(data)
             await writer.drain()
         raise _Lost

@@ -80,6 +80,8 @@ class ScriptedEngine:
     refused_aborts: set[str] = field(default_factory=set)
     """Aborts that are answered with 500."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
+    traceparents: list[str] = field(default_factory=list)
+    """Trace contexts of the generations, where they have one."""
 
     @classmethod
     def of(cls, tokenizer_dir: Path, stop: str, script: Callable[[Ask], str | Fault]) -> Self:
@@ -100,6 +102,7 @@ class ScriptedEngine:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        self.traceparents += request.headers.getall("traceparent", [])
         self.asked.set()
         prompt = self.tokenizer.decode(body["input_ids"], skip_special_tokens=False)
         answer = self.script(Ask(prompt, len(self.requests)))
