@@ -253,6 +253,9 @@ class BatchItem:
     scores: StepScores | None = None
     turn_advantages: TurnAdvantages = field(default_factory=dict)
     source: str = ""
+    group_batch: str = ""
+    """The first batch of its group, if the rollout was still running when its group was sealed and is trained after
+    it; else empty."""
 
     @property
     def has_advantage(self) -> bool:

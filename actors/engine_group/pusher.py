@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.members_file import Roster
+from headrace.actors.engine_group.push_spans import push_span
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState
 from headrace.actors.record.push_costs import push_record
 from headrace.actors.runtime.recording import record
@@ -258,17 +259,22 @@ class Pusher:
             self._settled()
 
         try:
-            return await push(
-                snapshot,
-                clients,
-                senders,
-                self._gate,
-                self._journal.step,
-                self._config,
-                in_doubt=in_doubt,
-                failed=failed,
-                directories=self._directories,
-            )
+            with push_span(
+                snapshot.version, engines, transport=self._config.transport, journal=self._journal.step
+            ) as span:
+                report = await push(
+                    snapshot,
+                    clients,
+                    senders,
+                    self._gate,
+                    span.step,
+                    self._config,
+                    in_doubt=in_doubt,
+                    failed=failed,
+                    directories=self._directories,
+                )
+                span.ended(report)
+                return report
         except BaseException:
             # The state of engines that were sent something is unknown.
             for entry in self._registry.in_state(EngineState.WAITING, EngineState.SERVING):

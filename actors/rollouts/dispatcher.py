@@ -18,6 +18,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
+from opentelemetry import trace
+from opentelemetry.context import Context
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
@@ -31,11 +33,15 @@ from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import Task, tasks_digest
 from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
+from headrace.serve.observing import span_names as names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from opentelemetry.util.types import AttributeValue
+
     from headrace.actors.places.sandbox_pool import SandboxPool
+    from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.rollouts.answers import Answer
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.worker import RolloutWorker
@@ -53,6 +59,7 @@ issued elsewhere when the node is gone."""
 RECANCEL_S = 1.0
 
 logger = logging.getLogger(__name__)
+tracer = trace.get_tracer("headrace.actors.rollouts.dispatcher")
 
 
 class DispatcherConfig(BaseModel):
@@ -121,10 +128,12 @@ class Dispatcher:
         evaluations: EvaluationFolders | None = None,
         engines: Engines | None = None,
         sources: Sequence[str] = (),
+        observing: ActorTelemetry | None = None,
     ) -> None:
         """`sources` are the names of the run's sources of tasks, if it has several."""
         self._config, self._sources = config, sources
         self._engines = engines
+        self._observing = observing
         self._engines_serve = asyncio.Event()
         self._engines_serve.set()
         self._folders = evaluations
@@ -146,6 +155,8 @@ class Dispatcher:
         self._ended: dict[Cause, int] = defaultdict(int)
 
     async def __aenter__(self) -> Self:
+        if self._observing is not None:
+            self._stack.enter_context(self._observing.spans("dispatcher"))
         # Attempts in flight belonged to an earlier dispatcher: nobody would report their end.
         await self._reconcile()
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
@@ -264,24 +275,28 @@ class Dispatcher:
         await until_back(lambda: self._replay.reconcile(carried, self._incarnation))
 
     async def _evaluate(self, tasks: Sequence[Task], samples: int, tag: str) -> EvaluationSummary:
-        known = await until_back(lambda: self._replay.evaluated(GroupId(tag)))
-        async with Recording(self._folders, tag) as recording, asyncio.TaskGroup() as group:
-            answers = [
-                group.create_task(self._evaluate_one(evaluation_order(tag, task.id, sample), known, recording))
-                for task in tasks
-                for sample in range(samples)
-            ]
-        summary = summarize_answers(
-            [answer.result() for answer in answers],
-            tag=tag,
-            tasks=len(tasks),
-            samples=samples,
-            dataset_sha256=tasks_digest(tasks),
-            sources=self._sources,
-        )
-        if self._folders is not None:
-            await asyncio.to_thread(write_summary, self._folders.summary(tag), summary, self._folders.about)
-        return summary
+        named: dict[str, str | int] = {names.EVALUATION_TAG: tag, names.EVALUATION_TASKS: len(tasks)}
+        with tracer.start_as_current_span(names.EVALUATION, Context(), attributes=named) as span:
+            known = await until_back(lambda: self._replay.evaluated(GroupId(tag)))
+            async with Recording(self._folders, tag) as recording, asyncio.TaskGroup() as group:
+                answers = [
+                    group.create_task(self._evaluate_one(evaluation_order(tag, task.id, sample), known, recording))
+                    for task in tasks
+                    for sample in range(samples)
+                ]
+            summary = summarize_answers(
+                [answer.result() for answer in answers],
+                tag=tag,
+                tasks=len(tasks),
+                samples=samples,
+                dataset_sha256=tasks_digest(tasks),
+                sources=self._sources,
+            )
+            if self._folders is not None:
+                await asyncio.to_thread(write_summary, self._folders.summary(tag), summary, self._folders.about)
+            if span.is_recording():
+                span.set_attributes(_attributes_of(summary))
+            return summary
 
     async def _evaluate_one(
         self, first: RolloutOrder, known: Mapping[RolloutId, Evaluated], recording: Recording
@@ -324,3 +339,10 @@ class Dispatcher:
         if outcome.reward is not None:
             self._scored += 1
             self._rewards = [*self._rewards[-127:], outcome.reward]
+
+
+def _attributes_of(summary: EvaluationSummary) -> dict[str, AttributeValue]:
+    """Return the result of an evaluation as attributes of its span."""
+    success = {} if summary.success is None else {names.EVALUATION_SUCCESS: summary.success}
+    counts = {names.EVALUATION_ANSWERS: summary.answers, names.EVALUATION_INFRA: summary.infra}
+    return {**counts, **success, names.VERSIONS: list(summary.versions)}

@@ -275,6 +275,7 @@ class ServiceParts(GuardedActors):
             evaluations=self._evaluations,
             engines=self.engines,
             sources=tuple(source.name for source in self._config.tasks.sources),
+            observing=self._observing,
             resources=self._control,
         )
 

@@ -30,6 +30,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from opentelemetry import trace
+from opentelemetry.trace import Link
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.actors.errors import ActorError, first_cause
@@ -50,6 +51,7 @@ from headrace.policies.learners.progress import trained_tokens
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
 from headrace.serve.observing import span_names as names
+from headrace.serve.observing.tracing import attempt_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -169,10 +171,20 @@ class _Clock:
         return _Clock(self.idle_s - earlier.idle_s, self.step_s - earlier.step_s, self.push_s - earlier.push_s)
 
 
-def step_span(batch: Batch) -> AbstractContextManager[Span]:
-    """Open the span of a step on this batch."""
+def step_span(batch: Batch, run_id: str) -> AbstractContextManager[Span]:
+    """Open the span of a step on this batch, which links to the root span of each member."""
     attributes: dict[str, str | int] = {names.STEP_BATCH: batch.lease.batch_id, names.STEP_ROLLOUTS: len(batch.items)}
-    return tracer.start_as_current_span(names.STEP, attributes=attributes)
+    links = []
+    for item in batch.items:
+        named: dict[str, str | int] = {
+            names.ROLLOUT_ID: item.rollout_id,
+            names.ATTEMPT: item.attempt,
+            names.STALENESS: item.staleness,
+        }
+        if item.group_batch:
+            named[names.GROUP_BATCH] = item.group_batch
+        links.append(Link(attempt_context(run_id, item.rollout_id, item.attempt), named))
+    return tracer.start_as_current_span(names.STEP, attributes=attributes, links=links)
 
 
 class LearnerLoop:
@@ -387,7 +399,7 @@ class LearnerLoop:
     async def _step(self, batch: Batch) -> StepReport | None:
         """Train and commit a batch; None if the learner refused some rows. Raises BatchUntrainable, NonFiniteRun."""
         start = _now()
-        with self._in(Stage.STEPPING), step_span(batch) as span:
+        with self._in(Stage.STEPPING), step_span(batch, self._observing.run_id) as span:
             self._stepping = batch.lease
             report = await self._tried(batch)
             if report is None:

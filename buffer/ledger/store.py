@@ -198,6 +198,7 @@ class ReplayStore:
                 scores=self._core.state.attempts[rollout.rollout_id].scores,
                 turn_advantages=rollout.turn_advantages or {},
                 source=source,
+                group_batch=state.carried_from(rollout),
             )
             for member, rollout, source, trajectory in zip(record.members, rollouts, sources, trajectories, strict=True)
         )

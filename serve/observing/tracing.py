@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, Status, StatusCode, TraceFlags, Tracer
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, Status, StatusCode, TraceFlags, Tracer
 
 from headrace.serve.observing import span_names
 
@@ -79,15 +79,27 @@ def context_from(traceparent: str) -> Context:
 
 
 def start_rollout_span(
-    tracer: Tracer, rollout_id: str, attempt: int, attributes: Mapping[str, AttributeValue] | None = None
+    tracer: Tracer,
+    rollout_id: str,
+    attempt: int,
+    attributes: Mapping[str, AttributeValue] | None = None,
+    *,
+    run_id: str | None = None,
 ) -> Span:
-    """Start the root span of one attempt, whose trace id is that of `trace_id_for`. The caller ends it."""
+    """Start the root span of one attempt, with the ids of `attempt_context`. With the run's id, a further attempt links
+    to the one before it. The caller ends the span."""
+    before = attempt - 1
+    links = []
+    if run_id is not None and before:
+        named: dict[str, str | int] = {span_names.ROLLOUT_ID: rollout_id, span_names.ATTEMPT: before}
+        links.append(Link(attempt_context(run_id, rollout_id, before), named))
     token = root_attempt.set((rollout_id, attempt))
     try:
         return tracer.start_span(
             span_names.ROLLOUT,
             context=Context(),
             attributes={span_names.ROLLOUT_ID: rollout_id, span_names.ATTEMPT: attempt, **(attributes or {})},
+            links=links,
         )
     finally:
         root_attempt.reset(token)

@@ -40,10 +40,12 @@ class RecordedSpans:
 
 
 @contextmanager
-def recorded_spans(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Iterator[RecordedSpans]:
+def recorded_spans(
+    monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, run_id: str = RUN_ID
+) -> Iterator[RecordedSpans]:
     """Record the spans of modules that have a `tracer`."""
     exporter = InMemorySpanExporter()
-    provider = TracerProvider(id_generator=RolloutIdGenerator(RUN_ID), shutdown_on_exit=False)
+    provider = TracerProvider(id_generator=RolloutIdGenerator(run_id), shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
     for module in modules:
