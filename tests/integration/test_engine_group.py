@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.actors.engine_group import push_spans
 from headrace.actors.engine_group.fleet import Fleet, attached_id
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
@@ -27,7 +28,9 @@ from headrace.policies.errors import EngineStartFailed
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.push.machine import Phase
 from headrace.sandboxes.key_files import make_key, read_key
+from headrace.serve.observing import span_names as names
 from support import group_rig as kit
+from support.recorded_spans import attributes_of, parent_id, recorded_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +72,38 @@ async def test_attached_engines_receive_pushes_and_keep_running_at_shutdown(mode
             # What was pushed is known to whoever comes next: no catch-up, no wait.
             assert {engine.state for engine in (await rig.engines()).values()} == {EngineState.SERVING}
             assert kit.versions_of(await rig.turn()) == {"1.1"}
+
+
+async def test_a_push_is_a_span_with_its_phases_and_what_became_of_each_engine(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with recorded_spans(monkeypatch, push_spans) as recorded:
+        async with kit.servers(models[0], tmp_path, "a", "b") as servers:
+            options = {"count": 0, "attach": tuple(process.url for process in servers.values())}
+            async with kit.open_group(models[0], tmp_path, push={"phase_timeout_s": 2.0}, **options) as rig:
+                await rig.push(models[1], 1)
+                os.kill(servers["b"].pid, signal.SIGSTOP)
+                await rig.push(models[2], 2)
+                os.kill(servers["b"].pid, signal.SIGCONT)
+    good, bad = (
+        next(span for span in recorded.named(names.PUSH) if attributes_of(span)[names.PUSH_VERSION] == version)
+        for version in ("1.1", "1.2")
+    )
+    said = attributes_of(good)
+    assert said[names.PUSH_OUTCOMES] == ("updated", "updated")
+    assert (said[names.PUSH_TRANSPORT], parent_id(good), good.status.is_ok) == ("group", 0, True)
+    assert isinstance(said[names.PUSH_BYTES], int) and said[names.PUSH_BYTES] > 0
+    assert good.context is not None and bad.context is not None
+    below = [span for span in recorded.named(names.PUSH_PHASE) if parent_id(span) == good.context.span_id]
+    phases = [(attributes_of(span)[names.WAVE], attributes_of(span)[names.PHASE]) for span in below]
+    assert phases == [(wave, phase.value) for wave in (0, 1) for phase in Phase]
+    assert all(
+        span.end_time is not None and good.start_time <= span.start_time <= span.end_time <= good.end_time  # type: ignore[operator]
+        for span in below
+    )
+    assert attributes_of(bad)[names.PUSH_OUTCOMES] == ("updated", "quarantined")
+    assert (attributes_of(bad)[names.ERROR_TYPE], bad.status.is_ok) == ("quarantined", False)
+    assert good.context.trace_id != bad.context.trace_id
 
 
 async def test_weights_that_somebody_else_pushed_are_believed_where_an_engine_reports_them(
