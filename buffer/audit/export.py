@@ -3,8 +3,9 @@
 Invariants:
 - The export only reads: it works both for a run whose process was killed and for one that is still running, and
   changes neither.
-- The folder appears complete or not at all. There is one file per table, with the columns of the current schema;
-  `trajectories.parquet` has a row for each token sequence that can be read.
+- The folder appears complete or not at all. There is one file per table, with the columns of the current schema, typed
+  (`export_columns`), and for attempts those of their group and task. `trajectories.parquet` has a row for each token
+  sequence that can be read.
 - Memory is bounded by `ROWS_AT_ONCE` trajectories and `TABLE_ROWS_AT_ONCE` rows, however long the run. Closed groups
   and covered steps are read from the ledger's archive.
 
@@ -13,6 +14,7 @@ Parquet: https://parquet.apache.org/docs/file-format/
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from contextlib import closing
@@ -20,20 +22,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.audit.evidence import begin_with_archive, read_only, read_trajectory, reading
+from headrace.buffer.audit.export_columns import TASK, converted, export_columns
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.errors import ExportRefused
 from headrace.buffer.primitives.durable_files import publish_folder
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from headrace.buffer.types import Trajectory
 
 ROWS_AT_ONCE = 64
 TABLE_ROWS_AT_ONCE = 20_000
-_TYPES = {"TEXT": "string", "INTEGER": "int64", "REAL": "float64", "BLOB": "binary"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +84,31 @@ def _write_table(database: sqlite3.Connection, tables: JoinedRows, name: str, fo
     parquet = _parquet()
     import pyarrow
 
-    columns = database.execute(f"PRAGMA table_info({name})").fetchall()
-    schema = pyarrow.schema([(column[1], getattr(pyarrow, _TYPES[column[2]])()) for column in columns])
-    cursor, count = tables.select(name, schema.names), 0
-    with parquet.ParquetWriter(folder / f"{name}.parquet", schema) as writer:
-        while some := cursor.fetchmany(TABLE_ROWS_AT_ONCE):
-            arrays = [
-                pyarrow.array(column, type=field.type)
-                for column, field in zip(zip(*some, strict=True), schema, strict=True)
-            ]
+    stored = [(column[1], column[2]) for column in database.execute(f"PRAGMA table_info({name})")]
+    sources = [source for source, _ in stored]
+    columns = export_columns(name, stored + [(added, "TEXT") for added in TASK] if name == "attempts" else stored)
+    schema = pyarrow.schema([(column.name, column.type) for column in columns])
+    cursor, count = tables.select(name, sources), 0
+    with parquet.ParquetWriter(folder / f"{name}.parquet", schema, compression="zstd") as writer:
+        while rows := cursor.fetchmany(TABLE_ROWS_AT_ONCE):
+            if name == "attempts":
+                arrays = converted(columns, [*sources, *TASK], _with_tasks(tables, rows, sources.index("rollout_id")))
+            else:
+                arrays = converted(columns, sources, rows)
             writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
-            count += len(some)
+            count += len(rows)
     return count
+
+
+def _with_tasks(tables: JoinedRows, attempts: Sequence[Sequence[Any]], place: int) -> list[list[Any]]:
+    """Append the group and the task to rows of attempts, which have the rollout's id at `place`."""
+    these = "IN (SELECT value FROM json_each(?))"
+    ids = json.dumps([row[place] for row in attempts])
+    groups = dict(tables.select("rollouts", ("rollout_id", "group_id"), where=f"rollout_id {these}", values=(ids,)))
+    ids = json.dumps(sorted(set(groups.values())))
+    tasks = dict(tables.select("groups", ("group_id", "task_id"), where=f"group_id {these}", values=(ids,)))
+    found = [(row, groups.get(row[place])) for row in attempts]
+    return [[*row, group, tasks.get(group)] for row, group in found]
 
 
 def export_schema() -> Any:
