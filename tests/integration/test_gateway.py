@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import socket
 from dataclasses import replace
 from itertools import pairwise
@@ -43,6 +42,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.actors.traces.store import SpanFolder
 from headrace.policies.engine import EngineId
 from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.errors import SERVER_FAILED, ParserUnknown
@@ -409,7 +409,7 @@ async def test_turn_spans_are_children_of_the_rollout(model_dir: Path, tmp_path:
         root.end()
         named = [[tuple(header.split("-")[1:3]) for header in engine.traceparents] for engine in w.engines]
     telemetry.shutdown()
-    spans = [json.loads(line) for line in (tmp_path / "gateway.jsonl").read_text().splitlines()]
+    spans = list(SpanFolder(tmp_path).spans())
     assert {span["trace_id"] for span in spans} == {f"{trace_id_for('', 'rollout-1', 1):032x}"}
     [turn] = [span for span in spans if span["name"] == "turn"]
     by_name = {span["name"]: span for span in spans}
