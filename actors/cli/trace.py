@@ -44,19 +44,30 @@ def slow(
 def show_rollout(
     run_dir: RunPath,
     rollout: Annotated[str, typer.Argument(metavar="ROLLOUT", help="Id of a rollout, or the beginning of one.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the waterfall as one HTML file that needs no network.")
+    ] = None,
     json: Json = None,
 ) -> None:
-    """Draw where the time of one rollout went, beside what is typical of its cohort."""
+    """Draw where the time of one rollout went, beside what is typical of its cohort, and say why if it was slow."""
+    from headrace.actors.errors import ConfigError
     from headrace.actors.run.launch import reopen
     from headrace.actors.slowness.reading import read_times
     from headrace.actors.slowness.told import place_of_rollout, waterfall, waterfall_lines
+    from headrace.actors.slowness.waterfall_html import waterfall_page
 
     times = read_times(reopen(run_dir)[1].path)
-    row, typical = waterfall(times, place_of_rollout(times, rollout))
+    row, typical, verdict = waterfall(times, place_of_rollout(times, rollout))
+    if html is not None:
+        try:
+            html.write_text(waterfall_page(row, typical, verdict, run=run_dir.resolve().name), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {html}: cannot be written ({error.strerror}); name a file") from error
     if json is not None:
-        write_json({"rollout": asdict(row), "typical": {part: asdict(each) for part, each in typical.items()}}, json)
+        known = {part: asdict(each) for part, each in typical.items()}
+        write_json({"rollout": asdict(row), "typical": known, "verdict": verdict and asdict(verdict)}, json)
         return
-    for line in waterfall_lines(row, typical):
+    for line in waterfall_lines(row, typical, verdict):
         typer.echo(line)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headrace.actors.errors import ConfigError
 from headrace.actors.slowness.cohort import Cohorts
 from headrace.actors.slowness.rows import in_order
+from headrace.actors.slowness.verdicts import explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -81,12 +82,14 @@ def place_of_rollout(times: RunTimes, rollout_id: str) -> int:
     return found[0]
 
 
-def waterfall(times: RunTimes, place: int) -> tuple[RolloutTime, dict[str, Typical]]:
-    """Return a rollout, and what is typical of each part in its cohort."""
-    return times.rows[place], Cohorts(times.rows).typical_parts(place)
+def waterfall(times: RunTimes, place: int) -> tuple[RolloutTime, dict[str, Typical], Verdict | None]:
+    """Return a rollout, what is typical of each part in its cohort, and the verdict on it if it was slow."""
+    row = times.rows[place]
+    verdict = next((each for each in explain(times).verdicts if each.rollout_id == row.rollout_id), None)
+    return row, Cohorts(times.rows).typical_parts(place), verdict
 
 
-def waterfall_lines(row: RolloutTime, typical: dict[str, Typical]) -> list[str]:
+def waterfall_lines(row: RolloutTime, typical: dict[str, Typical], verdict: Verdict | None = None) -> list[str]:
     """Return one line for each part: its seconds as a bar where it began, and what is typical beside it."""
     running = "  still running" if row.ended_at_s is None else ""
     name = f"rollout {row.rollout_id} attempt {row.attempt}"
@@ -101,6 +104,7 @@ def waterfall_lines(row: RolloutTime, typical: dict[str, Typical]) -> list[str]:
         begun += seconds
     lines += [f"{name:24} {seconds:9.3f} s  after its end" for name, seconds in row.waits_s.items() if seconds]
     lines.append("labels: " + "  ".join(f"{name} {shown(value)}" for name, value in row.labels.items()))
+    lines += [] if verdict is None else ["slow:", *verdict_lines(verdict)]
     return [printable(line) for line in lines]
 
 

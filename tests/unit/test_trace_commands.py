@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from headrace.actors.slowness import advice
 from headrace.actors.slowness.reading import read_times
 from headrace.actors.slowness.told import chosen, place_of_rollout, slow_lines, waterfall, waterfall_lines
 from headrace.actors.slowness.verdicts import explain
+from headrace.actors.slowness.waterfall_html import WIDTH, waterfall_fragment, waterfall_page
 from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.ledger.store import ReplayStore
 from support import replay_cases as cases
@@ -61,13 +63,71 @@ async def test_slow_rollouts_are_named_with_part_factor_and_advice(run: Path) ->
 async def test_a_waterfall_stands_beside_its_cohort(run: Path) -> None:
     times = read_times(run)
     slow = explain(times).verdicts[0].rollout_id
-    row, typical = waterfall(times, place_of_rollout(times, slow))
-    lines = waterfall_lines(row, typical)
+    row, typical, verdict = waterfall(times, place_of_rollout(times, slow))
+    lines = waterfall_lines(row, typical, verdict)
     (boot,) = [line for line in lines if line.startswith("boot")]
     assert "20.000 s" in boot
     assert "p50    2.000" in boot
     assert boot.count("#") > 20
     assert any(line.startswith("tool.bash") for line in lines)
+    assert lines[-3].startswith(f"{slow}.1  24.")
+    assert "common factor: image slow?[2J" in lines[-2]
+
+
+class Page(HTMLParser):
+    """Elements of a page, with their attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+HOSTILE = '<script>alert(1)</script>\x00\u202e" onload=x'
+
+
+async def test_a_waterfall_is_one_html_file_in_which_texts_of_an_agent_do_nothing(run: Path) -> None:
+    times = read_times(run)
+    row, typical, verdict = waterfall(times, place_of_rollout(times, explain(times).verdicts[0].rollout_id))
+    hostile = replace(
+        row,
+        task=HOSTILE,
+        parts_s={**row.parts_s, f"tool.{HOSTILE}": 3.0},
+        labels={HOSTILE: HOSTILE, "tools": (HOSTILE, "x" * 10_000_000)},
+    )
+    page = waterfall_page(hostile, typical, verdict, run="<b>")
+    parsed = Page(page)
+    names = {name for name, _ in parsed.elements}
+    assert {"main", "table", "svg", "rect", "bdi"} <= names
+    assert not names & {"script", "b", "img", "link", "a", "iframe", "object"}
+    attributes = {name for _, attrs in parsed.elements for name in attrs}
+    assert not attributes & {"src", "href", "style", "onload"}
+    assert len(page) < 20_000
+    assert "\x00" not in page
+    assert "\u202e" not in page
+    assert "alert(1)" in parsed.text
+    assert "Cause: boot; common factor image slow?[2J" in parsed.text
+    assert [attrs["class"] for name, attrs in parsed.elements if name == "tr" and attrs] == ["cause"]
+    fragment = Page(waterfall_fragment(hostile, typical))
+    assert fragment.elements[0] == ("div", {"class": "waterfall"})
+    assert "Cause" not in fragment.text
+
+
+async def test_the_bars_of_a_waterfall_stay_within_the_drawing(run: Path) -> None:
+    times = read_times(run)
+    for place in range(0, 64, 7):
+        row, typical, _ = waterfall(times, place)
+        boxes = [attrs for name, attrs in Page(waterfall_fragment(row, typical)).elements if name == "rect"]
+        ends = [float(box["x"] or "") + float(box["width"] or "") for box in boxes]
+        assert boxes
+        assert max(ends) <= WIDTH + 2.1, "a part that took hardly any time is 2 wide"
 
 
 async def test_unknown_and_ambiguous_rollouts_are_refused_in_one_line(run: Path) -> None:
