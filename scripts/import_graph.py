@@ -63,20 +63,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         "storage",
         "runtime",
         *("simulated", "places", "engine_group", "services", "evaluation", "agents", "environments", "loop"),
-        *("agent_kinds", "training"),
-        *(
-            "observer",
-            "rollouts",
-            "cluster",
-            "mix",
-            "run",
-            "runs",
-            "control",
-            "held_out",
-            "simulation",
-            "tuning",
-            "cli",
-        ),
+        *("agent_kinds", "training", "observer"),
+        *("rollouts", "cluster", "mix", "run", "runs", "control", "held_out", "simulation", "tuning", "cli"),
     ),
 }
 """Modules and folders of each package, lowest first: each may import those before it."""

@@ -279,8 +279,9 @@ def status(
     """Show the state of runs (without --address or --url, it reads run directories only)."""
     from headrace.actors.engine_group.members_file import read_roster
     from headrace.actors.errors import RunMissing
+    from headrace.actors.record.run_state import RunState
     from headrace.actors.run.launch import reopen
-    from headrace.actors.run.run_status import RunState, status_of
+    from headrace.actors.run.run_status import status_of
 
     if (cluster := access(url, key_file, address, owner)) is not None:
         if run_dir is None:

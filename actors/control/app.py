@@ -30,12 +30,12 @@ from headrace.actors.control.bodies import (
     unknown_run,
     whole_number,
 )
-from headrace.actors.control.event_stream import POLL_S, event_stream
 from headrace.actors.control.keys import Role
 from headrace.actors.control.refusals import Refusal, answer, refusal_of, refused
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, RunUnknown
 from headrace.actors.runs.contract import LEAVE_S
 from headrace.actors.runs.records import Submission
+from headrace.actors.runtime.event_stream import POLL_S, event_stream
 from headrace.actors.training.trainer_calls import Commit, Release, Take, Weights
 
 if TYPE_CHECKING:

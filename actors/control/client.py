@@ -26,12 +26,12 @@ import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from headrace.actors.cluster.node_drain import RunLeft
-from headrace.actors.control.event_stream import AGAIN_S, END, POLL_S
 from headrace.actors.control.refusals import error_of
 from headrace.actors.engine_group.members_file import engine_status
 from headrace.actors.errors import ActorLost, ApiRefused, ConfigError
 from headrace.actors.runs.contract import LEAVE_S, LogPage, NodeDrained, NodeStatus, Readiness
 from headrace.actors.runs.records import run_event, run_record
+from headrace.actors.runtime.event_stream import AGAIN_S, END, POLL_S
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.members_file import EngineStatus

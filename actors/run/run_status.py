@@ -1,16 +1,14 @@
-"""State of a run, read from its directory without contacting any process."""
+"""Status of a run, read from its directory without contacting any process."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.record.absences import read_absences
 from headrace.actors.record.metrics import each_metric, last_metric
+from headrace.actors.record.run_state import RunState, run_state
 from headrace.actors.storage.ledger_copies import read_outcome
 from headrace.buffer.audit.condition import read_condition
 from headrace.buffer.core.outages import utc
@@ -20,32 +18,6 @@ from headrace.policies.learners.checkpoints import ASIDE
 if TYPE_CHECKING:
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
-
-
-class RunState(StrEnum):
-    """State of a run."""
-
-    NEW = "new"
-    """The directory exists, and no process has driven the run yet."""
-    RUNNING = "running"
-    """A process is driving the run."""
-    FINISHED = "finished"
-    """All steps are done, or the data is used up."""
-    DRAINED = "drained"
-    """The run was interrupted and saved; continue with `headrace resume`."""
-    STOPPED = "stopped"
-    """The driver failed or was killed; continue with `headrace resume`."""
-
-
-def run_state(directory: RunDirectory) -> RunState:
-    """Derive the state from the lock and the summary, which a driver removes when it starts."""
-    if directory.is_driven():
-        return RunState.RUNNING
-    try:
-        completed = bool(orjson.loads(directory.summary.read_bytes())["completed"])
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
-        return RunState.STOPPED if directory.sessions.exists() else RunState.NEW
-    return RunState.FINISHED if completed else RunState.DRAINED
 
 
 def status_of(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from headrace.actors.control import event_stream
 from headrace.actors.control.client import ControlClient
 from headrace.actors.errors import (
     ActorLost,
@@ -24,6 +23,7 @@ from headrace.actors.errors import (
 )
 from headrace.actors.runs.quotas import Quota, Quotas
 from headrace.actors.runs.records import ActualState, RunEvent
+from headrace.actors.runtime import event_stream
 from support.control_rig import ControlRig
 from support.cutting_proxy import cutting_proxy
 from support.runs_without_services import RECIPE, serving
