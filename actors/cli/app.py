@@ -22,6 +22,7 @@ from headrace.actors.cli.engine_table import engine_table
 from headrace.actors.cli.ledger import drop_batch, retry_lost
 from headrace.actors.cli.logs import logs
 from headrace.actors.cli.model import model_app
+from headrace.actors.cli.observe import observe
 from headrace.actors.cli.output import (
     EXIT_BAD_INPUT,
     EXIT_DIRTY,
@@ -382,6 +383,7 @@ app.command()(stop)
 app.command()(upgrade)
 app.command()(events)
 app.command()(logs)
+app.command()(observe)
 app.command()(check)
 app.command()(simulate)
 app.command()(tune)

@@ -1,1 +1,1 @@
-"""What watches a run without being needed by it: the export of traces, the page, and the metrics."""
+"""What watches a run without being needed by it: the page, and the actor that serves it and sends traces."""

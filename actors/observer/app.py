@@ -1,0 +1,272 @@
+"""The web application that shows a run: one page for each view, their data, and one stream of changes.
+
+Invariants:
+- Only files of the run are read; no request changes anything but the cookie of who logs in.
+- Every link is relative, so the application works under any prefix.
+- At most `MAX_STREAMS` streams are open; a client that reads nothing for `WRITE_S` is disconnected.
+- An error that a user can meet is one clear line, on a page or as plain text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import mimetypes
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import orjson
+from aiohttp import web
+
+from headrace.actors.errors import RunError
+from headrace.actors.observer import views
+from headrace.actors.observer.access import NEEDED, Access, add_headers, cookie_name
+from headrace.actors.observer.changes import Changes, ChangeWatch
+from headrace.actors.observer.reader import Busy, RunReader
+from headrace.actors.observer.rendering import HERE, make_environment
+from headrace.actors.observer.rollout_reading import RolloutUnknown
+from headrace.actors.runtime.event_stream import event_stream
+from headrace.actors.slowness.waterfall_html import STYLE
+from headrace.buffer.errors import ReplayError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+    from pathlib import Path
+
+    from aiohttp.typedefs import Handler
+
+    from headrace.actors.observer.explained import Explained
+
+MAX_STREAMS: Final = 16
+WRITE_S: Final = 20.0
+MAX_BODY_BYTES: Final = 64 << 10
+OPEN: Final = frozenset({"static", "login"})
+"""Names of the routes that need no token: they say nothing about the run."""
+RUNNING_ROWS: Final = 200
+
+
+def build_app(run_dir: Path, token: str, *, hosts: Iterable[str] = ()) -> web.Application:
+    """Return the application that shows the run in `run_dir` to requests with `token`. `hosts` are names, beside
+    `localhost` and addresses, under which it is reached. Routes that are added to it need the token, too. Raises
+    RunMissing for a folder that is no run."""
+    pages = Pages(RunReader(run_dir), Access(token, frozenset(host.lower() for host in hosts)))
+    app = web.Application(
+        middlewares=[pages.access.middleware(pages.refuse, OPEN), pages.errors], client_max_size=MAX_BODY_BYTES
+    )
+    app.add_routes(pages.routes())
+    app.on_response_prepare.append(add_headers)
+    app.on_shutdown.append(pages.end_streams)
+    app.on_cleanup.append(pages.close)
+    return app
+
+
+class Pages:
+    """All handlers of the page of one run."""
+
+    def __init__(self, reader: RunReader, access: Access) -> None:
+        self.access = access
+        self._reader = reader
+        self._templates = make_environment()
+        self._static = _static_files()
+        self._changes = ChangeWatch(reader.mark)
+        self._streams = 0
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/", self._overview),
+            web.get("/running", self._running),
+            web.get("/slow", self._slow),
+            web.get("/rollout", self._rollout),
+            web.get("/steps", self._steps),
+            web.get("/engines", self._engines),
+            web.get("/pushes", self._pushes),
+            web.get("/data/{series}.json", self._data),
+            web.get("/events", self._events),
+            web.get("/static/{file}", self._file, name="static"),
+            web.post("/login", self._login, name="login"),
+        ]
+
+    async def end_streams(self, _: web.Application) -> None:
+        self._changes.close()
+
+    async def close(self, _: web.Application) -> None:
+        self._reader.close()
+
+    async def refuse(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request without the token: with the form for a browser, else with one line."""
+        if _wants_html(request) and request.method in ("GET", "HEAD"):
+            text = self._templates.get_template("login.html").render(next=str(request.rel_url), wrong=False)
+            return web.Response(text=text, content_type="text/html", status=HTTPStatus.UNAUTHORIZED)
+        headers = {"WWW-Authenticate": "Bearer"}
+        return web.Response(text=f"{NEEDED}\n", status=HTTPStatus.UNAUTHORIZED, headers=headers)
+
+    @property
+    def errors(self) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+        """The middleware that answers errors."""
+
+        @web.middleware
+        async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except RolloutUnknown as error:
+                return await self._problem(request, HTTPStatus.NOT_FOUND, str(error))
+            except Busy:
+                return await self._problem(
+                    request, HTTPStatus.SERVICE_UNAVAILABLE, "too many rollouts are being read: try again in a second"
+                )
+            except (RunError, ReplayError, OSError) as error:
+                return await self._problem(request, HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+            except web.HTTPException as error:
+                if error.status < HTTPStatus.BAD_REQUEST:
+                    raise
+                text = f"{error.reason.lower()}: the page has no {request.path[:200]}"
+                return await self._problem(request, HTTPStatus(error.status), text)
+
+        return answered
+
+    async def _overview(self, request: web.Request) -> web.Response:
+        found, note = await self._found()
+        running = await self._in_flight()
+        shown = views.overview(await self._reader.metrics(), found)
+        engines = (await self._reader.roster()).engines
+        return await self._page("overview.html", found=found, note=note, running=running, engines=engines, **shown)
+
+    async def _running(self, request: web.Request) -> web.Response:
+        rows = await self._reader.running()
+        return await self._page("running.html", rows=rows[:RUNNING_ROWS], total=len(rows))
+
+    async def _slow(self, request: web.Request) -> web.Response:
+        found, note = await self._found()
+        step, part = _whole(request, "step"), request.query.get("part", "")[:200]
+        verdicts = [] if found is None else views.chosen(found.report.verdicts, step=step, part=part)
+        page = views.cut(verdicts, _whole(request, "page") or 1)
+        longest_s = max((verdict.total_s for verdict in page.rows), default=0.0)
+        rows = [(verdict, views.verdict_boxes(verdict, longest_s)) for verdict in page.rows]
+        parts = sorted({cause for one in (found.report.verdicts if found else ()) for cause in one.causes})
+        context = {"found": found, "note": note, "page": page, "rows": rows, "step": step, "part": part}
+        return await self._page("slow.html", parts=parts, **context)
+
+    async def _rollout(self, request: web.Request) -> web.Response:
+        details, waterfall = await self._reader.rollout(request.query.get("id", "")[:1000])
+        return await self._page("rollout.html", details=details, waterfall=waterfall)
+
+    async def _steps(self, request: web.Request) -> web.Response:
+        records = await self._reader.metrics()
+        page = views.cut(views.step_rows(records), _whole(request, "page") or 1)
+        return await self._page("steps.html", page=page, left_out=records.left_out.get("step", 0))
+
+    async def _engines(self, request: web.Request) -> web.Response:
+        return await self._page("engines.html", roster=await self._reader.roster())
+
+    async def _pushes(self, request: web.Request) -> web.Response:
+        records = await self._reader.metrics()
+        page = views.cut(views.push_rows(records), _whole(request, "page") or 1)
+        return await self._page("pushes.html", page=page, left_out=records.left_out.get("push", 0))
+
+    async def _data(self, request: web.Request) -> web.Response:
+        if (series := views.SERIES.get(request.match_info["series"])) is None:
+            raise web.HTTPNotFound
+        document = series(await self._reader.metrics())
+        return web.Response(body=orjson.dumps(document), content_type="application/json")
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        if self._streams >= MAX_STREAMS:
+            text = f"{MAX_STREAMS} pages follow this run already: close one, or load the page again to update it\n"
+            return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE, text=text, headers={"Retry-After": "10"})
+        self._streams += 1
+        try:
+            given = request.headers.get("Last-Event-ID", "")
+            after = (
+                int(given) if given.isascii() and given.isdigit() and len(given) < 16 else await self._changes.number()
+            )
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+            await response.prepare(request)
+            first = await self._changes.after(after) if given else Changes((), ended=False)
+            async for block in event_stream(first, after, self._changes.after, name="changed"):
+                async with asyncio.timeout(WRITE_S):
+                    await response.write(block)
+        except (TimeoutError, ConnectionError):
+            # The client is gone, or reads nothing: it comes again with the last number that it saw.
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            self._streams -= 1
+        return response
+
+    async def _file(self, request: web.Request) -> web.Response:
+        found = self._static.get(request.match_info["file"])
+        if found is None:
+            raise web.HTTPNotFound
+        body, kind, digest = found
+        headers = {"ETag": f'"{digest}"', "Cache-Control": "no-cache"}
+        if request.headers.get("If-None-Match") == f'"{digest}"':
+            return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+
+    async def _login(self, request: web.Request) -> web.StreamResponse:
+        form = await request.post()
+        token, path = form.get("token", ""), form.get("next", "")
+        if not isinstance(token, str) or not self.access.knows(token.strip()):
+            text = self._templates.get_template("login.html").render(next=_local(path), wrong=True)
+            return web.Response(text=text, content_type="text/html", status=HTTPStatus.UNAUTHORIZED)
+        answer = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": _local(path)})
+        folder = request.path.rpartition("/")[0] + "/"
+        answer.set_cookie(cookie_name(request), self.access.cookie, path=folder, httponly=True, samesite="Strict")
+        return answer
+
+    async def _found(self) -> tuple[Explained | None, str]:
+        """Return the verdicts as far as they are known, and a note on their age or on why there are none."""
+        try:
+            reading = await self._reader.explained()
+        except (RunError, ReplayError, OSError) as error:
+            return None, str(error)
+        if reading is None:
+            return None, "Verdicts are being computed; this page is updated when they are there, or load it again."
+        return reading.value, ""
+
+    async def _in_flight(self) -> int | None:
+        try:
+            return len(await self._reader.running())
+        except (RunError, ReplayError, OSError):
+            return None
+
+    async def _page(self, template: str, *, status: HTTPStatus = HTTPStatus.OK, **context: Any) -> web.Response:
+        summary = await self._reader.summary()
+        context |= {"summary": summary, "view": template.removesuffix(".html"), "quoted": lambda text: quote(str(text))}
+        text = await self._reader.in_thread(lambda: self._templates.get_template(template).render(context))
+        # A lone surrogate may be a part of any file's text.
+        body = text.encode(errors="replace")
+        return web.Response(body=body, content_type="text/html", charset="utf-8", status=status)
+
+    async def _problem(self, request: web.Request, status: HTTPStatus, text: str) -> web.Response:
+        if not _wants_html(request):
+            return web.Response(status=status, body=f"{text}\n".encode(errors="replace"), content_type="text/plain")
+        return await self._page("problem.html", status=status, problem=text, code=int(status))
+
+
+def _wants_html(request: web.Request) -> bool:
+    return "text/html" in request.headers.get("Accept", "")
+
+
+def _whole(request: web.Request, key: str) -> int | None:
+    """Return a whole number of the query; None for anything else."""
+    given = request.query.get(key, "")
+    return int(given) if given.isascii() and given.isdigit() and len(given) < 10 else None
+
+
+def _local(path: object) -> str:
+    """Return a path within this page for a path that a form gave; the overview for anything else."""
+    text = str(path)
+    # Browsers take `//host` and `/\\host` for other hosts.
+    harmless = text.startswith("/") and not text.startswith(("//", "/\\")) and text.isascii() and text.isprintable()
+    return text if harmless else "."
+
+
+def _static_files() -> dict[str, tuple[bytes, str, str]]:
+    """Return content, type and digest of the files of the page, by name."""
+    files = {path.name: path.read_bytes() for path in (HERE / "static").iterdir()} | {"waterfall.css": STYLE.encode()}
+    return {
+        name: (body, mimetypes.guess_type(name)[0] or "text/plain", hashlib.sha256(body).hexdigest()[:32])
+        for name, body in files.items()
+    }

@@ -1,0 +1,123 @@
+"""Verdicts on the slow rollouts of a run, computed where they disturb nobody.
+
+Invariants:
+- Verdicts on a large run take seconds and hundreds of megabytes: a process of its own computes them, at low priority,
+  and ends with its parent. Small runs are read in the thread that asks.
+- At most `MAX_VERDICTS` verdicts are kept, the costliest; `left_out` counts the others.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.errors import RunError
+from headrace.actors.slowness.reading import read_times
+from headrace.actors.slowness.told import waterfall
+from headrace.actors.slowness.verdicts import explain
+from headrace.actors.slowness.waterfall_html import waterfall_fragment
+from headrace.buffer.errors import ReplayError
+from headrace.policies.processes.parent_death import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headrace.actors.slowness.verdicts import SlowReport
+
+LARGE_BYTES: Final = 16 << 20
+"""Size of a ledger with its archive above which another process reads them."""
+MAX_VERDICTS: Final = 2_000
+PATIENCE_S: Final = 300.0
+NICE: Final = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """Verdicts of a run. `causes` counts the rollouts by how their last attempt ended."""
+
+    report: SlowReport
+    slow: int
+    left_out: int
+    causes: Mapping[str, int]
+
+
+def explained(run_dir: Path) -> Explained:
+    """Return the verdicts. Raises LedgerRefused, RunError."""
+    found = _apart("explain", run_dir) if _is_large(run_dir) else explain_here(run_dir)
+    assert isinstance(found, Explained)
+    return found
+
+
+def waterfall_of(run_dir: Path, rollout_id: str) -> str | None:
+    """Return the waterfall of a rollout beside its cohort as HTML; None if it has no attempt yet. Raises LedgerRefused,
+    RunError."""
+    large = _is_large(run_dir)
+    found = _apart("waterfall", run_dir, rollout_id) if large else waterfall_here(run_dir, rollout_id)
+    assert found is None or isinstance(found, str)
+    return found
+
+
+def explain_here(run_dir: Path) -> Explained:
+    """Do the work of `explained` in this process."""
+    times = read_times(run_dir)
+    report = explain(times)
+    return Explained(
+        report=replace(report, verdicts=report.verdicts[:MAX_VERDICTS]),
+        slow=len(report.verdicts),
+        left_out=max(0, len(report.verdicts) - MAX_VERDICTS),
+        causes=dict(Counter(row.cause for row in times.rows).most_common()),
+    )
+
+
+def waterfall_here(run_dir: Path, rollout_id: str) -> str | None:
+    """Do the work of `waterfall_of` in this process."""
+    times = read_times(run_dir)
+    place = next((place for place, row in enumerate(times.rows) if row.rollout_id == rollout_id), None)
+    if place is None:
+        return None
+    row, typical = waterfall(times, place)
+    verdict = next((one for one in explain(times).verdicts if one.rollout_id == rollout_id), None)
+    return waterfall_fragment(row, typical, verdict)
+
+
+def _is_large(run_dir: Path) -> bool:
+    sizes = (path.stat().st_size for name in ("ledger.db", "archive.db") if (path := run_dir / name).is_file())
+    return sum(sizes) > LARGE_BYTES
+
+
+def _apart(*arguments: object) -> Any:
+    """Return the result of `main` in a process of its own. Raises what it raised, and RunError if it died."""
+    command = [sys.executable, "-m", __name__, str(os.getpid()), *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"verdicts on this run took more than {PATIENCE_S:.0f} s: use `headrace trace slow`") from error
+    if done.returncode != 0:
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        raise RunError(f"the process that explains this run ended with {done.returncode}: {reason}")
+    result = pickle.loads(done.stdout)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def main(parent_pid: int, task: str, run_dir: str, *rollout: str) -> None:
+    """Write the result, or the error that is one for users, to standard output."""
+    die_with_parent(parent_pid)
+    os.nice(NICE)
+    try:
+        path = Path(run_dir)
+        result: Any = explain_here(path) if task == "explain" else waterfall_here(path, *rollout)
+    except (RunError, ReplayError, OSError) as error:
+        result = error.with_traceback(None)
+    sys.stdout.buffer.write(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,252 @@
+"""What each view of the page shows, from what was read.
+
+Invariants:
+- Plain functions of readings: no clock, no files.
+- Every list is bounded, and says how many of its entries are not shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.observer.drawing import histogram, stacked
+from headrace.actors.record.utilisation import mean_in_flight, mean_loads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from headrace.actors.observer.drawing import Box
+    from headrace.actors.observer.explained import Explained
+    from headrace.actors.observer.metrics_tail import Record, Records
+    from headrace.actors.slowness.verdicts import Verdict
+
+ROWS: Final = 100
+"""Rows of a table on one page of it."""
+RECENT_STATIONS: Final = 30
+"""Records of the stations over which their load is averaged: about five minutes."""
+POINTS: Final = 1_500
+"""Points of a series; of more, evenly chosen ones are sent."""
+_OF_A_PUSH: Final = ("updated", "quarantined")
+TRAINING: Final = ("step_s", "idle_s", "push_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a list: entries `first` to `last` (from 1) of `total`; `page` from 1 of `pages`."""
+
+    rows: Sequence[Any]
+    first: int
+    last: int
+    total: int
+    page: int
+    pages: int
+
+
+def cut(rows: Sequence[Any], page: int, size: int = ROWS) -> Cut:
+    """Return one page of a list; a page beyond the last is the last."""
+    pages = max(1, -(-len(rows) // size))
+    page = min(max(1, page), pages)
+    some = rows[(page - 1) * size : page * size]
+    first = (page - 1) * size
+    return Cut(some, first + 1 if some else 0, first + len(some), len(rows), page, pages)
+
+
+def number(record: Record | None, key: str) -> float | None:
+    """Return a finite number of a record; None if it has none, since files may be damaged."""
+    value = None if record is None else record.get(key)
+    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
+
+
+def overview(records: Records, found: Explained | None) -> dict[str, Any]:
+    """Return the figures, the load of the stations, staleness, and the costliest causes of slowness."""
+    steps, evaluations = records.of("step"), records.of("evaluation")
+    last = records.last("step")
+    recent = [record for record in records.of("stations")[-RECENT_STATIONS:] if _is_whole(record)]
+    trained: Counter[int] = Counter()
+    for step in steps:
+        for staleness, count in _counts(step.get("staleness")):
+            trained[staleness] += count
+    total = trained.total()
+    known_idle = [(number(step, "idle_s"), number(step, "step_s"), number(step, "push_s")) for step in steps]
+    idle_s = sum(idle or 0.0 for idle, _, _ in known_idle)
+    learner_s = sum(sum(each or 0.0 for each in parts) for parts in known_idle)
+    stalls = records.of("stall")
+    return {
+        "last": last,
+        "reward": number(last, "reward"),
+        "rewards": [value for step in steps if (value := number(step, "reward")) is not None],
+        "base": next((record for record in evaluations if record.get("tag") == "base"), None),
+        "newest": evaluations[-1] if evaluations else None,
+        "evaluations": evaluations[-8:][::-1],
+        "staleness": histogram(trained),
+        "mean_staleness": sum(value * count for value, count in trained.items()) / total if total else None,
+        "trained": total,
+        "idle_share": idle_s / learner_s if learner_s > 0 else None,
+        "loads": [(load, load_boxes(load.utilisation)) for load in mean_loads(recent)],
+        "in_flight": mean_in_flight(recent) if recent else None,
+        "held_up_by": recent[-1].get("held_up_by") if recent else None,
+        "causes": [] if found is None else found.report.causes[:5],
+        "stall": stalls[-1] if stalls else None,
+        "alarm": records.last("mismatch_alarm"),
+    }
+
+
+def _is_whole(record: Record) -> bool:
+    """Return True for a record of the stations that has what their load is computed from."""
+    stations = record.get("stations")
+    return (
+        number(record, "seconds") is not None
+        and isinstance(stations, dict)
+        and all(
+            isinstance(load, dict) and {"in_use", "capacity", "mean_s"} <= load.keys() for load in stations.values()
+        )
+    )
+
+
+def _counts(value: object) -> list[tuple[int, int]]:
+    """Return the pairs of a table of counts in a record, without those that are none."""
+    if not isinstance(value, dict):
+        return []
+    return [(int(key), count) for key, count in value.items() if str(key).isdigit() and isinstance(count, int)]
+
+
+def load_boxes(utilisation: float | None) -> list[Box]:
+    """Return the bar of a station's load; empty without a capacity."""
+    if utilisation is None:
+        return []
+    return stacked([("full" if utilisation >= 0.9 else "used", min(1.0, utilisation))], 1.0)
+
+
+def chosen(verdicts: Sequence[Verdict], *, step: int | None, part: str) -> list[Verdict]:
+    """Return the verdicts on rollouts issued at a step, and held up by a part."""
+    return [
+        verdict
+        for verdict in verdicts
+        if (step is None or verdict.step == step) and (not part or part in verdict.causes)
+    ]
+
+
+def verdict_boxes(verdict: Verdict, longest_s: float) -> list[Box]:
+    """Return a bar of a verdict: what is typical, and what the rollout took beyond it."""
+    usual_s = min(verdict.total_s, verdict.p50_s)
+    return stacked([("usual", usual_s), ("excess", verdict.total_s - usual_s)], longest_s)
+
+
+def step_rows(records: Records) -> list[dict[str, Any]]:
+    """Return the steps, newest first, each with a bar of the learner's time."""
+    rows = []
+    for record in reversed(records.of("step")):
+        parts = [(key.removesuffix("_s"), number(record, key) or 0.0) for key in TRAINING]
+        rows.append({"record": record, "parts": dict(parts), "total_s": sum(value for _, value in parts)})
+    longest = max((row["total_s"] for row in rows[:ROWS]), default=0.0)
+    for row in rows:
+        row["boxes"] = stacked(
+            [(key, row["parts"][key]) for key in ("idle", "push", "step")], max(longest, row["total_s"])
+        )
+    return rows
+
+
+def push_rows(records: Records) -> list[dict[str, Any]]:
+    """Return the pushes, newest first, each with a bar of its phases."""
+    rows = []
+    for record in reversed(records.of("push")):
+        seconds = record.get("seconds")
+        phases = seconds if isinstance(seconds, dict) else {}
+        known = [(phase, float(value)) for phase, value in phases.items() if isinstance(value, int | float)]
+        largest = sorted(known, key=lambda each: -each[1])[:3]
+        total = number(record, "total_s") or 0.0
+        engines = {key: len(found) if isinstance(found := record.get(key), list) else 0 for key in _OF_A_PUSH}
+        rows.append({"record": record, "total_s": total, "phases": largest, **engines})
+    longest = max((row["total_s"] for row in rows), default=0.0)
+    for row in rows:
+        row["boxes"] = stacked([("used", row["total_s"])], longest)
+    return rows
+
+
+def _thinned(records: Sequence[Record]) -> Sequence[Record]:
+    stride = -(-len(records) // POINTS)
+    return records if stride <= 1 else [*records[::stride], records[-1]]
+
+
+def _series(
+    label: str, records: Sequence[Record], value: Callable[[Record], float | None], **more: Any
+) -> dict[str, Any]:
+    return {"label": label, "y": [value(record) for record in records], **more}
+
+
+def reward_series(records: Records) -> dict[str, Any]:
+    """Return mean reward by step, and success on held-out tasks at the steps of the evaluations."""
+    steps = {int(number(step, "step") or 0): number(step, "reward") for step in _thinned(records.of("step"))}
+    held_out = {int(number(record, "step") or 0): number(record, "success") for record in records.of("evaluation")}
+    xs = sorted({*steps, *held_out})
+    return {
+        "x": xs,
+        "x_label": "step",
+        "time": False,
+        "series": [
+            {"label": "reward", "y": [steps.get(x) for x in xs]},
+            {"label": "held-out success", "y": [held_out.get(x) for x in xs], "points": True},
+        ],
+    }
+
+
+def learner_series(records: Records) -> dict[str, Any]:
+    """Return where the learner's time goes, by step, in seconds."""
+    steps = _thinned(records.of("step"))
+    labels = {"step_s": "training", "idle_s": "waiting for a batch", "push_s": "waiting for a push"}
+    return {
+        "x": [number(step, "step") for step in steps],
+        "x_label": "step",
+        "time": False,
+        "unit": "s",
+        "series": [_series(label, steps, lambda step, key=key: number(step, key)) for key, label in labels.items()],
+    }
+
+
+def staleness_series(records: Records) -> dict[str, Any]:
+    """Return the mean and the largest staleness by step, in optimizer steps."""
+    steps = _thinned(records.of("step"))
+
+    def largest(step: Record) -> float | None:
+        return max((staleness for staleness, count in _counts(step.get("staleness")) if count), default=None)
+
+    def mean(step: Record) -> float | None:
+        counts = _counts(step.get("staleness"))
+        total = sum(count for _, count in counts)
+        return sum(staleness * count for staleness, count in counts) / total if total else None
+
+    return {
+        "x": [number(step, "step") for step in steps],
+        "x_label": "step",
+        "time": False,
+        "series": [_series("mean", steps, mean), _series("largest", steps, largest)],
+    }
+
+
+def load_series(records: Records) -> dict[str, Any]:
+    """Return rollouts in flight and in each station, over time."""
+    loads = [record for record in _thinned(records.of("stations")) if _is_whole(record)]
+    names = list(dict.fromkeys(name for record in loads for name in record["stations"]))[:8]
+
+    def in_use(record: Record, station: str) -> float | None:
+        return number(record["stations"].get(station), "in_use")
+
+    return {
+        "x": [record["time_s"] for record in loads],
+        "x_label": "time",
+        "time": True,
+        "series": [
+            _series("in flight", loads, lambda record: number(record, "in_flight")),
+            *(_series(name, loads, lambda record, name=name: in_use(record, name)) for name in names),
+        ],
+    }
+
+
+SERIES: Final[dict[str, Callable[[Records], dict[str, Any]]]] = {
+    "reward": reward_series,
+    "learner": learner_series,
+    "staleness": staleness_series,
+    "load": load_series,
+}
