@@ -14,10 +14,10 @@ import hashlib
 import mimetypes
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
 import orjson
 from aiohttp import web
+from markupsafe import Markup
 
 from headrace.actors.errors import RunError
 from headrace.actors.observer import views
@@ -141,15 +141,16 @@ class Pages:
         step, part = _whole(request, "step"), request.query.get("part", "")[:200]
         verdicts = [] if found is None else views.chosen(found.report.verdicts, step=step, part=part)
         page = views.cut(verdicts, _whole(request, "page") or 1)
-        longest_s = max((verdict.total_s for verdict in page.rows), default=0.0)
-        rows = [(verdict, views.verdict_boxes(verdict, longest_s)) for verdict in page.rows]
+        rows = views.verdict_rows(page.rows)
         parts = sorted({cause for one in (found.report.verdicts if found else ()) for cause in one.causes})
         context = {"found": found, "note": note, "page": page, "rows": rows, "step": step, "part": part}
         return await self._page("slow.html", parts=parts, **context)
 
     async def _rollout(self, request: web.Request) -> web.Response:
         details, waterfall = await self._reader.rollout(request.query.get("id", "")[:1000])
-        return await self._page("rollout.html", details=details, waterfall=waterfall)
+        # The fragment is markup that escapes what agents wrote.
+        drawn = None if waterfall is None else Markup(waterfall)
+        return await self._page("rollout.html", details=details, waterfall=drawn)
 
     async def _steps(self, request: web.Request) -> web.Response:
         records = await self._reader.metrics()
@@ -233,7 +234,7 @@ class Pages:
 
     async def _page(self, template: str, *, status: HTTPStatus = HTTPStatus.OK, **context: Any) -> web.Response:
         summary = await self._reader.summary()
-        context |= {"summary": summary, "view": template.removesuffix(".html"), "quoted": lambda text: quote(str(text))}
+        context |= {"summary": summary, "view": template.removesuffix(".html")}
         text = await self._reader.in_thread(lambda: self._templates.get_template(template).render(context))
         # A lone surrogate may be a part of any file's text.
         body = text.encode(errors="replace")

@@ -128,10 +128,18 @@ def chosen(verdicts: Sequence[Verdict], *, step: int | None, part: str) -> list[
     ]
 
 
-def verdict_boxes(verdict: Verdict, longest_s: float) -> list[Box]:
-    """Return a bar of a verdict: what is typical, and what the rollout took beyond it."""
-    usual_s = min(verdict.total_s, verdict.p50_s)
-    return stacked([("usual", usual_s), ("excess", verdict.total_s - usual_s)], longest_s)
+def verdict_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """Return verdicts with what is typical, and a bar of the time up to that and beyond. Where a whole task is slow, the
+    other tasks are what is typical, not its own cohort."""
+    longest_s = max((verdict.total_s for verdict in verdicts), default=0.0)
+    rows = []
+    for verdict in verdicts:
+        of_cohort = verdict.against == "cohort"
+        typical_s = verdict.p50_s if of_cohort else max(0.0, verdict.total_s - verdict.excess_s)
+        usual_s = min(verdict.total_s, typical_s)
+        boxes = stacked([("usual", usual_s), ("excess", verdict.total_s - usual_s)], longest_s)
+        rows.append({"verdict": verdict, "typical_s": typical_s, "of_cohort": of_cohort, "boxes": boxes})
+    return rows
 
 
 def step_rows(records: Records) -> list[dict[str, Any]]:
@@ -235,7 +243,7 @@ def load_series(records: Records) -> dict[str, Any]:
 
     return {
         "x": [record["time_s"] for record in loads],
-        "x_label": "time",
+        "x_label": "UTC",
         "time": True,
         "series": [
             _series("in flight", loads, lambda record: number(record, "in_flight")),

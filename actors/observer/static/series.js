@@ -6,8 +6,15 @@
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const number = (value) => value == null ? "–" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
 
+  // Times are in UTC, as everywhere on the page.
+  function times(u, ticks) {
+    const span = u.scales.x.max - u.scales.x.min;
+    const [from, to] = span > 2 * 86400 ? [5, 10] : span > 900 ? [11, 16] : [11, 19];
+    return ticks.map((tick) => new Date(tick * 1000).toISOString().slice(from, to));
+  }
+
   function options(data, width) {
-    const colours = ["--accent", "--excess", "--third", "--good", "--soft", "--bad", "--ink", "--field"].map(style);
+    const colours = style("--series").split(/\s+/);
     const axis = { stroke: style("--soft"), font: "12px system-ui, sans-serif", grid: { stroke: style("--rule"), width: 1 }, ticks: { show: false } };
     return {
       width, height: HEIGHT,
@@ -15,18 +22,21 @@
       cursor: { y: false, points: { size: 6 } },
       legend: { live: true },
       axes: [
-        { ...axis, grid: { show: false }, size: 28 },
+        { ...axis, grid: { show: false }, size: 28, ...(data.time ? { values: times, space: 80 } : {}) },
         { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => number(tick) + (data.unit ? " " + data.unit : "")) },
       ],
       series: [
-        { label: data.x_label, value: data.time ? undefined : (_, value) => value == null ? "–" : String(value) },
+        { label: data.x_label, value: (u, value) => {
+          const at = value ?? u.data[0][u.data[0].length - 1];
+          return data.time ? new Date(at * 1000).toISOString().slice(0, 19).replace("T", " ") : String(at);
+        } },
         ...data.series.map((one, place) => ({
           label: one.label,
           stroke: colours[place % colours.length],
           width: 1.5,
           spanGaps: true,
           points: one.points ? { show: true, size: 6, fill: colours[place % colours.length] } : { show: data.x.length < 3, size: 5 },
-          value: (_, value) => number(value),
+          value: (u, value, series, place) => number(place == null ? u.data[series].findLast((each) => each != null) : value),
         })),
       ],
     };
