@@ -63,7 +63,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "storage",
         "runtime",
         *("simulated", "places", "engine_group", "services", "evaluation", "agents", "environments", "loop"),
-        *("agent_kinds", "training", "observer"),
+        *("agent_kinds", "training", "exposition", "observer"),
         *("rollouts", "cluster", "mix", "run", "runs", "control", "held_out", "simulation", "tuning", "cli"),
     ),
 }

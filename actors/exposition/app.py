@@ -1,0 +1,60 @@
+"""`/metrics` of a run over HTTP.
+
+Invariants:
+- Files are read in a thread, so the event loop goes on; requests that come meanwhile wait for the same reading or the
+  next one, and no two read at once.
+- The first reading of a long run may take longer than a scrape: the request gets 503, the reading goes on, and a later
+  request gets the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import web
+
+from headrace.actors.exposition.exposition import Exposition
+from headrace.actors.record.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+PATH: Final = "/metrics"
+WAIT_S: Final = 8.0
+"""Time that a request waits for a reading; the default time limit of a scrape is 10 s."""
+
+
+def metrics_handler(
+    exposition: Exposition, *, wait_s: float = WAIT_S
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Return a handler of aiohttp that answers with the metrics. It must be the only user of `exposition`."""
+    reading: dict[str, asyncio.Task[tuple[bytes, str]]] = {}
+    one_at_a_time = asyncio.Lock()
+
+    async def render(accept: str) -> tuple[bytes, str]:
+        async with one_at_a_time:
+            return await asyncio.to_thread(exposition.render, accept)
+
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        accept = ",".join(request.headers.getall("Accept", ()))
+        task = reading.get(accept)
+        if task is None:
+            task = reading[accept] = asyncio.create_task(render(accept))
+            task.add_done_callback(lambda _: reading.pop(accept, None))
+        try:
+            body, content_type = await asyncio.wait_for(asyncio.shield(task), wait_s)
+        except TimeoutError:
+            text = f"the ledger is still being read after {wait_s:g} s; ask again\n"
+            return web.Response(status=503, text=text, headers={"Retry-After": "10"})
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    return metrics
+
+
+def exposition_app(run_dir: Path) -> web.Application:
+    """Return an application that serves the metrics of the run in `run_dir` at `PATH`."""
+    app = web.Application()
+    app.router.add_get(PATH, metrics_handler(Exposition(RunDirectory.at(run_dir))))
+    return app

@@ -1,0 +1,176 @@
+"""The metrics of one run as text for Prometheus.
+
+Invariants:
+- Everything is computed from the files of the run's directory, which are only read: no process of the run knows of it,
+  and a new exposition of the same files has the same counts.
+- After the first reading, each one reads what is new.
+- A ledger that cannot be read costs its own metrics; `headrace_ledger_readable` is then 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.registry import Collector
+
+from headrace.actors.exposition import table
+from headrace.actors.exposition.counts import Counts
+from headrace.actors.exposition.gauges import OF_RECORDS, add_disks, add_engines, add_records, add_running
+from headrace.actors.exposition.ledger_counts import LedgerCounts
+from headrace.actors.exposition.records import NewestRecords
+from headrace.actors.record.run_directory import identity_of
+from headrace.actors.version import RUNNING
+from headrace.buffer.audit.evidence import begin_with_archive, reading
+from headrace.buffer.audit.joined_rows import JoinedRows
+from headrace.buffer.core.epochs import EPOCHS_RESERVED
+from headrace.buffer.core.mix.names import SEPARATOR
+from headrace.buffer.core.records import RolloutState
+from headrace.buffer.errors import LedgerRefused
+from headrace.buffer.ledger.archive import ARCHIVE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client.metrics_core import Metric
+
+    from headrace.actors.record.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+PLAIN: Final = CONTENT_TYPE_PLAIN_0_0_4
+SETTLED_S: Final = 1.0
+"""Age from which a file's time of change proves that it has not changed again: clocks of file systems tick in
+milliseconds."""
+
+
+class Exposition:
+    """Metrics of a run. Its calls block on files, and one may run at a time."""
+
+    def __init__(self, directory: RunDirectory, *, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives Unix time in seconds."""
+        self._directory, self._clock = directory, clock
+        self._records = NewestRecords(directory.metrics, OF_RECORDS)
+        self._ledger: LedgerCounts | None = None
+        self._of_now = Counts()
+        self._seen: tuple[object, ...] | None = None
+        self._refusal = ""
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Read what is new, and return the text with its content type: OpenMetrics if `accept`, the value of the
+        request's header, names it, else the plain format, which has no exemplars."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(list(self.families())))
+        wanted = (each.partition(";")[0].strip().lower() for each in accept.split(","))
+        if OPENMETRICS.partition(";")[0] in wanted:
+            return generate_openmetrics(registry), OPENMETRICS
+        return generate_latest(registry), PLAIN
+
+    def families(self) -> Iterator[Metric]:
+        """Read what is new, and yield the metrics."""
+        began_s, now_s = time.monotonic(), self._clock()
+        self._read_ledger()
+        gauges = Counts()
+        try:
+            self._records.update()
+        except OSError as error:
+            logger.warning("%s cannot be read (%s); its metrics stay as they were", self._directory.metrics, error)
+        add_records(gauges, self._records.newest)
+        driven = self._directory.is_driven()
+        add_running(gauges, self._directory, self._ledger, driven=driven, now_s=now_s)
+        add_engines(gauges, self._directory)
+        add_disks(gauges, self._directory)
+        gauges.set(table.RUN, identity_of(self._directory), self._directory.path.name, RUNNING, to=1)
+        gauges.set(table.DRIVEN, to=float(driven))
+        gauges.set(table.LEDGER_READABLE, to=float(self._ledger is not None))
+        gauges.set(table.BAD_LINES, to=self._records.bad_lines)
+        gauges.set(table.READ_S, to=time.monotonic() - began_s)
+        yield from gauges.families()
+        if self._ledger is not None:
+            yield from self._of_now.families()
+            yield from self._ledger.counts.families()
+
+    def _read_ledger(self) -> None:
+        seen = self._stamps()
+        if seen is not None and seen == self._seen:
+            return
+        ledger, self._ledger, self._seen = self._ledger, None, None
+        try:
+            with reading(self._directory.path) as (database, archive):
+                attached, damage = begin_with_archive(database, archive)
+                for problem in damage:
+                    logger.warning("%s: %s", self._directory.path, problem)
+                if ledger is None or not ledger.is_continued_by(database):
+                    ledger = LedgerCounts(database)
+                rows = JoinedRows(database, attached=attached)
+                ledger.update(database, rows)
+                self._of_now = _state_of(ledger, database, rows)
+        except (LedgerRefused, sqlite3.DatabaseError) as error:
+            # What was half counted is dropped: the next call reads everything again.
+            if str(error) != self._refusal:
+                logger.warning("no metrics of the ledger: %s", error)
+            self._refusal = str(error)
+            return
+        self._ledger, self._seen, self._refusal = ledger, seen, ""
+
+    def _stamps(self) -> tuple[object, ...] | None:
+        """Return what changes with the ledger's files, or None if one may change without showing it."""
+        stamps: list[object] = []
+        for name in ("ledger.db", "ledger.db-wal", ARCHIVE, f"{ARCHIVE}-wal"):
+            try:
+                found = (self._directory.path / name).stat()
+            except OSError:
+                stamps.append(name)
+                continue
+            if abs(time.time() - found.st_mtime) < SETTLED_S:
+                return None
+            stamps.append((found.st_ino, found.st_size, found.st_mtime_ns))
+        return tuple(stamps)
+
+
+def _state_of(ledger: LedgerCounts, database: sqlite3.Connection, rows: JoinedRows) -> Counts:
+    """Return what the ledger says of this moment, and its own counters."""
+    counts = Counts()
+    for state in RolloutState:
+        counts.set(table.ROLLOUTS, state, to=ledger.states[state])
+    events = {
+        name: value
+        for name, value in sorted(database.execute("SELECT name, value FROM main.counters"))
+        if SEPARATOR not in name and name != EPOCHS_RESERVED
+    }
+    for name, value in events.items():
+        counts.add(table.EVENTS, name, by=value)
+    counts.add(table.EVICTIONS, "reissued", by=events.get("rollouts_reissued", 0))
+    counts.add(table.EVICTIONS, "ended", by=events.get("rollouts_evicted", 0))
+    outages = "SELECT component, count(*), sum(ended_at_s IS NULL) FROM main.outages GROUP BY component"
+    for component, number, still_open in database.execute(outages):
+        counts.add(table.OUTAGES, component, by=number)
+        counts.set(table.OUTAGE_OPEN, component, to=float(still_open > 0))
+    saved_s = (at_s for (at_s,) in rows.select("checkpoints", ("max(recorded_at_s)",)) if at_s is not None)
+    newest = (
+        (table.NEWEST_CHECKPOINT, max(saved_s, default=None)),
+        (table.NEWEST_END, ledger.newest_end_s),
+        (table.NEWEST_COMMIT, ledger.newest_commit_s),
+        (table.MAX_STALENESS, ledger.max_staleness),
+    )
+    for metric, value in newest:
+        if value is not None:
+            counts.set(metric, to=value)
+    return counts
+
+
+class _Families(Collector):
+    """Collector of metrics that were computed before."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        """Return the metrics."""
+        return self._families

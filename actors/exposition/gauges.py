@@ -1,0 +1,150 @@
+"""Gauges of a run: from its newest records, its workers' and engines' files, and its file systems.
+
+Invariant: a record or file of another version, or a damaged one, costs the metrics that it would give and no others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.exposition import table
+from headrace.actors.record.running import FOLDER, STUCK, read_running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from headrace.actors.exposition.counts import Counts
+    from headrace.actors.exposition.ledger_counts import LedgerCounts
+    from headrace.actors.record.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+SILENT_S: Final = 20.0
+"""Time without a word of a worker after which its rollouts no longer count as running."""
+
+
+def add_records(gauges: Counts, newest: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the gauges of the newest records, by kind."""
+    for kind, add in OF_RECORDS.items():
+        if (record := newest.get(kind)) is not None:
+            try:
+                add(gauges, record)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                logger.debug("a record of kind %s is not exported: %r", kind, error)
+
+
+def _add_step(gauges: Counts, record: Mapping[str, Any]) -> None:
+    gauges.set(table.STEP, to=record["step"])
+    gauges.set(table.STEP_REWARD, to=record["reward"])
+    for activity, key in (("training", "step_s"), ("waiting", "idle_s"), ("pushing", "push_s")):
+        gauges.set(table.STEP_S, activity, to=record[key])
+    if mismatch := record.get("mismatch"):
+        gauges.set(table.MISMATCH, to=mismatch["mean_abs_log_ratio"])
+    known = {"time_s", "step", "reward", "step_s", "idle_s", "push_s"}
+    for name, value in sorted(record.items()):
+        if name not in known and isinstance(value, int | float) and not isinstance(value, bool):
+            gauges.set(table.STEP_VALUE, name, to=value)
+
+
+def _add_push(gauges: Counts, record: Mapping[str, Any]) -> None:
+    gauges.set(table.PUSH_AT, to=record["time_s"])
+    gauges.set(table.PUSH_S, "total", to=record["total_s"])
+    for phase, seconds in record.get("seconds", {}).items():
+        gauges.set(table.PUSH_S, phase, to=seconds)
+    for metric, key in ((table.PUSH_BYTES, "sent_bytes"), (table.PUSH_RECOMPUTED, "tokens_recomputed")):
+        if key in record:
+            gauges.set(metric, to=record[key])
+    if record.get("stall_share") is not None:
+        gauges.set(table.PUSH_STALL, to=record["stall_share"])
+    gauges.set(table.PUSH_QUARANTINED, to=len(record.get("quarantined", ())))
+
+
+def _add_evaluation(gauges: Counts, record: Mapping[str, Any]) -> None:
+    gauges.set(table.EVALUATED_STEP, to=record["step"])
+    if record["success"] is not None:
+        gauges.set(table.EVALUATION_SUCCESS, to=record["success"])
+
+
+def _add_stations(gauges: Counts, record: Mapping[str, Any]) -> None:
+    gauges.set(table.IN_FLIGHT, to=record["in_flight"])
+    if "rollout_limit" in record:
+        gauges.set(table.ROLLOUT_LIMIT, to=record["rollout_limit"])
+    for station, means in sorted(record["stations"].items()):
+        gauges.add(table.STATION_IN_USE, station, by=means["in_use"])
+        gauges.set(table.STATION_LIMITS, station, to=float(station == record["held_up_by"]))
+        if means["capacity"] is not None:
+            gauges.add(table.STATION_CAPACITY, station, by=means["capacity"])
+        if means["mean_s"] is not None:
+            gauges.set(table.STATION_S, station, to=means["mean_s"])
+
+
+def _add_services(gauges: Counts, record: Mapping[str, Any]) -> None:
+    for service, totals in sorted(record["services"].items()):
+        calls, failures = totals["calls"], totals["failures"]
+        gauges.add(table.SERVICE_CALLS, service, "ok", by=(calls - failures) / record["seconds"])
+        gauges.add(table.SERVICE_CALLS, service, "failed", by=failures / record["seconds"])
+        if calls:
+            gauges.set(table.SERVICE_S, service, "waiting", to=totals["waiting_s"] / calls)
+            gauges.set(table.SERVICE_S, service, "calling", to=totals["calling_s"] / calls)
+
+
+def _add_mismatch(gauges: Counts, record: Mapping[str, Any]) -> None:
+    gauges.set(table.MISMATCH_AT, to=record["time_s"])
+
+
+def _add_stall(gauges: Counts, record: Mapping[str, Any]) -> None:
+    gauges.set(table.STALL_AT, "ended" if record["ended"] else "warned", to=record["time_s"])
+
+
+OF_RECORDS: Final[Mapping[str, Callable[[Counts, Mapping[str, Any]], None]]] = {
+    "step": _add_step,
+    "mismatch_alarm": _add_mismatch,
+    "push": _add_push,
+    "evaluation": _add_evaluation,
+    "stations": _add_stations,
+    "services": _add_services,
+    "stall": _add_stall,
+}
+"""Function that adds the gauges of a record, by its kind."""
+
+
+def add_running(
+    gauges: Counts, directory: RunDirectory, ledger: LedgerCounts | None, *, driven: bool, now_s: float
+) -> None:
+    """Add what is running by the workers' files, and what is stuck by the ledger: nothing while nobody drives the
+    run. `now_s` is Unix time."""
+    ages = (
+        [] if ledger is None or not driven else [(each.task, now_s - each.issued_at_s) for each in ledger.open.values()]
+    )
+    limits = {task: ledger.typical.p95_s(task) for task, _ in ages} if ledger is not None else {}
+    stuck = sum(limit is not None and age_s > STUCK * limit for task, age_s in ages for limit in (limits[task],))
+    gauges.set(table.STUCK, to=stuck)
+    gauges.set(table.OLDEST_S, to=max((age_s for _, age_s in ages), default=0.0))
+    for file in read_running(directory.path / FOLDER) if driven else ():
+        if now_s - file.written_s <= SILENT_S:
+            for rollout in sorted(file.rollouts, key=lambda each: each.part):
+                gauges.add(table.RUNNING, rollout.part, rollout.purpose)
+
+
+def add_engines(gauges: Counts, directory: RunDirectory) -> None:
+    """Add the engines by state, with their load."""
+    for engine in sorted(read_roster(directory.engines).engines, key=lambda each: each.engine_id):
+        gauges.add(table.ENGINE_STATE, engine.engine_id, engine.state)
+        for state, number in (("running", engine.running), ("waiting", engine.waiting)):
+            if number is not None:
+                gauges.add(table.ENGINE_REQUESTS, engine.engine_id, state, by=number)
+
+
+def add_disks(gauges: Counts, directory: RunDirectory) -> None:
+    """Add the room on the file systems of the run's folders; a folder that is away is left out."""
+    for name, folder in (("state", directory.path), ("storage", directory.storage)):
+        try:
+            found = os.statvfs(folder)
+        except OSError as error:
+            logger.warning("%s cannot be measured: %s", folder, error)
+            continue
+        gauges.set(table.DISK_FREE, name, to=found.f_bavail * found.f_frsize)
+        gauges.set(table.DISK_SIZE, name, to=found.f_blocks * found.f_frsize)
