@@ -12,7 +12,7 @@ from headrace.buffer.breakdown import OFFER, OTHER, QUEUE, Label, is_of_agent
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from headrace.actors.exposition.counts import Counts
 
@@ -93,7 +93,8 @@ def count_description(counts: Counts, attempt: EndedAttempt) -> None:
         counts.observe(table.PART_S, name, purpose, value=seconds, trace_id=attempt.trace_id, at_s=attempt.ended_at_s)
     if attempt.host:
         counts.add(table.HOST_ATTEMPTS, attempt.host, attempt.cause)
-    for engine in _names(attempt.labels.get("engines")):
+    engines = attempt.labels.get("engines")
+    for engine in engines if isinstance(engines, list | tuple) else ():
         counts.add(table.ENGINE_ATTEMPTS, engine)
     for kind, label in (("prompt", "prompt_tokens"), ("cached", "cached_tokens"), ("sampled", "sampled_tokens")):
         counts.add(table.TOKENS_USED, kind, purpose, by=attempt.number(label))
@@ -104,20 +105,18 @@ def count_description(counts: Counts, attempt: EndedAttempt) -> None:
         counts.add(table.BOOTS, str(bool(attempt.labels["warm"])).lower())
         counts.add(table.BOOT_TRIES, by=attempt.number("boot_tries"))
     if attempt.agent_s:
-        _count_invocation(counts, attempt)
+        count_invocation(counts, attempt)
 
 
-def _count_invocation(counts: Counts, attempt: EndedAttempt) -> None:
+def count_invocation(counts: Counts, attempt: EndedAttempt) -> None:
     """Count the agent of an attempt under the names of the GenAI conventions."""
-    agent = attempt.labels.get("agent", "")
+    agent, trace_id, at_s = attempt.labels.get("agent", ""), attempt.trace_id, attempt.ended_at_s
     error = attempt.cause if attempt.cause in _FAILED else ""
-    trace = {"trace_id": attempt.trace_id, "at_s": attempt.ended_at_s}
-    counts.observe(table.INVOKE_AGENT_S, agent, error, value=attempt.agent_s, **trace)
-    counts.observe(table.INFERENCE_CALLS, agent, value=attempt.number("turns") or attempt.turns, **trace)
+    turns = attempt.number("turns") or attempt.turns
+    counts.observe(table.INVOKE_AGENT_S, agent, error, value=attempt.agent_s, trace_id=trace_id, at_s=at_s)
+    counts.observe(table.INFERENCE_CALLS, agent, value=turns, trace_id=trace_id, at_s=at_s)
     for kind, label in (("input", "prompt_tokens"), ("output", "sampled_tokens")):
         if label in attempt.labels:
-            counts.observe(table.TOKEN_USAGE, "invoke_agent", PROVIDER, kind, value=attempt.number(label), **trace)
-
-
-def _names(value: Label | Sequence[str] | None) -> Sequence[str]:
-    return [str(each) for each in value] if isinstance(value, list | tuple) else []
+            tokens = attempt.number(label)
+            operation = ("invoke_agent", PROVIDER, kind)
+            counts.observe(table.TOKEN_USAGE, *operation, value=tokens, trace_id=trace_id, at_s=at_s)

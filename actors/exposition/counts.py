@@ -89,10 +89,9 @@ class Counts:
                     info.add_metric((), dict(zip(metric.labels, key, strict=True)))
                 yield info
             elif series:
-                bounds = (*metric.buckets, float("inf"))
                 family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels, unit=metric.unit)
                 for key, histogram in series.items():
-                    family.add_metric(key, list(_buckets(bounds, histogram)), histogram.total / MILLION)
+                    family.add_metric(key, buckets_of(metric, histogram), histogram.total / MILLION)
                 yield family
             elif values:
                 kind = CounterMetricFamily if metric.type is MetricType.COUNTER else GaugeMetricFamily
@@ -107,7 +106,7 @@ class Counts:
         return tuple(self._value(metric.name, name, value) for name, value in zip(metric.labels, labels, strict=True))
 
     def _value(self, metric: str, label: str, value: object) -> str:
-        text = _plain(str(value))
+        text = plain_value(str(value))
         known = self._known.get((metric, label))
         if known is None:
             known = self._known[metric, label] = set(self._reserved.get(label, ()))
@@ -118,14 +117,19 @@ class Counts:
         return text
 
 
-def _buckets(bounds: tuple[float, ...], histogram: _Histogram) -> Iterator[tuple[str, float, Exemplar | None]]:
+def buckets_of(metric: Exported, histogram: _Histogram) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+    """Return the upper bounds of a histogram, with the number of observations up to each, and exemplars."""
+    found: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+    bounds = (*map(floatToGoString, metric.buckets), "+Inf")  # type: ignore[no-untyped-call]
     for place, (bound, number) in enumerate(zip(bounds, accumulate(histogram.numbers), strict=True)):
-        found = histogram.exemplars.get(place)
-        exemplar = None if found is None else Exemplar({"trace_id": found[1]}, found[2], found[0])
-        yield floatToGoString(bound), number, exemplar
+        if known := histogram.exemplars.get(place):
+            found.append((bound, number, Exemplar({"trace_id": known[1]}, known[2], known[0])))
+        else:
+            found.append((bound, number))
+    return found
 
 
-def _plain(text: str) -> str:
+def plain_value(text: str) -> str:
     """Return a value without the characters that end a line or a file for some parsers, cut to its maximum length."""
     text = text[:MAX_CHARACTERS]
     return text if text.isprintable() else "".join(each if each.isprintable() else UNPRINTABLE for each in text)

@@ -23,16 +23,13 @@ from headrace.actors.exposition import table
 from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.gauges import OF_RECORDS, add_disks, add_engines, add_records, add_running
 from headrace.actors.exposition.ledger_counts import LedgerCounts
+from headrace.actors.exposition.ledger_state import file_stamps, state_of
 from headrace.actors.exposition.records import NewestRecords
 from headrace.actors.record.run_directory import identity_of
 from headrace.actors.version import RUNNING
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.buffer.core.epochs import EPOCHS_RESERVED
-from headrace.buffer.core.mix.names import SEPARATOR
-from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import LedgerRefused
-from headrace.buffer.ledger.archive import ARCHIVE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 PLAIN: Final = CONTENT_TYPE_PLAIN_0_0_4
-SETTLED_S: Final = 1.0
-"""Age from which a file's time of change proves that it has not changed again: clocks of file systems tick in
-milliseconds."""
 
 
 class Exposition:
@@ -69,7 +63,7 @@ class Exposition:
         registry.register(_Families(list(self.families())))
         wanted = (each.partition(";")[0].strip().lower() for each in accept.split(","))
         if OPENMETRICS.partition(";")[0] in wanted:
-            return generate_openmetrics(registry), OPENMETRICS
+            return generate_openmetrics(registry), OPENMETRICS  # type: ignore[no-untyped-call]
         return generate_latest(registry), PLAIN
 
     def families(self) -> Iterator[Metric]:
@@ -97,7 +91,7 @@ class Exposition:
             yield from self._ledger.counts.families()
 
     def _read_ledger(self) -> None:
-        seen = self._stamps()
+        seen = file_stamps(self._directory.path)
         if seen is not None and seen == self._seen:
             return
         ledger, self._ledger, self._seen = self._ledger, None, None
@@ -110,7 +104,7 @@ class Exposition:
                     ledger = LedgerCounts(database)
                 rows = JoinedRows(database, attached=attached)
                 ledger.update(database, rows)
-                self._of_now = _state_of(ledger, database, rows)
+                self._of_now = state_of(ledger, database, rows)
         except (LedgerRefused, sqlite3.DatabaseError) as error:
             # What was half counted is dropped: the next call reads everything again.
             if str(error) != self._refusal:
@@ -118,51 +112,6 @@ class Exposition:
             self._refusal = str(error)
             return
         self._ledger, self._seen, self._refusal = ledger, seen, ""
-
-    def _stamps(self) -> tuple[object, ...] | None:
-        """Return what changes with the ledger's files, or None if one may change without showing it."""
-        stamps: list[object] = []
-        for name in ("ledger.db", "ledger.db-wal", ARCHIVE, f"{ARCHIVE}-wal"):
-            try:
-                found = (self._directory.path / name).stat()
-            except OSError:
-                stamps.append(name)
-                continue
-            if abs(time.time() - found.st_mtime) < SETTLED_S:
-                return None
-            stamps.append((found.st_ino, found.st_size, found.st_mtime_ns))
-        return tuple(stamps)
-
-
-def _state_of(ledger: LedgerCounts, database: sqlite3.Connection, rows: JoinedRows) -> Counts:
-    """Return what the ledger says of this moment, and its own counters."""
-    counts = Counts()
-    for state in RolloutState:
-        counts.set(table.ROLLOUTS, state, to=ledger.states[state])
-    events = {
-        name: value
-        for name, value in sorted(database.execute("SELECT name, value FROM main.counters"))
-        if SEPARATOR not in name and name != EPOCHS_RESERVED
-    }
-    for name, value in events.items():
-        counts.add(table.EVENTS, name, by=value)
-    counts.add(table.EVICTIONS, "reissued", by=events.get("rollouts_reissued", 0))
-    counts.add(table.EVICTIONS, "ended", by=events.get("rollouts_evicted", 0))
-    outages = "SELECT component, count(*), sum(ended_at_s IS NULL) FROM main.outages GROUP BY component"
-    for component, number, still_open in database.execute(outages):
-        counts.add(table.OUTAGES, component, by=number)
-        counts.set(table.OUTAGE_OPEN, component, to=float(still_open > 0))
-    saved_s = (at_s for (at_s,) in rows.select("checkpoints", ("max(recorded_at_s)",)) if at_s is not None)
-    newest = (
-        (table.NEWEST_CHECKPOINT, max(saved_s, default=None)),
-        (table.NEWEST_END, ledger.newest_end_s),
-        (table.NEWEST_COMMIT, ledger.newest_commit_s),
-        (table.MAX_STALENESS, ledger.max_staleness),
-    )
-    for metric, value in newest:
-        if value is not None:
-            counts.set(metric, to=value)
-    return counts
 
 
 class _Families(Collector):

@@ -36,7 +36,8 @@ def add_records(gauges: Counts, newest: Mapping[str, Mapping[str, Any]]) -> None
                 logger.debug("a record of kind %s is not exported: %r", kind, error)
 
 
-def _add_step(gauges: Counts, record: Mapping[str, Any]) -> None:
+def add_step(gauges: Counts, record: Mapping[str, Any]) -> None:
+    """Add the newest optimizer step."""
     gauges.set(table.STEP, to=record["step"])
     gauges.set(table.STEP_REWARD, to=record["reward"])
     for activity, key in (("training", "step_s"), ("waiting", "idle_s"), ("pushing", "push_s")):
@@ -49,7 +50,8 @@ def _add_step(gauges: Counts, record: Mapping[str, Any]) -> None:
             gauges.set(table.STEP_VALUE, name, to=value)
 
 
-def _add_push(gauges: Counts, record: Mapping[str, Any]) -> None:
+def add_push(gauges: Counts, record: Mapping[str, Any]) -> None:
+    """Add the newest push."""
     gauges.set(table.PUSH_AT, to=record["time_s"])
     gauges.set(table.PUSH_S, "total", to=record["total_s"])
     for phase, seconds in record.get("seconds", {}).items():
@@ -62,13 +64,15 @@ def _add_push(gauges: Counts, record: Mapping[str, Any]) -> None:
     gauges.set(table.PUSH_QUARANTINED, to=len(record.get("quarantined", ())))
 
 
-def _add_evaluation(gauges: Counts, record: Mapping[str, Any]) -> None:
+def add_evaluation(gauges: Counts, record: Mapping[str, Any]) -> None:
+    """Add the newest evaluation."""
     gauges.set(table.EVALUATED_STEP, to=record["step"])
     if record["success"] is not None:
         gauges.set(table.EVALUATION_SUCCESS, to=record["success"])
 
 
-def _add_stations(gauges: Counts, record: Mapping[str, Any]) -> None:
+def add_stations(gauges: Counts, record: Mapping[str, Any]) -> None:
+    """Add the load of the stations."""
     gauges.set(table.IN_FLIGHT, to=record["in_flight"])
     if "rollout_limit" in record:
         gauges.set(table.ROLLOUT_LIMIT, to=record["rollout_limit"])
@@ -81,7 +85,8 @@ def _add_stations(gauges: Counts, record: Mapping[str, Any]) -> None:
             gauges.set(table.STATION_S, station, to=means["mean_s"])
 
 
-def _add_services(gauges: Counts, record: Mapping[str, Any]) -> None:
+def add_services(gauges: Counts, record: Mapping[str, Any]) -> None:
+    """Add the calls to the services."""
     for service, totals in sorted(record["services"].items()):
         calls, failures = totals["calls"], totals["failures"]
         gauges.add(table.SERVICE_CALLS, service, "ok", by=(calls - failures) / record["seconds"])
@@ -91,22 +96,24 @@ def _add_services(gauges: Counts, record: Mapping[str, Any]) -> None:
             gauges.set(table.SERVICE_S, service, "calling", to=totals["calling_s"] / calls)
 
 
-def _add_mismatch(gauges: Counts, record: Mapping[str, Any]) -> None:
+def add_mismatch(gauges: Counts, record: Mapping[str, Any]) -> None:
+    """Add the time of the alarm."""
     gauges.set(table.MISMATCH_AT, to=record["time_s"])
 
 
-def _add_stall(gauges: Counts, record: Mapping[str, Any]) -> None:
+def add_stall(gauges: Counts, record: Mapping[str, Any]) -> None:
+    """Add the time of the stall."""
     gauges.set(table.STALL_AT, "ended" if record["ended"] else "warned", to=record["time_s"])
 
 
 OF_RECORDS: Final[Mapping[str, Callable[[Counts, Mapping[str, Any]], None]]] = {
-    "step": _add_step,
-    "mismatch_alarm": _add_mismatch,
-    "push": _add_push,
-    "evaluation": _add_evaluation,
-    "stations": _add_stations,
-    "services": _add_services,
-    "stall": _add_stall,
+    "step": add_step,
+    "mismatch_alarm": add_mismatch,
+    "push": add_push,
+    "evaluation": add_evaluation,
+    "stations": add_stations,
+    "services": add_services,
+    "stall": add_stall,
 }
 """Function that adds the gauges of a record, by its kind."""
 

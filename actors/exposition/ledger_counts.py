@@ -30,6 +30,7 @@ from headrace.actors.exposition.attempts import (
     count_end,
 )
 from headrace.actors.exposition.counts import Counts
+from headrace.actors.exposition.ledger_rows import IN_JSON, all_ends, evaluation_attempts, json_of, training_attempts
 from headrace.actors.exposition.typical import TypicalTimes
 from headrace.buffer.breakdown import PARTS
 from headrace.buffer.core.records import FINAL, RolloutState
@@ -40,15 +41,11 @@ if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Iterable, Iterator, Mapping
 
+    from headrace.actors.exposition.ledger_rows import End, Key
     from headrace.buffer.audit.joined_rows import JoinedRows
 
 GROUPS_AT_ONCE: Final = 512
 ATTEMPTS_AT_ONCE: Final = 512
-_IN: Final = "IN (SELECT value FROM json_each(?))"
-
-Key = tuple[str, int]
-End = tuple[float, str, str, int, bool]
-"""The end of an attempt: time, purpose, rollout, attempt, and whether its end was counted before, without its times."""
 
 
 @dataclass(slots=True)
@@ -112,26 +109,26 @@ class LedgerCounts:
             # At first, all attempts in order may be too many for memory.
             due += found if begun else ()
         evaluated = sorted(self._visit_evaluations(rows))
-        ends = sorted([*due, *evaluated]) if begun else merge(_all_ends(rows), evaluated)
+        ends = sorted([*due, *evaluated]) if begun else merge(all_ends(rows), evaluated)
         self._count(rows, ends)
         self._count_steps(rows)
 
     def _visit(self, rows: JoinedRows, ids: list[str]) -> list[End]:
         """Look at groups that may have changed: return the ends that were not counted yet, and settle the groups that
         have ended."""
-        text = _json(ids)
-        closed = dict(rows.select("groups", ("group_id", "closed"), where=f"group_id {_IN}", values=(text,)))
+        text = json_of(ids)
+        closed = dict(rows.select("groups", ("group_id", "closed"), where=f"group_id {IN_JSON}", values=(text,)))
         columns = ("group_id", "rollout_id", "state", "attempt")
         rollouts = {
             rollout_id: (group_id, state, attempt)
             for group_id, rollout_id, state, attempt in rows.select(
-                "rollouts", columns, where=f"group_id {_IN}", values=(text,)
+                "rollouts", columns, where=f"group_id {IN_JSON}", values=(text,)
             )
         }
         unfinished = {group_id for group_id, state, _ in rollouts.values() if state not in FINAL}
         self.states.update(state for _, state, _ in rollouts.values())
         due: list[End] = []
-        columns = (
+        of_attempts = (
             "rollout_id",
             "attempt",
             "issued_at_s",
@@ -140,7 +137,7 @@ class LedgerCounts:
             "breakdown NOTNULL OR phases_s != '[]'",
         )
         for rollout_id, number, issued_s, ended_s, cause, described in rows.select(
-            "attempts", columns, where=f"rollout_id {_IN}", values=(_json(list(rollouts)),)
+            "attempts", of_attempts, where=f"rollout_id {IN_JSON}", values=(json_of(rollouts),)
         ):
             group_id, key = rollouts[rollout_id][0], (rollout_id, number)
             group = self._groups[group_id]
@@ -167,7 +164,7 @@ class LedgerCounts:
         self._settled.update(state for state, _ in ended.values())
         columns = ("rollout_id", "attempt", "cause", "breakdown", "phases_s")
         for rollout_id, number, cause, breakdown, phases in rows.select(
-            "attempts", columns, where=f"rollout_id {_IN}", values=(_json(list(ended)),)
+            "attempts", columns, where=f"rollout_id {IN_JSON}", values=(json_of(ended),)
         ):
             state, last = ended[rollout_id]
             if number == last and state == RolloutState.TRAINED:
@@ -188,7 +185,7 @@ class LedgerCounts:
         tags = over | {tag for (tag,) in rows.select("evaluations", ("DISTINCT tag",))}
         columns = ("recorded_at_s", "rollout_id", "attempt", "tag")
         for at_s, rollout_id, attempt, tag in rows.select(
-            "evaluations", columns, where=f"tag {_IN}", values=(_json(sorted(tags - self._ended_tags)),)
+            "evaluations", columns, where=f"tag {IN_JSON}", values=(json_of(tags - self._ended_tags),)
         ):
             if (rollout_id, attempt) not in self._evaluated[tag]:
                 self._evaluated[tag].add((rollout_id, attempt))
@@ -202,9 +199,9 @@ class LedgerCounts:
         pending = iter(ends)
         while some := list(islice(pending, ATTEMPTS_AT_ONCE)):
             trained, evaluated = (
-                _json(sorted({end[2] for end in some if end[1] == purpose})) for purpose in (TRAIN, EVALUATION)
+                json_of({end[2] for end in some if end[1] == purpose}) for purpose in (TRAIN, EVALUATION)
             )
-            found = dict(_training_attempts(rows, trained)) | dict(_evaluation_attempts(rows, evaluated))
+            found = dict(training_attempts(rows, trained)) | dict(evaluation_attempts(rows, evaluated))
             for _, purpose, rollout_id, number, again in some:
                 attempt = found[purpose, rollout_id, number]
                 if not again:
@@ -222,11 +219,11 @@ class LedgerCounts:
             sorted(rows.select("commits", columns, where="sequence >= ?", values=(self._next_commit,)).fetchall())
         )
         while some := list(islice(commits, ATTEMPTS_AT_ONCE)):
-            ids = _json([commit[1] for commit in some])
+            ids = json_of([commit[1] for commit in some])
             leases = {
                 batch_id: (leased_at_s, members)
                 for batch_id, leased_at_s, members in rows.select(
-                    "batches", ("batch_id", "leased_at_s", "members"), where=f"batch_id {_IN}", values=(ids,)
+                    "batches", ("batch_id", "leased_at_s", "members"), where=f"batch_id {IN_JSON}", values=(ids,)
                 )
             }
             for sequence, batch_id, skipped, committed_at_s, rolled_back_by, bound in some:
@@ -246,70 +243,8 @@ class LedgerCounts:
 _REPEATED: Final = (Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED)
 
 
-def _all_ends(rows: JoinedRows) -> Iterator[End]:
-    columns = ("ended_at_s", f"'{TRAIN}'", "rollout_id", "attempt", "0")
-    return iter(rows.select("attempts", columns, where="ended_at_s NOTNULL", order="ended_at_s, rollout_id, attempt"))
-
-
-def _training_attempts(rows: JoinedRows, ids: str) -> Iterator[tuple[tuple[str, str, int], EndedAttempt]]:
-    """Return the ended attempts of rollouts, by purpose, rollout and number."""
-    groups = dict(rows.select("rollouts", ("rollout_id", "group_id"), where=f"rollout_id {_IN}", values=(ids,)))
-    named = _json(sorted({*groups.values()}))
-    tasks = dict(rows.select("groups", ("group_id", "task_id"), where=f"group_id {_IN}", values=(named,)))
-    columns = (
-        *("rollout_id", "attempt", "issued_at_s", "ended_at_s", "cause", "reward", "turns", "phases_s", "trace_id"),
-        *("host", "breakdown"),
-    )
-    for rollout_id, number, issued_s, ended_s, cause, reward, turns, phases, trace_id, host, breakdown in rows.select(
-        "attempts", columns, where=f"rollout_id {_IN} AND ended_at_s NOTNULL", values=(ids,)
-    ):
-        parts, labels = breakdown_of(breakdown, phases)
-        yield (
-            (TRAIN, rollout_id, number),
-            EndedAttempt(
-                purpose=TRAIN,
-                cause=cause or "unknown",
-                ended_at_s=ended_s,
-                duration_s=max(0.0, ended_s - issued_s),
-                task=tasks[groups[rollout_id]],
-                host=host,
-                trace_id=trace_id,
-                turns=turns,
-                rewarded=reward is not None,
-                parts_s=parts,
-                labels=labels,
-            ),
-        )
-
-
-def _evaluation_attempts(rows: JoinedRows, ids: str) -> Iterator[tuple[tuple[str, str, int], EndedAttempt]]:
-    columns = ("rollout_id", "attempt", "task_id", "cause", "recorded_at_s", "host", "trace_id", "breakdown")
-    for rollout_id, number, task, cause, at_s, host, trace_id, breakdown in rows.select(
-        "evaluations", columns, where=f"rollout_id {_IN}", values=(ids,)
-    ):
-        parts, labels = breakdown_of(breakdown, "[]")
-        yield (
-            (EVALUATION, rollout_id, number),
-            EndedAttempt(
-                purpose=EVALUATION,
-                cause=cause,
-                ended_at_s=at_s,
-                duration_s=sum(parts.values()),
-                task=task,
-                host=host,
-                trace_id=trace_id,
-                parts_s=parts,
-                labels=labels,
-            ),
-        )
-
-
 def _identity(database: sqlite3.Connection) -> tuple[Any, ...]:
     """Return what changes when the ledger does more than grow."""
     run = "SELECT value FROM meta WHERE key = 'run_id'"
     query = f"SELECT ({run}), (SELECT max(epoch) FROM epochs), count(*) FROM interventions"
     return tuple(database.execute(query).fetchone())
-
-
-def _json(values: list[str]) -> str:
-    return orjson.dumps(values).decode()

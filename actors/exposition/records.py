@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -35,7 +36,10 @@ class NewestRecords:
 
     def update(self) -> None:
         """Read what was written since the last call; at first, the newest two files. Raises OSError."""
-        files = [(path, found.st_ino) for path in kept_files(self._path) if (found := _stat(path)) is not None]
+        files = []
+        for path in kept_files(self._path):
+            with suppress(FileNotFoundError):
+                files.append((path, path.stat().st_ino))
         numbers = [number for _, number in files]
         if self._file is None:
             files = files[-2:]
@@ -76,10 +80,3 @@ class NewestRecords:
                 self.newest[record["kind"]] = record
         else:
             self.bad_lines += 1
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except FileNotFoundError:
-        return None
