@@ -120,7 +120,7 @@ class Counts:
 def buckets_of(metric: Exported, histogram: _Histogram) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
     """Return the upper bounds of a histogram, with the number of observations up to each, and exemplars."""
     found: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
-    bounds = (*map(floatToGoString, metric.buckets), "+Inf")  # type: ignore[no-untyped-call]
+    bounds = (*map(floatToGoString, metric.buckets), "+Inf")
     for place, (bound, number) in enumerate(zip(bounds, accumulate(histogram.numbers), strict=True)):
         if known := histogram.exemplars.get(place):
             found.append((bound, number, Exemplar({"trace_id": known[1]}, known[2], known[0])))

@@ -21,7 +21,14 @@ from prometheus_client.registry import Collector
 
 from headrace.actors.exposition import table
 from headrace.actors.exposition.counts import Counts
-from headrace.actors.exposition.gauges import OF_RECORDS, add_disks, add_engines, add_records, add_running
+from headrace.actors.exposition.gauges import (
+    OF_RECORDS,
+    add_disks,
+    add_engines,
+    add_lost_spans,
+    add_records,
+    add_running,
+)
 from headrace.actors.exposition.ledger_counts import LedgerCounts
 from headrace.actors.exposition.ledger_state import file_stamps, state_of
 from headrace.actors.exposition.records import NewestRecords
@@ -79,6 +86,7 @@ class Exposition:
         driven = self._directory.is_driven()
         add_running(gauges, self._directory, self._ledger, driven=driven, now_s=now_s)
         add_engines(gauges, self._directory)
+        add_lost_spans(gauges, self._directory)
         add_disks(gauges, self._directory)
         gauges.set(table.RUN, identity_of(self._directory), self._directory.path.name, RUNNING, to=1)
         gauges.set(table.DRIVEN, to=float(driven))

@@ -1,4 +1,4 @@
-"""Gauges of a run: from its newest records, its workers' and engines' files, and its file systems.
+"""Gauges of a run from its newest records, the files of its workers and engines, and its file systems; lost spans.
 
 Invariant: a record or file of another version, or a damaged one, costs the metrics that it would give and no others.
 """
@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.exposition import table
 from headrace.actors.record.running import FOLDER, STUCK, read_running
+from headrace.actors.traces.store import FOLDER as SPANS
+from headrace.actors.traces.store import SpanFolder
+from headrace.serve.observing.span_files import NOT_WRITTEN, QUEUE_FULL, REMOVED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -143,6 +146,13 @@ def add_engines(gauges: Counts, directory: RunDirectory) -> None:
         for state, number in (("running", engine.running), ("waiting", engine.waiting)):
             if number is not None:
                 gauges.add(table.ENGINE_REQUESTS, engine.engine_id, state, by=number)
+
+
+def add_lost_spans(gauges: Counts, directory: RunDirectory) -> None:
+    """Add the spans that were lost, with a 0 for the reasons that a process may find."""
+    lost = SpanFolder(directory.path / SPANS).lost()
+    for reason in sorted({*lost, QUEUE_FULL, NOT_WRITTEN, REMOVED}):
+        gauges.add(table.SPANS_LOST, reason, by=lost[reason])
 
 
 def add_disks(gauges: Counts, directory: RunDirectory) -> None:

@@ -67,16 +67,12 @@ class NewestRecords:
                 if not line.endswith(b"\n") and len(line) < LINE_BYTES:
                     break
                 self._offset += len(line)
-                self._take(line)
+                try:
+                    record = orjson.loads(line)
+                except orjson.JSONDecodeError:
+                    record = None
+                if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+                    self.bad_lines += 1
+                elif record["kind"] in self._kinds:
+                    self.newest[record["kind"]] = record
         return True
-
-    def _take(self, line: bytes) -> None:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("kind"), str):
-            if record["kind"] in self._kinds:
-                self.newest[record["kind"]] = record
-        else:
-            self.bad_lines += 1

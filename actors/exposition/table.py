@@ -2,8 +2,8 @@
 
 Invariants:
 - Every metric of `/metrics` is in `TABLE`, and so are those that rules, alerts, dashboards and docs/metrics.md name.
-- Counters and histograms come from the ledger, which is never rotated, so that no restart changes a count. What is only
-  in `metrics.jsonl` is a gauge with the newest value; `headrace_spans_lost` is the exception, see its row.
+- Counters and histograms come from files that keep their totals (the ledger, and the counts of lost spans), so that no
+  restart and no rotation changes a count. What is only in `metrics.jsonl` is a gauge with the newest value.
 - A label has at most `MAX_VALUES` values; the rest is summed into `OTHER_VALUE`.
 """
 
@@ -37,6 +37,7 @@ class Source(StrEnum):
     LEDGER = "ledger"
     METRICS = "metrics.jsonl"
     RUNNING = "running/"
+    SPANS = "spans/"
     ENGINES = "engines/members.json"
     DISK = "file systems"
     EXPORTER = "the exporter itself"
@@ -368,9 +369,10 @@ SERVICE_S: Final = _gauge(
 SPANS_LOST: Final = Exported(
     name="headrace_spans_lost",
     type=MetricType.COUNTER,
-    help="Spans that were lost, by reason, as far as the files of `metrics.jsonl` that are kept tell.",
+    help="Spans that were lost, by reason (docs/run_directory.md). Those whose reason begins with `removed_` were "
+    "removed to keep `telemetry.keep_bytes`.",
     labels=("reason",),
-    source=Source.METRICS,
+    source=Source.SPANS,
 )
 
 ENGINE_STATE: Final = _gauge(
