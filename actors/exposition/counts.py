@@ -103,18 +103,18 @@ class Counts:
     def _key(self, metric: Exported, labels: tuple[object, ...]) -> tuple[str, ...]:
         if len(labels) != len(metric.labels):
             raise ValueError(f"{metric.name} has the labels {metric.labels}, not {labels}")
-        return tuple(self._value(metric.name, name, value) for name, value in zip(metric.labels, labels, strict=True))
-
-    def _value(self, metric: str, label: str, value: object) -> str:
-        text = plain_value(str(value))
-        known = self._known.get((metric, label))
-        if known is None:
-            known = self._known[metric, label] = set(self._reserved.get(label, ()))
-        if text not in known:
-            if len(known) >= MAX_VALUES - 1:
-                return OTHER_VALUE
-            known.add(text)
-        return text
+        values = []
+        for label, value in zip(metric.labels, labels, strict=True):
+            text = plain_value(str(value))
+            known = self._known.get((metric.name, label))
+            if known is None:
+                known = self._known[metric.name, label] = set(self._reserved.get(label, ()))
+            if text not in known and len(known) >= MAX_VALUES - 1:
+                text = OTHER_VALUE
+            else:
+                known.add(text)
+            values.append(text)
+        return tuple(values)
 
 
 def buckets_of(metric: Exported, histogram: _Histogram) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:

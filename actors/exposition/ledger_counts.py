@@ -17,8 +17,6 @@ from heapq import merge
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from headrace.actors.exposition import table
 from headrace.actors.exposition.attempts import (
     EVALUATION,
@@ -31,6 +29,7 @@ from headrace.actors.exposition.attempts import (
 )
 from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.ledger_rows import IN_JSON, all_ends, evaluation_attempts, json_of, training_attempts
+from headrace.actors.exposition.steps import StepCounts
 from headrace.actors.exposition.typical import TypicalTimes
 from headrace.buffer.breakdown import PARTS
 from headrace.buffer.core.records import FINAL, RolloutState
@@ -66,8 +65,8 @@ class OpenAttempt:
 
 class LedgerCounts:
     """Counts of one ledger. After `update`, `counts` has what happened so far; the other attributes are of that moment:
-    rollouts by state, attempts in flight, typical durations, and of the newest end and commit the times (Unix seconds)
-    and the staleness bound, None before the first one."""
+    rollouts by state, attempts in flight, typical durations, steps, and the time of the newest end (Unix seconds; None
+    before the first)."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.counts = Counts({"part": (*PARTS, UNMEASURED)})
@@ -79,10 +78,8 @@ class LedgerCounts:
         self._next_ordinal = 0
         self._evaluated: defaultdict[str, set[Key]] = defaultdict(set)
         self._ended_tags: set[str] = set()
-        self._next_commit = 1
+        self.steps = StepCounts(self.counts)
         self.newest_end_s: float | None = None
-        self.newest_commit_s: float | None = None
-        self.max_staleness: int | None = None
         self._identity = _identity(database)
 
     def is_continued_by(self, database: sqlite3.Connection) -> bool:
@@ -92,7 +89,7 @@ class LedgerCounts:
         return (
             _identity(database) == self._identity
             and numbers["next_ordinal"] >= self._next_ordinal
-            and numbers["next_commit"] >= self._next_commit
+            and numbers["next_commit"] >= self.steps.next_commit
         )
 
     def update(self, database: sqlite3.Connection, rows: JoinedRows) -> None:
@@ -111,7 +108,7 @@ class LedgerCounts:
         evaluated = sorted(self._visit_evaluations(rows))
         ends = sorted([*due, *evaluated]) if begun else merge(all_ends(rows), evaluated)
         self._count(rows, ends)
-        self._count_steps(rows)
+        self.steps.update(rows)
 
     def _visit(self, rows: JoinedRows, ids: list[str]) -> list[End]:
         """Look at groups that may have changed: return the ends that were not counted yet, and settle the groups that
@@ -211,33 +208,6 @@ class LedgerCounts:
                 self.newest_end_s = max(attempt.ended_at_s, self.newest_end_s or 0.0)
                 if attempt.described:
                     count_description(self.counts, attempt)
-
-    def _count_steps(self, rows: JoinedRows) -> None:
-        opened = sorted(at_s for (at_s,) in rows.select("epochs", ("opened_at_s",)))
-        columns = ("sequence", "batch_id", "skipped", "committed_at_s", "rolled_back_by", "max_staleness")
-        commits = iter(
-            sorted(rows.select("commits", columns, where="sequence >= ?", values=(self._next_commit,)).fetchall())
-        )
-        while some := list(islice(commits, ATTEMPTS_AT_ONCE)):
-            ids = json_of([commit[1] for commit in some])
-            leases = {
-                batch_id: (leased_at_s, members)
-                for batch_id, leased_at_s, members in rows.select(
-                    "batches", ("batch_id", "leased_at_s", "members"), where=f"batch_id {IN_JSON}", values=(ids,)
-                )
-            }
-            for sequence, batch_id, skipped, committed_at_s, rolled_back_by, bound in some:
-                self.counts.add(table.STEPS, "skipped" if skipped else "updated")
-                self.counts.add(table.STEPS_ROLLED_BACK, by=float(rolled_back_by is not None))
-                leased_at_s, members = leases[batch_id]
-                for _, _, staleness in orjson.loads(members):
-                    self.counts.observe(table.TRAINED_STALENESS, value=staleness)
-                epoch_s = max((at_s for at_s in opened if at_s <= leased_at_s), default=leased_at_s)
-                free_at_s = max(self.newest_commit_s or epoch_s, epoch_s)
-                begun_s = max(leased_at_s, free_at_s)
-                self.counts.add(table.LEARNER_S, "waiting", by=begun_s - free_at_s)
-                self.counts.add(table.LEARNER_S, "stepping", by=max(0.0, committed_at_s - begun_s))
-                self.newest_commit_s, self.max_staleness, self._next_commit = committed_at_s, bound, sequence + 1
 
 
 _REPEATED: Final = (Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED)

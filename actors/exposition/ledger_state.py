@@ -46,8 +46,8 @@ def state_of(ledger: LedgerCounts, database: sqlite3.Connection, rows: JoinedRow
     newest = (
         (table.NEWEST_CHECKPOINT, max(saved_s, default=None)),
         (table.NEWEST_END, ledger.newest_end_s),
-        (table.NEWEST_COMMIT, ledger.newest_commit_s),
-        (table.MAX_STALENESS, ledger.max_staleness),
+        (table.NEWEST_COMMIT, ledger.steps.newest_s),
+        (table.MAX_STALENESS, ledger.steps.max_staleness),
     )
     for metric, value in newest:
         if value is not None:
