@@ -20,7 +20,7 @@ from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases, lease_attributes
 from headrace.actors.record.parts import PartClock, add_part, in_part, part_clock
 from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.operations import Operations, Results, until_back
+from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, Operations, Results, until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.tasks import is_slow, is_solved
 from headrace.buffer.breakdown import EVALUATE_BOOT, EVALUATE_CHECK, EVALUATE_FREEZE, EVALUATE_QUEUE, OTHER, RELEASE
@@ -117,9 +117,9 @@ class Evaluator(ResourceOwner):
         )
         return self
 
-    async def begin(self, requests: dict[str, EvaluationRequest]) -> Results[Verdict]:
+    async def begin(self, requests: dict[str, EvaluationRequest], attempts: Attempts = NO_ATTEMPTS) -> Results[Verdict]:
         """Start the requested evaluations, which are identified by key; see `operations.Operator`."""
-        return await self._evaluations.begin(requests)
+        return await self._evaluations.begin(requests, attempts)
 
     async def fetch(self, keys: list[str]) -> Results[Verdict]:
         """Return verdicts as they arrive. A failed evaluation does not affect the others; the loss of an actor is

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.providers import start_hosts
 from headrace.actors.record.run_directory import sandbox_owner
-from headrace.actors.runtime.operations import Operations, Results
+from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, Operations, Results
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.pool.ledger import SandboxLedger
@@ -71,9 +71,9 @@ class SandboxPool(ResourceOwner):
         )
         return self
 
-    async def begin(self, requests: dict[str, LeaseRequest]) -> Results[Lease]:
+    async def begin(self, requests: dict[str, LeaseRequest], attempts: Attempts = NO_ATTEMPTS) -> Results[Lease]:
         """Start the requested leases, which are identified by key; see `operations.Operator`."""
-        return await self._leases.begin(requests)
+        return await self._leases.begin(requests, attempts)
 
     async def fetch(self, keys: list[str]) -> Results[Lease]:
         """Return leases as they become ready, or the SandboxError of each that failed."""

@@ -16,23 +16,21 @@ import os
 import re
 import socket
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 from opentelemetry import context, trace
 
+from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 from headrace.serve.observing.retention import RotatingFile
+from headrace.serve.observing.tracing import trace_id_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from headrace.serve.observing.retention import RetentionConfig
-
-ROLLOUT_ATTEMPT: ContextVar[tuple[str, int] | None] = ContextVar("headrace_rollout_attempt", default=None)
-"""Rollout id and attempt that the current task works for; None for work that belongs to no single attempt."""
 
 MAX_MESSAGE: Final = 8_000
 MAX_EXCEPTION: Final = 16_000
@@ -106,8 +104,9 @@ class EventFormatter(logging.Formatter):
         }
         if (current := ROLLOUT_ATTEMPT.get()) is not None:
             event["rollout"], event["attempt"] = current
-        span = trace.get_current_span().get_span_context()
-        if span.is_valid:
+            # Computed, since a process without spans of its own, such as the pool, works for attempts too.
+            event["trace"] = f"{trace_id_for(str(self._origin['run']), *current):032x}"
+        elif (span := trace.get_current_span().get_span_context()).is_valid:
             event["trace"] = f"{span.trace_id:032x}"
         if record.exc_info:
             exception = _storable(self._redact(self.formatException(record.exc_info)))

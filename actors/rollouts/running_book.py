@@ -21,6 +21,7 @@ from headrace.actors.record.running import (
 )
 from headrace.actors.rollouts.stuck import StuckWatch
 from headrace.actors.runtime.nodes import this_node
+from headrace.serve.observing.attempts import working_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +88,8 @@ class RunningBook:
             for order, spent in self._running.values():
                 part, part_s, total_s = spent.in_progress()
                 if (line := self._stuck.warning(order, total_s, part, part_s)) is not None:
-                    logger.warning("%s", line)
+                    with working_for((order.rollout_id, order.attempt)):
+                        logger.warning("%s", line)
             try:
                 await asyncio.to_thread(write_running, folder, self.file())
                 if not written:

@@ -218,6 +218,8 @@ class SourceStations:
             train_truncated=self._parts.train_truncated,
             train_cut=self._parts.train_cut,
             marks_warnings=marks_warnings(self._parts.agent),
+            rollout=order.rollout_id,
+            attempt=order.attempt,
         )
         return await self._shared.sessions.open(order, spec)
 

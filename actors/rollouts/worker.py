@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.record.logs import ROLLOUT_ATTEMPT
 from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.recorded_stations import RecordedStations
@@ -37,6 +36,7 @@ from headrace.buffer.breakdown import OFFER, summed
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.observing import span_names as names
+from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 from headrace.serve.observing.tracing import current_trace_id, describe, start_rollout_span
 
 if TYPE_CHECKING:

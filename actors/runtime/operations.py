@@ -6,22 +6,26 @@ Invariants:
   that has lost it begins the operation again under the same key.
 - Every request of a caller gets exactly one answer: its result, its own error, or the error of a lost actor.
 - Results are sent as they become ready, in batches; results that nobody fetches are released.
+- An operation works for the attempt that its caller works for (`attempts.ROLLOUT_ATTEMPT`), also in another process.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Generic, Protocol, Self, TypeVar
+from types import MappingProxyType
+from typing import Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_random_exponential
 
 from headrace.actors.errors import ActorGone, ActorLost
+from headrace.actors.record.logs import leave_rollout
 from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S, settle
 from headrace.actors.runtime.resources import ResourceOwner
+from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -31,6 +35,9 @@ FETCH_S: Final = 10.0
 KEPT_S: Final = 120.0
 """Longest time that a result is kept for its caller: longer than an actor takes to restart."""
 
+Attempts: TypeAlias = Mapping[str, tuple[str, int]]
+"""Rollout id and attempt that operations work for, by key."""
+NO_ATTEMPTS: Final[Attempts] = MappingProxyType({})
 
 DEFAULT_ABSENT_S: Final = 120.0
 """Default of `cluster.absent_s`: a process that imports torch takes about 15 s to restart with cold caches."""
@@ -95,8 +102,9 @@ class Results(Generic[R]):
 class Operator(Protocol[Q, R]):
     """Actor that offers operations."""
 
-    async def begin(self, requests: dict[str, Q]) -> Results[R]:
-        """Begin the operations that are not running yet, and return the results that are ready immediately."""
+    async def begin(self, requests: dict[str, Q], attempts: Attempts = NO_ATTEMPTS) -> Results[R]:
+        """Begin the operations that are not running yet, and return the results that are ready immediately. `attempts`
+        has the keys of those that work for one attempt."""
         ...
 
     async def fetch(self, keys: list[str]) -> Results[R]:
@@ -130,15 +138,17 @@ class Operations(ResourceOwner, Generic[Q, R]):
         for task in self._running.values():
             task.cancel()
 
-    async def begin(self, requests: dict[str, Q]) -> Results[R]:
+    async def begin(self, requests: dict[str, Q], attempts: Attempts = NO_ATTEMPTS) -> Results[R]:
         for key, request in requests.items():
             if key not in self._running:
-                task = self._running[key] = self._tasks.create_task(self._run(request))
+                task = self._running[key] = self._tasks.create_task(self._run(request, attempts.get(key)))
                 task.add_done_callback(partial(self._keep, key))
         await asyncio.wait([self._running[key] for key in requests], timeout=TOGETHER_S)
         return self._take(requests)
 
-    async def _run(self, request: Q) -> R | Exception:
+    async def _run(self, request: Q, attempt: tuple[str, int] | None = None) -> R | Exception:
+        # In the context of this operation's task only.
+        ROLLOUT_ATTEMPT.set(attempt)
         try:
             return await self._work(request)
         except Exception as error:  # noqa: BLE001 - belongs to the caller
@@ -200,6 +210,8 @@ class OperationCalls(Generic[Q, R]):
         self._unclaimed = unclaimed
         self._window_s = window_s
         self._pending: dict[str, tuple[Q, asyncio.Future[R]]] = {}
+        self._attempts: dict[str, tuple[str, int]] = {}
+        """Attempts that the pending and the running operations work for."""
         self._tasks = asyncio.TaskGroup()
         self._batches: set[asyncio.Task[None]] = set()
         self._beginning: asyncio.Future[None] | None = None
@@ -218,6 +230,8 @@ class OperationCalls(Generic[Q, R]):
         """Return the result of the operation. Raises the operation's error, or ActorGone."""
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._pending[key] = (request, answer)
+        if (attempt := ROLLOUT_ATTEMPT.get()) is not None:
+            self._attempts[key] = attempt
         if len(self._pending) == 1:
             before, self._beginning = self._beginning, asyncio.get_running_loop().create_future()
             batch = self._tasks.create_task(self._carry(before, self._beginning))
@@ -233,9 +247,13 @@ class OperationCalls(Generic[Q, R]):
             elif self._pending.pop(key, None) is None:
                 self._tasks.create_task(_unless_gone(until_back(lambda: self._actor.withdraw([key]))))
             raise
+        finally:
+            self._attempts.pop(key, None)
 
     async def _carry(self, before: asyncio.Future[None] | None, begun: asyncio.Future[None]) -> None:
         """Process one batch, from its first request until the last has its answer."""
+        # The task began in the context of the first caller, but works for all.
+        leave_rollout()
         await asyncio.sleep(self._window_s)
         if before is not None:
             await asyncio.wait([before], timeout=TOGETHER_S)
@@ -245,8 +263,9 @@ class OperationCalls(Generic[Q, R]):
         try:
             while waiting := {key: answer for key, answer in waiting.items() if not answer.done()}:
                 requests = {key: batch[key][0] for key in to_begin if key in waiting}
+                attempts = {key: self._attempts[key] for key in requests if key in self._attempts}
                 try:
-                    begin = partial(self._actor.begin, requests)
+                    begin = partial(self._actor.begin, requests, attempts)
                     results = await (until_back(begin) if requests else self._actor.fetch(list(waiting)))
                     to_begin = list(results.unknown)
                 except ActorLost:

@@ -90,7 +90,8 @@ class Budgets:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
     """Specification of a session to open. `session_id` is chosen by the caller and can be open only once at a time;
-    `traceparent` is the rollout's agent span. `train_truncated` says whether turns that were cut off by the context
+    `traceparent` is the rollout's agent span, `rollout` and `attempt` are those that it works for (empty: unknown, as
+    for sessions of other programs). `train_truncated` says whether turns that were cut off by the context
     limit are trained; `train_cut` says the same of turns that were cut off when `wall_s` was over, which then count as
     turns. `marks_warnings` says whether the agent may mark parts of observations as warnings, which objectives on
     observations leave out."""
@@ -102,6 +103,8 @@ class SessionSpec:
     train_truncated: bool = True
     train_cut: bool = False
     marks_warnings: bool = False
+    rollout: str = ""
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -31,6 +31,7 @@ from headrace.serve.errors import (
 )
 from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.delivery import Delivery, json_response
+from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -161,6 +162,8 @@ class AgentRoutes:
         live = self._sessions.by_token(token_of(request))
         if live is None:
             raise SessionUnknown("This session is unknown or closed.")
+        # In the context of this request's task only.
+        ROLLOUT_ATTEMPT.set(live.attempt)
         return live
 
 

@@ -121,6 +121,8 @@ class SpecForm(BaseModel):
     train_truncated: bool = True
     train_cut: bool = False
     marks_warnings: bool = False
+    rollout: str = Field(default="", max_length=256)
+    attempt: int = Field(default=0, ge=0, le=_MOST)
 
     def to_spec(self, most_context: int | None = None) -> SessionSpec:
         """Return the spec; `most_context` is the context length of the engines, if known."""
@@ -132,6 +134,8 @@ class SpecForm(BaseModel):
             train_truncated=self.train_truncated,
             train_cut=self.train_cut,
             marks_warnings=self.marks_warnings,
+            rollout=self.rollout,
+            attempt=self.attempt,
         )
 
 

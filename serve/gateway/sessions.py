@@ -21,6 +21,7 @@ from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.errors import LogBroken, SessionExists
 from headrace.serve.gateway.turns import LiveSession, Turns
+from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,8 @@ class SessionTable:
         """Close a session and return its report; this also works for a session that was finished recently. Return None
         if the session is unknown. Raises LogBroken."""
         live = self.get(session_id)
+        if live is not None:
+            ROLLOUT_ATTEMPT.set(live.attempt)
         if live is None:
             known = self._log.load_finished(session_id) if self._log else None
             return FinishedSession(report_of(known), known) if known else None

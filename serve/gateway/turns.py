@@ -90,6 +90,12 @@ class LiveSession:
     def __post_init__(self) -> None:
         self.context = context_from(self.core.spec.traceparent)
 
+    @property
+    def attempt(self) -> tuple[str, int] | None:
+        """Rollout id and attempt that the session works for; None if they are not known."""
+        spec = self.core.spec
+        return (spec.rollout, spec.attempt) if spec.rollout else None
+
     def record(self, event: Event) -> None:
         """Log an event, then apply it. Raises LogBroken, in which case the event is not applied."""
         self.flush()

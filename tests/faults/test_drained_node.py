@@ -16,7 +16,6 @@ from headrace.actors.cluster.node_drain import leave_node
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.logs import ROLLOUT_ATTEMPT
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
 from headrace.actors.runtime.runtime import InlineRuntime
@@ -24,6 +23,7 @@ from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import RolloutId
+from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

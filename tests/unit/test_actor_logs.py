@@ -20,13 +20,14 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from headrace.actors.record.logs import (
     MAX_LINE_BYTES,
-    ROLLOUT_ATTEMPT,
     EventFormatter,
     LogFile,
     Redaction,
 )
 from headrace.actors.runtime.batching import Batcher
+from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 from headrace.serve.observing.retention import RetentionConfig, kept_files, older_files
+from headrace.serve.observing.tracing import trace_id_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +93,8 @@ async def test_rollout_attempt_and_trace_are_those_of_the_task(log: Path) -> Non
     logger.info("outside")
     *inside, outside = events_in(log)
     found = sorted((event["rollout"], event["attempt"], event["trace"]) for event in inside)
-    assert found == [("r1", 1, f"{1:032x}"), ("r2", 2, f"{2:032x}")]
+    run = str(ORIGIN["run"])
+    assert found == [(f"r{number}", number, f"{trace_id_for(run, f'r{number}', number):032x}") for number in (1, 2)]
     assert not {"rollout", "attempt", "trace"} & outside.keys()
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S, Batcher
-from headrace.actors.runtime.operations import OperationCalls, Operations
+from headrace.actors.runtime.operations import NO_ATTEMPTS, OperationCalls, Operations
 from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT, working_for
 
 if TYPE_CHECKING:
-    from headrace.actors.runtime.operations import Results
+    from headrace.actors.runtime.operations import Attempts, Results
 
 
 class SlowCalls:
@@ -71,9 +72,9 @@ class CountedOperations:
         await asyncio.sleep(1.0)
         return 10 * request
 
-    async def begin(self, requests: dict[str, int]) -> Results[int]:
+    async def begin(self, requests: dict[str, int], attempts: Attempts = NO_ATTEMPTS) -> Results[int]:
         self.begun.append(list(requests.values()))
-        return await self.operations.begin(requests)
+        return await self.operations.begin(requests, attempts)
 
     async def fetch(self, keys: list[str]) -> Results[int]:
         return await self.operations.fetch(keys)
@@ -103,3 +104,30 @@ def test_operations_are_batched_while_a_call_is_running() -> None:
     results, begun = run_virtual(history())
     assert results == [10 * number for number in range(8)]
     assert begun == [[0], [1, 2, 3, 4, 5], [6, 7]]
+
+
+class AttemptsOfOperations(CountedOperations):
+    """Operations that return the attempt that they work for."""
+
+    async def work(self, request: int) -> Any:
+        await asyncio.sleep(1.0)
+        return ROLLOUT_ATTEMPT.get()
+
+
+def test_each_operation_of_a_batch_works_for_the_attempt_of_its_own_caller() -> None:
+    async def history() -> list[object]:
+        counted = AttemptsOfOperations()
+        async with (
+            Operations(counted.work, unclaimed=counted.nothing) as counted.operations,  # type: ignore[attr-defined]
+            OperationCalls(counted, unclaimed=counted.nothing) as calls,
+            asyncio.TaskGroup() as tasks,
+        ):
+            asked = []
+            for number in range(3):
+                with working_for((f"r{number}", number) if number != 1 else None):
+                    asked.append(tasks.create_task(calls(str(number), number)))
+            results: list[object] = [await task for task in asked]
+        assert counted.begun == [[0, 1, 2]]
+        return results
+
+    assert run_virtual(history()) == [("r0", 0), None, ("r2", 2)]

@@ -10,7 +10,15 @@ import pytest
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError
 from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.operations import ABSENCE, OperationCalls, Operations, Results, until_back
+from headrace.actors.runtime.operations import (
+    ABSENCE,
+    NO_ATTEMPTS,
+    Attempts,
+    OperationCalls,
+    Operations,
+    Results,
+    until_back,
+)
 from headrace.actors.runtime.runtime import Host, InlineRuntime, require_async
 
 if TYPE_CHECKING:
@@ -265,7 +273,7 @@ async def test_a_result_arriving_in_the_same_loop_iteration_as_the_cancellation_
     kitchen = Kitchen()
 
     class Late(Waiter):
-        async def begin(self, requests: dict[str, str]) -> Results[str]:
+        async def begin(self, requests: dict[str, str], attempts: Attempts = NO_ATTEMPTS) -> Results[str]:
             # Runs after the answer is set and before whoever waits for it.
             asyncio.get_running_loop().call_soon(gone.cancel)
             return Results(ready={key: f"hot {dish}" for key, dish in requests.items()})
