@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias, TypeVar
 
 import orjson
 import typer
@@ -29,13 +29,15 @@ from headrace.actors.cli.engine_table import engine_table
 from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, say, show, write_json
 from headrace.actors.errors import ConfigError, RunUnknown
 from headrace.actors.record.absences import Absent
+from headrace.actors.record.log_lines import event_of
 from headrace.actors.runs.records import ActualState
 from headrace.buffer.core.outages import utc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 
     from headrace.actors.cluster.section import ClusterSection
+    from headrace.actors.record.log_lines import Wanted
     from headrace.actors.runs.client import RunsClient
     from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 
@@ -58,6 +60,9 @@ Address = Annotated[
     ),
 ]
 Owner = Annotated[str, typer.Option("--owner", help="Owner of the runs, with --address; by default your user name.")]
+Event: TypeAlias = "Mapping[str, Any]"
+LOGS_S: Final = 2.0
+"""Interval between two looks for new lines of logs."""
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -359,18 +364,40 @@ def remove_engine(api: Access, run: str, engine: str, *, timeout_s: float, json:
     _write_engine(name, "remove", json)
 
 
-def print_logs(
-    api: Access, run: str, actor: str | None = None, *, render: Callable[[str], str] = lambda line: line
-) -> None:
-    """Print the lines of a run's logs, or those of one actor, up to now, as `render` returns each."""
+def print_logs(api: Access, run: str, wanted: Wanted, *, follow: bool, render: Callable[[Event], str]) -> None:
+    """Print the wanted lines of a run's logs up to now, or with `follow` until the run has ended, as `render` returns
+    each: those of a rollout in the order of time, others one actor after another."""
 
     async def print_pages(client: RunsClient, run_id: str) -> None:
-        page = await client.logs(run_id, actor=actor)
-        while page.lines:
-            typer.echo("\n".join(map(render, page.lines)))
-            page = await client.logs(run_id, actor=actor, after=page.cursor)
+        cursor = ""
+        while True:
+            is_last = not follow or not (await client.run(run_id)).is_live
+            async for events, after in _pages(client, run_id, wanted, cursor):
+                cursor = after
+                for event in events:
+                    typer.echo(render(event))
+            if is_last:
+                return
+            await asyncio.sleep(LOGS_S)
 
     api.ask(_on(run, print_pages))
+
+
+async def _pages(
+    client: RunsClient, run_id: str, wanted: Wanted, cursor: str
+) -> AsyncGenerator[tuple[list[Event], str], None]:
+    """Yield the wanted events after a cursor, with the next cursor; those of a rollout at once, in the order of
+    time."""
+    found: list[Event] = []
+    page = await client.logs(run_id, actor=wanted.actor, after=cursor)
+    while page.lines:
+        parsed = (event_of(line.encode()) for line in page.lines)
+        found += [event for event in parsed if event is not None and wanted.has(event)]
+        if wanted.rollout is None:
+            yield found, page.cursor
+            found = []
+        page = await client.logs(run_id, actor=wanted.actor, after=page.cursor)
+    yield sorted(found, key=lambda event: float(event["time"])), page.cursor
 
 
 def _on(run: str, work: Callable[[RunsClient, str], Awaitable[T]]) -> Callable[[RunsClient], Awaitable[T]]:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from headrace.actors.record.log_lines import logs_in
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.answers import read_answers
 from headrace.actors.run.launch import reopen
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
-from headrace.actors.runs.log_pages import logged_actors, read_logs
+from headrace.actors.runs.log_pages import read_logs
 from headrace.actors.traces.store import FOLDER, SpanFolder
 from headrace.buffer.audit.evidence import read_evidence, read_only
 from headrace.buffer.audit.verify import verify
@@ -118,7 +119,7 @@ def test_the_parts_of_every_attempt_add_up_and_little_is_unexplained(finished_ru
 
 def test_each_actor_has_a_log_from_its_start_to_its_end(finished_run: RunDirectory) -> None:
     actors = "dispatcher engines evaluator gateway learner replay sandbox-pool service worker-0"
-    assert " ".join(logged_actors(finished_run.logs)) == actors
+    assert " ".join(logs_in(finished_run.logs)) == actors
     page = read_logs(finished_run.logs, None, after="", limit_bytes=1 << 30)
     events = [json.loads(line) for line in page.lines]
     assert {event["run"] for event in events} == {finished_run.run_id()}

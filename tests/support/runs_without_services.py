@@ -178,7 +178,8 @@ class RunsWithoutServices:
             raise RunRefused(f"the cursor {after!r} is not of this run: leave it out")
         lines, cursor = [], after
         for event in self._table.events(run_id, after=int(after or 0)):
-            line = orjson.dumps(event).decode()
+            said = {"time": event.time_s, "level": "INFO", "actor": "service", "message": event.text}
+            line = orjson.dumps(said | {"number": event.number}).decode()
             limit_bytes -= len(line) + 1
             if limit_bytes < 0:
                 break

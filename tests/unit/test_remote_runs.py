@@ -13,8 +13,9 @@ import orjson
 import pytest
 
 from headrace.actors.cli import remote_runs
-from headrace.actors.cli.remote_runs import Api
+from headrace.actors.cli.remote_runs import Api, Event
 from headrace.actors.errors import ConfigError, RunUnknown
+from headrace.actors.record.log_lines import Wanted
 from headrace.actors.run.config import RECIPE_PATHS, named_paths, resolve
 from headrace.actors.runs.records import ActualState
 from support.control_rig import ControlRig
@@ -47,6 +48,10 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(RECIPE)
     return path
+
+
+def as_json(event: Event) -> str:
+    return orjson.dumps(event).decode()
 
 
 async def submit(api: Api, recipe: Path, name: str = "") -> None:
@@ -144,7 +149,7 @@ async def test_runs_are_changed_and_shown_by_name(
         remote_runs.show_run(api, "small")
         remote_runs.show_run(api, "small", json=tmp_path / "status.json")
         remote_runs.show_report(api, "small")
-        remote_runs.print_logs(api, "small", "service")
+        remote_runs.print_logs(api, "small", Wanted(actor="service"), follow=True, render=as_json)
         remote_runs.show_events(api, "small", after=1)
 
     await asyncio.to_thread(session)
