@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.held_out.service import EvaluationService
+from headrace.actors.record.logs import LogTerms
 from headrace.actors.record.run_directory import RunDirectory, free_folder
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.summary import About, EvaluationSummary
@@ -34,6 +35,7 @@ from headrace.actors.run.launch import (
     load_task_sets,
     reopen,
     sole_driver,
+    telling_warnings,
     watch,
 )
 from headrace.actors.run.overlap import refuse_overlap
@@ -310,19 +312,22 @@ async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
 
 
 async def _drive_service(evaluation: Evaluation, config: RunConfig, *, quiet: bool) -> EvaluationSummary:
+    directory = evaluation.directory
+    logs = LogTerms(run_id=directory.run_id(), folder=directory.logs, retention=config.retention, json_stderr=False)
     service = EvaluationService(
         config,
-        evaluation.directory,
-        RayRuntime(),
+        directory,
+        RayRuntime(logs=logs),
         evaluations=EvaluationFolders(root=evaluation.out, about=evaluation.about, is_one=True),
         tasks=evaluation.tasks,
         weights=await asyncio.to_thread(_weights, evaluation),
     )
     async with AsyncExitStack() as stack:
+        warnings = stack.enter_context(telling_warnings(directory.logs, quiet=quiet))
         with starting("engines, sandboxes and gateway", quiet=quiet):
             await stack.enter_async_context(service)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        watching = tasks.create_task(watch(service, quiet=quiet))
+        watching = tasks.create_task(watch(service, warnings, quiet=quiet))
         summary = await service.run(samples=evaluation.samples, tag=evaluation.tag)
         watching.cancel()
     return summary

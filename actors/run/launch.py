@@ -45,6 +45,7 @@ from headrace.actors.loop.config import refuse_unfilled_templates
 from headrace.actors.mix.section import KEY
 from headrace.actors.places.config import SandboxKind
 from headrace.actors.places.providers import check_provider, refuse_absent_images
+from headrace.actors.record.log_warnings import TerminalWarnings
 from headrace.actors.record.logs import LogTerms
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
@@ -99,6 +100,8 @@ if TYPE_CHECKING:
     from headrace.serve.observing.progress import Progress
 
 PROGRESS_S = 1.0
+ANSWER_S = 10.0
+"""Time limit for the service to report its progress."""
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -495,6 +498,30 @@ async def _drive_service(
 ) -> bool:
     logs = LogTerms(run_id=directory.run_id(), folder=directory.logs, retention=config.retention, json_stderr=False)
     runtime = RayRuntime(logs=logs)
+    with telling_warnings(directory.logs, quiet=quiet) as warnings:
+        service = await _started_service(config, directory, runtime, interrupts, quiet=quiet)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                draining = asyncio.Event()
+                running = tasks.create_task(run_guarded(runtime, service, config.service.hang_s, draining))
+                aside = [tasks.create_task(watch(service, warnings, quiet=quiet))]
+                if beside is not None:
+                    aside.append(tasks.create_task(beside(service)))
+                with drain_on_interrupt(service, running, tasks, draining, interrupts):
+                    completed = await running
+                for task in aside:
+                    task.cancel()
+        finally:
+            # Actors that do not stop in time end with Ray. The timeout must not replace the error that ended the run.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(config.service.drain_s):
+                    await runtime.stop(service)
+    return completed
+
+
+async def _started_service(
+    config: RunConfig, directory: RunDirectory, runtime: RayRuntime, interrupts: Interrupts, *, quiet: bool
+) -> Service:
     with starting("engines, sandboxes, gateway and learner", quiet=quiet):
         async with asyncio.TaskGroup() as tasks:
             spawning = tasks.create_task(runtime.spawn(Service, config, directory, runtime, name="service"))
@@ -508,24 +535,7 @@ async def _drive_service(
                 await asyncio.wait([spawning])
         if spawning.cancelled():
             raise RunInterrupted(f"interrupted during startup; continue with: headrace resume {directory.path}")
-        service = spawning.result()
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            draining = asyncio.Event()
-            running = tasks.create_task(run_guarded(runtime, service, config.service.hang_s, draining))
-            aside = [tasks.create_task(watch(service, quiet=quiet))]
-            if beside is not None:
-                aside.append(tasks.create_task(beside(service)))
-            with drain_on_interrupt(service, running, tasks, draining, interrupts):
-                completed = await running
-            for task in aside:
-                task.cancel()
-    finally:
-        # Actors that do not stop in time end with Ray. The timeout must not replace the error that ended the run.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(config.service.drain_s):
-                await runtime.stop(service)
-    return completed
+        return spawning.result()
 
 
 async def run_guarded(
@@ -577,15 +587,38 @@ class ProgressSource(Protocol):
     async def progress(self) -> Progress: ...
 
 
-async def watch(service: ProgressSource, *, quiet: bool) -> None:
-    """Show progress once a second until cancelled."""
+async def watch(
+    service: ProgressSource,
+    warnings: TerminalWarnings,
+    *,
+    quiet: bool = False,
+    display: ProgressDisplay | None = None,
+) -> None:
+    """Show progress and the warnings of actors once a second until cancelled."""
     if quiet:
         return
-    with ProgressDisplay() as display:
+    with display or ProgressDisplay() as shown:
         while True:
-            with suppress(ActorLost):
-                display.show(await service.progress())
+            for line in warnings.new():
+                shown.say(line)
+            with suppress(ActorLost, TimeoutError):
+                # A service that hangs says so in warnings of others.
+                async with asyncio.timeout(ANSWER_S):
+                    shown.show(await service.progress())
             await asyncio.sleep(PROGRESS_S)
+
+
+@contextmanager
+def telling_warnings(logs: Path, *, quiet: bool) -> Iterator[TerminalWarnings]:
+    """Yield what actors warn of during the block, and print at its end what `watch` has not shown. `logs` is the folder
+    of their logs."""
+    warnings = TerminalWarnings(logs)
+    try:
+        yield warnings
+    finally:
+        if not quiet:
+            for line in warnings.last():
+                ProgressDisplay().say(line)
 
 
 def write_summary(directory: RunDirectory, *, completed: bool) -> RunSummary:

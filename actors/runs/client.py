@@ -48,7 +48,9 @@ async def start_runs(section: ClusterSection, *, quotas: Path | None = None) -> 
     errors of its table."""
     terms = ClusterTerms.of(section)
     refuse_absent_roles(await living_nodes(), {Role.CONTROL: terms.roles.control})
-    runtime = RayRuntime(namespace=NAMESPACE, roles=terms.roles.labels(), absent_s=CLUSTER_ABSENT_S)
+    runtime = RayRuntime(
+        namespace=NAMESPACE, roles=terms.roles.labels(), absent_s=CLUSTER_ABSENT_S, logs=terms.log_terms()
+    )
     runs = await runtime.spawn(Runs, terms, quotas=quotas, name=ACTOR_NAME, resources=section.on(Role.CONTROL))
     # An actor of another version ends its process, and its successor answers.
     await until_back(lambda: runs.renew(RUNNING), deadline_s=PATIENCE_S)

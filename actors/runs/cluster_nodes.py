@@ -53,7 +53,7 @@ class ClusterNodes:
 
     def __init__(self, terms: ClusterTerms) -> None:
         self._terms = terms
-        self._runtime = RayRuntime(namespace=NAMESPACE, roles=terms.roles.labels())
+        self._runtime = RayRuntime(namespace=NAMESPACE, roles=terms.roles.labels(), logs=terms.log_terms())
         self._agents: dict[str, _Agent] = {}
         """Agents by the ids of their nodes."""
 

@@ -19,6 +19,7 @@ from headrace.actors.cluster.checks import refuse_absent_roles, refuse_open_redi
 from headrace.actors.cluster.probe import living_nodes, marked, open_redis, probe, versions_here
 from headrace.actors.cluster.section import ClusterSection, RolesSection
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
+from headrace.actors.record.logs import LogTerms
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, resolve
 from headrace.actors.run.launch import lay_out, reopen
@@ -29,6 +30,7 @@ from headrace.actors.storage.restore import link_checkpoints
 from headrace.actors.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file
+from headrace.serve.observing.retention import RetentionConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +61,11 @@ class ClusterTerms:
 
     def directory(self, run_id: str) -> RunDirectory:
         return RunDirectory(path=self.state / run_id, shared=self.storage / run_id)
+
+    def log_terms(self) -> LogTerms:
+        """Return how the actors log that belong to the cluster and not to one run: in the folder `logs` of the state
+        folder, on the node of each."""
+        return LogTerms(run_id="", folder=self.state / "logs", retention=RetentionConfig(), json_stderr=True)
 
 
 def config_of(recipe: Recipe, terms: ClusterTerms, run_id: str, *, rollout_nodes: int) -> RunConfig:

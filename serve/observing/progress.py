@@ -156,7 +156,11 @@ class ProgressDisplay:
             self._live.update(panel(progress), refresh=True)
         elif self._last_plain_s is None or progress.elapsed_s - self._last_plain_s >= self._plain_interval_s:
             self._last_plain_s = progress.elapsed_s
-            self._console.print(plain_line(progress), markup=False, highlight=False, soft_wrap=True)
+            self.say(plain_line(progress))
+
+    def say(self, line: str) -> None:
+        """Print a line as it is; a panel stays below it."""
+        self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
