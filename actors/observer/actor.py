@@ -1,4 +1,5 @@
-"""The observer of a run: an actor on the node of its state that sends chosen traces to a collector.
+"""The observer of a run: an actor on the node of its state that sends chosen traces to a collector, and serves the page
+and the metrics of the run.
 
 Invariants:
 - The run does not need it: its files are read and never written to by the actors that it observes, and no failure of
@@ -15,8 +16,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
+from headrace.actors.errors import ConfigError, RunMissing
+from headrace.actors.observer.server import ObserveOptions, page_server
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.traces.exporting import GRACE_S, TraceExport
+from headrace.actors.traces.exporting import FOLDER, GRACE_S, TraceExport
 from headrace.actors.traces.receiver import Receiver
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.primitives.daemon_thread import start_in_thread
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
     from headrace.serve.observing.telemetry import TelemetryConfig
 
+PAGE: Final = "page.json"
+"""Address and token of the page."""
 EVERY_S: Final = 10.0
 """Least time between two rounds of the export ..."""
 RESTS: Final = 20.0
@@ -57,6 +62,19 @@ class Observer(ResourceOwner):
 
     async def __aenter__(self) -> Self:
         group = await self._stack.enter_async_context(asyncio.TaskGroup())
+        if self._config.page is not None:
+            host, _, port = self._config.page.rpartition(":")
+            options = ObserveOptions(
+                host=host.strip("[]"),
+                port=int(port),
+                key_file=self._config.page_key_file,
+                address_file=self._run_dir / FOLDER / PAGE,
+            )
+            (self._run_dir / FOLDER).mkdir(exist_ok=True)
+            try:
+                await self._stack.enter_async_context(page_server(self._run_dir, options))
+            except (ConfigError, RunMissing, OSError) as error:
+                logger.warning("the page of the run is not served (telemetry.page): %s", error)
         if self._config.otlp_endpoint is not None:
             receiver = Receiver(self._config.otlp_endpoint, self._config.otlp_protocol)
             try:

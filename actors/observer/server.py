@@ -1,4 +1,4 @@
-"""Serves the page of a run as a plain process, without Ray.
+"""Serves the page and the metrics of a run: as a plain process without Ray, or for the observer of the run.
 
 Invariants:
 - It listens on other addresses than loopback only with a key of the user's.
@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -19,14 +20,17 @@ import orjson
 from aiohttp import web
 
 from headrace.actors.errors import ConfigError
+from headrace.actors.exposition.app import PATH, metrics_handler
+from headrace.actors.exposition.exposition import Exposition
 from headrace.actors.observer.app import build_app
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.policies.processes.engine_keys import is_loopback
 from headrace.sandboxes.errors import SecretRefused
 from headrace.sandboxes.key_files import read_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 CLOSE_S: Final = 0.5
@@ -36,12 +40,23 @@ TOKEN_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveOptions:
-    """Where to listen. Without `key_file`, a token is made that only the printed URL has."""
+    """Where to listen. Without `key_file`, a token is made that only the printed URL and the address file have; a
+    server that starts again with the same address file keeps it."""
 
     host: str = "127.0.0.1"
     port: int = 0
     key_file: Path | None = None
     address_file: Path | None = None
+
+    def known_token(self) -> str | None:
+        """Return the token of the server that wrote the address file before; None if there was none."""
+        if self.address_file is None or not self.address_file.exists():
+            return None
+        try:
+            token = orjson.loads(self.address_file.read_bytes())["token"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return token if isinstance(token, str) and token else None
 
     def read_key(self) -> str | None:
         """Return the key of the file. Raises ConfigError, also if other hosts could reach the page without one."""
@@ -58,16 +73,14 @@ class ObserveOptions:
             raise ConfigError(str(error)) from error
 
 
-async def observe(run_dir: Path, options: ObserveOptions, announce: Callable[[str], None]) -> None:
-    """Serve the page of a run until a signal. `announce` is called with the URL, whose fragment has the token unless
-    that is a key of the user's. Raises ConfigError if the address cannot be used, and RunMissing."""
+@asynccontextmanager
+async def page_server(run_dir: Path, options: ObserveOptions) -> AsyncIterator[str]:
+    """Serve the page and the metrics of a run during the block; gives the URL, whose fragment has the token unless that
+    is a key of the user's. Raises ConfigError if the address cannot be used, and RunMissing."""
     key = options.read_key()
-    token = key or secrets.token_urlsafe(TOKEN_BYTES)
+    token = key or options.known_token() or secrets.token_urlsafe(TOKEN_BYTES)
     app = build_app(run_dir, token, hosts=(options.host, socket.gethostname()))
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    app.router.add_get(PATH, metrics_handler(Exposition(RunDirectory.at(run_dir))))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
     await runner.setup()
     try:
@@ -82,7 +95,18 @@ async def observe(run_dir: Path, options: ObserveOptions, announce: Callable[[st
         if options.address_file is not None:
             document = orjson.dumps({"url": url, "pid": os.getpid(), "token": token})
             replace_file(options.address_file, document, mode=0o600)
-        announce(url if key else f"{url}#token={token}")
-        await ended.wait()
+        yield url if key else f"{url}#token={token}"
     finally:
         await runner.cleanup()
+
+
+async def observe(run_dir: Path, options: ObserveOptions, announce: Callable[[str], None]) -> None:
+    """Serve the page of a run until a signal. `announce` is called with the URL. Raises ConfigError if the address
+    cannot be used, and RunMissing."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with page_server(run_dir, options) as url:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ended.set)
+        announce(url)
+        await ended.wait()

@@ -134,7 +134,7 @@ class ServiceParts(GuardedActors):
     async def _start_observer(self) -> None:
         """Start the observer, if there is anything for it to do. It starts first, so that it ends last."""
         telemetry = self._config.telemetry
-        if self._directory is not None and telemetry.enabled and telemetry.otlp_endpoint is not None:
+        if self._directory is not None and (telemetry.otlp_endpoint or telemetry.page):
             await self._spawn("observer", Observer, self._directory.path, telemetry, resources=self._control)
 
     async def _start_pool(self) -> None:

@@ -23,7 +23,8 @@ import orjson
 from headrace.actors.record.run_directory import RunDirectory, identity_of
 from headrace.actors.slowness.in_flight import in_flight
 from headrace.actors.traces.attempts import ended_attempts, slow_or_failed
-from headrace.actors.traces.store import FOLDER, SpanFolder
+from headrace.actors.traces.store import FOLDER as SPANS
+from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import trace_id_for
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
         def send(self, spans: Iterable[Mapping[str, Any]]) -> bool: ...
 
 
+FOLDER: Final = "observer"
+"""Folder of the observer's files in the run's state."""
 CURSOR: Final = "exported.json"
-"""What has been sent, in the folder `observer` of the run's state."""
+"""What has been sent, in that folder."""
 GRACE_S: Final = 15.0
 """Time after the end of an attempt until which its spans may still come: other processes write every second, other
 nodes send their files every few seconds."""
@@ -84,8 +87,8 @@ class TraceExport:
         """Continue where the run's last export ended. Raises OSError, ValueError for a damaged cursor."""
         self._directory = RunDirectory.at(run_dir)
         self._receiver, self._share = receiver, share
-        self._store = SpanFolder(self._directory.path / FOLDER)
-        self._path = self._directory.path / "observer" / CURSOR
+        self._store = SpanFolder(self._directory.path / SPANS)
+        self._path = self._directory.path / FOLDER / CURSOR
         self._path.parent.mkdir(exist_ok=True)
         self._one = Lock()
         self.cursor = Cursor.read(self._path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
@@ -24,8 +25,6 @@ from headrace.serve.observing.span_files import SUFFIX, SpanFile
 from headrace.serve.observing.tracing import root_attempt, root_span_id_for, trace_id_for
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from opentelemetry.trace import Tracer
 
 OtlpProtocol: TypeAlias = Literal["http/protobuf", "grpc"]
@@ -53,6 +52,11 @@ class TelemetryConfig(BaseModel):
     """Protocol of `otlp_endpoint`: `http/protobuf` or `grpc`."""
     otlp_share: float = Field(default=0.01, ge=0, le=1)
     """Share of the ordinary rollouts that are sent to the receiver, chosen by a hash of their trace id."""
+    page: str | None = None
+    """Address, such as `127.0.0.1:8787`, on which the run's observer serves the page of the run and `/metrics`; the
+    address with its token is in `observer/page.json`. With None, `headrace observe` can serve the same."""
+    page_key_file: Path | None = None
+    """Private file with the token of the page; needed for an address other than loopback. None makes a token."""
     keep_bytes: int = Field(default=2**30, ge=4096)
     """Limit for the total size of the run's span files, which are compressed. Beyond it, the oldest ordinary spans are
     removed, and those of slow and failed rollouts last."""
@@ -64,7 +68,11 @@ class TelemetryConfig(BaseModel):
     """Longest time that an ended span stays in memory before it is written."""
 
     @model_validator(mode="after")
-    def _receiver(self) -> Self:
+    def _addresses(self) -> Self:
+        if self.page is not None:
+            host, _, port = self.page.rpartition(":")
+            if not host or not port.isdigit() or int(port) > 65535:
+                raise ValueError(f'page = {self.page!r} is no address; set it to one like "127.0.0.1:8787"')
         if self.otlp_endpoint is not None:
             check_receiver(self.otlp_endpoint, self.otlp_protocol)
         return self
