@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Self
 from headrace.actors.errors import ConfigError, RunMissing
 from headrace.actors.observer.server import ObserveOptions, page_server
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.traces.exporting import FOLDER, GRACE_S, TraceExport
+from headrace.actors.traces.exporting import FOLDER, TraceExport
 from headrace.actors.traces.receiver import Receiver
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.primitives.daemon_thread import start_in_thread
@@ -124,10 +124,12 @@ class Observer(ResourceOwner):
                 complete = await start_in_thread(export.round, name="traces")
             except (OSError, LedgerRefused) as error:
                 complete = False
-                logger.warning("traces cannot be sent now: %s", error)
+                # A run that begins has no ledger yet.
+                logger.log(
+                    logging.WARNING if export.cursor.through_s else logging.INFO, "traces cannot be sent now: %s", error
+                )
             failing = not complete and bool(export.cursor.open)
             if failing and not self._failing:
                 logger.warning("%s does not take spans; they are sent when it does", self._config.otlp_endpoint)
             self._failing = failing
-            rest_s = max(EVERY_S, RESTS * (time.monotonic() - began_s))
-            await asyncio.sleep(EVERY_S if complete or failing else min(rest_s, GRACE_S))
+            await asyncio.sleep(max(EVERY_S, RESTS * (time.monotonic() - began_s)))

@@ -14,7 +14,7 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import orjson
 
@@ -29,6 +29,7 @@ from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.absences import OF_ACTORS, Absences
 from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.housekeeping import EVERY_S, keep_house
 from headrace.actors.record.metrics import UNRECORDED, MetricsLog
 from headrace.actors.record.run_directory import identity_of, read_configuration
 from headrace.actors.rollouts.dispatcher import Dispatcher
@@ -37,11 +38,11 @@ from headrace.actors.rollouts.stations import SessionTerms, SourceParts, WorkerP
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.config import slime_terms
-from headrace.actors.run.supervision import SupervisedActors
+from headrace.actors.run.supervision import SupervisedActors, or_none
 from headrace.actors.runtime.guarded_actors import GuardedActors
 from headrace.actors.runtime.nodes import Role
 from headrace.actors.simulated.engines import SimulatedEngineGroup
-from headrace.actors.traces.limit import make_room
+from headrace.actors.traces.limit import keep_spans, make_room
 from headrace.actors.traces.store import FOLDER
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoop
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import SandboxProvider
 
 R = TypeVar("R")
+OBSERVER_EVERY_S: Final = 5.0
+"""Time between two calls of the observer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,7 @@ class ServiceParts(GuardedActors):
             retention=config.retention,
         )
         self.gateways: list[GatewayActor] = []
+        self._observer: Observer | None = None
 
     async def identity(self) -> tuple[str, str]:
         """Return the version of headrace and the digest of the configuration with which this service runs."""
@@ -135,7 +139,21 @@ class ServiceParts(GuardedActors):
         """Start the observer, if there is anything for it to do. It starts first, so that it ends last."""
         telemetry = self._config.telemetry
         if self._directory is not None and (telemetry.otlp_endpoint or telemetry.page):
-            await self._spawn("observer", Observer, self._directory.path, telemetry, resources=self._control)
+            path, resources = self._directory.path, self._control
+            self._observer = await self._spawn_beside("observer", Observer, path, telemetry, resources=resources)
+
+    async def _keep_house(self) -> None:
+        """Delete old files beside the ledger, according to the retention config, until cancelled."""
+        while self._directory is not None:
+            await asyncio.to_thread(keep_house, self._directory, self._config.retention)
+            await asyncio.to_thread(keep_spans, self._directory.path, self._config.telemetry, self._config.retention)
+            await asyncio.sleep(EVERY_S)
+
+    async def _call_observer(self) -> None:
+        """Call the observer regularly until cancelled: a restarted actor begins at its first call."""
+        while self._observer is not None:
+            await or_none(self._observer.status)
+            await asyncio.sleep(OBSERVER_EVERY_S)
 
     async def _start_pool(self) -> None:
         self.pool = await self._spawn(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 from headrace.actors.cluster.node_drain import RunLeft, leave_node
 from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.errors import RunStalled
-from headrace.actors.record.housekeeping import EVERY_S, keep_house, thin_out_evaluations
+from headrace.actors.record.housekeeping import thin_out_evaluations
 from headrace.actors.record.metrics import EvaluationMetric, StallMetric
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.parts import Externals, ServiceParts, periodic_evaluations, supervised_actors
@@ -40,7 +40,6 @@ from headrace.actors.run.supervision import (
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
-from headrace.actors.traces.limit import keep_spans
 from headrace.actors.training.external_loop import note_trainer
 from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
@@ -128,9 +127,10 @@ class Service(ServiceParts):
         self._no_more_steps = False
         try:
             async with self._guarded(self._supervise()) as tasks:
-                keeping = tasks.create_task(self._keep_house())
+                beside = [tasks.create_task(self._keep_house()), tasks.create_task(self._call_observer())]
                 done = await self._train_and_evaluate(tasks)
-                keeping.cancel()
+                for task in beside:
+                    task.cancel()
                 await self._supervision.finish()
         finally:
             self._end_steps()
@@ -323,13 +323,6 @@ class Service(ServiceParts):
         if self._ended is None:
             self._ended = await until_back(self.replay.ended_evaluations)
         return self._ended
-
-    async def _keep_house(self) -> None:
-        """Delete old files beside the ledger, according to the retention config, until cancelled."""
-        while self._directory is not None:
-            await asyncio.to_thread(keep_house, self._directory, self._config.retention)
-            await asyncio.to_thread(keep_spans, self._directory.path, self._config.telemetry, self._config.retention)
-            await asyncio.sleep(EVERY_S)
 
     async def _supervise(self) -> NoReturn:
         """Check the actors regularly, and end a stalled run with a diagnosis."""

@@ -1,8 +1,8 @@
 """The actors of a service: spawned under a name, guarded, and stopped with the service.
 
 Invariants:
-- Every actor has a name, is listed in `_actors` so that it is guarded, and is stopped when the service's context exits,
-  in reverse order.
+- Every actor has a name and is stopped when the service's context exits, in reverse order. All but those that nothing
+  depends on are listed in `_actors`, so that they are guarded.
 - An actor that does not answer, and a bundle of resources that no node has free, are listed in `_absences` for as long.
 """
 
@@ -101,8 +101,15 @@ class GuardedActors(ResourceOwner):
         self._absences.back(name)
 
     async def _spawn(self, name: str, cls: type[R], *args: object, resources: Resources = PLAIN, **kwargs: object) -> R:
-        actor = await self._runtime.spawn(cls, *args, name=name, resources=resources, **kwargs)
+        actor = await self._spawn_beside(name, cls, *args, resources=resources, **kwargs)
         self._actors[name], self._roles[name] = actor, resources.role or ""
+        return actor
+
+    async def _spawn_beside(
+        self, name: str, cls: type[R], *args: object, resources: Resources = PLAIN, **kwargs: object
+    ) -> R:
+        """Spawn an actor that is not guarded, since nothing depends on it: its loss ends nothing."""
+        actor = await self._runtime.spawn(cls, *args, name=name, resources=resources, **kwargs)
         self._stack.push_async_callback(self._stop, actor)
         return actor
 
