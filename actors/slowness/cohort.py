@@ -1,28 +1,30 @@
 """Typical durations: the cohort of each rollout, and quantiles of it.
 
 The cohort of a rollout has the same task, purpose and agent, and versions at most `NEAR_STEPS` steps away. Its recipe
-has the same purpose and agent, and versions as near. With n other members in the cohort, n < `ENOUGH`, a quantile is
-(n / ENOUGH) times that of the cohort plus the rest times that of the recipe; with more members it is the cohort's own.
+has the same purpose and agent, and versions of the same block of `NEAR_STEPS` steps and of those beside it; all
+versions if these are few. With n other members in the cohort, n < `ENOUGH`, a quantile is (n / ENOUGH) times that of
+the cohort plus the rest times that of the recipe; with more members it is the cohort's own.
 
 Invariants:
 - A rollout is not a member of its own cohort: what is typical does not depend on it.
 - Rollouts that have not ended by themselves are censored (Kaplan-Meier), so stragglers that still run are not ignored.
+- Rollouts of one cohort and step are compared at once, since a long run has tens of thousands.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from headrace.actors.slowness.rows import in_order
-from headrace.actors.slowness.survival import SurvivalCurve
+from headrace.actors.slowness.samples import Sample, quantiles_without
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Places = NDArray[np.int64]
+
+Key = TypeVar("Key")
 
 NEAR_STEPS: Final = 10
 ENOUGH: Final = 8
@@ -44,125 +48,142 @@ class Typical:
     n: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The rollouts of one cohort and step, `near[begin:end]`, among those of near steps; and the key of their
+    recipe."""
+
+    near: Places
+    begin: int
+    end: int
+    recipe: tuple[str, str, int]
+
+    @property
+    def here(self) -> Places:
+        return self.near[self.begin : self.end]
+
+
 class Cohorts:
     """Cohorts of all rows of a run. `of_recipe` compares every rollout with its recipe only (an ablation)."""
 
     def __init__(self, rows: Sequence[RolloutTime], *, of_recipe: bool = False) -> None:
         self.rows = rows
         self.parts = sorted({part for row in rows for part in row.parts_s}, key=in_order)
-        column = {part: place for place, part in enumerate(self.parts)}
-        self.seconds = np.zeros((len(rows), len(self.parts)))
-        for place, row in enumerate(rows):
-            for part, seconds in row.parts_s.items():
-                self.seconds[place, column[part]] = seconds
+        self.column = {part: place for place, part in enumerate(self.parts)}
         self.totals: Floats = np.array([row.total_s for row in rows], dtype=np.float64)
         self.finished = np.array([row.finished for row in rows], dtype=np.bool_)
         self._steps = np.array([row.step for row in rows], dtype=np.int64)
-        self._tasks = _sorted_by_step([(row.purpose, row.agent, row.task) for row in rows], self._steps)
-        self._recipes = _sorted_by_step([(row.purpose, row.agent) for row in rows], self._steps)
         self._of_recipe = of_recipe
+        self._recipes: dict[tuple[str, str, int], Places] = {}
 
-    def members(self, place: int) -> Places:
-        """Return the places of the other rollouts of the cohort."""
-        return _near(self._tasks, self._key(place), self._steps[place], place)
-
-    def recipe(self, place: int) -> Places:
-        """Return the places of the other rollouts of the recipe; of all versions if the near ones are few."""
-        near = _near(self._recipes, self._key(place)[:2], self._steps[place], place)
-        if len(near) >= ENOUGH:
-            return near
-        everywhere = self._recipes[self._key(place)[:2]][1]
-        others: Places = everywhere[everywhere != place]
-        return others
+    @cached_property
+    def seconds(self) -> Floats:
+        """Seconds of each part, of shape (rows, parts)."""
+        seconds = np.zeros((len(self.rows), len(self.parts)))
+        for place, row in enumerate(self.rows):
+            for part, value in row.parts_s.items():
+                seconds[place, self.column[part]] = value
+        return seconds
 
     def limits(self) -> tuple[Floats, Floats, Places]:
-        """Return the median and the 95th percentile of each rollout's cohort, and its number of other members."""
-        medians, highs = np.full(len(self.rows), np.inf), np.full(len(self.rows), np.inf)
-        counts = np.zeros(len(self.rows), dtype=np.int64)
-        recipes: dict[tuple[str, str, int], Floats] = {}
-        for key, (steps, places) in self._tasks.items():
-            for step in np.unique(steps):
-                first, last = np.searchsorted(steps, (step - NEAR_STEPS, step + NEAR_STEPS + 1))
-                here = places[slice(*np.searchsorted(steps, (step, step + 1)))]
-                near = places[first:last]
-                own = self._without_each(near, here)
-                n = len(near) - 1
-                if self._of_recipe or n < ENOUGH:
-                    if (key[0], key[1], int(step)) not in recipes:
-                        others = self.recipe(int(here[0]))
-                        recipes[(key[0], key[1], int(step))] = self._quantiles(others, (0.5, 0.95))
-                    weight = 0.0 if self._of_recipe else max(0, n) / ENOUGH
-                    own = _blend(own, recipes[(key[0], key[1], int(step))], weight)
-                medians[here], highs[here], counts[here] = own[:, 0], own[:, 1], max(0, n)
-        return medians, highs, counts
+        """Return the median and the 95th percentile of each rollout's cohort, infinite where too few have ended, and
+        its number of other members."""
+        quantiles, counts = np.full((len(self.rows), 2), np.inf), np.zeros(len(self.rows), dtype=np.int64)
+        borrowed: dict[tuple[str, str, int], Floats] = {}
+        for group in self._groups:
+            n = len(group.near) - 1
+            weight = 0.0 if self._of_recipe else min(1.0, n / ENOUGH)
+            own = self._sample(group.near).without(np.arange(group.begin, group.end), (0.5, 0.95))
+            if weight < 1:
+                if group.recipe not in borrowed:
+                    borrowed[group.recipe] = self._sample(self._recipe(group.recipe)).quantiles((0.5, 0.95))
+                own = _blend(own, borrowed[group.recipe], weight)
+            quantiles[group.here], counts[group.here] = own, n
+        return quantiles[:, 0], quantiles[:, 1], counts
 
-    def typical(self, place: int, values: Floats | None = None) -> Typical:
-        """Return what is typical of the total for a rollout's cohort, or of these values (one for each row)."""
-        of = self.totals if values is None else values
-        members = self.members(place)
-        weight = 0.0 if self._of_recipe else min(1.0, len(members) / ENOUGH)
-        p50_s, p90_s = self._quantiles(members, (0.5, 0.9), of)
-        if weight < 1:
-            p50_s, p90_s = _blend(np.array([p50_s, p90_s]), self._quantiles(self.recipe(place), (0.5, 0.9), of), weight)
-        return Typical(float(p50_s), float(p90_s), len(members))
+    def part_quantiles(
+        self, places: Places, ranks: Sequence[float], parts: Sequence[str] | None = None
+    ) -> tuple[Floats, Places]:
+        """Return quantiles of each part over the finished rollouts of the cohorts, of shape (places, ranks, parts), and
+        the numbers of other members. Rollouts that still run have no parts yet."""
+        columns = np.array([self.column[part] for part in (self.parts if parts is None else parts)], dtype=np.int64)
+        seconds = self.seconds[:, columns]
+        result, counts = np.zeros((len(places), len(ranks), len(columns))), np.zeros(len(places), dtype=np.int64)
+        borrowed: dict[tuple[str, str, int], Floats] = {}
+        order = np.argsort(self._group_of[places], kind="stable")
+        for at in np.split(order, np.nonzero(np.diff(self._group_of[places[order]]))[0] + 1) if len(places) else ():
+            group, here = self._groups[self._group_of[places[at[0]]]], places[at]
+            members = group.near[self.finished[group.near]]
+            counts[at] = n = len(members) - self.finished[here]
+            weight = np.zeros(len(at)) if self._of_recipe else np.minimum(1.0, n / ENOUGH)
+            own = quantiles_without(np.sort(seconds[members], axis=0), seconds[here], self.finished[here], ranks)
+            if (weight < 1).any():
+                if group.recipe not in borrowed:
+                    others = self._recipe(group.recipe)
+                    others = others[self.finished[others]]
+                    none = np.zeros((len(ranks), len(columns)))
+                    borrowed[group.recipe] = np.quantile(seconds[others], ranks, axis=0) if len(others) else none
+                shares = weight[:, None, None]
+                own = shares * own + (1 - shares) * borrowed[group.recipe]
+            result[at] = own
+        return result, counts
 
     def typical_parts(self, place: int) -> dict[str, Typical]:
-        """Return what is typical of each part, over the finished rollouts of the cohort: those that still run have
-        no parts yet."""
-        members, others = self.members(place), self.recipe(place)
-        members, others = members[self.finished[members]], others[self.finished[others]]
-        weight = 0.0 if self._of_recipe else min(1.0, len(members) / ENOUGH)
-        own, recipe = (
-            np.quantile(self.seconds[some], (0.5, 0.9), axis=0) if len(some) else np.zeros((2, len(self.parts)))
-            for some in (members, others)
-        )
-        p50_s, p90_s = weight * own + (1 - weight) * recipe
-        return {
-            part: Typical(float(p50_s[column]), float(p90_s[column]), len(members))
-            for column, part in enumerate(self.parts)
-        }
+        """Return what is typical of each part for a rollout's cohort."""
+        quantiles, counts = self.part_quantiles(np.array([place]), (0.5, 0.9))
+        p50_s, p90_s = quantiles[0].tolist()
+        return {part: Typical(p50_s[at], p90_s[at], int(counts[0])) for at, part in enumerate(self.parts)}
 
     def part_medians(self, places: Places) -> Floats:
         """Return the median of each part over the finished ones of these rollouts."""
         done = places[self.finished[places]]
         return np.median(self.seconds[done], axis=0) if len(done) else np.zeros(len(self.parts))
 
-    def by_task(self) -> dict[tuple[str, str, str], Places]:
-        """Return the places of the rollouts of each purpose, agent and task, over all versions."""
-        return {(key[0], key[1], key[2]): places for key, (_, places) in self._tasks.items()}
+    @cached_property
+    def by_task(self) -> Mapping[tuple[str, str, str], Places]:
+        """Places of the rollouts of each purpose, agent and task, over all versions, in the order of steps."""
+        return _by_key([(row.purpose, row.agent, row.task) for row in self.rows], self._steps)
 
-    def _key(self, place: int) -> tuple[str, str, str]:
-        row = self.rows[place]
-        return (row.purpose, row.agent, row.task)
+    @cached_property
+    def _by_recipe(self) -> Mapping[tuple[str, str], Places]:
+        return _by_key([(row.purpose, row.agent) for row in self.rows], self._steps)
 
-    def _without_each(self, near: Places, here: Places) -> Floats:
-        """Return median and 95th percentile of `near` without each of `here`, of shape (here, 2)."""
-        if self.finished[near].all() and len(near) > 1:
-            ordered = near[np.argsort(self.totals[near], kind="stable")]
-            position = {int(place): rank for rank, place in enumerate(ordered)}
-            ranks = np.array([position[int(place)] for place in here])
-            values = self.totals[ordered]
-            return np.stack([_quantile_without(values, ranks, share) for share in (0.5, 0.95)], axis=1)
-        return np.array([self._quantiles(near[near != place], (0.5, 0.95)) for place in here])
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        return list(self._each_group())
 
-    def _quantiles(self, places: Places, ranks: Sequence[float], of: Floats | None = None) -> Floats:
-        """Return quantiles; infinite where too few have ended."""
-        values, finished = (self.totals if of is None else of)[places], self.finished[places]
-        if not finished.any():
-            return np.full(len(ranks), np.inf)
-        if finished.all():
-            return np.quantile(values, ranks)
-        curve = SurvivalCurve.estimate(values.tolist(), finished.tolist())
-        return np.array([curve.quantile_s(rank) for rank in ranks])
+    @cached_property
+    def _group_of(self) -> Places:
+        """The number of each rollout's group."""
+        numbers = np.zeros(len(self.rows), dtype=np.int64)
+        for number, group in enumerate(self._groups):
+            numbers[group.here] = number
+        return numbers
 
+    def _each_group(self) -> Iterator[_Group]:
+        for key, places in self.by_task.items():
+            steps = self._steps[places]
+            distinct, begins = np.unique(steps, return_index=True)
+            ends = [*begins[1:].tolist(), len(places)]
+            firsts = np.searchsorted(steps, distinct - NEAR_STEPS, "left").tolist()
+            lasts = np.searchsorted(steps, distinct + NEAR_STEPS, "right").tolist()
+            for step, begin, end, first, last in zip(
+                distinct.tolist(), begins.tolist(), ends, firsts, lasts, strict=True
+            ):
+                recipe = (key[0], key[1], step // NEAR_STEPS)
+                yield _Group(places[first:last], begin - first, end - first, recipe)
 
-def _quantile_without(ordered: Floats, ranks: Places, share: float) -> Floats:
-    """Return a quantile (linear interpolation) of an ordered sample without the element at each rank."""
-    at = (len(ordered) - 2) * share
-    low, high = math.floor(at), math.ceil(at)
-    below, above = ordered[low + (low >= ranks)], ordered[high + (high >= ranks)]
-    result: Floats = below + (above - below) * (at - low)
-    return result
+    def _recipe(self, key: tuple[str, str, int]) -> Places:
+        """Return the rollouts of a recipe near a block of steps; of all versions if there are few."""
+        if key not in self._recipes:
+            places = self._by_recipe[key[:2]]
+            steps, block = self._steps[places], key[2]
+            first, last = np.searchsorted(steps, ((block - 1) * NEAR_STEPS, (block + 2) * NEAR_STEPS))
+            self._recipes[key] = places[first:last] if last - first > ENOUGH else places
+        return self._recipes[key]
+
+    def _sample(self, places: Places) -> Sample:
+        return Sample(self.totals[places], self.finished[places])
 
 
 def _blend(own: Floats, recipe: Floats, weight: float) -> Floats:
@@ -175,22 +196,9 @@ def _blend(own: Floats, recipe: Floats, weight: float) -> Floats:
     return weight * known + (1 - weight) * others
 
 
-def _sorted_by_step(keys: Sequence[tuple[str, ...]], steps: Places) -> dict[tuple[str, ...], tuple[Places, Places]]:
-    """Return the steps and places of the rows with each key, in the order of steps."""
-    places: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for place, key in enumerate(keys):
-        places[key].append(place)
-    ordered = {}
-    for key, found in places.items():
-        array = np.array(found, dtype=np.int64)
-        array = array[np.argsort(steps[array], kind="stable")]
-        ordered[key] = (steps[array], array)
-    return ordered
-
-
-def _near(ordered: dict[tuple[str, ...], tuple[Places, Places]], key: tuple[str, ...], step: int, place: int) -> Places:
-    steps, places = ordered[key]
-    first, last = np.searchsorted(steps, (step - NEAR_STEPS, step + NEAR_STEPS + 1))
-    near = places[first:last]
-    others: Places = near[near != place]
-    return others
+def _by_key(keys: Sequence[Key], steps: Places) -> dict[Key, Places]:
+    """Return the places of the rows with each key, in the order of steps."""
+    found: defaultdict[Key, list[int]] = defaultdict(list)
+    for place in np.argsort(steps, kind="stable").tolist():
+        found[keys[place]].append(place)
+    return {key: np.array(places, dtype=np.int64) for key, places in found.items()}

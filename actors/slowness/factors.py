@@ -5,16 +5,19 @@ Fisher. The Benjamini-Yekutieli procedure, which holds for dependent tests, keep
 tests of a run at `FALSE_DISCOVERIES`.
 
 Invariants:
-- A factor has at least `LEAST_SUPPORT` slow rollouts and is at least `LEAST_LIFT` times as frequent among them.
+- A factor has at least `LEAST_SUPPORT` slow rollouts, and its rollouts are slow at least `LEAST_RATIO` times as often
+  as the others. (A lift cannot serve as this bound: that of a factor of half of all rollouts is at most 2.)
+- Compared are rollouts that ended by themselves: of others neither the labels nor the times are complete.
+- An event counts for a rollout only if it coincided for long enough to explain half of a usual excess.
+- A factor that the rollouts of a stronger one explain is not reported; one that has the same rollouts is named with it.
 - Labels that only restate a cause (tool names beside slow tools) are not tested against it.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -24,13 +27,23 @@ from headrace.actors.slowness.rows import EARLIER_ATTEMPTS
 from headrace.buffer.breakdown import TOOL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from headrace.actors.slowness.rows import Interval, RolloutTime
 
+    Floats = NDArray[np.float64]
+    Places = NDArray[np.int64]
+    Flags = NDArray[np.bool_]
+
 FALSE_DISCOVERIES: Final = 0.01
 LEAST_SUPPORT: Final = 3
-LEAST_LIFT: Final = 2.0
+LEAST_RATIO: Final = 2.0
+SHARE_OF_EXCESS: Final = 0.5
+"""An event coincides with a rollout if it may have held it up for this share of the median excess of slow ones."""
+LONG: Final = "long"
+"""Mark of rollouts with which an event coincided for longer than is usual."""
 HIGH: Final = 0.9
 """A number counts as high above this quantile over the run."""
 NUMBERS: Final = ("turns", "prompt_tokens", "sampled_tokens", "cached_tokens", "memory_bytes")
@@ -40,6 +53,8 @@ UNTESTED: Final = frozenset({*NUMBERS, *COUNTS, "cpu_s", "versions", "agent", "s
 """Labels whose single values are not tested: numbers, and ids that no two rollouts share."""
 CPU_SHARE: Final = 0.1
 """CPU seconds per second of tools and checks count as low below this quantile and below half of the median."""
+NEAR: Final = 10.0
+"""Factors whose probabilities differ by less than this ratio are equally convincing."""
 LAST: Final = ("cpu_share", "failed_on")
 """Kinds of factors that follow from others: named only where nothing else is found."""
 NEAREST: Final[Mapping[str, tuple[str, ...]]] = {
@@ -48,14 +63,19 @@ NEAREST: Final[Mapping[str, tuple[str, ...]]] = {
     "gate": ("push", "quarantine"),
     "tool": ("task", "host"),
     "evaluate": ("task", "host"),
+    "retries": ("task", "host"),
 }
-"""Kinds of factors that explain a stage best, for factors that the same rollouts have."""
+"""Kinds of factors that explain a stage best, for factors that are equally convincing."""
+DIRECT: Final[Mapping[str, tuple[str, ...]]] = {"gate": ("push", "quarantine", "outage")}
+"""Kinds of factors that are a stage by its definition: named first, however convincing others are. A gate is closed by
+a push; that an evaluation ran at the same times explains nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
     """A factor of one cause. `support` of `slow` rollouts have it; `lift` is their share divided by that among all
-    rollouts; `p` is the probability of as many by chance."""
+    rollouts; `p` is the probability of as many by chance. `same` are factors that exactly the same rollouts have, so
+    that nothing tells them apart."""
 
     kind: str
     value: str
@@ -63,112 +83,218 @@ class Factor:
     slow: int
     lift: float
     p: float
+    same: tuple[str, ...] = ()
 
     def text(self) -> str:
         return self.kind if not self.value else f"{self.kind} {self.value}"
 
 
-Carriers = dict[tuple[str, str], set[int]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The rollouts that a part held up, and the seconds by which it did. Of all rollouts: `spent_s` in the part, and
+    `begin_s` and `end_s` of its phase."""
+
+    places: Places
+    excess_s: Floats
+    spent_s: Floats
+    begin_s: Floats
+    end_s: Floats
+
+
+Carriers = dict[tuple[str, str], "Places"]
 
 
 def carriers_of(rows: Sequence[RolloutTime]) -> Carriers:
     """Return the places of the rollouts that have each (label, value)."""
-    found: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
-    numbers: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    numbers: defaultdict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
     for place, row in enumerate(rows):
         for name, value in row.labels.items():
-            if isinstance(value, (tuple, list)):
-                if name not in UNTESTED:
-                    for each in value:
-                        found[name, str(each)].add(place)
-            elif isinstance(value, (bool, str)):
-                if name not in UNTESTED and value != "":
-                    found[name, str(value).lower() if isinstance(value, bool) else value].add(place)
-            elif name in NUMBERS or name in COUNTS:
-                numbers[name][place] = float(value)
-        busy_s = sum(seconds for part, seconds in row.parts_s.items() if part.startswith(TOOL))
+            if name in UNTESTED:
+                if isinstance(value, (int, float)) and (name in NUMBERS or name in COUNTS):
+                    places, values = numbers[name]
+                    places.append(place)
+                    values.append(value)
+            elif isinstance(value, str):
+                if value:
+                    found[name, value].append(place)
+            elif isinstance(value, (tuple, list)):
+                for each in dict.fromkeys(value):
+                    found[name, str(each)].append(place)
+            elif isinstance(value, bool):
+                found[name, str(value).lower()].append(place)
         cpu_s = row.labels.get("cpu_s")
-        if isinstance(cpu_s, (int, float)) and busy_s > 0:
-            numbers["cpu_share"][place] = cpu_s / busy_s
-    for name, values in numbers.items():
-        known = np.fromiter(values.values(), dtype=np.float64)
+        if isinstance(cpu_s, (int, float)):
+            busy_s = sum(seconds for part, seconds in row.parts_s.items() if part.startswith(TOOL))
+            if busy_s > 0:
+                places, values = numbers["cpu_share"]
+                places.append(place)
+                values.append(cpu_s / busy_s)
+    carriers = {key: np.array(places, dtype=np.int64) for key, places in found.items()}
+    for name, (places, values) in numbers.items():
+        at, known = np.array(places, dtype=np.int64), np.array(values, dtype=np.float64)
         if name == "cpu_share":
             limit = min(float(np.quantile(known, CPU_SHARE)), float(np.median(known)) / 2)
-            found[name, "low"] = {place for place, value in values.items() if value <= limit}
-            continue
-        usual = {"boot_tries": 1.0, "retractions": 0.0}.get(name, 0.0)
-        limit = max(float(np.quantile(known, HIGH)), usual)
-        if name in COUNTS:
+            carriers[name, "low"] = at[known <= limit]
+        elif name in COUNTS:
             # Most rollouts have the usual count, so the quantile may be that of a common one.
-            limit = usual
-        found[name, f"above {limit:g}"] = {place for place, value in values.items() if value > limit}
-    return {key: places for key, places in found.items() if 0 < len(places) < len(rows)}
+            limit = {"boot_tries": 1.0, "retractions": 0.0}[name]
+            carriers[name, f"above {limit:g}"] = at[known > limit]
+        else:
+            limit = float(np.quantile(known, HIGH))
+            carriers[name, f"above {limit:g}"] = at[known > limit]
+    return carriers
 
 
-def beside(rows: Sequence[RolloutTime], part: str, meanwhile: Iterable[Interval]) -> Carriers:
-    """Return the places of the rollouts of which this part may have coincided with each kind of event."""
+def beside(held: Held, meanwhile: Iterable[Interval]) -> Carriers:
+    """Return the places of the rollouts of which a part may have coincided with each kind of event: at all, and for
+    `SHARE_OF_EXCESS` longer than is usual.
+
+    An event coincides if it was running when the part's phase began, or began before the phase would have ended with a
+    usual time of the part. It counts from the beginning of the phase to its own end. So a rollout does not coincide
+    with more events because the part took longer."""
     by_kind: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for interval in meanwhile:
         by_kind[interval.kind].append((interval.start_s, interval.end_s))
+    begin_s = held.begin_s
+    end_s = np.maximum(begin_s, held.end_s - held.spent_s + np.median(held.spent_s))
+    least_s = SHARE_OF_EXCESS * float(np.median(held.excess_s))
     found: Carriers = {}
-    merged = {kind: disjoint(spans) for kind, spans in by_kind.items()}
-    windows = [row.window_s(part) for row in rows]
-    # A rollout that takes longer coincides with more events because it takes longer, so all windows are cut alike.
-    typical_s = float(np.median([end_s - start_s for start_s, end_s in windows])) if windows else 0.0
-    windows = [(start_s, min(end_s, start_s + typical_s)) for start_s, end_s in windows]
-    for kind, spans in merged.items():
-        starts, ends = [start for start, _ in spans], [end for _, end in spans]
-        places = {
-            place
-            for place, (start_s, end_s) in enumerate(windows)
-            if bisect_right(starts, end_s) > bisect_left(ends, start_s)
-        }
-        if 0 < len(places) < len(rows):
-            found[kind, ""] = places
+    for kind, some in by_kind.items():
+        # An event that has not ended lasts until the last rollout.
+        spans = np.minimum(np.array(disjoint(some), dtype=np.float64), held.end_s.max())
+        before_s = np.concatenate(([0.0], np.cumsum(spans[:, 1] - spans[:, 0])))
+        first, last = np.searchsorted(spans[:, 1], begin_s, "left"), np.searchsorted(spans[:, 0], end_s, "right")
+        touched = last > first
+        missed_s = np.maximum(0.0, begin_s - spans[np.minimum(first, len(spans) - 1), 0])
+        seconds = np.where(touched, before_s[np.maximum(first, last)] - before_s[first] - missed_s, 0.0)
+        found[kind, ""] = np.nonzero(touched)[0]
+        found[kind, LONG] = np.nonzero(touched & (seconds >= np.median(seconds) + least_s))[0]
     return found
 
 
 def common_factors(
-    rows: Sequence[RolloutTime], slow_by_part: Mapping[str, set[int]], meanwhile: Sequence[Interval]
-) -> dict[str, list[tuple[Factor, set[int]]]]:
-    """Return the factors of each part with the rollouts that have them, the most convincing first."""
+    rows: Sequence[RolloutTime], held_up: Mapping[str, Held], meanwhile: Sequence[Interval], comparable: Flags
+) -> dict[str, list[tuple[Factor, Places]]]:
+    """Return the factors of each part with the rollouts that have them, the most convincing first. `comparable` says
+    which rollouts ended by themselves; those that were held up are compared too."""
     labels = carriers_of(rows)
-    tested: list[tuple[float, str, Factor, set[int]]] = []
-    tests = 0
-    for part, slow in slow_by_part.items():
-        if len(slow) < LEAST_SUPPORT:
+    found: defaultdict[str, list[_Tested]] = defaultdict(list)
+    least: list[float] = []
+    for part, held in held_up.items():
+        if len(held.places) < LEAST_SUPPORT:
             continue
-        carriers = labels | beside(rows, part, meanwhile)
-        for (kind, value), places in carriers.items():
-            # These restate the cause.
-            if (kind == "tools" and part.startswith(TOOL)) or (kind == "failed_by" and part == EARLIER_ATTEMPTS):
-                continue
-            tests += 1
-            support = len(places & slow)
-            lift = (support / len(slow)) / (len(places) / len(rows))
-            if support < LEAST_SUPPORT or lift < LEAST_LIFT:
-                continue
-            p = upper_tail(len(rows), len(places), len(slow), support)
-            factor = Factor(kind=kind, value=value, support=support, slow=len(slow), lift=lift, p=p)
-            tested.append((p, part, factor, places))
-    tested.sort(key=lambda item: item[0])
-    limit = FALSE_DISCOVERIES / sum(1 / number for number in range(1, tests + 1)) if tests else 0.0
-    kept = max((place for place, item in enumerate(tested, start=1) if item[0] <= limit * place / tests), default=0)
-    found: defaultdict[str, list[tuple[Factor, set[int]]]] = defaultdict(list)
-    for _, part, factor, places in tested[:kept]:
-        found[part].append((factor, places))
-    for part, factors in found.items():
+        population, slow = comparable.copy(), np.zeros(len(rows), dtype=np.bool_)
+        population[held.places] = slow[held.places] = True
         nearest = NEAREST.get(stage_of(part), ())
-        # Nearly equal evidence comes from labels that the same rollouts have.
-        factors.sort(
-            key=lambda item: (
-                item[0].kind in LAST,
-                round(math.log10(max(item[0].p, 1e-300))),
-                nearest.index(item[0].kind) if item[0].kind in nearest else len(nearest),
-                item[0].p,
-            )
+        for names, places in _distinct(part, labels | beside(held, meanwhile), population):
+            kinds = [kind for kind, _ in names]
+            order = sorted(range(len(names)), key=lambda at: (kinds[at] in LAST, _rank(nearest, kinds[at])))
+            each = _Tested(part, tuple(names[at] for at in order), places, slow, population)
+            least.append(each.least_p())
+            if (factor := each.factor()) is not None:
+                found[part].append(replace(each, whole=factor))
+    limit = discovery_limit([each.whole.p for some in found.values() for each in some if each.whole], least)
+    return {part: list(_independent(part, some, limit)) for part, some in found.items()}
+
+
+def _distinct(part: str, carriers: Carriers, population: Flags) -> Iterator[tuple[list[tuple[str, str]], Places]]:
+    """Yield the sets of rollouts that factors have, each with the names of all of them: factors that the same rollouts
+    have are one hypothesis."""
+    found: defaultdict[bytes, list[tuple[str, str]]] = defaultdict(list)
+    sets: dict[bytes, Places] = {}
+    total = int(population.sum())
+    for (kind, value), all_places in carriers.items():
+        # These restate the cause.
+        if (kind == "tools" and part.startswith(TOOL)) or (kind == "failed_by" and part == EARLIER_ATTEMPTS):
+            continue
+        places = all_places[population[all_places]]
+        if 0 < len(places) < total:
+            sets[places.tobytes()] = places
+            found[places.tobytes()].append((kind, value))
+    for key, names in found.items():
+        yield names, sets[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tested:
+    """A hypothesis: slow rollouts of this part are more frequent among `places`. `whole` is the factor over the whole
+    population, once it is tested."""
+
+    part: str
+    names: tuple[tuple[str, str], ...]
+    places: Places
+    slow: Flags
+    population: Flags
+    whole: Factor | None = None
+
+    def least_p(self) -> float:
+        """Return the smallest probability that the test can have, with as many slow rollouts."""
+        slow = int(self.slow.sum())
+        return upper_tail(int(self.population.sum()), len(self.places), slow, min(slow, len(self.places)))
+
+    def factor(self, without: Places | None = None) -> Factor | None:
+        """Test it among the rollouts that are not in `without`; None if too few slow rollouts have it, or not often
+        enough."""
+        population = self.population.copy()
+        population[[] if without is None else without] = False
+        places, slow = self.places[population[self.places]], self.slow & population
+        support, all_slow, total = int(slow[places].sum()), int(slow.sum()), int(population.sum())
+        others, slow_others = total - len(places), all_slow - support
+        if support < LEAST_SUPPORT or support * others < LEAST_RATIO * slow_others * len(places):
+            return None
+        texts = dict.fromkeys(kind if value in ("", LONG) else f"{kind} {value}" for kind, value in self.names)
+        kind, value = self.names[0]
+        return Factor(
+            kind=kind,
+            value="" if value == LONG else value,
+            support=support,
+            slow=all_slow,
+            lift=(support / all_slow) / (len(places) / total),
+            p=upper_tail(total, len(places), all_slow, support),
+            same=tuple(texts)[1:],
         )
-    return dict(found)
+
+
+def discovery_limit(probabilities: Iterable[float], least: Sequence[float]) -> float:
+    """Return the largest probability that Benjamini and Yekutieli accept among these; -1 if there is none. `least` are
+    the smallest probabilities that each of all tests can have: tests that cannot succeed are not counted (Tarone, A
+    modified Bonferroni method for discrete data, 1990; Gilbert, 2005, for false discovery rates)."""
+    tests = next(
+        (count for count in range(1, len(least)) if sum(p <= FALSE_DISCOVERIES / count for p in least) <= count),
+        max(1, len(least)),
+    )
+    limit = FALSE_DISCOVERIES / sum(1 / number for number in range(1, tests + 1)) / tests
+    accepted = [p for number, p in enumerate(sorted(probabilities), start=1) if p <= limit * number]
+    return max(accepted, default=-1.0)
+
+
+def _independent(part: str, found: Sequence[_Tested], limit: float) -> Iterator[tuple[Factor, Places]]:
+    """Yield the factors of a part, the most convincing first, each if it still stands among the rollouts that no
+    factor before it has."""
+    stage = stage_of(part)
+    nearest, direct = NEAREST.get(stage, ()), DIRECT.get(stage, ())
+
+    def group(factor: Factor) -> tuple[bool, bool]:
+        return factor.kind not in direct, factor.kind in LAST
+
+    left = [(each.whole, each) for each in found if each.whole is not None and each.whole.p <= limit]
+    left.sort(key=lambda pair: (group(pair[0]), pair[0].p))
+    explained = np.zeros(0, dtype=np.int64)
+    while left:
+        first = left[0][0]
+        near = [pair for pair in left if group(pair[0]) == group(first) and pair[0].p <= NEAR * first.p]
+        best = min(near, key=lambda pair: (_rank(nearest, pair[0].kind), pair[0].p))
+        left = [pair for pair in left if pair is not best]
+        factor, each = best
+        again = each.factor(explained)
+        if again is not None and again.p <= limit:
+            yield factor, each.places
+            explained = np.union1d(explained, each.places)
+
+
+def _rank(nearest: Sequence[str], kind: str) -> int:
+    return nearest.index(kind) if kind in nearest else len(nearest)
 
 
 def upper_tail(total: int, marked: int, drawn: int, hits: int) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from headrace.buffer.breakdown import BEFORE_AGENT, OF_EVALUATION, Label, place_of
+from headrace.buffer.breakdown import OF_EVALUATION, Label, place_of
 
 DISPATCH: Final = "dispatch"
 """Part from the ledger: the order's way to a worker and the result's way back."""
@@ -61,23 +61,6 @@ class RolloutTime:
     cause: str = ""
     clock_s: float = 0.0
     """Seconds by which the worker's clock and the ledger's disagree; 0 within `TOLERANCE_S`."""
-
-    def window_s(self, part: str) -> tuple[float, float]:
-        """Return the interval of Unix time in which a part was spent: before the agent, while it worked, or in the
-        evaluation. The breakdown has lengths and not positions, so the interval may be longer than the part."""
-        end = self.issued_at_s + self.total_s
-        if part in (EARLIER_ATTEMPTS, STALENESS_WAIT):
-            return self.issued_at_s, self.last_issued_at_s
-        if part in (DISPATCH, UNATTRIBUTED, RUNNING):
-            return self.last_issued_at_s, end
-        evaluation_s = sum(seconds for name, seconds in self.parts_s.items() if is_of_evaluation(name))
-        if is_of_evaluation(part):
-            return max(self.last_issued_at_s, end - evaluation_s - self.parts_s.get(DISPATCH, 0.0)), end
-        before_s = sum(self.parts_s.get(name, 0.0) for name in BEFORE_AGENT) + self.parts_s.get(DISPATCH, 0.0)
-        agent_at_s = min(end, self.last_issued_at_s + before_s)
-        if part in BEFORE_AGENT:
-            return self.last_issued_at_s, agent_at_s
-        return self.last_issued_at_s, max(agent_at_s, end - evaluation_s)
 
 
 @dataclass(frozen=True, slots=True)

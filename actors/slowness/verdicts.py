@@ -2,8 +2,6 @@
 
 Invariants:
 - A plain function of rows, steps and events: no clock, no files.
-- A rollout is slow against its cohort, or, where a whole task is slow in one part, against the other tasks.
-- Excess is the seconds that the cohort's median would save; it is never negative.
 - "No common factor" is a valid answer.
 """
 
@@ -12,30 +10,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.actors.slowness.advice import advise
-from headrace.actors.slowness.cohort import Cohorts
+from headrace.actors.slowness.cohort import ENOUGH, Cohorts
 from headrace.actors.slowness.factors import Factor, common_factors
-from headrace.actors.slowness.rows import RUNNING, RolloutTime, in_order
+from headrace.actors.slowness.findings import (
+    RATIO,
+    Found,
+    against_cohort,
+    factor_of,
+    held_up_by_part,
+    slow_by_factor,
+    slow_tasks,
+)
+from headrace.actors.slowness.rows import RUNNING, RolloutTime
 from headrace.buffer.breakdown import is_of_agent
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from headrace.actors.slowness.reading import RunTimes, StepTime
-
-RATIO: Final = 1.5
-"""A slow rollout takes longer than this many times the median of its cohort."""
-OUTLYING: Final = 6.0
-"""A task is slow in a part if its median exceeds that of all tasks by this many robust standard deviations (1.4826
-times the median absolute deviation of the tasks' medians) ..."""
-LEAST_SHARE: Final = 0.5
-"""... and by this share of a typical rollout's total."""
-LEAST_TASKS: Final = 4
-LEAST_MEMBERS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +48,8 @@ class PartVerdict:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Verdict on one slow rollout. `causes` are the parts with the most excess: one, or two if no part has half of it.
-    `against` says what it is slow against: `cohort`, or `tasks` if its whole task is slow."""
+    `against` says what it is slow against: `cohort`; `tasks` if its whole task is slow; or `factor` if it is not above
+    the p95 of its cohort, since a common factor slows so many of it."""
 
     rollout_id: str
     attempt: int
@@ -119,34 +115,24 @@ class SlowReport:
         return asdict(self) | {"slow": len(self.verdicts)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """A slow rollout before its factor is known; `medians` has the typical seconds of each part."""
-
-    place: int
-    against: str
-    medians: Mapping[str, float]
-    excess_s: Mapping[str, float]
-
-
 def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool = False) -> SlowReport:
     """Explain the slow rollouts of a run. `of_recipe` compares every rollout with all others instead of its cohort, and
     `first_part_only` names the longest part instead of that with the most excess; both are ablations."""
     cohorts = Cohorts(times.rows, of_recipe=of_recipe)
     medians, highs, counts = cohorts.limits()
-    found = slow_tasks(cohorts)
     slow = np.nonzero((cohorts.totals > highs) & (cohorts.totals > RATIO * medians))[0]
-    for place in map(int, slow):
-        if place not in found:
-            typical = {part: each.p50_s for part, each in cohorts.typical_parts(place).items()}
-            found[place] = _of(times.rows[place], place, "cohort", typical, float(medians[place]))
-    causes = {place: causes_of(item, times.rows[place], longest=first_part_only) for place, item in found.items()}
-    factors = common_factors(times.rows, held_up_by_part(cohorts, medians, causes), times.meanwhile)
+    found = against_cohort(cohorts, medians, slow, "cohort") | slow_tasks(cohorts)
+    held_up = held_up_by_part(cohorts, medians, found)
+    factors = common_factors(times.rows, held_up, times.meanwhile, cohorts.finished)
+    found |= slow_by_factor(cohorts, medians, held_up, factors, found)
+    places = np.array(sorted(found), dtype=np.int64)
+    typical, finished = cohorts.part_quantiles(places, (0.5, 0.9))
     costs = step_costs(times.rows, times.steps, {place: sum(each.excess_s.values()) for place, each in found.items()})
     verdicts = []
-    for place, item in found.items():
-        row, parts = times.rows[place], causes[place]
-        factor = next((factor for factor, places in factors.get(parts[0], ()) if place in places), None)
+    for place, quantiles, n in zip(places.tolist(), typical.tolist(), finished.tolist(), strict=True):
+        item, row = found[place], times.rows[place]
+        parts = (max(row.parts_s, key=row.parts_s.__getitem__),) if first_part_only else item.causes()
+        factor = factor_of(parts[0], place, factors)
         verdicts.append(
             Verdict(
                 rollout_id=row.rollout_id,
@@ -165,37 +151,19 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
                 factor=factor,
                 cost_s=costs.get(place, 0.0),
                 advice=advise(parts[0], None if factor is None else factor.kind),
-                parts=_part_verdicts(cohorts, place, item),
+                parts=_part_verdicts(cohorts.parts, row, item, quantiles, n),
                 waits_s=row.waits_s,
             )
         )
     verdicts.sort(key=lambda verdict: (-verdict.cost_s, -verdict.excess_s, verdict.rollout_id))
     return SlowReport(
         rollouts=len(times.rows),
-        few=int((counts < LEAST_MEMBERS * 2).sum()),
+        few=int((counts < ENOUGH).sum()),
         verdicts=tuple(verdicts),
         causes=rank(verdicts),
         missing=(*times.missing, *clock_lines(times.rows)),
         outside_agent=outside_agent_share(found),
     )
-
-
-def held_up_by_part(
-    cohorts: Cohorts, medians: NDArray[np.float64], causes: Mapping[int, tuple[str, ...]]
-) -> dict[str, set[int]]:
-    """Return, for each part that held up a slow rollout, all rollouts that it held up: also those above 1.5 times the
-    median of their cohort only. A factor of a whole task slows more of its rollouts than lie above its p95."""
-    held_up: defaultdict[str, set[int]] = defaultdict(set)
-    for place, parts in causes.items():
-        held_up[parts[0]].add(place)
-    for place in map(int, np.nonzero((cohorts.totals > RATIO * medians) & cohorts.finished)[0]):
-        if place not in causes:
-            row = cohorts.rows[place]
-            typical = {part: each.p50_s for part, each in cohorts.typical_parts(place).items()}
-            part = causes_of(_of(row, place, "cohort", typical, 0.0), row, longest=False)[0]
-            if part in held_up:
-                held_up[part].add(place)
-    return dict(held_up)
 
 
 def step_costs(
@@ -257,67 +225,24 @@ def clock_lines(rows: Sequence[RolloutTime]) -> list[str]:
     return [line]
 
 
-def slow_tasks(cohorts: Cohorts) -> dict[int, _Found]:
-    """Return the rollouts of tasks that are slow as a whole, in one part, beside the other tasks. Their own cohorts
-    would hide it."""
-    tasks = {key: places for key, places in cohorts.by_task().items() if len(places) >= LEAST_MEMBERS}
-    by_recipe: defaultdict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
-    for key in tasks:
-        by_recipe[key[:2]].append(key)
-    found: dict[int, _Found] = {}
-    for keys in by_recipe.values():
-        if len(keys) < LEAST_TASKS:
-            continue
-        medians = np.stack([cohorts.part_medians(tasks[key]) for key in keys])
-        middle = np.median(medians, axis=0)
-        spread = 1.4826 * np.median(np.abs(medians - middle), axis=0)
-        least_s = LEAST_SHARE * float(np.median(medians.sum(axis=1)))
-        above = medians - middle
-        outlying = (above > OUTLYING * spread) & (above > least_s)
-        typical = dict(zip(cohorts.parts, middle.tolist(), strict=True))
-        total_s = float(np.median(medians.sum(axis=1)))
-        for number in np.nonzero(outlying.any(axis=1))[0]:
-            part = cohorts.parts[int(np.argmax(np.where(outlying[number], above[number], -np.inf)))]
-            for place in map(int, tasks[keys[number]]):
-                row = cohorts.rows[place]
-                if row.parts_s.get(part, 0.0) - typical[part] > least_s:
-                    found[place] = _of(row, place, "tasks", typical, total_s)
-    return found
-
-
-def _of(row: RolloutTime, place: int, against: str, typical: Mapping[str, float], total_s: float) -> _Found:
-    # A running attempt has no parts yet; it is compared as a whole.
-    medians = {**typical, RUNNING: total_s if row.ended_at_s is None else 0.0}
-    excess = {part: max(0.0, seconds - medians.get(part, 0.0)) for part, seconds in row.parts_s.items()}
-    return _Found(place=place, against=against, medians=medians, excess_s=excess)
-
-
-def causes_of(found: _Found, row: RolloutTime, *, longest: bool) -> tuple[str, ...]:
-    """Return the part with the most excess, or two if it has less than half of all excess."""
-    if longest:
-        return (max(row.parts_s, key=lambda part: row.parts_s[part]),)
-    by_excess = sorted(found.excess_s, key=lambda part: (-found.excess_s[part], in_order(part)))
-    enough = 2 * found.excess_s[by_excess[0]] >= sum(found.excess_s.values())
-    return tuple(by_excess[: 1 if enough else 2])
-
-
-def _part_verdicts(cohorts: Cohorts, place: int, found: _Found) -> tuple[PartVerdict, ...]:
-    row, typical = cohorts.rows[place], cohorts.typical_parts(place)
+def _part_verdicts(
+    parts: Sequence[str], row: RolloutTime, found: Found, quantiles: Sequence[Sequence[float]], n: int
+) -> tuple[PartVerdict, ...]:
     return tuple(
         PartVerdict(
             part=part,
             seconds=row.parts_s.get(part, 0.0),
-            p50_s=each.p50_s,
-            p90_s=each.p90_s,
-            n=each.n,
+            p50_s=p50_s,
+            p90_s=p90_s,
+            n=n,
             excess_s=found.excess_s.get(part, 0.0),
         )
-        for part, each in typical.items()
-        if row.parts_s.get(part) or each.p90_s
+        for part, p50_s, p90_s in zip(parts, *quantiles, strict=True)
+        if p90_s or row.parts_s.get(part)
     )
 
 
-def outside_agent_share(found: Mapping[int, _Found]) -> float | None:
+def outside_agent_share(found: Mapping[int, Found]) -> float | None:
     """Return the share of the excess in parts before and after the agent; None if nothing was slow."""
     total_s = sum(sum(each.excess_s.values()) for each in found.values())
     agent_s = sum(

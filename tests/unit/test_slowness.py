@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from headrace.actors.slowness.cohort import Cohorts
+from headrace.actors.slowness.cohort import Cohorts, Typical
 from headrace.actors.slowness.factors import upper_tail
 from headrace.actors.slowness.reading import RunTimes, StepTime
 from headrace.actors.slowness.rows import RUNNING, Interval, RolloutTime
+from headrace.actors.slowness.survival import SurvivalCurve
 from headrace.actors.slowness.verdicts import explain
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def test_a_rollout_is_not_in_its_own_cohort() -> None:
     medians, highs, counts = Cohorts(rows).limits()
     assert (medians[0], highs[0], counts[0]) == (10.0, 10.0, 8)
     assert highs[1] > 10.0
-    assert Cohorts(rows).typical(0).p90_s == 10.0
+    assert Cohorts(rows).typical_parts(0)["own"] == Typical(10.0, 10.0, 8)
 
 
 @pytest.mark.parametrize("count", [2, 5, 9, 30])
@@ -151,14 +152,16 @@ def test_a_small_cohort_borrows_from_the_recipe() -> None:
     rows = [row(number, {"own": 30.0}, task="rare") for number in range(3)]
     rows += [row(8 + number, {"own": 10.0}, task=f"task-{number % 4}") for number in range(40)]
     # Two others: a quarter of the weight. The recipe has all other rollouts, the rare ones included.
-    assert Cohorts(rows).typical(0).p50_s == pytest.approx(0.25 * 30 + 0.75 * 10)
-    assert Cohorts(rows).typical(0).n == 2
+    cohorts = Cohorts(rows)
+    medians, _, counts = cohorts.limits()
+    assert (medians[0], counts[0]) == (pytest.approx(0.25 * 30 + 0.75 * 10), 2)
+    assert cohorts.typical_parts(0)["own"].p50_s == pytest.approx(0.25 * 30 + 0.75 * 10)
 
 
 def test_far_versions_are_not_in_the_cohort() -> None:
     rows = [row(number, {"own": 10.0 if number < 10 else 40.0}, step=0 if number < 10 else 100) for number in range(20)]
-    assert Cohorts(rows).typical(0).p90_s == 10.0
-    assert Cohorts(rows).typical(15).p50_s == 40.0
+    medians, highs, counts = Cohorts(rows).limits()
+    assert (highs[0], medians[15], counts[0]) == (10.0, 40.0, 9)
 
 
 def test_rollouts_that_still_run_are_censored() -> None:
@@ -166,11 +169,47 @@ def test_rollouts_that_still_run_are_censored() -> None:
     running = [
         row(10 + number, {RUNNING: 100.0}, ended_at_s=None, ready_at_s=None, finished=False) for number in range(6)
     ]
-    censored, without = Cohorts([*ended, *running]), Cohorts(ended)
-    assert censored.typical(0).p50_s > without.typical(0).p50_s
+    without = Cohorts(ended).limits()[0][0]
+    assert Cohorts([*ended, *running]).limits()[0][0] > without
     # One that has run for a moment says nothing.
     fresh = [row(10 + n, {RUNNING: 0.1}, ended_at_s=None, ready_at_s=None, finished=False) for n in range(6)]
-    assert Cohorts([*ended, *fresh]).typical(0).p50_s == pytest.approx(without.typical(0).p50_s, abs=1.0)
+    assert Cohorts([*ended, *fresh]).limits()[0][0] == pytest.approx(without, abs=1.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_limits_with_censored_members_are_those_of_the_survival_curve_without_the_rollout(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    seconds = generator.lognormal(3, 1, 30).round()  # with ties
+    ended = generator.random(30) < 0.7
+    ended[:2] = True
+    rows = [
+        row(number, {"own": float(value)}, finished=bool(done))
+        for number, (value, done) in enumerate(zip(seconds, ended, strict=True))
+    ]
+    medians, highs, _ = Cohorts(rows).limits()
+    for place in range(30):
+        others = np.delete(np.arange(30), place)
+        curve = SurvivalCurve.estimate(seconds[others].tolist(), ended[others].tolist())
+        assert (medians[place], highs[place]) == (curve.quantile_s(0.5), curve.quantile_s(0.95))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_typical_parts_equal_those_of_the_others_computed_one_by_one(seed: int) -> None:
+    rows = many(seed, slow_host)
+    rows[5] = replace(rows[5], finished=False)
+    cohorts = Cohorts(rows)
+    places = np.arange(0, 640, 7)
+    quantiles, counts = cohorts.part_quantiles(places, (0.5, 0.9), ["tool.bash", "own"])
+    for number, place in enumerate(places.tolist()):
+        others = [
+            one
+            for at, one in enumerate(rows)
+            if at != place and one.finished and one.task == rows[place].task and abs(one.step - rows[place].step) <= 10
+        ]
+        assert counts[number] == len(others) >= 8
+        for column, part in enumerate(("tool.bash", "own")):
+            expected = np.quantile([one.parts_s[part] for one in others], (0.5, 0.9))
+            assert quantiles[number, :, column] == pytest.approx(expected)
 
 
 def test_a_rollout_that_runs_beyond_the_limit_is_slow() -> None:

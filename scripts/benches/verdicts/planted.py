@@ -71,9 +71,9 @@ class Planted:
         return any(part == name or (name.endswith(".") and part.startswith(name)) for name in self.parts)
 
 
-def planted_run(seed: int, cause: Cause) -> Planted:
-    """Draw a run with this cause."""
-    chance = random.Random(f"planted {seed} {cause}")
+def planted_run(seed: int, cause: Cause, draw: int = 0) -> Planted:
+    """Draw a run with this cause; `draw` counts the runs of the same seed that the cause did not affect."""
+    chance = random.Random(f"planted {seed} {cause}" + (f" {draw}" if draw else ""))
     sizes = {
         "hosts": chance.randint(3, 6),
         "images": chance.randint(2, 4),

@@ -39,6 +39,8 @@ class RunScore:
     named: int = 0
     wrong_parts: Counter[str]
     factors: tuple[tuple[str, bool], ...] = ()
+    redrawn: int = 0
+    """Runs of this seed that were drawn before and that the cause hardly affected."""
 
     @property
     def explains_part(self) -> bool:
@@ -63,6 +65,7 @@ def summarize(scores: Sequence[RunScore]) -> dict[str, Any]:
         "factor_recall": _share([score.explains_factor for score in planted]),
         "false_factors": _share([bool(score.factors) for score in free]),
         "runs": len(scores),
+        "redrawn": sum(score.redrawn for score in scores),
         "causes": {str(cause): _of_cause(runs) for cause, runs in by_cause.items()},
     }
 

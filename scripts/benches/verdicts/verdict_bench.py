@@ -3,6 +3,8 @@ about their slow rollouts name it.
 
 Invariants:
 - Seeds are drawn from the operating system unless one is given, and printed: the first one repeats all runs.
+- A run whose planted cause affected fewer than three rollouts, such as a slow image that was hardly booted, is drawn
+  again; `redrawn` counts them.
 - A third of the runs has no cause; the others have the ten causes in turn.
 - Verdicts are those of `headrace trace slow`: from the ledger and metrics of a run, which know nothing of its cause.
 """
@@ -23,6 +25,7 @@ from benches.verdicts.planted import CAUSES, Cause, Planted, planted_run
 from benches.verdicts.scores import RunScore, summarize
 from benches.verdicts.truth import affected_rollouts
 from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.slowness.factors import LEAST_SUPPORT
 from headrace.actors.slowness.reading import read_times
 from headrace.actors.slowness.verdicts import SlowReport, explain
 from headrace.buffer.audit.evidence import read_evidence
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import RolloutId
 
 PROCESSES: Final = 2
+MOST_DRAWS: Final = 10
 ABLATIONS: Final[Mapping[str, Mapping[str, bool]]] = {
     "verdicts": {},
     "without_cohort": {"of_recipe": True},
@@ -76,17 +80,23 @@ def _without_warnings() -> None:
 
 
 def judge_run(seed: int, cause: Cause) -> dict[str, RunScore]:
-    """Simulate one run and score the verdicts of each variant about it."""
-    planted = planted_run(seed, cause)
-    with tempfile.TemporaryDirectory(prefix="headrace-verdicts-") as scratch:
-        folder = Path(scratch) / "run"
-        run_plan(planted.plan, folder)
-        affected = affected_rollouts(planted, read_evidence(folder))
-        times = read_times(folder)
-        return {name: score_of(planted, affected, explain(times, **changes)) for name, changes in ABLATIONS.items()}
+    """Simulate one run and score the verdicts of each variant about it. A run whose cause has affected fewer rollouts
+    than a factor needs is drawn again."""
+    for draw in range(MOST_DRAWS):
+        planted = planted_run(seed, cause, draw)
+        with tempfile.TemporaryDirectory(prefix="headrace-verdicts-") as scratch:
+            folder = Path(scratch) / "run"
+            run_plan(planted.plan, folder)
+            affected = affected_rollouts(planted, read_evidence(folder))
+            if cause is not Cause.NONE and len(affected) < LEAST_SUPPORT:
+                continue
+            times = read_times(folder)
+        reports = {name: explain(times, **changes) for name, changes in ABLATIONS.items()}
+        return {name: score_of(planted, affected, report, draw) for name, report in reports.items()}
+    raise RuntimeError(f"seed {seed}: {MOST_DRAWS} runs with cause {cause} affected too few rollouts")
 
 
-def score_of(planted: Planted, affected: set[RolloutId], report: SlowReport) -> RunScore:
+def score_of(planted: Planted, affected: set[RolloutId], report: SlowReport, redrawn: int = 0) -> RunScore:
     """Compare the verdicts about a run with its planted cause."""
     called = [verdict for verdict in report.verdicts if verdict.rollout_id in affected]
     named = [verdict for verdict in called if any(map(planted.is_part, verdict.causes))]
@@ -105,4 +115,5 @@ def score_of(planted: Planted, affected: set[RolloutId], report: SlowReport) -> 
         named=len(named),
         wrong_parts=Counter(verdict.part for verdict in called if verdict not in named),
         factors=tuple(factors),
+        redrawn=redrawn,
     )

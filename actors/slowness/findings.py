@@ -1,0 +1,165 @@
+"""Which rollouts were slow, by how much in each part, and which others the same parts held up.
+
+Invariants:
+- A rollout is slow against its cohort; where a whole task is slow in one part, against the other tasks; and where a
+  common factor slows so much of a cohort that its p95 is that of slow ones, because of the factor.
+- Excess is the seconds that the median would save; it is never negative.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from headrace.actors.slowness.factors import LEAST_SUPPORT, Factor, Held
+from headrace.actors.slowness.rows import RUNNING, RolloutTime, in_order
+from headrace.actors.slowness.windows import Windows
+from headrace.buffer.breakdown import TOOL
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from headrace.actors.slowness.cohort import Cohorts
+
+    Floats = NDArray[np.float64]
+    Places = NDArray[np.int64]
+    Factors = Mapping[str, Sequence[tuple[Factor, Places]]]
+
+RATIO: Final = 1.5
+"""A slow rollout takes longer than this many times the median of its cohort."""
+HELD_UP: Final = 0.5
+"""A part held a rollout up if it took this share of a typical rollout longer than its own median."""
+OUTLYING: Final = 6.0
+"""A task is slow in a part if its median exceeds that of all tasks by this many robust standard deviations (1.4826
+times the median absolute deviation of the tasks' medians) ..."""
+LEAST_SHARE: Final = 0.5
+"""... and by this share of a typical rollout's total."""
+LEAST_TASKS: Final = 4
+LEAST_MEMBERS: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A slow rollout before its factor is known; `against` is `cohort`, `tasks` or `factor`, and `excess_s` are the
+    seconds of each of its parts above what is typical of it."""
+
+    against: str
+    excess_s: Mapping[str, float]
+
+    def causes(self) -> tuple[str, ...]:
+        """Return the part with the most excess, or two if it has less than half of all excess."""
+        by_excess = sorted(self.excess_s, key=lambda part: (-self.excess_s[part], in_order(part)))
+        enough = 2 * self.excess_s[by_excess[0]] >= sum(self.excess_s.values())
+        return tuple(by_excess[: 1 if enough else 2])
+
+
+def against_cohort(cohorts: Cohorts, medians: Floats, places: Places, against: str) -> dict[int, Found]:
+    """Return these rollouts with their excess over the medians of their cohorts."""
+    typical = cohorts.part_quantiles(places, (0.5,))[0][:, 0]
+    found = {}
+    for place, p50_s in zip(places.tolist(), typical.tolist(), strict=True):
+        of_parts = dict(zip(cohorts.parts, p50_s, strict=True))
+        found[place] = _found(cohorts.rows[place], against, of_parts, float(medians[place]))
+    return found
+
+
+def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
+    """Return the rollouts of tasks that are slow as a whole, in one part, beside the other tasks. Their own cohorts
+    would hide it."""
+    tasks = {key: places for key, places in cohorts.by_task.items() if len(places) >= LEAST_MEMBERS}
+    by_recipe: defaultdict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
+    for key in tasks:
+        by_recipe[key[:2]].append(key)
+    found: dict[int, Found] = {}
+    for keys in by_recipe.values():
+        if len(keys) < LEAST_TASKS:
+            continue
+        medians = np.stack([cohorts.part_medians(tasks[key]) for key in keys])
+        middle = np.median(medians, axis=0)
+        spread = 1.4826 * np.median(np.abs(medians - middle), axis=0)
+        total_s = float(np.median(medians.sum(axis=1)))
+        least_s = LEAST_SHARE * total_s
+        above = medians - middle
+        outlying = (above > OUTLYING * spread) & (above > least_s)
+        typical = dict(zip(cohorts.parts, middle.tolist(), strict=True))
+        for number in np.nonzero(outlying.any(axis=1))[0]:
+            part = cohorts.parts[int(np.argmax(np.where(outlying[number], above[number], -np.inf)))]
+            for place in tasks[keys[number]].tolist():
+                row = cohorts.rows[place]
+                if row.parts_s.get(part, 0.0) - typical[part] > least_s:
+                    found[place] = _found(row, "tasks", typical, total_s)
+    return found
+
+
+def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found]) -> dict[str, Held]:
+    """Return the rollouts that each part held up: the slow ones of which it is the cause, and those in which it took
+    longer than its median by `HELD_UP` of a typical rollout, since a factor slows more rollouts than lie above the p95.
+    Several tools are also counted together, as `TOOL`, since what slows a sandbox slows them all."""
+    tools = [part for part in cohorts.parts if part.startswith(TOOL)]
+    groups = {part: [part] for part in cohorts.parts if part != RUNNING}
+    if len(tools) > 1:
+        groups[TOOL] = tools
+    columns = {name: [cohorts.column[part] for part in parts] for name, parts in groups.items()}
+    spent_s = {name: cohorts.seconds[:, some].sum(axis=1) for name, some in columns.items()}
+    least_s = HELD_UP * medians
+    longer = np.zeros(len(cohorts.rows), dtype=np.bool_)
+    for seconds in spent_s.values():
+        longer |= seconds > least_s
+    candidates = np.nonzero(cohorts.finished & longer)[0]
+    typical = cohorts.part_quantiles(candidates, (0.5,))[0][:, 0]
+    windows, held_up = Windows(cohorts), {}
+    for name, parts in groups.items():
+        above_s = spent_s[name][candidates] - typical[:, columns[name]].sum(axis=1)
+        held = above_s > least_s[candidates]
+        excess_s = dict(zip(candidates[held].tolist(), above_s[held].tolist(), strict=True))
+        for place, each in found.items():
+            if (part := each.causes()[0]) in parts:
+                excess_s.setdefault(place, each.excess_s[part])
+        if len(excess_s) >= LEAST_SUPPORT:
+            begin_s, end_s = windows.of(name)
+            held_up[name] = Held(
+                places=np.array(list(excess_s), dtype=np.int64),
+                excess_s=np.array(list(excess_s.values())),
+                spent_s=spent_s[name],
+                begin_s=begin_s,
+                end_s=end_s,
+            )
+    return held_up
+
+
+def slow_by_factor(
+    cohorts: Cohorts, medians: Floats, held_up: Mapping[str, Held], factors: Factors, found: Mapping[int, Found]
+) -> dict[int, Found]:
+    """Return the rollouts that a part with a common factor held up, that have the factor and are above 1.5 times the
+    median of their cohort, but not above its p95: if a factor slows more than 5 % of a cohort, its p95 is that of slow
+    ones."""
+    carriers = {
+        place
+        for part, some in factors.items()
+        for _, places in some
+        for place in np.intersect1d(held_up[part].places, places).tolist()
+        if cohorts.totals[place] > RATIO * medians[place]
+    }
+    hidden = np.array(sorted(carriers - found.keys()), dtype=np.int64)
+    return {
+        place: each
+        for place, each in against_cohort(cohorts, medians, hidden, "factor").items()
+        if factor_of(each.causes()[0], place, factors) is not None
+    }
+
+
+def factor_of(part: str, place: int, factors: Factors) -> Factor | None:
+    """Return the most convincing factor of this part that a rollout has: of a tool also one of all tools together."""
+    both = (*factors.get(part, ()), *(factors.get(TOOL, ()) if part.startswith(TOOL) else ()))
+    return next((factor for factor, places in both if place in places), None)
+
+
+def _found(row: RolloutTime, against: str, typical: Mapping[str, float], total_s: float) -> Found:
+    # A running attempt has no parts yet; it is compared as a whole.
+    medians = {**typical, RUNNING: total_s if row.ended_at_s is None else 0.0}
+    excess = {part: max(0.0, seconds - medians.get(part, 0.0)) for part, seconds in row.parts_s.items()}
+    return Found(against=against, excess_s=excess)
