@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from headrace.actors.exposition.exposition import Exposition
+from headrace.actors.exposition.exposition import OPENMETRICS, PLAIN, Exposition, prefers_openmetrics
 from headrace.actors.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -30,25 +30,25 @@ def metrics_handler(
     exposition: Exposition, *, wait_s: float = WAIT_S
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     """Return a handler of aiohttp that answers with the metrics. It must be the only user of `exposition`."""
-    reading: dict[str, asyncio.Task[tuple[bytes, str]]] = {}
+    reading: dict[bool, asyncio.Task[bytes]] = {}
     one_at_a_time = asyncio.Lock()
 
-    async def render(accept: str) -> tuple[bytes, str]:
+    async def render(openmetrics: bool) -> bytes:
         async with one_at_a_time:
-            return await asyncio.to_thread(exposition.render, accept)
+            return await asyncio.to_thread(exposition.render, openmetrics=openmetrics)
 
     async def metrics(request: web.Request) -> web.StreamResponse:
-        accept = ",".join(request.headers.getall("Accept", ()))
-        task = reading.get(accept)
+        openmetrics = prefers_openmetrics(",".join(request.headers.getall("Accept", ())))
+        task = reading.get(openmetrics)
         if task is None:
-            task = reading[accept] = asyncio.create_task(render(accept))
-            task.add_done_callback(lambda _: reading.pop(accept, None))
+            task = reading[openmetrics] = asyncio.create_task(render(openmetrics))
+            task.add_done_callback(lambda _: reading.pop(openmetrics, None))
         try:
-            body, content_type = await asyncio.wait_for(asyncio.shield(task), wait_s)
+            body = await asyncio.wait_for(asyncio.shield(task), wait_s)
         except TimeoutError:
             text = f"the ledger is still being read after {wait_s:g} s; ask again\n"
             return web.Response(status=503, text=text, headers={"Retry-After": "10"})
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        return web.Response(body=body, headers={"Content-Type": OPENMETRICS if openmetrics else PLAIN})
 
     return metrics
 

@@ -51,6 +51,11 @@ OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8
 PLAIN: Final = CONTENT_TYPE_PLAIN_0_0_4
 
 
+def prefers_openmetrics(accept: str) -> bool:
+    """Return whether a request's header `Accept` names OpenMetrics, as Prometheus does by default."""
+    return any(each.partition(";")[0].strip().lower() == "application/openmetrics-text" for each in accept.split(","))
+
+
 class Exposition:
     """Metrics of a run. Its calls block on files, and one may run at a time."""
 
@@ -63,15 +68,13 @@ class Exposition:
         self._seen: tuple[object, ...] | None = None
         self._refusal = ""
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Read what is new, and return the text with its content type: OpenMetrics if `accept`, the value of the
-        request's header, names it, else the plain format, which has no exemplars."""
+    def render(self, *, openmetrics: bool) -> bytes:
+        """Read what is new, and return the text in OpenMetrics, or in the plain format, which has no exemplars."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Families(list(self.families())))
-        wanted = (each.partition(";")[0].strip().lower() for each in accept.split(","))
-        if OPENMETRICS.partition(";")[0] in wanted:
-            return generate_openmetrics(registry), OPENMETRICS  # type: ignore[no-untyped-call]
-        return generate_latest(registry), PLAIN
+        if openmetrics:
+            return generate_openmetrics(registry)  # type: ignore[no-untyped-call, no-any-return]
+        return generate_latest(registry)
 
     def families(self) -> Iterator[Metric]:
         """Read what is new, and yield the metrics."""

@@ -1,0 +1,50 @@
+"""Metrics of a run as a scrape finds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from headrace.actors.exposition.exposition import Exposition
+from headrace.actors.record.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from prometheus_client.samples import Sample
+
+Series: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
+CHANGING = ("headrace_read_seconds", "headrace_disk_", "headrace_oldest_rollout_seconds", "headrace_stuck_rollouts")
+"""Gauges that differ between two scrapes of the same files."""
+
+
+def samples_of(exposition: Exposition) -> list[Sample]:
+    """Return the samples of one scrape, parsed from OpenMetrics."""
+    text = exposition.render(openmetrics=True).decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def scraped(exposition: Exposition) -> dict[Series, float]:
+    """Return the values of one scrape by name and sorted labels."""
+    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples_of(exposition)}
+
+
+def lasting(exposition: Exposition) -> dict[Series, float]:
+    """Return the values of one scrape that another reader of the same files must find, too."""
+    return {key: value for key, value in scraped(exposition).items() if not key[0].startswith(CHANGING)}
+
+
+def fresh(run_dir: Path) -> Exposition:
+    """Return an exposition that has read nothing yet, as after a restart."""
+    return Exposition(RunDirectory.at(run_dir))
+
+
+def by_label(values: dict[Series, float], name: str, label: str) -> dict[str, float]:
+    """Return the sums of a metric's samples by the value of one label."""
+    found: dict[str, float] = {}
+    for (sample, labels), value in values.items():
+        if sample == name:
+            key = dict(labels).get(label, "")
+            found[key] = found.get(key, 0.0) + value
+    return found

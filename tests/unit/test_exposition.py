@@ -1,0 +1,420 @@
+"""Metrics of a run: counts from its files, whoever reads them and whenever, in valid text of bounded size."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tracemalloc
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.web import Application
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_plain
+from prometheus_client.registry import Collector
+
+from headrace.actors.exposition import table
+from headrace.actors.exposition.app import PATH, exposition_app, metrics_handler
+from headrace.actors.exposition.counts import Counts
+from headrace.actors.exposition.exposition import OPENMETRICS, PLAIN, Exposition
+from headrace.actors.exposition.records import NewestRecords
+from headrace.actors.record.metrics import MetricsLog, StallMetric, StationsMetric
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.running import FOLDER, RunningFile, RunningRollout, write_running
+from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.simulation.simulate import run_plan
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.breakdown import Breakdown
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.primitives.file_lock import FileLock
+from headrace.buffer.types import Cause, StepReport
+from headrace.buffer.versions import PolicyVersion
+from headrace.serve.observing.retention import RetentionConfig, older_files
+from support import replay_cases as cases
+from support.ledger_life import BROKE
+from support.scrapes import by_label, fresh, lasting, samples_of, scraped
+from support.striking import Moment
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+    from headrace.buffer.types import RolloutOrder, RolloutResult
+
+NOW = 1_800_000_000.0
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in virtual time, with evaluations beside training and an archive; only read it."""
+    folder = tmp_path_factory.mktemp("simulated") / "run"
+    plan = SimulationPlan(steps=4, slots=32, batch_size=16, group_size=4, hosts=2, evaluate_every=2, heldout=8, boots=4)
+    run_plan(plan, folder)
+    return folder
+
+
+class Fixed(Collector):
+    """Collector of given metrics."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self.families = families
+
+    def collect(self) -> list[Metric]:
+        return self.families
+
+
+def result_of(order: RolloutOrder, version: PolicyVersion, tool: str = "bash", **more: Any) -> RolloutResult:
+    """Return a result with a breakdown of ten seconds, two of them in the queue, and a trace of its own."""
+    breakdown = Breakdown(
+        wall_s=10.0,
+        parts_s={"queue": 2.0, "engine.decode": 4.5, f"tool.{tool}": 3.5},
+        labels={"agent": "shell", "engines": ("e0",), "sampled_tokens": 40.0, "prompt_tokens": 300.0, "warm": True},
+    )
+    trace_id = f"{abs(hash(order.rollout_id)) % 16**16:032x}"
+    return replace(cases.result(order, version, **more), breakdown=breakdown, trace_id=trace_id)
+
+
+def test_counts_agree_with_the_audit_of_the_ledger(simulated: Path) -> None:
+    values, report = scraped(fresh(simulated)), verify(simulated)
+    states = by_label(values, "headrace_rollouts", "state")
+    assert sum(states.values()) == report.issued > 60
+    same = ("trained", "sealed", "waiting", "in_flight", "leased", "evicted", "filtered", "poison")
+    assert {name: states[name] for name in same} == {name: getattr(report, name) for name in same}
+    assert sum(by_label(values, "headrace_steps_total", "outcome").values()) == report.steps == 4
+    assert values["headrace_trained_staleness_count", ()] == report.trained
+    mean = values["headrace_trained_staleness_sum", ()] / values["headrace_trained_staleness_count", ()]
+    assert mean == pytest.approx(report.mean_staleness)
+
+
+def test_counts_agree_with_the_rows_of_ledger_and_archive(simulated: Path) -> None:
+    values = scraped(fresh(simulated))
+    counted: dict[tuple[str, str], int] = {}
+    ended: set[tuple[str, int]] = set()
+    for name in ("ledger.db", "archive.db"):
+        with closing(sqlite3.connect(simulated / name)) as database:
+            for purpose, query in (
+                ("train", "SELECT rollout_id, attempt, cause FROM attempts WHERE ended_at_s NOTNULL"),
+                ("evaluation", "SELECT rollout_id, attempt, cause FROM evaluations"),
+            ):
+                for rollout_id, attempt, cause in database.execute(query):
+                    if (rollout_id, attempt) not in ended:
+                        ended.add((rollout_id, attempt))
+                        counted[cause, purpose] = counted.get((cause, purpose), 0) + 1
+    found = {
+        (dict(labels)["cause"], dict(labels)["purpose"]): value
+        for (name, labels), value in values.items()
+        if name == "headrace_attempts_total"
+    }
+    assert found == counted
+    assert {purpose for _, purpose in counted} == {"train", "evaluation"}
+    assert values["headrace_attempt_seconds_count", (("purpose", "evaluation"),)] == 24
+
+
+def test_every_sample_is_of_a_metric_in_the_table(simulated: Path) -> None:
+    known = {name for metric in table.TABLE for name in metric.samples}
+    assert {sample.name for sample in samples_of(fresh(simulated))} <= known
+    assert all(metric.name.endswith(metric.unit) for metric in table.TABLE)
+    assert len({metric.name for metric in table.TABLE}) == len(table.TABLE)
+
+
+@pytest.mark.parametrize(
+    ("seed", "at"), [(3, 150), *(pytest.param(seed, 40 * seed, marks=pytest.mark.slow) for seed in range(4, 12))]
+)
+def test_a_reader_across_kills_and_restarts_counts_like_one_that_reads_afterwards(
+    tmp_path: Path, seed: int, at: int
+) -> None:
+    """Lives of a run whose process is killed within a transaction, resumed from checkpoints that undo steps."""
+    seen = fresh(tmp_path)
+    for life, strike in enumerate((at, 3 * at, 2 * at, 5 * at, sys.maxsize)):
+        arguments = [str(tmp_path), str(seed), str(life), Moment.STATEMENT.value, str(strike)]
+        command = [sys.executable, "-m", "support.ledger_life", *arguments]
+        ended = subprocess.run(command, capture_output=True, check=False, timeout=100)
+        assert ended.returncode in (0, BROKE, -9), ended.stderr
+        assert lasting(seen) == lasting(fresh(tmp_path)), f"after life {life}"
+    report = verify(tmp_path)
+    values = lasting(seen)
+    assert by_label(values, "headrace_rollouts", "state")["trained"] == report.trained > 0
+    assert values["headrace_steps_rolled_back_total", ()] == report.steps_rolled_back
+
+
+async def test_a_reader_beside_the_run_counts_each_attempt_once(tmp_path: Path) -> None:
+    clock = [NOW]
+    seen = fresh(tmp_path)
+    config = BufferConfig(batch_size=4, group_size=2, max_staleness=1)
+    async with await ReplayStore.open(
+        tmp_path, config, cases.tasks(4), run_id="r", seed=3, clock=lambda: clock[0]
+    ) as store:
+        version = await store.open_epoch(None)
+        for step in range(4):
+            for order in await store.issue(8, version):
+                clock[0] += 1
+                infra = order.attempt == 1 and order.rollout_id.endswith("1")
+                given = cases.ended(order, Cause.INFRA) if infra else result_of(order, version, tool=f"t{clock[0]}")
+                await store.offer_many([given])
+                assert lasting(seen) == lasting(fresh(tmp_path))
+            if (batch := await store.take(version, version.epoch, timeout_s=0)) is None:
+                continue
+            version = PolicyVersion(version.epoch, step + 1)
+            await store.commit(
+                batch.lease, StepReport(batch_id=batch.lease.batch_id, version=version, skipped=False, metrics={})
+            )
+            assert lasting(seen) == lasting(fresh(tmp_path))
+    causes = by_label(lasting(seen), "headrace_attempts_total", "cause")
+    assert causes["infra"] > 0 and causes["solved"] > 0
+    assert by_label(lasting(seen), "headrace_steps_total", "outcome")["updated"] > 0
+
+
+async def test_what_was_not_trained_is_counted_as_waste_when_its_group_has_ended(tmp_path: Path) -> None:
+    config = BufferConfig(batch_size=2, group_size=2, max_staleness=1)
+    async with await ReplayStore.open(tmp_path, config, cases.tasks(1), run_id="r", seed=3, clock=lambda: NOW) as store:
+        version = await store.open_epoch(None)
+        first, second = await store.issue(2, version)
+        await store.offer_many([cases.ended(first, Cause.INFRA), result_of(second, version, reward=0.0)])
+        values = scraped(fresh(tmp_path))
+        assert ("headrace_wasted_attempts_total", (("reason", "infra"),)) not in values, "the group may still end well"
+        [again] = [order for order in await store.issue(2, version) if order.rollout_id == first.rollout_id]
+        await store.offer_many([result_of(again, version)])
+        batch = await store.take(version, version.epoch, timeout_s=0)
+        assert batch is not None
+        report = StepReport(
+            batch_id=batch.lease.batch_id, version=PolicyVersion(version.epoch, 1), skipped=False, metrics={}
+        )
+        await store.commit(batch.lease, report)
+    values = scraped(fresh(tmp_path))
+    assert by_label(values, "headrace_wasted_attempts_total", "reason") == {"infra": 1.0}
+    assert values["headrace_sandbox_seconds_total", (("purpose", "train"),)] == 16.0, "not the two seconds of queueing"
+    assert by_label(values, "headrace_tokens_total", "kind") == {"prompt": 600.0, "cached": 0.0, "sampled": 80.0}
+
+
+async def test_exemplars_are_the_newest_trace_of_each_bucket_and_exist_in_the_ledger(tmp_path: Path) -> None:
+    clock = [NOW]
+    async with await ReplayStore.open(
+        tmp_path, cases.SMALL, cases.tasks(2), run_id="r", seed=3, clock=lambda: clock[0]
+    ) as store:
+        version = await store.open_epoch(None)
+        orders = await store.issue(4, version)
+        for order in orders:
+            clock[0] += 1
+            await store.offer_many([result_of(order, version)])
+    found = [sample for sample in samples_of(fresh(tmp_path)) if sample.exemplar is not None]
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as database:
+        newest = database.execute("SELECT trace_id FROM attempts ORDER BY ended_at_s DESC LIMIT 1").fetchone()[0]
+    decode = [each for each in found if each.labels.get("part") == "engine.decode"]
+    assert [(each.labels["le"], each.exemplar and each.exemplar.labels) for each in decode] == [
+        ("10.0", {"trace_id": newest})
+    ]
+    assert decode[0].exemplar is not None
+    assert (decode[0].exemplar.value, float(decode[0].exemplar.timestamp)) == (4.5, NOW + 4)
+    assert {each.name for each in found} >= {"headrace_attempt_seconds_bucket", "gen_ai_client_token_usage_bucket"}
+
+
+async def test_names_beyond_the_limit_are_summed_into_other_in_the_same_way_after_a_restart(tmp_path: Path) -> None:
+    clock = [NOW]
+    seen = fresh(tmp_path)
+    config = cases.SMALL.model_copy(update={"group_size": 8, "batch_size": 80})
+    async with await ReplayStore.open(
+        tmp_path, config, cases.tasks(20), run_id="r", seed=3, clock=lambda: clock[0]
+    ) as store:
+        version = await store.open_epoch(None)
+        for number, order in enumerate(await store.issue(80, version)):
+            clock[0] += 1
+            await store.offer_many([result_of(order, version, tool=f"tool-{number}", host=f"host-{number}")])
+            if number % 20 == 0:
+                scraped(seen)
+    values = lasting(seen)
+    assert values == lasting(fresh(tmp_path))
+    parts = by_label(values, "headrace_part_seconds_count", "part")
+    assert len(parts) <= table.MAX_VALUES
+    assert sum(parts.values()) == 3 * 80
+    assert parts["engine.decode"] == 80, "the parts with a fixed name keep it"
+    hosts = by_label(values, "headrace_host_attempts_total", "host")
+    assert (len(hosts), hosts["other"]) == (table.MAX_VALUES, 80 - table.MAX_VALUES + 1)
+
+
+def test_a_million_values_of_a_label_take_no_more_memory_and_output_than_fifty() -> None:
+    counts = Counts()
+    for number in range(990_000):
+        counts.add(table.HOST_ATTEMPTS, number, "infra")
+    tracemalloc.start()
+    try:
+        for number in range(990_000, 1_000_000):
+            counts.add(table.HOST_ATTEMPTS, number, "infra")
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    [family] = counts.families()
+    assert len(family.samples) == table.MAX_VALUES
+    assert sum(sample.value for sample in family.samples) == 1_000_000
+    assert held_bytes < 10_000
+
+
+@pytest.mark.parametrize("name", ['a"b\\c', "two\nlines", "nul\x00", "\ud800", "עברית", "x" * 500, "# EOF", ""])
+def test_any_name_gives_text_that_both_parsers_read(name: str) -> None:
+    counts = Counts()
+    counts.add(table.HOST_ATTEMPTS, name, "infra", by=7)
+    registry = CollectorRegistry()
+    registry.register(Fixed(list(counts.families())))
+    for generate, parse in ((generate_openmetrics, parse_openmetrics), (generate_latest, parse_plain)):
+        [family] = parse(generate(registry).decode())
+        [sample] = (each for each in family.samples if each.name == "headrace_host_attempts_total")
+        assert sample.value == 7
+        assert len(sample.labels["host"]) == min(len(name), table.MAX_CHARACTERS)
+        assert sample.labels["host"].isprintable()
+
+
+def stations(in_flight: float) -> StationsMetric:
+    return StationsMetric(seconds=10.0, in_flight=in_flight, held_up_by=None, stations={})
+
+
+def test_counts_do_not_change_when_old_metrics_files_are_removed(simulated: Path, tmp_path: Path) -> None:
+    before = lasting(fresh(simulated))
+    with (
+        closing(sqlite3.connect(simulated / "ledger.db")) as source,
+        closing(sqlite3.connect(tmp_path / "ledger.db")) as copy,
+    ):
+        source.backup(copy)
+    (tmp_path / "archive.db").write_bytes((simulated / "archive.db").read_bytes())
+    log = MetricsLog(tmp_path / "metrics.jsonl", RetentionConfig(file_bytes=4096, metrics_bytes=8192))
+    seen = fresh(tmp_path)
+    for number in range(400):
+        log.append(stations(number))
+        if number % 7 == 0:
+            assert scraped(seen)["headrace_rollouts_in_flight", ()] == number
+    assert older_files(tmp_path / "metrics.jsonl")[0].stem > "metrics-000003", "some were removed"
+    after = lasting(fresh(tmp_path))
+    assert after["headrace_rollouts_in_flight", ()] == 399
+    counts = {key: value for key, value in before.items() if key[0].endswith(("_total", "_count", "_bucket", "_sum"))}
+    assert {key: after[key] for key in counts} == counts
+
+
+def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    records = NewestRecords(path, ("stall",))
+    log.append(StallMetric(ended=False, reason="first"), time_s=1.0)
+    log.write([b"\x00\xff not json\n", b"[1]\n", b'{"kind": 7}\n', b'{"kind":"stall","time_s":2,"ended":true,'])
+    records.update()
+    assert (records.newest["stall"]["reason"], records.bad_lines) == ("first", 3), "the last line is not whole yet"
+    log.write([b'"reason":"second"}\n'])
+    records.update()
+    assert (records.newest["stall"]["reason"], records.bad_lines) == ("second", 3)
+
+
+def test_a_folder_without_a_ledger_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    exposition = fresh(tmp_path)
+    for _ in range(2):
+        values = scraped(exposition)
+        assert values["headrace_ledger_readable", ()] == 0
+        assert "headrace_disk_free_bytes" in {name for name, _ in values}
+    assert caplog.text.count("has no ledger.db") == 1
+
+
+async def test_a_ledger_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    async with await ReplayStore.open(tmp_path, cases.SMALL, cases.tasks(2), run_id="r", seed=3) as store:
+        await store.open_epoch(None)
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as database:
+        database.execute("PRAGMA user_version = 999")
+    assert scraped(fresh(tmp_path))["headrace_ledger_readable", ()] == 0
+
+
+@pytest.mark.parametrize("schema", range(1, 7))
+def test_ledgers_of_older_schemas_answer_with_their_phases(schema: int, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / f"ledger_v{schema}", tmp_path / "run")
+    exposition = fresh(tmp_path / "run")
+    values = lasting(exposition)
+    report = verify(tmp_path / "run")
+    assert by_label(values, "headrace_rollouts", "state")["trained"] == report.trained > 0
+    assert sum(by_label(values, "headrace_part_seconds_count", "part").values()) > 0
+    assert lasting(exposition) == values
+
+
+async def test_a_rollout_far_beyond_its_cohort_is_stuck_while_the_run_is_driven(tmp_path: Path) -> None:
+    clock = [NOW]
+    config = cases.SMALL.model_copy(update={"group_size": 12, "batch_size": 12})
+    async with await ReplayStore.open(
+        tmp_path, config, cases.tasks(1), run_id="r", seed=3, clock=lambda: clock[0]
+    ) as store:
+        version = await store.open_epoch(None)
+        orders = await store.issue(12, version)
+        clock[0] = NOW + 10
+        await store.offer_many([cases.result(order, version) for order in orders[:9]])
+    seen = RunningRollout(
+        rollout_id=orders[9].rollout_id,
+        attempt=1,
+        task=orders[9].task_id,
+        purpose="train",
+        agent="shell",
+        host="h",
+        part="tool.bash",
+        started_s=NOW,
+        part_since_s=NOW,
+    )
+    write_running(tmp_path / FOLDER, RunningFile(worker="w", node="n", pid=1, written_s=NOW + 31, rollouts=(seen,)))
+    exposition = Exposition(RunDirectory.at(tmp_path), clock=lambda: clock[0])
+    clock[0] = NOW + 32
+    with FileLock(RunDirectory.at(tmp_path).lock):
+        values = scraped(exposition)
+        assert values["headrace_stuck_rollouts", ()] == 3
+        assert values["headrace_oldest_rollout_seconds", ()] == 32
+        assert by_label(values, "headrace_running_rollouts", "part") == {"tool.bash": 1.0}
+        clock[0] = NOW + 29
+        assert scraped(exposition)["headrace_stuck_rollouts", ()] == 0, "three times the p95 are 30 s"
+        clock[0] = NOW + 99
+        assert by_label(scraped(exposition), "headrace_running_rollouts", "part") == {}, "its worker is silent"
+    assert scraped(exposition)["headrace_stuck_rollouts", ()] == 0, "nobody drives the run"
+
+
+async def serve(app: Application) -> TestClient[Any, Any]:
+    client = TestClient(TestServer(app))
+    await client.start_server()
+    return client
+
+
+async def test_the_format_follows_the_request(simulated: Path) -> None:
+    async with await serve(exposition_app(simulated)) as client:
+        asked = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+        async with client.get(PATH, headers={"Accept": asked}) as answer:
+            assert (answer.status, answer.headers["Content-Type"]) == (200, OPENMETRICS)
+            text = await answer.text()
+        assert text.endswith("# EOF\n")
+        assert {family.name for family in parse_openmetrics(text)} >= {"headrace_attempts", "headrace_part_seconds"}
+        for accept in ("text/plain", "*/*", ""):
+            async with client.get(PATH, headers={"Accept": accept}) as answer:
+                assert (answer.status, answer.headers["Content-Type"]) == (200, PLAIN)
+                plain = await answer.text()
+            assert "# EOF" not in plain
+            assert {family.name for family in parse_plain(plain)} >= {"headrace_attempts", "headrace_part_seconds"}
+
+
+async def test_many_scrapes_at_once_get_the_same_counts(simulated: Path) -> None:
+    async with await serve(exposition_app(simulated)) as client:
+
+        async def attempts() -> list[str]:
+            async with client.get(PATH) as answer:
+                return [
+                    line for line in (await answer.text()).splitlines() if line.startswith("headrace_attempts_total")
+                ]
+
+        first, *others = await asyncio.gather(*(attempts() for _ in range(8)))
+    assert first
+    assert all(other == first for other in others)
+
+
+async def test_a_scrape_does_not_wait_for_a_long_reading(simulated: Path) -> None:
+    exposition = fresh(simulated)
+    app = Application()
+    app.router.add_get("/hasty", metrics_handler(exposition, wait_s=0))
+    async with await serve(app) as client, client.get("/hasty") as answer:
+        assert answer.status == 503
+        assert "Retry-After" in answer.headers
