@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 GROUPS_AT_ONCE: Final = 512
 ATTEMPTS_AT_ONCE: Final = 512
+_REPEATED: Final = (Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED)
+WASTED: Final = (*_REPEATED, RolloutState.EVICTED, RolloutState.FILTERED)
+"""Reasons for which an attempt was not trained."""
 
 
 @dataclass(slots=True)
@@ -70,6 +73,13 @@ class LedgerCounts:
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.counts = Counts({"part": (*PARTS, UNMEASURED)})
+        # Series that begin with their first event would hide it from rates and shares.
+        for purpose in (TRAIN, EVALUATION):
+            for cause in Cause:
+                self.counts.add(table.ATTEMPTS, cause, purpose, by=0)
+        for reason in WASTED:
+            for metric in (table.WASTED_ATTEMPTS, table.WASTED_TOKENS, table.WASTED_SANDBOX_S):
+                self.counts.add(metric, reason, by=0)
         self.typical = TypicalTimes()
         self.open: dict[Key, OpenAttempt] = {}
         self.states: Counter[str] = Counter()
@@ -208,9 +218,6 @@ class LedgerCounts:
                 self.newest_end_s = max(attempt.ended_at_s, self.newest_end_s or 0.0)
                 if attempt.described:
                     count_description(self.counts, attempt)
-
-
-_REPEATED: Final = (Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED)
 
 
 def _identity(database: sqlite3.Connection) -> tuple[Any, ...]:

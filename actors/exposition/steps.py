@@ -23,6 +23,9 @@ class StepCounts:
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
+        for outcome in ("updated", "skipped"):
+            counts.add(table.STEPS, outcome, by=0)
+        counts.add(table.STEPS_ROLLED_BACK, by=0)
         self.next_commit = 1
         self.newest_s: float | None = None
         self.max_staleness: int | None = None

@@ -1,0 +1,162 @@
+"""Prometheus scrapes a real run: every query of a panel and an alert has an answer, and exemplars lead to traces."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import sqlite3
+import time
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import yaml
+from aiohttp import ClientError, ClientSession
+from monitoring.dashboards import DASHBOARDS
+from monitoring.rules import ALERTS, RECORDINGS
+
+from headrace.actors.exposition import table
+from headrace.actors.exposition.app import exposition_app
+from headrace.actors.traces.store import FOLDER as SPANS
+from headrace.actors.traces.store import SpanFolder
+from headrace.buffer.audit.verify import verify
+from support.loopback import on_loopback
+from support.run_rig import run_simulated
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None, reason="prometheus is not on PATH (Debian's package prometheus has it)"
+    ),
+]
+FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "monitoring"
+QUICK = (
+    "agent.simulated.durations.mean_s=0.6",
+    "agent.simulated.durations.median_s=0.5",
+    "agent.simulated.durations.cap_s=2",
+    "learner.simulated.step_s=0.2",
+    "engines.simulated.push_s=0.1",
+    "buffer.batch_size=16",
+    "buffer.group_size=4",
+    "dispatcher.slots_per_worker=16",
+    "training.steps=4",
+    "training.save_every=2",
+    "evaluation.tasks=2",
+)
+HANG_S = 90.0
+IN_A_QUIET_RUN: Final = {
+    table.OUTAGES.name: "no component failed",
+    table.OUTAGE_OPEN.name: "no component failed",
+    table.STALL_AT.name: "the run did not stall",
+    table.MISMATCH.name: "a simulated learner has no log-probabilities",
+    table.MISMATCH_AT.name: "a simulated learner has no log-probabilities",
+    table.RUNNING.name: "the run is over",
+    table.ROLLOUT_LIMIT.name: "the recipe has no pacing",
+    table.SERVICE_CALLS.name: "the recipe has no services",
+    table.SERVICE_S.name: "the recipe has no services",
+    table.ENGINE_STATE.name: "simulated engines have no members.json",
+    table.ENGINE_REQUESTS.name: "simulated engines have no members.json",
+    table.PUSH_BYTES.name: "pushes to simulated engines send nothing",
+    table.PUSH_RECOMPUTED.name: "pushes to simulated engines recompute nothing",
+    table.PUSH_STALL.name: "simulated engines have no gates",
+    table.STATION_LIMITS.name: "no station is full at the end",
+}
+"""Why a metric gives no rows in this run."""
+
+
+@asynccontextmanager
+async def prometheus(folder: Path, target: str) -> AsyncIterator[str]:
+    """The URL of a Prometheus with our configuration and rules that scrapes `target` five times a second."""
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "200ms"}
+    config["rule_files"] = [str(FOLDER / "rules.yml")]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+    config["scrape_configs"][0]["scrape_timeout"] = "200ms"
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    process = await asyncio.create_subprocess_exec(
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        "--web.listen-address=127.0.0.1:0",
+        "--enable-feature=exemplar-storage",
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stderr is not None
+        async with asyncio.timeout(HANG_S):
+            while (match := re.search(rb'"Listening on" address=(\S+)', await process.stderr.readline())) is None:
+                assert process.returncode is None
+        yield f"http://{match.group(1).decode()}"
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def ask(session: ClientSession, url: str, route: str, **parameters: str) -> Any:
+    """Return the data of an answer of Prometheus' API."""
+    async with session.get(f"{url}/api/v1/{route}", params=parameters) as answer:
+        document = await answer.json()
+        assert document["status"] == "success", document
+        return document["data"]
+
+
+async def until_rows(session: ClientSession, url: str, query: str) -> list[Any]:
+    """Return the rows of a query once it has some."""
+    async with asyncio.timeout(HANG_S):
+        while True:
+            try:
+                if rows := (await ask(session, url, "query", query=query))["result"]:
+                    return list(rows)
+            except ClientError:
+                # It is starting.
+                pass
+            await asyncio.sleep(0.1)
+
+
+async def test_every_query_has_rows_or_a_reason_and_exemplars_lead_to_traces(ray_cluster: None, tmp_path: Path) -> None:
+    directory = await run_simulated(tmp_path, "run", *QUICK)
+    began_s = time.time()
+    async with (
+        on_loopback(exposition_app(directory.path)) as exporter,
+        prometheus(tmp_path, exporter.removeprefix("http://")) as url,
+        ClientSession() as session,
+    ):
+        # Rates need two samples, and what is recorded one more round.
+        await until_rows(session, url, "count_over_time(headrace_attempts_total[1m]) > 5")
+        await until_rows(session, url, "count_over_time(run:headrace_attempts:rate15m[1m]) > 5")
+
+        queries = [rule.query for rule in RECORDINGS]
+        queries += [query.text for board in DASHBOARDS for panel in board.panels for query in panel.queries]
+        # The condition of an alert is false here: what it asks about must exist.
+        queries += sorted({name for alert in ALERTS for name in re.findall(r"(?:run:)?headrace_[\w:]+", alert.query)})
+        for query in queries:
+            rows = (await ask(session, url, "query", query=query.replace("$instance", ".*")))["result"]
+            reasons = [why for name, why in IN_A_QUIET_RUN.items() if name in query]
+            assert bool(rows) != bool(reasons), f"{query}: {len(rows)} rows, {reasons}"
+
+        alerts = await ask(session, url, "rules", type="alert")
+        states = {
+            rule["name"]: (rule["state"], rule["health"]) for group in alerts["groups"] for rule in group["rules"]
+        }
+        assert states == {alert.name: ("inactive", "ok") for alert in ALERTS}
+
+        counted = (await ask(session, url, "query", query="sum by (state) (headrace_rollouts)"))["result"]
+        report = verify(directory.path)
+        assert {row["metric"]["state"]: int(row["value"][1]) for row in counted}["trained"] == report.trained == 64
+
+        window = {"start": str(began_s - 3600), "end": str(time.time() + 60)}
+        found = await ask(session, url, "query_exemplars", query=f"{table.PART_S.name}_bucket", **window)
+        traces = {each["labels"]["trace_id"] for series in found for each in series["exemplars"]}
+    assert traces
+    with closing(sqlite3.connect(directory.path / "ledger.db")) as database:
+        database.execute("ATTACH ? AS archive", (str(directory.path / "archive.db"),))
+        rows = "SELECT trace_id FROM {0}.attempts UNION SELECT trace_id FROM {0}.evaluations"
+        known = {trace for (trace,) in database.execute(f"{rows.format('main')} UNION {rows.format('archive')}")}
+    assert traces <= known
+    recorded = {span["trace_id"] for span in SpanFolder(directory.path / SPANS).spans(traces=traces)}
+    assert recorded == traces
