@@ -24,6 +24,7 @@ from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
 from headrace.actors.run.launch import watch
 from headrace.serve.observing.progress import Progress, ProgressDisplay
 from headrace.serve.observing.retention import RetentionConfig
+from support.gateway_rig import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,16 +108,13 @@ async def test_warnings_appear_above_the_panel_of_a_run(tmp_path: Path, log: Log
     console = Console(file=out, force_terminal=is_terminal, width=200, color_system=None)
     async with asyncio.timeout(GUARD_S):
         watching = asyncio.create_task(watch(service, warnings, display=ProgressDisplay(console)))
-        while service.asked < 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: service.asked > 0)
         warn(log, "[bold]of no interest[/]", logging.INFO)
         warn(log, "a [red]host[/] is :smile: away")
         warn(log, "a [red]host[/] is :smile: away")
-        while "away" not in out.getvalue():
-            await asyncio.sleep(0.01)
+        await until(lambda: "away" in out.getvalue())
         seen = service.asked
-        while service.asked < seen + 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: service.asked >= seen + 2)
         watching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watching
