@@ -59,8 +59,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("gateway", "e2b_sandboxes", "e2b", "exec"),
     ),
     "actors": (
-        *("errors", "section", "version", "chat", "templates", "in_sandbox", "record", "slowness", "traces"),
-        "storage",
+        *("errors", "section", "version", "chat", "templates", "in_sandbox", "record"),
+        *("node_files", "slowness", "traces", "storage"),
         "runtime",
         *("simulated", "places", "engine_group", "services", "evaluation", "agents", "environments", "loop"),
         *("agent_kinds", "training", "exposition", "observer"),

@@ -60,8 +60,11 @@ class NodeCopies:
         self._held: dict[str, Held] = {}
         self._listed: dict[str, Held] = {}
         """Appended files of the last settled page, by name."""
+        self._complete: set[str] = set()
+        """Files that do not change any more, and have been copied to their end."""
         self.losses = Losses()
         recorded = self._recorded_before()
+        self._complete |= recorded.keys()
         self._find_held(recorded)
         self._recorded = self._document()
 
@@ -103,9 +106,8 @@ class NodeCopies:
     def _find_held(self, known: dict[str, Held]) -> None:
         """Find out what is held: from the copies themselves, and from what is known of those that are gone."""
         self._held = dict(self._on_disk(known))
-        for name, one in known.items():
-            if name not in self._held and is_kept(name):
-                self._held[name] = one
+        self._complete &= known.keys()
+        self._held |= {name: known[name] for name in self._complete if name not in self._held}
 
     def _on_disk(self, known: dict[str, Held]) -> Iterator[tuple[str, Held]]:
         for path in sorted(self._folder.glob("*/*")):
@@ -170,6 +172,7 @@ class NodeCopies:
         with suppress(FileNotFoundError):
             (self._folder / name).rename(self._folder / wanted)
         self._held[wanted] = self._held.pop(name)
+        self._complete.discard(name)
 
     def _count(self, gone: Held) -> None:
         """Count what is missing of a file that the node does not have any more."""
@@ -199,9 +202,8 @@ class NodeCopies:
             # The answer to an older question, or a rename that is still to be followed.
             return
         if have is not None and not path.exists():
-            # It was removed here. What still grows is copied from its beginning; what does not change any more is not.
-            if not is_older(piece.name):
-                del self._held[piece.name]
+            # It was removed here before it was complete.
+            del self._held[piece.name]
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -217,7 +219,11 @@ class NodeCopies:
         if piece.offset == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             part.write_bytes(piece.data)
-        elif self._held.get(piece.name) != Held(piece.mark, piece.offset) or not part.exists():
+        elif (
+            self._held.get(piece.name) != Held(piece.mark, piece.offset)
+            or not part.exists()
+            or part.stat().st_size < piece.offset
+        ):
             # Another version, or a part that is lost: from the beginning.
             self._held.pop(piece.name, None)
             return
@@ -226,12 +232,15 @@ class NodeCopies:
                 file.truncate(piece.offset)
                 file.write(piece.data)
         self._held[piece.name] = Held(piece.mark, piece.offset + len(piece.data))
+        self._complete.discard(piece.name)
         if piece.is_end:
             part.replace(path)
+            self._complete |= {piece.name} if is_kept(piece.name) else set()
 
     def _drop_removed(self, page: NodePage) -> None:
         """Remove the copies of logs that made room on the node, and those of files whose compressed form is here.
         Forget what is neither here nor there."""
+        self._complete |= {name for name, one in page.files.items() if is_older(name) and self._held.get(name) == one}
         oldest: dict[str, int] = {}
         for name in filter(is_older, page.files):
             oldest[series_of(name)] = min(number_of(name), oldest.get(series_of(name), number_of(name)))
@@ -243,9 +252,10 @@ class NodeCopies:
                 path.unlink(missing_ok=True)
             if is_kept(name) and not path.exists():
                 del self._held[name]
+                self._complete.discard(name)
 
     def _record(self) -> None:
-        """Remember what is held of files that do not change any more; other copies say it themselves."""
+        """Remember which files are complete, in case that their copies are removed; other copies say it themselves."""
         document = self._document()
         if document != self._recorded:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -255,5 +265,5 @@ class NodeCopies:
             self._recorded = document
 
     def _document(self) -> bytes:
-        kept = {name: (one.mark, one.size) for name, one in sorted(self._held.items()) if is_kept(name)}
+        kept = {name: (self._held[name].mark, self._held[name].size) for name in sorted(self._complete)}
         return orjson.dumps({"kept": kept, "losses": asdict(self.losses)})

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 import orjson
 
+from headrace.actors.record.node_copies import folders_of_nodes
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -87,9 +89,10 @@ def remove_oldest_running(folder: Path) -> None:
 
 
 def read_running(folder: Path) -> list[RunningFile]:
-    """Return the files of all workers, the newest last. A damaged file is named in the log and left out."""
+    """Return the files of all workers in a folder of a run and in its copies from other nodes, the newest last. A
+    damaged file is named in the log and left out."""
     found = []
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+    for path in sorted(path for each in folders_of_nodes(folder).values() for path in each.glob("*.json")):
         try:
             found.append(RunningFile.parse(path.read_bytes()))
         except FileNotFoundError:

@@ -57,6 +57,11 @@ class ClusterNodes:
         self._agents: dict[str, _Agent] = {}
         """Agents by the ids of their nodes."""
 
+    @property
+    def agents(self) -> dict[str, NodeAgent]:
+        """The agents that are known to be alive, by the ids of their nodes."""
+        return {node: known.agent for node, known in self._agents.items()}
+
     async def keep_agents(self) -> None:
         """Start the agents that are missing, and forget those of nodes that are gone. Raises ConfigError if the head
         does not answer."""

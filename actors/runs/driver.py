@@ -41,7 +41,7 @@ from headrace.actors.version import RUNNING
 from headrace.buffer.primitives.durable_files import replace_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
@@ -77,7 +77,8 @@ class Wishes:
 
 
 class RunDriver:
-    """Driver of one try of a run. `moved` is told its states and the reasons for them."""
+    """Driver of one try of a run. `moved` is told its states and the reasons for them. `collect` copies what the run
+    has written on other nodes; it is called when its actors have ended."""
 
     def __init__(
         self,
@@ -87,12 +88,14 @@ class RunDriver:
         *,
         wishes: Wishes,
         moved: Callable[[ActualState, str], None],
+        collect: Callable[[], Awaitable[None]],
     ) -> None:
         self._run_id = run_id
         self._config = config
         self._directory = directory
         self._wishes = wishes
         self._moved = moved
+        self._collect = collect
         self._service: Service | None = None
         self._own: list[Process] = []
         self._absences = Absences(directory.path / OF_THE_DRIVER)
@@ -111,6 +114,7 @@ class RunDriver:
             self._absences.begin()
             self._directory.append_session(began_s, None)
             ending = await self._try()
+            await self._collect()
             self._directory.append_session(began_s, time.time())
             if ending.state in (ActualState.FINISHED, ActualState.DRAINED):
                 completed = ending.state is ActualState.FINISHED

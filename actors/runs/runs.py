@@ -29,6 +29,7 @@ from headrace.actors.run.launch import document_of
 from headrace.actors.run.restarts import RestartPolicy, saved_step
 from headrace.actors.runs.cluster_nodes import ClusterNodes
 from headrace.actors.runs.driver import RunDriver, Wishes
+from headrace.actors.runs.file_collection import EVERY_S, FileCollection
 from headrace.actors.runs.layout import (
     build_of,
     check_cluster,
@@ -90,10 +91,12 @@ class Runs(RunQueries, BeginsUnasked):
         self._table = await asyncio.to_thread(RunsTable.open, self._terms.state)
         self._stack.callback(self._table.close)
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._files = FileCollection(self._terms.state, self._tasks)
+        self._stack.callback(self._files.cancel)
         for record in self._table.runs():
             if record.is_live and record.actual is not ActualState.WAITING:
                 self._drive(record)
-        loops = (self._tend, self._keep_agents, self._sweep, self._head.watch)
+        loops = (self._tend, self._keep_agents, self._collect_files, self._sweep, self._head.watch)
         tasks = [self._tasks.create_task(loop()) for loop in loops]
         self._stack.callback(lambda: [task.cancel() for task in (*tasks, *self._driving.values())])
         return self
@@ -257,7 +260,14 @@ class Runs(RunQueries, BeginsUnasked):
         try:
             directory = self._directory(run_id)
             config = await asyncio.to_thread(reopened, directory)
-            driver = RunDriver(run_id, config, directory, wishes=wishes, moved=partial(self._moved, run_id))
+            driver = RunDriver(
+                run_id,
+                config,
+                directory,
+                wishes=wishes,
+                moved=partial(self._moved, run_id),
+                collect=lambda: self._files.finish(self._nodes.agents, run_id),
+            )
             await self._settle(run_id, await driver.drive())
         except Exception as error:
             # Such as a state folder that is gone: nothing that another try would change.
@@ -310,6 +320,11 @@ class Runs(RunQueries, BeginsUnasked):
             with suppress(ConfigError):
                 await self._nodes.keep_agents()
             await asyncio.sleep(NODES_S)
+
+    async def _collect_files(self) -> NoReturn:
+        while True:
+            self._files.begin_passes(self._nodes.agents, tuple(self._driving))
+            await asyncio.sleep(EVERY_S)
 
     async def _sweep(self) -> NoReturn:
         while True:

@@ -15,15 +15,22 @@ import re
 import shutil
 import signal
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
+from headrace.actors.node_files.sender import next_page
 from headrace.sandboxes.kernel.processes import parse_stat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headrace.actors.node_files.pages import Held, NodePage
 
 ROLE_LABEL: Final = "headrace/role"
 """Label of a node with its role, for `ray start --labels`."""
@@ -149,6 +156,8 @@ class NodeAgent:
 
     def __init__(self, state: Path) -> None:
         self._state = state
+        # A page must not be read while its folder is being removed: files would seem to have made room for others.
+        self._removing = threading.Lock()
 
     async def kill(self, process: Process) -> bool:
         """Kill a process of this node. Return False if it has ended."""
@@ -167,6 +176,18 @@ class NodeAgent:
             memory_bytes=memory.total,
         )
 
+    async def file_pages(self, held: Mapping[str, Mapping[str, Held]], limit_bytes: int) -> dict[str, NodePage]:
+        """Return the next page of the files of runs on this node's disk, for a receiver that has these of each run, of
+        at most `limit_bytes` in all. Runs without a folder here are left out. Raises OSError."""
+        return await asyncio.to_thread(self._file_pages, held, limit_bytes)
+
+    def _file_pages(self, held: Mapping[str, Mapping[str, Held]], limit_bytes: int) -> dict[str, NodePage]:
+        with self._removing:
+            runs = [run for run in self._folders() if run in held]
+            # Each has its share, so that none waits for the files of another.
+            share_bytes = limit_bytes // max(1, len(runs))
+            return {run: next_page(self._state / run, held[run], limit_bytes=share_bytes) for run in runs}
+
     async def folders(self) -> tuple[str, ...]:
         """Return the names of the folders of runs on this node's disk; none where the table of runs is, since there
         they have the ledgers."""
@@ -183,6 +204,10 @@ class NodeAgent:
         await asyncio.to_thread(self._remove, folder, keep)
 
     def _remove(self, folder: str, keep: tuple[str, ...]) -> None:
+        with self._removing:
+            self._remove_now(folder, keep)
+
+    def _remove_now(self, folder: str, keep: tuple[str, ...]) -> None:
         if folder not in self._folders():
             if RUN_FOLDER.fullmatch(folder) and not (self._state / folder).exists():
                 return
