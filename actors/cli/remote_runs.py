@@ -17,19 +17,21 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, Protocol, TypeAlias, TypeVar
 
 import orjson
 import typer
 from rich.table import Table
 
 from headrace.actors.cli.engine_table import engine_table
-from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, say, show, write_json
+from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, EXPECTED, say, show, write_json
 from headrace.actors.errors import ConfigError, RunUnknown
 from headrace.actors.record.absences import Absent
 from headrace.actors.record.log_lines import event_of
+from headrace.actors.record.log_warnings import SHOWN, WarningLines
 from headrace.actors.runs.records import ActualState
 from headrace.buffer.core.outages import utc
 
@@ -233,13 +235,21 @@ def recipe_document(recipe: Path, overrides: Sequence[str]) -> Recipe:
 
 
 def follow_run(api: Access, run: str, *, json: Path | None = None) -> int:
-    """Show the events of a run until it has ended, and return its exit code. An interrupt ends only this command."""
+    """Show the events of a run and the warnings of its actors until it has ended, and return its exit code. An
+    interrupt ends only this command."""
 
     async def follow(client: RunsClient) -> RunRecord:
         _cancel_on_signals()
         run_id = await _run_id(client, run)
-        async for event in client.events(run_id):
-            say(_line(event))
+        warnings = _RemoteWarnings(client, run_id, WarningLines(f"headrace logs {run_id} {api.options}"))
+        showing = asyncio.create_task(warnings.keep_showing())
+        try:
+            async for event in client.events(run_id):
+                say(_line(event))
+        finally:
+            showing.cancel()
+        await warnings.show()
+        say(*warnings.lines.left_out())
         return await client.run(run_id)
 
     try:
@@ -253,6 +263,29 @@ def follow_run(api: Access, run: str, *, json: Path | None = None) -> int:
         return record.exit_code
     # It ended without a service that could tell one.
     return EXIT_FAILED if record.actual is ActualState.FAILED else EXIT_DRAINED
+
+
+@dataclass(slots=True)
+class _RemoteWarnings:
+    """What the actors of a run warn of. While the logs cannot be read, nothing is shown."""
+
+    client: RunsClient
+    run_id: str
+    lines: WarningLines
+    cursor: str = ""
+
+    async def show(self) -> None:
+        """Show what is new."""
+        with suppress(*EXPECTED):
+            async for events, cursor in _pages(self.client, self.run_id, SHOWN, self.cursor):
+                self.cursor = cursor
+                say(*self.lines.told(events, time.monotonic()))
+
+    async def keep_showing(self) -> NoReturn:
+        """Show what is new, until cancelled."""
+        while True:
+            await self.show()
+            await asyncio.sleep(LOGS_S)
 
 
 def _cancel_on_signals() -> None:

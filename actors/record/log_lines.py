@@ -153,7 +153,7 @@ def lines_of_rollout(folder: Path, rollout: str, attempt: int | None = None) -> 
 def logs_in(folder: Path) -> dict[str, Path]:
     """Return the newest file of each log in a folder of a run, by the name of its actor; of copies from another node by
     `NODE/ACTOR`."""
-    found = {}
+    found: dict[str, Path] = {}
     for node, each in folders_of_nodes(folder).items():
         names = {OLDER.sub("", path.stem) for path in each.glob("*.jsonl")}
         found |= {f"{node}/{name}" if node else name: log_path(each, name) for name in sorted(names)}

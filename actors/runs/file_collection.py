@@ -83,12 +83,14 @@ class FileCollection:
         """Copy what a node has until nothing is left, or it does not answer."""
         try:
             while runs:
-                copies = {run: await asyncio.to_thread(self._copies_of, run, node) for run in runs}
+                copies: dict[str, NodeCopies] = {}
+                for run in runs:
+                    copies[run] = await asyncio.to_thread(self._copies_of, run, node)
                 held = {run: one.held() for run, one in copies.items()}
                 async with asyncio.timeout(AGENT_TIMEOUT_S):
                     pages = await agent.file_pages(held, PAGE_BYTES)
                 for run, page in pages.items():
-                    await asyncio.to_thread(copies[run].apply, page)  # type: ignore[index]
+                    await asyncio.to_thread(copies[run].apply, page)
                 runs = [run for run in runs if run in pages and not pages[run].is_end]
         except (ActorError, TimeoutError, OSError, ValueError) as error:
             if node not in self._failing:

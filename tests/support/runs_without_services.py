@@ -171,14 +171,15 @@ class RunsWithoutServices:
         return await self.learner.call(call)
 
     async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
-        """Return the events as log lines; the only actor is `service`."""
+        """Return the events as log lines, those about a loss as warnings; the only actor is `service`."""
         if actor not in (None, "service"):
             raise RunRefused(f"run {run_id} has no actor {actor}: its actors are service")
         if after and not after.isdecimal():
             raise RunRefused(f"the cursor {after!r} is not of this run: leave it out")
         lines, cursor = [], after
         for event in self._table.events(run_id, after=int(after or 0)):
-            said = {"time": event.time_s, "level": "INFO", "actor": "service", "message": event.text}
+            level = "WARNING" if "lost" in event.text else "INFO"
+            said = {"time": event.time_s, "level": level, "actor": "service", "message": event.text}
             line = orjson.dumps(said | {"number": event.number}).decode()
             limit_bytes -= len(line) + 1
             if limit_bytes < 0:

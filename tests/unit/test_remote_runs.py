@@ -131,6 +131,21 @@ async def test_a_followed_run_gives_its_events_and_exit_code(
     assert lines[5] == f"run {record.run_id} (small): {state} (the end)"
 
 
+async def test_a_followed_run_shows_the_warnings_of_its_actors_once(
+    rig: ControlRig, api: Api, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await submit(api, recipe)
+    [record] = await rig.runs.runs("alice")
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(asyncio.to_thread(remote_runs.follow_run, api, "small"))
+        await rig.runs.go(record.run_id, ActualState.RUNNING, "node 10.0.0.1 is lost")
+        await rig.runs.go(record.run_id, ActualState.STOPPED, "node 10.0.0.2 is lost")
+    assert following.result() == 4
+    printed = capsys.readouterr().err
+    assert printed.count("warning of service: node 10.0.0.1 is lost") == 1
+    assert f"1 more warnings: headrace logs {record.run_id} --url {api.url}" in printed
+
+
 async def test_runs_are_changed_and_shown_by_name(
     rig: ControlRig, api: Api, recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
