@@ -27,14 +27,14 @@ from headrace.actors.observer.reader import Busy, RunReader
 from headrace.actors.observer.rendering import HERE, make_environment
 from headrace.actors.observer.rollout_reading import RolloutUnknown
 from headrace.actors.runtime.event_stream import event_stream
-from headrace.actors.slowness.waterfall_html import STYLE
+from headrace.actors.slowness.waterfall_html import STYLE, waterfall_fragment
 from headrace.buffer.errors import ReplayError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
 
-    from aiohttp.typedefs import Handler
+    from aiohttp.typedefs import Handler, Middleware
 
     from headrace.actors.observer.explained import Explained
 
@@ -102,7 +102,7 @@ class Pages:
         return web.Response(text=f"{NEEDED}\n", status=HTTPStatus.UNAUTHORIZED, headers=headers)
 
     @property
-    def errors(self) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    def errors(self) -> Middleware:
         """The middleware that answers errors."""
 
         @web.middleware
@@ -126,8 +126,9 @@ class Pages:
         return answered
 
     async def _overview(self, request: web.Request) -> web.Response:
-        found, note = await self._found()
-        running = await self._in_flight()
+        async with asyncio.TaskGroup() as tasks:
+            explaining, counting = tasks.create_task(self._found()), tasks.create_task(self._in_flight())
+        (found, note), running = explaining.result(), counting.result()
         shown = views.overview(await self._reader.metrics(), found)
         engines = (await self._reader.roster()).engines
         return await self._page("overview.html", found=found, note=note, running=running, engines=engines, **shown)
@@ -143,14 +144,20 @@ class Pages:
         page = views.cut(verdicts, _whole(request, "page") or 1)
         rows = views.verdict_rows(page.rows)
         parts = sorted({cause for one in (found.report.verdicts if found else ()) for cause in one.causes})
-        context = {"found": found, "note": note, "page": page, "rows": rows, "step": step, "part": part}
-        return await self._page("slow.html", parts=parts, **context)
+        chosen = {"page": page, "rows": rows, "step": step, "part": part, "parts": parts}
+        return await self._page("slow.html", found=found, note=note, **chosen)
 
     async def _rollout(self, request: web.Request) -> web.Response:
-        details, waterfall = await self._reader.rollout(request.query.get("id", "")[:1000])
+        details = await self._reader.rollout(request.query.get("id", "")[:1000])
+        times = None if details.tag else await self._reader.times(details.rollout_id)
+        found, _ = await self._found()
+        verdicts = () if found is None else found.report.verdicts
+        verdict = next((verdict for verdict in verdicts if verdict.rollout_id == details.rollout_id), None)
         # The fragment is markup that escapes what agents wrote.
-        drawn = None if waterfall is None else Markup(waterfall)
-        return await self._page("rollout.html", details=details, waterfall=drawn)
+        pair = None if times is None else times.value
+        drawn = None if pair is None else Markup(waterfall_fragment(*pair, verdict))
+        pending = times is None and not details.tag
+        return await self._page("rollout.html", details=details, waterfall=drawn, pending=pending)
 
     async def _steps(self, request: web.Request) -> web.Response:
         records = await self._reader.metrics()
@@ -223,12 +230,16 @@ class Pages:
         except (RunError, ReplayError, OSError) as error:
             return None, str(error)
         if reading is None:
-            return None, "Verdicts are being computed; this page is updated when they are there, or load it again."
+            return (
+                None,
+                "Verdicts are being computed, which takes a while on a large run. Load the page again soon.",
+            )
         return reading.value, ""
 
     async def _in_flight(self) -> int | None:
         try:
-            return len(await self._reader.running())
+            rows = await self._reader.running_soon()
+            return None if rows is None else len(rows)
         except (RunError, ReplayError, OSError):
             return None
 

@@ -2,7 +2,7 @@
 
 Invariants:
 - The event loop never waits for a disk: readings run in an executor that the owner bounds.
-- However many clients ask, and however slow they are, a value has one reading in progress, and none is queued behind it.
+- However many clients ask, and however slow they are, one reading of a value is in progress, and none waits behind it.
 - A value is read again only when somebody asks for it, at the earliest after `LEAST_S` and after `REST` times the time
   of its last reading, and only if the files that it comes from have changed.
 """

@@ -18,23 +18,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import RunError
+from headrace.actors.slowness.cohort import Cohorts
 from headrace.actors.slowness.reading import read_times
-from headrace.actors.slowness.told import waterfall
 from headrace.actors.slowness.verdicts import explain
-from headrace.actors.slowness.waterfall_html import waterfall_fragment
 from headrace.buffer.errors import ReplayError
 from headrace.policies.processes.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from headrace.actors.slowness.cohort import Typical
+    from headrace.actors.slowness.rows import RolloutTime
     from headrace.actors.slowness.verdicts import SlowReport
+
+    RolloutInCohort = tuple[RolloutTime, dict[str, Typical]]
 
 LARGE_BYTES: Final = 16 << 20
 """Size of a ledger with its archive above which another process reads them."""
 MAX_VERDICTS: Final = 2_000
 PATIENCE_S: Final = 300.0
 NICE: Final = 10
+# Not `-m`: classes of a module that runs as `__main__` cannot be unpickled elsewhere.
+_PROGRAM: Final = f"import sys; from {__name__} import main; main(int(sys.argv[1]), *sys.argv[2:])"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +59,11 @@ def explained(run_dir: Path) -> Explained:
     return found
 
 
-def waterfall_of(run_dir: Path, rollout_id: str) -> str | None:
-    """Return the waterfall of a rollout beside its cohort as HTML; None if it has no attempt yet. Raises LedgerRefused,
-    RunError."""
-    large = _is_large(run_dir)
-    found = _apart("waterfall", run_dir, rollout_id) if large else waterfall_here(run_dir, rollout_id)
-    assert found is None or isinstance(found, str)
+def time_of(run_dir: Path, rollout_id: str) -> RolloutInCohort | None:
+    """Return the times of a rollout, and what is typical of each part in its cohort; None if it has no attempt yet.
+    Raises LedgerRefused, RunError."""
+    found = _apart("time", run_dir, rollout_id) if _is_large(run_dir) else time_here(run_dir, rollout_id)
+    assert found is None or isinstance(found, tuple)
     return found
 
 
@@ -75,15 +79,11 @@ def explain_here(run_dir: Path) -> Explained:
     )
 
 
-def waterfall_here(run_dir: Path, rollout_id: str) -> str | None:
-    """Do the work of `waterfall_of` in this process."""
+def time_here(run_dir: Path, rollout_id: str) -> RolloutInCohort | None:
+    """Do the work of `time_of` in this process."""
     times = read_times(run_dir)
     place = next((place for place, row in enumerate(times.rows) if row.rollout_id == rollout_id), None)
-    if place is None:
-        return None
-    row, typical = waterfall(times, place)
-    verdict = next((one for one in explain(times).verdicts if one.rollout_id == rollout_id), None)
-    return waterfall_fragment(row, typical, verdict)
+    return None if place is None else (times.rows[place], Cohorts(times.rows).typical_parts(place))
 
 
 def _is_large(run_dir: Path) -> bool:
@@ -93,7 +93,7 @@ def _is_large(run_dir: Path) -> bool:
 
 def _apart(*arguments: object) -> Any:
     """Return the result of `main` in a process of its own. Raises what it raised, and RunError if it died."""
-    command = [sys.executable, "-m", __name__, str(os.getpid()), *map(str, arguments)]
+    command = [sys.executable, "-c", _PROGRAM, str(os.getpid()), *map(str, arguments)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -113,11 +113,7 @@ def main(parent_pid: int, task: str, run_dir: str, *rollout: str) -> None:
     os.nice(NICE)
     try:
         path = Path(run_dir)
-        result: Any = explain_here(path) if task == "explain" else waterfall_here(path, *rollout)
+        result: Any = explain_here(path) if task == "explain" else time_here(path, *rollout)
     except (RunError, ReplayError, OSError) as error:
         result = error.with_traceback(None)
     sys.stdout.buffer.write(pickle.dumps(result))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -19,7 +20,7 @@ import orjson
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.errors import RunMissing
 from headrace.actors.observer.computed import Computed
-from headrace.actors.observer.explained import explained, waterfall_of
+from headrace.actors.observer.explained import explained, time_of
 from headrace.actors.observer.metrics_tail import MetricsTail, Records
 from headrace.actors.observer.rollout_reading import RolloutDetails, read_rollout
 from headrace.actors.record.run_directory import RunDirectory, read_configuration
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.engine_group.members_file import Roster
     from headrace.actors.observer.computed import Reading
-    from headrace.actors.observer.explained import Explained
+    from headrace.actors.observer.explained import Explained, RolloutInCohort
     from headrace.actors.slowness.in_flight import InFlight
 
 T = TypeVar("T")
@@ -45,8 +46,12 @@ T = TypeVar("T")
 THREADS: Final = 4
 MAX_ROLLOUTS_READ: Final = 4
 """Rollouts that are read at the same time; more requests are asked to come again."""
-FIRST_WAIT_S: Final = 0.4
+FIRST_WAIT_S: Final = 0.3
 """Time for which a view waits for verdicts, which may take seconds; then it is shown without them."""
+
+TIMES_WAIT_S: Final = 1.5
+TIMES_KEPT: Final = 16
+"""Rollouts whose times beside their cohorts are kept."""
 
 
 class Busy(Exception):
@@ -82,7 +87,8 @@ class RunReader:
             )
         self.directory = directory
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="observer")
-        self._reading: dict[str, Future[tuple[RolloutDetails, str | None]]] = {}
+        self._reading: dict[str, Future[RolloutDetails]] = {}
+        self._times: OrderedDict[str, Computed[RolloutInCohort | None]] = OrderedDict()
         tail = MetricsTail(directory.metrics)
         self._metrics = self._computed(tail.read, tail.mark)
         self._summary = self._computed(lambda: summary_of(directory), time.monotonic)
@@ -109,6 +115,11 @@ class RunReader:
         """Return what has not ended. Raises LedgerRefused."""
         return await self._running.now()
 
+    async def running_soon(self) -> list[InFlight] | None:
+        """Return what has not ended if it is known soon. Raises LedgerRefused."""
+        reading = await self._running.get(FIRST_WAIT_S)
+        return None if reading is None else reading.value
+
     async def roster(self) -> Roster:
         return await self._roster.now()
 
@@ -121,21 +132,26 @@ class RunReader:
         """Return something that changes when the files do."""
         return await self._mark.now()
 
-    async def rollout(self, asked: str) -> tuple[RolloutDetails, str | None]:
-        """Return a rollout and its waterfall, if it has one. Raises RolloutUnknown, LedgerRefused, RunError, Busy."""
+    async def times(self, rollout_id: str) -> Reading[RolloutInCohort | None] | None:
+        """Return the times of a rollout beside its cohort, if they are known soon. Raises LedgerRefused, RunError."""
+        if (times := self._times.pop(rollout_id, None)) is None:
+            times = self._computed(lambda: time_of(self.directory.path, rollout_id), self._ledger_mark)
+        self._times[rollout_id] = times
+        if len(self._times) > TIMES_KEPT:
+            self._times.popitem(last=False)
+        return await times.get(TIMES_WAIT_S)
+
+    async def rollout(self, asked: str) -> RolloutDetails:
+        """Return a rollout. Raises RolloutUnknown, LedgerRefused, Busy."""
         running = self._reading.get(asked)
         if running is None:
             if len(self._reading) >= MAX_ROLLOUTS_READ:
                 raise Busy
-            running = self._reading[asked] = self._executor.submit(self._read_rollout, asked)
+            running = self._reading[asked] = self._executor.submit(read_rollout, self.directory, asked)
             loop = asyncio.get_running_loop()
             running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._reading.pop, asked, None))
         # Shielded: others may wait for the same reading.
         return await asyncio.shield(asyncio.wrap_future(running))
-
-    def _read_rollout(self, asked: str) -> tuple[RolloutDetails, str | None]:
-        details = read_rollout(self.directory, asked)
-        return details, None if details.tag else waterfall_of(self.directory.path, details.rollout_id)
 
     def _computed(self, read: Callable[[], T], mark: Callable[[], Hashable]) -> Computed[T]:
         return Computed(self._executor, read, mark)

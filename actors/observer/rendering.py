@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from headrace.actors.observer.text import name, shown
 
 HERE: Final = Path(__file__).parent
-NOTHING: Final = "–"
+NOTHING: Final = "\u2013"
 
 
 def make_environment() -> Environment:

@@ -129,8 +129,8 @@ def chosen(verdicts: Sequence[Verdict], *, step: int | None, part: str) -> list[
 
 
 def verdict_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Return verdicts with what is typical, and a bar of the time up to that and beyond. Where a whole task is slow, the
-    other tasks are what is typical, not its own cohort."""
+    """Return verdicts with what is typical, and a bar of the time up to that and beyond. Where a whole task is slow,
+    the other tasks are what is typical, not its own cohort."""
     longest_s = max((verdict.total_s for verdict in verdicts), default=0.0)
     rows = []
     for verdict in verdicts:
@@ -144,7 +144,7 @@ def verdict_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 
 def step_rows(records: Records) -> list[dict[str, Any]]:
     """Return the steps, newest first, each with a bar of the learner's time."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for record in reversed(records.of("step")):
         parts = [(key.removesuffix("_s"), number(record, key) or 0.0) for key in TRAINING]
         rows.append({"record": record, "parts": dict(parts), "total_s": sum(value for _, value in parts)})
@@ -157,8 +157,8 @@ def step_rows(records: Records) -> list[dict[str, Any]]:
 
 
 def push_rows(records: Records) -> list[dict[str, Any]]:
-    """Return the pushes, newest first, each with a bar of its phases."""
-    rows = []
+    """Return the pushes, newest first, each with a bar of its time."""
+    rows: list[dict[str, Any]] = []
     for record in reversed(records.of("push")):
         seconds = record.get("seconds")
         phases = seconds if isinstance(seconds, dict) else {}
@@ -178,78 +178,52 @@ def _thinned(records: Sequence[Record]) -> Sequence[Record]:
     return records if stride <= 1 else [*records[::stride], records[-1]]
 
 
-def _series(
-    label: str, records: Sequence[Record], value: Callable[[Record], float | None], **more: Any
-) -> dict[str, Any]:
-    return {"label": label, "y": [value(record) for record in records], **more}
+def _by_step(records: Records, kind: str) -> dict[int, Record]:
+    """Return the records of a kind by step, in order. After a return to a checkpoint, the newer one of a step counts."""
+    known = {int(step): record for record in records.of(kind) if (step := number(record, "step")) is not None}
+    return {int(record["step"]): record for record in _thinned([known[step] for step in sorted(known)])}
 
 
 def reward_series(records: Records) -> dict[str, Any]:
     """Return mean reward by step, and success on held-out tasks at the steps of the evaluations."""
-    steps = {int(number(step, "step") or 0): number(step, "reward") for step in _thinned(records.of("step"))}
-    held_out = {int(number(record, "step") or 0): number(record, "success") for record in records.of("evaluation")}
+    steps, held_out = _by_step(records, "step"), _by_step(records, "evaluation")
     xs = sorted({*steps, *held_out})
-    return {
-        "x": xs,
-        "x_label": "step",
-        "time": False,
-        "series": [
-            {"label": "reward", "y": [steps.get(x) for x in xs]},
-            {"label": "held-out success", "y": [held_out.get(x) for x in xs], "points": True},
-        ],
-    }
+    rewards = [number(steps.get(x), "reward") for x in xs]
+    success = [number(held_out.get(x), "success") for x in xs]
+    series = [{"label": "reward", "y": rewards}, {"label": "held-out success", "y": success, "points": True}]
+    return {"x": xs, "x_label": "step", "time": False, "series": series}
 
 
 def learner_series(records: Records) -> dict[str, Any]:
     """Return where the learner's time goes, by step, in seconds."""
-    steps = _thinned(records.of("step"))
+    steps = _by_step(records, "step")
     labels = {"step_s": "training", "idle_s": "waiting for a batch", "push_s": "waiting for a push"}
-    return {
-        "x": [number(step, "step") for step in steps],
-        "x_label": "step",
-        "time": False,
-        "unit": "s",
-        "series": [_series(label, steps, lambda step, key=key: number(step, key)) for key, label in labels.items()],
-    }
+    series = [{"label": name, "y": [number(step, key) for step in steps.values()]} for key, name in labels.items()]
+    return {"x": list(steps), "x_label": "step", "time": False, "unit": "s", "series": series}
 
 
 def staleness_series(records: Records) -> dict[str, Any]:
     """Return the mean and the largest staleness by step, in optimizer steps."""
-    steps = _thinned(records.of("step"))
-
-    def largest(step: Record) -> float | None:
-        return max((staleness for staleness, count in _counts(step.get("staleness")) if count), default=None)
-
-    def mean(step: Record) -> float | None:
-        counts = _counts(step.get("staleness"))
+    steps = _by_step(records, "step")
+    mean: list[float | None] = []
+    largest: list[int | None] = []
+    for step in steps.values():
+        counts = [(staleness, count) for staleness, count in _counts(step.get("staleness")) if count > 0]
         total = sum(count for _, count in counts)
-        return sum(staleness * count for staleness, count in counts) / total if total else None
-
-    return {
-        "x": [number(step, "step") for step in steps],
-        "x_label": "step",
-        "time": False,
-        "series": [_series("mean", steps, mean), _series("largest", steps, largest)],
-    }
+        mean.append(sum(staleness * count for staleness, count in counts) / total if total else None)
+        largest.append(max((staleness for staleness, _ in counts), default=None))
+    series = [{"label": "mean", "y": mean}, {"label": "largest", "y": largest}]
+    return {"x": list(steps), "x_label": "step", "time": False, "series": series}
 
 
 def load_series(records: Records) -> dict[str, Any]:
     """Return rollouts in flight and in each station, over time."""
     loads = [record for record in _thinned(records.of("stations")) if _is_whole(record)]
     names = list(dict.fromkeys(name for record in loads for name in record["stations"]))[:8]
-
-    def in_use(record: Record, station: str) -> float | None:
-        return number(record["stations"].get(station), "in_use")
-
-    return {
-        "x": [record["time_s"] for record in loads],
-        "x_label": "UTC",
-        "time": True,
-        "series": [
-            _series("in flight", loads, lambda record: number(record, "in_flight")),
-            *(_series(name, loads, lambda record, name=name: in_use(record, name)) for name in names),
-        ],
-    }
+    series = [{"label": "in flight", "y": [number(record, "in_flight") for record in loads]}]
+    for name in names:
+        series.append({"label": name, "y": [number(record["stations"].get(name), "in_use") for record in loads]})
+    return {"x": [record["time_s"] for record in loads], "x_label": "UTC", "time": True, "series": series}
 
 
 SERIES: Final[dict[str, Callable[[Records], dict[str, Any]]]] = {

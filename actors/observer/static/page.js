@@ -44,7 +44,8 @@
 
   const events = new EventSource(document.body.dataset.events);
   events.addEventListener("changed", () => { changed = true; update(); });
-  setInterval(update, LEAST_MS);
+  // What is being computed is there a little later, without any change of the files.
+  setInterval(() => { changed ||= document.querySelector("[data-pending]") !== null; update(); }, LEAST_MS);
   holder.hidden = false;
   button.addEventListener("click", () => {
     paused = !paused;
