@@ -144,7 +144,7 @@ class Pages:
         page = views.cut(verdicts, _whole(request, "page") or 1)
         rows = views.verdict_rows(page.rows)
         parts = sorted({cause for one in (found.report.verdicts if found else ()) for cause in one.causes})
-        chosen = {"page": page, "rows": rows, "step": step, "part": part, "parts": parts}
+        chosen: dict[str, Any] = {"page": page, "rows": rows, "step": step, "part": part, "parts": parts}
         return await self._page("slow.html", found=found, note=note, **chosen)
 
     async def _rollout(self, request: web.Request) -> web.Response:

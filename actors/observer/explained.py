@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headrace.actors.slowness.cohort import Typical
+    from headrace.actors.slowness.reading import RunTimes
     from headrace.actors.slowness.rows import RolloutTime
     from headrace.actors.slowness.verdicts import SlowReport
 
@@ -69,7 +70,7 @@ def time_of(run_dir: Path, rollout_id: str) -> RolloutInCohort | None:
 
 def explain_here(run_dir: Path) -> Explained:
     """Do the work of `explained` in this process."""
-    times = read_times(run_dir)
+    times = _times(run_dir)
     report = explain(times)
     return Explained(
         report=replace(report, verdicts=report.verdicts[:MAX_VERDICTS]),
@@ -81,9 +82,16 @@ def explain_here(run_dir: Path) -> Explained:
 
 def time_here(run_dir: Path, rollout_id: str) -> RolloutInCohort | None:
     """Do the work of `time_of` in this process."""
-    times = read_times(run_dir)
+    times = _times(run_dir)
     place = next((place for place, row in enumerate(times.rows) if row.rollout_id == rollout_id), None)
     return None if place is None else (times.rows[place], Cohorts(times.rows).typical_parts(place))
+
+
+def _times(run_dir: Path) -> RunTimes:
+    try:
+        return read_times(run_dir)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"a record of this run is damaged, so there are no verdicts: {error!r}") from error
 
 
 def _is_large(run_dir: Path) -> bool:

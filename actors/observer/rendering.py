@@ -15,7 +15,7 @@ from typing import Any, Final, TypeGuard
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from headrace.actors.observer.text import name, shown
+from headrace.actors.observer.text import MAX_NAME, name, shown
 
 HERE: Final = Path(__file__).parent
 NOTHING: Final = "\u2013"
@@ -44,9 +44,9 @@ def make_environment() -> Environment:
     return environment
 
 
-def name_of(value: object) -> Markup:
+def name_of(value: object, limit: int = MAX_NAME) -> Markup:
     """Return a name that an agent or a task may have chosen: on one line, isolated from the direction of the rest."""
-    return Markup("<bdi>{}</bdi>").format(name(value))
+    return Markup("<bdi>{}</bdi>").format(name(value, limit))
 
 
 def is_finite(value: object) -> TypeGuard[float]:

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from headrace.actors.observer.text import ShownText, name, shown
 from headrace.actors.observer.trajectory_text import TrajectoryText, read_text
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.serve.observing.retention import kept_files
+from headrace.serve.observing.retention import is_older_file, kept_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ SEARCHED_BYTES: Final = 64 << 20
 """Bytes of the newest logs that are searched for lines of a rollout."""
 BLOCK_BYTES: Final = 1 << 20
 MAX_FILE_BYTES: Final = 1 << 20
+MAX_CONVERSATION_BYTES: Final = 16 << 20
 _ATTEMPT: Final = (
     "attempt",
     "version",
@@ -196,11 +198,23 @@ def _folder(evaluation: Path, rollout_id: str) -> Path | None:
 def _conversation(path: Path) -> Iterator[Turn]:
     try:
         with path.open("rb") as file:
-            for line in file.read(8 * MAX_FILE_BYTES).splitlines()[:MAX_LINES]:
-                document = orjson.loads(line)
-                yield Turn(prompt=shown(str(document.get("prompt", ""))), answer=shown(str(document.get("answer", ""))))
-    except (OSError, ValueError, AttributeError):
+            for line in file.read(MAX_CONVERSATION_BYTES).splitlines()[:MAX_LINES]:
+                yield _turn(line)
+    except OSError:
         return
+
+
+def _turn(line: bytes) -> Turn:
+    """Return a turn; of a line that is cut or damaged, what is there."""
+    try:
+        # Unlike orjson, it reads lone surrogates.
+        document = json.loads(line)
+        return Turn(prompt=shown(str(document["prompt"])), answer=shown(str(document["answer"])))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Turn(
+            prompt=shown("This line of conversation.jsonl is cut or damaged:"),
+            answer=shown(line.decode(errors="replace")),
+        )
 
 
 def _beginning(path: Path) -> ShownText | None:
@@ -215,8 +229,7 @@ def log_lines(directory: RunDirectory, rollout_id: str) -> tuple[tuple[dict[str,
     """Return the newest lines of the logs that name a rollout, oldest first, and what was not searched."""
     sought, left, found = orjson.dumps(rollout_id), SEARCHED_BYTES, []
     notes: tuple[str, ...] = ()
-    actors = sorted(path for path in directory.logs.glob("*.jsonl") if "-0" not in path.stem[-7:])
-    for path in actors:
+    for path in sorted(path for path in directory.logs.glob("*.jsonl") if not is_older_file(path)):
         for file in reversed(kept_files(path)):
             if left <= 0:
                 notes = (f"Only the newest {SEARCHED_BYTES >> 20} MiB of the logs were searched for its lines.",)

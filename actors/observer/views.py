@@ -179,7 +179,7 @@ def _thinned(records: Sequence[Record]) -> Sequence[Record]:
 
 
 def _by_step(records: Records, kind: str) -> dict[int, Record]:
-    """Return the records of a kind by step, in order. After a return to a checkpoint, the newer one of a step counts."""
+    """Return the records of a kind by step, in order. After a return to a checkpoint, the newer one counts."""
     known = {int(step): record for record in records.of(kind) if (step := number(record, "step")) is not None}
     return {int(record["step"]): record for record in _thinned([known[step] for step in sorted(known)])}
 
@@ -221,8 +221,9 @@ def load_series(records: Records) -> dict[str, Any]:
     loads = [record for record in _thinned(records.of("stations")) if _is_whole(record)]
     names = list(dict.fromkeys(name for record in loads for name in record["stations"]))[:8]
     series = [{"label": "in flight", "y": [number(record, "in_flight") for record in loads]}]
-    for name in names:
-        series.append({"label": name, "y": [number(record["stations"].get(name), "in_use") for record in loads]})
+    series += [
+        {"label": name, "y": [number(record["stations"].get(name), "in_use") for record in loads]} for name in names
+    ]
     return {"x": [record["time_s"] for record in loads], "x_label": "UTC", "time": True, "series": series}
 
 
