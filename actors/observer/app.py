@@ -44,6 +44,7 @@ MAX_BODY_BYTES: Final = 64 << 10
 OPEN: Final = frozenset({"static", "login"})
 """Names of the routes that need no token: they say nothing about the run."""
 RUNNING_ROWS: Final = 200
+COMPUTING: Final = "Verdicts are being computed, which takes a while on a large run. Load the page again soon."
 
 
 def build_app(run_dir: Path, token: str, *, hosts: Iterable[str] = ()) -> web.Application:
@@ -128,29 +129,30 @@ class Pages:
     async def _overview(self, request: web.Request) -> web.Response:
         async with asyncio.TaskGroup() as tasks:
             explaining, counting = tasks.create_task(self._found()), tasks.create_task(self._in_flight())
-        (found, note), running = explaining.result(), counting.result()
-        shown = views.overview(await self._reader.metrics(), found)
+        verdicts, running = explaining.result(), counting.result()
+        shown = views.overview(await self._reader.metrics(), verdicts["found"])
         engines = (await self._reader.roster()).engines
-        return await self._page("overview.html", found=found, note=note, running=running, engines=engines, **shown)
+        return await self._page("overview.html", running=running, engines=engines, **verdicts, **shown)
 
     async def _running(self, request: web.Request) -> web.Response:
         rows = await self._reader.running()
         return await self._page("running.html", rows=rows[:RUNNING_ROWS], total=len(rows))
 
     async def _slow(self, request: web.Request) -> web.Response:
-        found, note = await self._found()
+        explained = await self._found()
+        found: Explained | None = explained["found"]
         step, part = _whole(request, "step"), request.query.get("part", "")[:200]
         verdicts = [] if found is None else views.chosen(found.report.verdicts, step=step, part=part)
         page = views.cut(verdicts, _whole(request, "page") or 1)
         rows = views.verdict_rows(page.rows)
         parts = sorted({cause for one in (found.report.verdicts if found else ()) for cause in one.causes})
         chosen: dict[str, Any] = {"page": page, "rows": rows, "step": step, "part": part, "parts": parts}
-        return await self._page("slow.html", found=found, note=note, **chosen)
+        return await self._page("slow.html", **explained, **chosen)
 
     async def _rollout(self, request: web.Request) -> web.Response:
         details = await self._reader.rollout(request.query.get("id", "")[:1000])
         times = None if details.tag else await self._reader.times(details.rollout_id)
-        found, _ = await self._found()
+        found: Explained | None = (await self._found())["found"]
         verdicts = () if found is None else found.report.verdicts
         verdict = next((verdict for verdict in verdicts if verdict.rollout_id == details.rollout_id), None)
         # The fragment is markup that escapes what agents wrote.
@@ -223,18 +225,15 @@ class Pages:
         answer.set_cookie(cookie_name(request), self.access.cookie, path=folder, httponly=True, samesite="Strict")
         return answer
 
-    async def _found(self) -> tuple[Explained | None, str]:
-        """Return the verdicts as far as they are known, and a note on their age or on why there are none."""
+    async def _found(self) -> dict[str, Any]:
+        """Return the verdicts as far as they are known, why there are none, and whether they are being computed."""
         try:
             reading = await self._reader.explained()
         except (RunError, ReplayError, OSError) as error:
-            return None, str(error)
+            return {"found": None, "note": str(error), "pending": False}
         if reading is None:
-            return (
-                None,
-                "Verdicts are being computed, which takes a while on a large run. Load the page again soon.",
-            )
-        return reading.value, ""
+            return {"found": None, "note": COMPUTING, "pending": True}
+        return {"found": reading.value, "note": "", "pending": False}
 
     async def _in_flight(self) -> int | None:
         try:

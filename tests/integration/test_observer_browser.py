@@ -158,8 +158,8 @@ def test_the_page_follows_the_run_and_can_be_paused(tmp_path: Path) -> None:
         assert button.get_attribute("aria-pressed") == "true"
         add_step(run, 10)
         # The stream tells of the change; the view stays as it is until updates go on.
-        read = driver.execute_async_script("fetch('steps').then((a) => a.text()).then(arguments[0])")
-        assert ">10</a>" in read
+        read = "fetch('steps').then((answer) => answer.text()).then(arguments[0])"
+        wait.until(lambda driver: ">10</a>" in driver.execute_async_script(read))
         assert not driver.find_elements(By.LINK_TEXT, "10")
         button.click()
         wait.until(lambda driver: driver.find_elements(By.LINK_TEXT, "10"))

@@ -103,5 +103,5 @@ class Screen:
 
     def log(self) -> list[str]:
         """Return errors of the page since the last call: refused scripts and styles among them."""
-        entries: list[dict[str, Any]] = self.driver.get_log("browser")
+        entries: list[dict[str, Any]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
