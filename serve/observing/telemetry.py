@@ -34,6 +34,9 @@ EXAMPLES: Final[dict[OtlpProtocol, str]] = {
     "grpc": "http://collector:4317",
 }
 
+MAX_LINKS: Final = 8192
+"""Links of one span; further ones are dropped."""
+
 
 class TelemetryConfig(BaseModel):
     """Destinations and limits of spans."""
@@ -146,7 +149,11 @@ def configure(
         resource=Resource.create(attributes),
         id_generator=RolloutIdGenerator(run_id),
         span_limits=SpanLimits(
-            max_span_attributes=64, max_events=16, max_attribute_length=span_names.MAX_TEXT_CHARACTERS
+            max_span_attributes=64,
+            max_events=16,
+            # A step links to each member of its batch.
+            max_links=MAX_LINKS,
+            max_attribute_length=span_names.MAX_TEXT_CHARACTERS,
         ),
         shutdown_on_exit=False,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,8 +15,9 @@ from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.policies.learners.simulated import SimulatedEnginesConfig, SimulatedLearnerConfig
 from headrace.serve.observing import span_names as names
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from headrace.serve.observing.telemetry import TelemetryConfig
 from support import replay_cases as cases
+from support.recorded_spans import attributes_of, recorded_spans
 from support.simulated_lives import CONFIG, feed
 
 if TYPE_CHECKING:
@@ -89,15 +89,12 @@ async def test_the_drain_of_another_node_is_of_no_consequence(learner: LearnerLo
 
 
 async def test_the_span_of_a_step_names_its_version_batch_and_rollouts(
-    learner: LearnerLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learner: LearnerLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    telemetry = configure(TelemetryConfig(), process="steps", spans_dir=tmp_path, install=False)
-    monkeypatch.setattr(learner_module, "tracer", telemetry.tracer("test"))
-    await reached(learner, await step_of(learner) + 3)
-    telemetry.shutdown()
-    spans = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    steps = [span["attributes"] for span in spans if span["name"] == names.STEP]
-    numbers = [step[names.STEP_NUMBER] for step in steps]
+    with recorded_spans(monkeypatch, learner_module) as recorded:
+        await reached(learner, await step_of(learner) + 3)
+        steps = [attributes_of(span) for span in recorded.named(names.STEP)]
+    numbers = [step[names.STEP_NUMBER] for step in steps if isinstance(step[names.STEP_NUMBER], int)]
     assert numbers == list(range(numbers[0], numbers[0] + len(steps)))
     assert [step[names.STEP_VERSION] for step in steps] == [f"1.{number}" for number in numbers]
     assert {step[names.STEP_ROLLOUTS] for step in steps} == {CONFIG.batch_size}

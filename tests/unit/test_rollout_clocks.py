@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,11 +23,10 @@ from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.gateway.client import OpenedSession
 from headrace.serve.observing import span_names as names
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from support.recorded_spans import attributes_of, recorded_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.boot import Lease, LeaseRequest
@@ -159,18 +157,15 @@ def test_the_agent_deadline_counts_from_the_start_of_the_agent() -> None:
     simulated(check, boot_s=18, prepare=4, open=30, agent=39)
 
 
-def test_the_span_of_a_failed_agent_has_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    telemetry = configure(TelemetryConfig(), process="worker", spans_dir=tmp_path, install=False)
-    monkeypatch.setattr(rollout, "tracer", telemetry.tracer("test"))
+def test_the_span_of_a_failed_agent_has_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     log = "".join(f"line {number}\n" for number in range(1000)) + "the reason"
 
     def failing(places: Places) -> None:
         places.report = AgentReport(stop=StopReason.ERROR, turns=1, exit_code=2, log_tail=log)
 
-    simulated(lambda result, _: None, prepared=failing)
-    telemetry.shutdown()
-    spans = [json.loads(line) for line in (tmp_path / "worker.jsonl").read_text().splitlines()]
-    [tail] = [span["attributes"][names.AGENT_LOG_TAIL] for span in spans if names.AGENT_LOG_TAIL in span["attributes"]]
+    with recorded_spans(monkeypatch, rollout) as recorded:
+        simulated(lambda result, _: None, prepared=failing)
+        tail = attributes_of(recorded.one(names.AGENT))[names.AGENT_LOG_TAIL]
     assert tail == log[-names.MAX_TEXT_CHARACTERS :]
 
 
