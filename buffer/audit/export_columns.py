@@ -172,7 +172,6 @@ def _label(name: str, kind: type) -> Callable[[Breakdown], object]:
         value = breakdown.labels.get(name)
         if isinstance(value, bool) or kind not in (int, float):
             return value if type(value) is kind else None
-        fits = isinstance(value, int | float) and abs(value) < MAX_WHOLE
-        return kind(value) if fits else None
+        return kind(value) if isinstance(value, int | float) and abs(value) < MAX_WHOLE else None
 
     return read

@@ -38,13 +38,35 @@ def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1, help=
 def rollout(
     json: Json = True, rollouts: Annotated[int, typer.Option(min=50, help="Number of measured rollouts.")] = 500
 ) -> None:
-    """Measure the CPU time that all processes of a quickstart over Ray spend on one rollout, by purpose."""
-    from benches.rollout_costs import measure
-    from headrace.actors.record.run_directory import RunDirectory
+    """Measure the CPU time that all processes of a quickstart over Ray spend on one rollout, by purpose, with tracing,
+    and then without."""
+    from benches.rollout_costs import measure_both
 
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, redirect_stdout(sys.stderr):
-        figures = measure(RunDirectory(path=Path(folder) / "rollout"), QUICKSTART, rollouts=rollouts)
+        figures = measure_both(Path(folder), QUICKSTART, rollouts=rollouts)
     _print(figures)
+
+
+@app.command()
+def tracing(
+    json: Json = True,
+    pairs: Annotated[int, typer.Option(min=1, help="Number of alternated pairs.")] = 10,
+    quick: Annotated[bool, typer.Option(help="Measure fewer rollouts and turns in each pair.")] = False,
+    parts: Annotated[str, typer.Option(help="Comma-separated parts to measure; all by default.")] = "",
+) -> None:
+    """Measure what tracing costs, in alternated pairs with and without: CPU of a short quickstart over Ray, of a
+    gateway with agent-sized turns, and of 512 simulated rollouts; the stored bytes of a turn; and the time of simulated
+    steps with a stopped collector beside a running one. Exit code 3: a figure is out of bounds."""
+    from benches.tracing.figures import PARTS, measure, misses
+
+    wanted = tuple(parts.split(",")) if parts else PARTS
+    if unknown := [part for part in wanted if part not in PARTS]:
+        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(PARTS)}", param_hint="--parts")
+    with redirect_stdout(sys.stderr):
+        figures = measure(wanted, QUICKSTART, pairs=pairs, quick=quick)
+    _print({**figures, "misses": misses(figures)})
+    if misses(figures):
+        raise typer.Exit(EXIT_DIRTY)
 
 
 @app.command()

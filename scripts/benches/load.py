@@ -27,6 +27,7 @@ from headrace.actors.simulation.plan_service import prepare_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import audit
 from headrace.buffer.tasks import write_tasks
+from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,11 +99,17 @@ def measure_load(folder: Path, *, turn_s: float, rollouts: int = 1024, in_flight
 
 
 async def run_load(
-    plan: SimulationPlan, runtime: Runtime, directory: RunDirectory, *, idle_s: float = IDLE_S
+    plan: SimulationPlan,
+    runtime: Runtime,
+    directory: RunDirectory,
+    *,
+    idle_s: float = IDLE_S,
+    telemetry: TelemetryConfig | None = None,
 ) -> Loaded:
-    """Run one pass over all tasks to the last step, after measuring the idle actors for `idle_s`."""
+    """Run one pass over all tasks to the last step, after measuring the idle actors for `idle_s`. Without `telemetry`
+    there are no spans."""
     config = prepare_plan(plan, directory)
-    config = config.model_copy(update={"telemetry": config.telemetry.model_copy(update={"enabled": False})})
+    config = config.model_copy(update={"telemetry": telemetry or TelemetryConfig(enabled=False)})
     warm_up = simulated_tasks(plan.seed, WARM_UP, evaluate_s=0.0, family="warm-up")
     write_tasks(directory.heldout_tasks, warm_up)
     async with Service(config, directory, runtime) as service:

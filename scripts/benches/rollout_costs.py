@@ -21,6 +21,7 @@ import psutil
 
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.metrics import each_metric
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.runtime.resources import ResourceOwner
@@ -29,10 +30,9 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.service import Service
 
 WARM_UP: Final = 128
@@ -76,9 +76,39 @@ class Reading:
         return sum(self.parts_s.values())
 
 
-def measure(directory: RunDirectory, recipe: Path, *, rollouts: int = MEASURED) -> dict[str, Any]:
-    """Run the recipe until `rollouts` rollouts have ended after the warm-up, and report their cost."""
-    config = load_recipe(recipe, OVERRIDES, directory.path)
+IN_SANDBOXES: Final = frozenset({"boot", "interpreter start-up", *PURPOSES.values()})
+"""Parts of the report that are processes in sandboxes."""
+
+
+def measure_both(folder: Path, recipe: Path, *, rollouts: int = MEASURED) -> dict[str, Any]:
+    """Report the cost with tracing, as a run has it by default, and `untraced_cpu_ms_per_rollout` without."""
+    traced = measure(RunDirectory(path=folder / "traced"), recipe, rollouts=rollouts)
+    untraced = measure(
+        RunDirectory(path=folder / "untraced"), recipe, rollouts=rollouts, overrides=("telemetry.enabled=false",)
+    )
+    return traced | {
+        "untraced_cpu_ms_per_rollout": untraced["cpu_ms_per_rollout"],
+        "service_cpu_ms_per_rollout": service_ms(traced),
+        "untraced_service_cpu_ms_per_rollout": service_ms(untraced),
+    }
+
+
+def service_ms(figures: Mapping[str, Any]) -> float:
+    """Return the milliseconds of CPU per rollout of the service's processes: all but those in sandboxes."""
+    parts_ms: Mapping[str, float] = figures["parts_ms"]
+    return sum(cpu_ms for part, cpu_ms in parts_ms.items() if part not in IN_SANDBOXES)
+
+
+def measure(
+    directory: RunDirectory,
+    recipe: Path,
+    *,
+    rollouts: int = MEASURED,
+    warm_up: int = WARM_UP,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run the recipe until `rollouts` rollouts have ended after `warm_up` others, and report their cost."""
+    config = load_recipe(recipe, (*OVERRIDES, *overrides), directory.path)
     lay_out(config, directory)
     readings: list[Reading] = []
 
@@ -87,7 +117,7 @@ def measure(directory: RunDirectory, recipe: Path, *, rollouts: int = MEASURED) 
         pool = await runtime.find(SandboxPool, "sandbox-pool")
         names = {process_id: name for name, process_id in (await service.process_ids()).items()}
         actors = {name: await runtime.find(ResourceOwner, name) for name in names.values()}
-        for wanted in (0, WARM_UP, WARM_UP + rollouts):
+        for wanted in (0, warm_up, warm_up + rollouts):
             # Read from the metrics file, since a call to an actor would cost CPU that is measured.
             while _ended(directory) < wanted:  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)

@@ -117,10 +117,11 @@ class GatewayFigures:
     """Output of `scripts/bench gateway`. Processor times are those of the gateway's own process, including all threads.
 
     Agent-sized turns (18 tools, system prompt of 30 KB, 4 KB of tool output, 20 turns, `tokens_per_session` at the end;
-    Anthropic's API, streaming, every answer with a call, session log on): `cpu_ms_per_turn` is the median of
-    `cpu_ms_by_batch`; `direct_cpu_ms_per_turn` is the time of the agent and the engine alone, and
-    `full_rerender_ms_per_turn` that of our renderer without caches and bridges. `cpu_ms_per_session` is the time to
-    finish a session, and `memory_mb_per_trajectory` the resident memory that each unfinished session adds.
+    Anthropic's API, streaming, every answer with a call, session log and tracing on): `cpu_ms_per_turn` is the median
+    of `cpu_ms_by_batch`, and `untraced_cpu_ms_per_turn` the same without tracing; `direct_cpu_ms_per_turn` is the time
+    of the agent and the engine alone, and `full_rerender_ms_per_turn` that of our renderer without caches and bridges.
+    `cpu_ms_per_session` is the time to finish a session, and `memory_mb_per_trajectory` the resident memory that each
+    unfinished session adds.
 
     `rerender_ratio`: time to render and tokenize 90 turns, up to `rerender_tokens`, with bridges, relative to the time
     with a full re-render of every turn.
@@ -135,6 +136,7 @@ class GatewayFigures:
 
     cpu_ms_per_turn: float
     cpu_ms_by_batch: tuple[float, ...]
+    untraced_cpu_ms_per_turn: float
     direct_cpu_ms_per_turn: float
     full_rerender_ms_per_turn: float
     cpu_ms_per_session: float
@@ -156,7 +158,7 @@ class GatewayFigures:
 
 
 async def measure() -> GatewayFigures:
-    """Measure all figures; takes about four minutes on two cores. Raises MeasurementBroken."""
+    """Measure all figures; takes about five minutes on two cores. Raises MeasurementBroken."""
     raise_open_files()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
@@ -164,12 +166,14 @@ async def measure() -> GatewayFigures:
         rendering = measure_rendering(Path(folder), scripted)
         async with ScriptedEngine(scripted) as engine:
             bench = Bench(Path(folder), engine)
-            turns = await bench.agent_sized()
+            turns = await bench.agent_sized(Path(folder) / "spans")
+            untraced = await bench.agent_sized()
             direct, through = await bench.latencies()
             burst = await bench.burst()
     return GatewayFigures(
         cpu_ms_per_turn=statistics.median(turns.cpu_ms),
         cpu_ms_by_batch=turns.cpu_ms,
+        untraced_cpu_ms_per_turn=statistics.median(untraced.cpu_ms),
         direct_cpu_ms_per_turn=turns.direct_cpu_ms,
         full_rerender_ms_per_turn=rendering.full_ms_per_turn,
         cpu_ms_per_session=turns.session_cpu_ms,

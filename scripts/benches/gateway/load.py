@@ -19,19 +19,21 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import aiohttp
 import orjson
+from opentelemetry.trace import NonRecordingSpan
 
 from benches.gateway.process import ADMIN_TOKEN, GatewayProcess, gateway_process
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.observing.tracing import attempt_context, traceparent_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from benches.gateway.engine import ScriptedEngine
 
@@ -138,6 +140,19 @@ class Burst:
     tokens: float
 
 
+_Side: TypeAlias = tuple[GatewayProcess, GatewayClient, aiohttp.ClientSession]
+"""A gateway, its administrator's client, and the agents' session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """A batch of conversations: CPU milliseconds of the gateway per turn, and tokens of a session at its end."""
+
+    cpu_ms: float
+    ids: list[SessionId]
+    tokens: float
+
+
 class Bench:
     """Measurements with one tokenizer directory and one engine."""
 
@@ -146,35 +161,58 @@ class Bench:
         self._engine = engine
         self._agents = 0
 
-    async def agent_sized(self) -> TurnCost:
-        """Run batches of conversations of `TURNS` turns; all remain unfinished until the last has ended."""
+    async def agent_sized(self, spans_dir: Path | None = None) -> TurnCost:
+        """Run batches of conversations of `TURNS` turns; all remain unfinished until the last has ended. With
+        `spans_dir` the gateway writes spans."""
         self._engine.delay_s = 0.0
-        printed = [OUTPUT_CHARACTERS] * TURNS
-        async with self._gateway() as (gateway, client, http):
-            agents, ids = await self._open(http, client, AT_ONCE, request_head())
-            await _run(agents, printed)
-            await _finish(client, ids)
-            before, unfinished, cpu_ms = await gateway.probe(), [], []
-            for _ in range(BATCHES):
-                agents, ids = await self._open(http, client, AT_ONCE, request_head())
-                unfinished += ids
-                started = await gateway.probe()
-                await _run(agents, printed)
-                cpu_ms.append(1000 * ((await gateway.probe()).cpu_s - started.cpu_s) / (AT_ONCE * TURNS))
+        async with self._gateway(spans_dir=spans_dir) as side:
+            gateway, client, http = side
+            await _finish(client, (await self._batch(side, AT_ONCE)).ids)
+            before = await gateway.probe()
+            batches = [await self._batch(side, AT_ONCE) for _ in range(BATCHES)]
+            unfinished = [session_id for batch in batches for session_id in batch.ids]
             full = await gateway.probe()
             await _finish(client, unfinished)
             finish_s = (await gateway.probe()).cpu_s - full.cpu_s
-            tokens = statistics.mean(agent.prompt_tokens + agent.sampled_tokens for agent in agents)
             direct = self._direct(http, AT_ONCE, request_head())
             started_s = time.process_time()
-            await _run(direct, printed)
+            await _run(direct, [OUTPUT_CHARACTERS] * TURNS)
             direct_s = time.process_time() - started_s
         return TurnCost(
-            cpu_ms=tuple(cpu_ms),
+            cpu_ms=tuple(batch.cpu_ms for batch in batches),
             direct_cpu_ms=1000 * direct_s / (AT_ONCE * TURNS),
             memory_mb=(full.memory_mb - before.memory_mb) / len(unfinished),
             session_cpu_ms=1000 * finish_s / len(unfinished),
-            tokens=tokens,
+            tokens=batches[-1].tokens,
+        )
+
+    async def alternated(
+        self, order: Iterable[bool], spans_dir: Path, *, agents: int
+    ) -> AsyncIterator[tuple[float, bool]]:
+        """Run batches of `agents` conversations of `TURNS` turns with two gateways side by side, in this order: with
+        the one that writes spans to `spans_dir` (True), or the one without. Yield the CPU milliseconds of a turn, and
+        which gateway it was."""
+        self._engine.delay_s = 0.0
+        async with self._gateway(spans_dir=spans_dir) as traced, self._gateway() as untraced:
+            sides = {True: traced, False: untraced}
+            for side in sides.values():
+                await _finish(side[1], (await self._batch(side, agents)).ids)
+            for on in order:
+                batch = await self._batch(sides[on], agents)
+                await _finish(sides[on][1], batch.ids)
+                yield batch.cpu_ms, on
+
+    async def _batch(self, side: _Side, agents: int) -> _Batch:
+        """Run a batch of conversations, whose sessions stay open."""
+        gateway, client, http = side
+        opened, ids = await self._open(http, client, agents, request_head())
+        started = await gateway.probe()
+        await _run(opened, [OUTPUT_CHARACTERS] * TURNS)
+        cpu_s = (await gateway.probe()).cpu_s - started.cpu_s
+        return _Batch(
+            cpu_ms=1000 * cpu_s / (agents * TURNS),
+            ids=ids,
+            tokens=statistics.mean(agent.prompt_tokens + agent.sampled_tokens for agent in opened),
         )
 
     async def latencies(self) -> tuple[Latencies, Latencies]:
@@ -216,12 +254,12 @@ class Bench:
         )
 
     @asynccontextmanager
-    async def _gateway(
-        self, *, watch: bool = False
-    ) -> AsyncIterator[tuple[GatewayProcess, GatewayClient, aiohttp.ClientSession]]:
+    async def _gateway(self, *, watch: bool = False, spans_dir: Path | None = None) -> AsyncIterator[_Side]:
         with tempfile.TemporaryDirectory(prefix="headrace-bench-") as log_dir:
             async with (
-                gateway_process(self._tokenizer_dir, Path(log_dir), self._engine.url, watch=watch) as gateway,
+                gateway_process(
+                    self._tokenizer_dir, Path(log_dir), self._engine.url, watch=watch, spans_dir=spans_dir
+                ) as gateway,
                 GatewayClient(gateway.url, ADMIN_TOKEN) as client,
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300)
@@ -234,7 +272,12 @@ class Bench:
     ) -> tuple[list[MeasuredAgent], list[SessionId]]:
         budgets = Budgets(max_context_tokens=131_072)
         ids = [SessionId(f"measured-{self._agents + index}") for index in range(number)]
-        specs = [SessionSpec(session_id=session_id, budgets=budgets) for session_id in ids]
+        # Each session belongs to an attempt with a trace of its own, as in a run.
+        parents = {each: NonRecordingSpan(attempt_context("bench", each, 1)) for each in ids}
+        specs = [
+            SessionSpec(session_id=each, budgets=budgets, traceparent=traceparent_of(span))
+            for each, span in parents.items()
+        ]
         opened = [
             session
             for first in range(0, number, _OPEN_AT_ONCE)

@@ -17,7 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.gateway.standalone import portioned_collections
+from headrace.serve.observing.telemetry import TelemetryConfig, configure
 
 ADMIN_TOKEN: Final = "the measured gateway's own"
 _START_S: Final = 60.0
@@ -68,19 +69,27 @@ class GatewayProcess:
 
 @asynccontextmanager
 async def gateway_process(
-    tokenizer_dir: Path, log_dir: Path, engine_url: str, *, watch: bool = False
+    tokenizer_dir: Path, log_dir: Path, engine_url: str, *, watch: bool = False, spans_dir: Path | None = None
 ) -> AsyncIterator[GatewayProcess]:
-    """Start a gateway in front of one engine. `watch` times every callback, which adds a few microseconds to each."""
+    """Start a gateway in front of one engine. `watch` times every callback, which adds a few microseconds to each. With
+    `spans_dir` it writes spans, as the gateway of a run does."""
     raise_open_files()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benches.gateway.process", "--tokenizer", str(tokenizer_dir),
         "--log", str(log_dir), "--engine", engine_url, *(["--watch"] if watch else []),
+        *([] if spans_dir is None else ["--spans", str(spans_dir)]),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         yield GatewayProcess((await _line(process, _START_S))["url"], process)
+        # At the end of its input it ends by itself, with complete files.
+        assert process.stdin is not None
+        process.stdin.close()
+        async with asyncio.timeout(_PROBE_S):
+            await process.wait()
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
 
 
@@ -144,7 +153,14 @@ async def _serve(options: argparse.Namespace) -> None:
     watch.collections()
     if options.watch:
         watch.callbacks()
-    gateway = Gateway(GatewayConfig(tokenizer_dir=options.tokenizer, session_log_dir=options.log), ADMIN_TOKEN)
+    config = GatewayConfig(tokenizer_dir=options.tokenizer, session_log_dir=options.log)
+    tracing = configure(
+        TelemetryConfig(enabled=options.spans is not None),
+        process="gateway",
+        spans_dir=options.spans,
+        run_id="bench",
+    )
+    gateway = Gateway(config, ADMIN_TOKEN, tracer=tracing.tracer("gateway"))
     url = await gateway.start()
     async with gateway, portioned_collections():
         route = EngineRoute(engine_id=EngineId("scripted"), url=options.engine)
@@ -154,6 +170,7 @@ async def _serve(options: argparse.Namespace) -> None:
         _write({"url": url})
         while await asked.readline():
             _write(asdict(watch.probe()))
+    tracing.shutdown()
 
 
 def _write(document: object) -> None:
@@ -167,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--engine", required=True)
     parser.add_argument("--watch", action="store_true")
+    parser.add_argument("--spans", type=Path)
     raise_open_files()
     options = parser.parse_args(arguments)
     (asyncio if options.watch else uvloop).run(_serve(options))

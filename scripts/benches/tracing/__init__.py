@@ -1,0 +1,1 @@
+"""The tracing bench: what spans cost, in alternated pairs with and without."""
