@@ -22,7 +22,6 @@ from headrace.actors.cli.engine_table import engine_table
 from headrace.actors.cli.ledger import drop_batch, retry_lost
 from headrace.actors.cli.logs import logs
 from headrace.actors.cli.model import model_app
-from headrace.actors.cli.observe import observe
 from headrace.actors.cli.output import (
     EXIT_BAD_INPUT,
     EXIT_DIRTY,
@@ -54,8 +53,8 @@ from headrace.actors.cli.remote_runs import (
     submit_run,
 )
 from headrace.actors.cli.restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
-from headrace.actors.cli.retriever import retriever_app
 from headrace.actors.cli.run_engines import add_engine, list_engines, remove_engine
+from headrace.actors.cli.servers import observe, retriever_app
 from headrace.actors.cli.simulation import check, simulate, tune
 from headrace.actors.cli.tasks import tasks_app
 from headrace.actors.cli.trace import trace_app

@@ -1,4 +1,4 @@
-"""The command `headrace retriever serve`, which runs a retriever over a corpus in the foreground."""
+"""The commands `headrace retriever serve` and `headrace observe`, which serve something over HTTP in the foreground."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from headrace.actors.cli.listening import AddressFile, Host, IdleSeconds, KeyFile, Port  # noqa: TC001 - typer reads them
+
+__all__ = ["observe", "retriever_app"]
 
 retriever_app = typer.Typer(no_args_is_help=True, help="Serve retrievers to environments with a search action.")
 
@@ -33,3 +35,22 @@ def serve(
         host=host, port=port, address_file=address_file, idle_s=idle_s, key_file=key_file, parent_pid=parent_pid
     )
     serve_retriever(corpus, options, typer.echo)
+
+
+def observe(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    key_file: KeyFile = None,
+    address_file: AddressFile = None,
+) -> None:
+    """Serve the page of a run: what it does, which rollouts were slow and why, each rollout with its text. It reads the
+    run directory only, so the run may be going on, over, killed, or a copy. Prints the URL with the token that the page
+    needs (without it if --key-file has one); stops on SIGTERM or SIGINT."""
+    import asyncio
+
+    from headrace.actors.observer.server import ObserveOptions
+    from headrace.actors.observer.server import observe as serve_page
+
+    options = ObserveOptions(host=host, port=port, key_file=key_file, address_file=address_file)
+    asyncio.run(serve_page(run_dir, options, typer.echo))
