@@ -141,9 +141,8 @@ class TraceExport:
                 began_s.append(time.time() - age_s)
                 chosen.setdefault(trace, (0, STUCK))
         cursor.since_s = min([cursor.through_s or until_s, *began_s]) - 60.0
-        window = self._store.spans(since_s=cursor.through_s, until_s=until_s)
-        for span in window:
-            if not span["parent_id"] and span["name"] != names.ROLLOUT:
+        for span in self._store.spans(since_s=cursor.through_s, until_s=until_s, roots=True):
+            if span["name"] != names.ROLLOUT:
                 chosen[span["trace_id"]] = 0, MEANWHILE
         cursor.open, cursor.through_s = chosen, until_s
         self._store_cursor()

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from headrace.buffer.audit.export import parquet_module
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
@@ -45,9 +47,9 @@ def write_perfetto(path: Path, spans: Iterable[Mapping[str, Any]]) -> int:
 
 def write_parquet(path: Path, spans: Iterable[Mapping[str, Any]]) -> int:
     """Write spans as one Parquet file with a row for each, in the columns of `docs/run_directory.md`; return their
-    number. Raises OSError."""
+    number. Raises OSError, and ExportRefused without pyarrow."""
+    parquet = parquet_module()
     import pyarrow as pa
-    from pyarrow import parquet
 
     text, moment = pa.string(), pa.timestamp("ns", tz="UTC")
     fields = [("name", text), ("trace_id", text), ("span_id", text), ("parent_id", text), ("status", text)]

@@ -35,7 +35,8 @@ BEING_WRITTEN_S: Final = 60.0
 """Age below which a line without an end is one that is being written."""
 _NUMBERED: Final = re.compile(r"^(?P<process>.+)\.(?P<number>\d{6,})(?:\.kept)?\.jsonl(?:\.zst)?$")
 _TRACE_ID: Final = re.compile(rb'"trace_id":"([0-9a-f]{32})"')
-_TRACE_ID_WITHIN: Final = 512
+_CHILD: Final = re.compile(rb'"parent_id":"[0-9a-f]')
+_WITHIN: Final = 512
 _MARGIN_S: Final = 60.0
 """Clocks of two hosts and the times of files may differ by this much."""
 
@@ -64,30 +65,41 @@ class SpanFolder:
         return [path for _, path in sorted((changed_s(path), path) for path in found.values())]
 
     def spans(
-        self, *, since_s: float = 0.0, until_s: float = float("inf"), traces: Collection[str] | None = None
+        self,
+        *,
+        since_s: float = 0.0,
+        until_s: float = float("inf"),
+        traces: Collection[str] | None = None,
+        roots: bool = False,
     ) -> Iterator[dict[str, Any]]:
-        """Yield the spans that ended in [since_s, until_s) (Unix time), of these traces if given, file by file. Each
-        has `resource` beside what its writer recorded (docs/run_directory.md)."""
+        """Yield the spans that ended in [since_s, until_s) (Unix time), file by file: of these traces if given, and
+        with `roots` only those without a parent. Each has `resource` beside what its writer recorded
+        (docs/run_directory.md)."""
         wanted = None if traces is None else frozenset(each.encode() for each in traces)
         since_ns = int(since_s * 1e9)
         until_ns = None if until_s == float("inf") else int(until_s * 1e9)
         for path in self.files():
             if changed_s(path) < since_s - _MARGIN_S:
                 continue
-            for span in self.spans_of(path, wanted):
+            for span in self.spans_of(path, wanted, roots=roots):
                 end_ns = span["end_ns"]
                 if end_ns >= since_ns and (until_ns is None or end_ns < until_ns):
                     yield span
 
-    def spans_of(self, path: Path, wanted: frozenset[bytes] | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the spans of one file, which may vanish at any time; with `wanted`, only those of these traces."""
+    def spans_of(
+        self, path: Path, wanted: frozenset[bytes] | None = None, *, roots: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the spans of one file, which may vanish at any time; with `wanted`, only those of these traces, and
+        with `roots` only those without a parent."""
         resource: dict[str, Any] | None = None
         try:
             with path.open("rb") as file:
                 reader = zstandard.ZstdDecompressor().stream_reader(file, closefd=False)
                 for line in io.BufferedReader(reader) if path.name.endswith(ZSTD) else file:
-                    # Most lines belong to other traces; searching is cheaper than parsing.
-                    found = None if wanted is None else _TRACE_ID.search(line, 0, _TRACE_ID_WITHIN)
+                    # Most lines are not wanted; searching is cheaper than parsing.
+                    if roots and _CHILD.search(line, 0, _WITHIN):
+                        continue
+                    found = None if wanted is None else _TRACE_ID.search(line, 0, _WITHIN)
                     if found is not None and wanted is not None and found[1] not in wanted:
                         continue
                     document = parsed(line)

@@ -71,7 +71,7 @@ def export(run_dir: Path, folder: Path) -> ExportReport:
     return ExportReport(folder=str(folder), rows=rows, unreadable=unreadable)
 
 
-def _parquet() -> Any:
+def parquet_module() -> Any:
     """Return pyarrow's Parquet module. Raises ExportRefused when it is not installed."""
     try:
         from pyarrow import parquet
@@ -81,7 +81,7 @@ def _parquet() -> Any:
 
 
 def _write_table(database: sqlite3.Connection, tables: JoinedRows, name: str, folder: Path) -> int:
-    parquet = _parquet()
+    parquet = parquet_module()
     import pyarrow
 
     stored = [(column[1], column[2]) for column in database.execute(f"PRAGMA table_info({name})")]
@@ -140,7 +140,7 @@ def export_schema() -> Any:
 
 def _write_trajectories(tables: JoinedRows, run_dir: Path, folder: Path) -> tuple[int, int]:
     """Write the token sequences. Return how many were written, and how many attempts could not be read."""
-    parquet = _parquet()
+    parquet = parquet_module()
     schema = export_schema()
     written = unreadable = 0
     rows: list[dict[str, Any]] = []
