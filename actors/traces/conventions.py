@@ -58,6 +58,8 @@ ATTRIBUTES: Final[Mapping[str, str]] = {
 }
 """Attributes that are sent under a conventional name beside ours."""
 
+PROJECT: Final = "openinference.project.name"
+"""By this attribute arize-phoenix keeps traces apart: each run is a project."""
 RESOURCE: Final[Mapping[str, str]] = {"rl.system": "headrace"}
 
 
@@ -81,7 +83,7 @@ def conventional_attributes(name: str, attributes: Mapping[str, Any]) -> dict[st
 def conventional_resource(resource: Mapping[str, Any]) -> dict[str, Any]:
     """Return the resource with which spans are sent."""
     also = {ATTRIBUTES[key]: value for key, value in resource.items() if key in ATTRIBUTES}
-    return {**resource, **also, **RESOURCE}
+    return {**resource, **also, **RESOURCE, PROJECT: resource.get(names.RUN_ID) or "headrace"}
 
 
 def kind_of(name: str) -> SpanKind:

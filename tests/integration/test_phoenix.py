@@ -1,0 +1,116 @@
+"""Traces in arize-phoenix, a collector of the field, over HTTP and gRPC. Needs `scripts/install_phoenix`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.traces.receiver import send_all
+from headrace.actors.traces.store import SpanFolder
+from headrace.buffer.types import Cause, Outcome
+from headrace.serve.observing import span_names as names
+from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from headrace.serve.observing.tracing import context_from, describe, start_rollout_span, traceparent_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PROGRAM = next(
+    (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace").glob("phoenix-*/bin/phoenix"), None
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(PROGRAM is None, reason="arize-phoenix is not installed: scripts/install_phoenix"),
+]
+START_S = 240.0
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@contextmanager
+def phoenix(folder: Path) -> Iterator[tuple[int, int]]:
+    """A server of phoenix on loopback: its ports for HTTP and gRPC."""
+    http_port, grpc_port = free_port(), free_port()
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+        "PHOENIX_WORKING_DIR": str(folder),
+        "PHOENIX_HOST": "127.0.0.1",
+        "PHOENIX_PORT": str(http_port),
+        "PHOENIX_GRPC_PORT": str(grpc_port),
+        "PHOENIX_TELEMETRY_ENABLED": "false",
+    }
+    with (folder / "phoenix.log").open("wb") as log:
+        arguments = [str(PROGRAM), "serve"]
+        with subprocess.Popen(arguments, env=environment, stdout=log, stderr=log) as process:
+            try:
+                until(lambda: answer(http_port, "/v1/projects") is not None, START_S)
+                yield http_port, grpc_port
+            finally:
+                process.terminate()
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.5)
+
+
+def answer(port: int, path: str) -> Any:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
+            return json.load(response)["data"]
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return None
+
+
+def recorded(folder: Path, run_id: str, rollouts: int) -> SpanFolder:
+    """The spans of a run: each rollout has an agent and three turns; the last rollout fails."""
+    telemetry = configure(TelemetryConfig(), process="worker-0-1", spans_dir=folder, run_id=run_id, install=False)
+    tracer = telemetry.tracer("test")
+    for number in range(rollouts):
+        root = start_rollout_span(tracer, f"rollout-{number}", 1)
+        with tracer.start_as_current_span(names.AGENT, context=context_from(traceparent_of(root))):
+            for turn in range(3):
+                usage = {names.INPUT_TOKENS: 100 + turn, names.OUTPUT_TOKENS: 7}
+                tracer.start_span(names.TURN, attributes=usage).end()
+        solved = Outcome(reward=1.0, trainable=True, cause=Cause.SOLVED, solved=True)
+        describe(root, Outcome.infra("the host vanished") if number == rollouts - 1 else solved)
+        root.end()
+    telemetry.shutdown()
+    return SpanFolder(folder)
+
+
+def test_trees_tokens_and_errors_of_two_runs_are_kept_apart(tmp_path: Path) -> None:
+    with phoenix(tmp_path) as (http_port, grpc_port):
+        first, second = recorded(tmp_path / "a", "run-a", 4), recorded(tmp_path / "b", "run-b", 2)
+        assert send_all(f"http://127.0.0.1:{http_port}/v1/traces", "http/protobuf", first.spans()) == 4 * 5
+        assert send_all(f"http://127.0.0.1:{grpc_port}", "grpc", second.spans()) == 2 * 5
+        for run_id, store, rollouts in (("run-a", first, 4), ("run-b", second, 2)):
+            path = f"/v1/projects/{urllib.parse.quote(run_id)}/spans?limit=1000"
+            until(lambda path=path, rollouts=rollouts: len(answer(http_port, path) or ()) == rollouts * 5, 120)
+            spans = answer(http_port, path)
+            tree = {(span["context"]["span_id"], span["parent_id"] or "") for span in spans}
+            assert tree == {(span["span_id"], span["parent_id"]) for span in store.spans()}
+            tokens = sum(span["attributes"].get("llm.token_count.total", 0) for span in spans)
+            assert tokens == rollouts * (100 + 101 + 102 + 3 * 7)
+            failed = [span for span in spans if span["status_code"] == "ERROR"]
+            assert [span["status_message"] for span in failed] == ["the host vanished"]
+            assert {span["span_kind"] for span in spans} >= {"LLM", "AGENT"}
