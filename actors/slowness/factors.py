@@ -150,14 +150,14 @@ def beside(held: Held, meanwhile: Iterable[Interval]) -> Carriers:
     """Return the places of the rollouts of which a part may have coincided with each kind of event: at all, and for
     `SHARE_OF_EXCESS` longer than is usual.
 
-    An event coincides if it was running when the part's phase began, or began before the phase would have ended with a
-    usual time of the part. It counts from the beginning of the phase to its own end. So a rollout does not coincide
-    with more events because the part took longer."""
+    An event coincides if it was running when the part's phase began, or began within the usual time of the phase, which
+    is the same for all rollouts: one that took longer does not coincide with more events because of that. It counts
+    from the beginning of the phase to its own end."""
     by_kind: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for interval in meanwhile:
         by_kind[interval.kind].append((interval.start_s, interval.end_s))
     begin_s = held.begin_s
-    end_s = np.maximum(begin_s, held.end_s - held.spent_s + np.median(held.spent_s))
+    end_s = begin_s + max(0.0, np.median(held.end_s - begin_s - held.spent_s) + np.median(held.spent_s))
     least_s = SHARE_OF_EXCESS * float(np.median(held.excess_s))
     found: Carriers = {}
     for kind, some in by_kind.items():
