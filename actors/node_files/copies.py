@@ -30,6 +30,7 @@ from headrace.actors.node_files.pages import (
     is_older,
     mark_of,
     number_of,
+    older_name,
     series_of,
 )
 
@@ -153,10 +154,8 @@ class NodeCopies:
         """Return the names that files of a series had before they were compressed, if those are not held in any form,
         the oldest first."""
         found = (other.removesuffix(COMPRESSED) for other in page.compressed if other not in self._held)
-        same = (other for other in found if is_appended(other) and is_older(other))
-        return sorted(
-            (other for other in same if series_of(other) == series_of(name) and other not in self._held), key=number_of
-        )
+        same = (other for other in found if is_older(other) and series_of(other) == series_of(name))
+        return sorted((other for other in same if other not in self._held), key=number_of)
 
     def _unused_name(self, name: str, page: NodePage) -> str:
         """Return the name that a file has after a rotation: the one of its compressed form if there may be one, else
@@ -166,7 +165,7 @@ class NodeCopies:
         series = series_of(name)
         used = (other.removesuffix(COMPRESSED) for other in (*self._held, *page.files, *page.compressed))
         numbers = [number_of(other) for other in used if series_of(other) == series and is_older(other)]
-        return f"{series}-{max(numbers, default=0) + 1:06d}.jsonl"
+        return older_name(series, max(numbers, default=0) + 1)
 
     def _rename(self, name: str, wanted: str) -> None:
         with suppress(FileNotFoundError):

@@ -2,8 +2,9 @@
 
 Invariants:
 - Only logs, spans and the files of running rollouts are copied; a name is `FOLDER/FILE` and cannot leave the folder.
-- An appended file (`*.jsonl`) only grows, and may be renamed (rotated). It is known by its first line, never by its
-  name. Any other file is replaced as a whole, and known by the inode, time and size of that version.
+- An appended file (`*.jsonl`) only grows by whole lines, and may be renamed (rotated). It is known by its first event
+  (a file of spans has a line about its process before that), never by its name. Any other file is replaced as a whole,
+  and known by the inode, time and size of that version.
 - The receiver says what it has, so the sender keeps no state and a lost answer is simply asked for again.
 """
 
@@ -13,20 +14,22 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, Final
-
-from headrace.serve.observing.retention import OLDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-NAME: Final = re.compile(r"(logs/[^./][^/]*\.jsonl|running/[^./][^/]*\.json|spans/[^./][^/]*(\.jsonl|\.zst))")
+NAME: Final = re.compile(
+    r"logs/[^./][^/]*\.jsonl|running/[^./][^/]*\.json|spans/[^./][^/]*(\.jsonl|\.jsonl\.zst|\.lost\.json)"
+)
 FOLDERS: Final = ("running", "logs", "spans")
 """In the order in which they are copied."""
 COMPRESSED: Final = ".zst"
-MARKED_BYTES: Final = 4096
-"""Bytes of a first line that a mark is made of, at most."""
+MARKED_BYTES: Final = 16384
+"""Bytes of the first lines that a mark is made of, at most."""
+TAIL_BYTES: Final = 65536
+"""Bytes at the end of a file in which the end of its last whole line is looked for."""
+_APPENDED = re.compile(r"(?P<log>logs/.+?)(?:-(?P<n>\d{6,}))?\.jsonl|(?P<span>spans/.+?)(?:\.(?P<m>\d{6,}))?\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,35 +78,54 @@ def is_appended(name: str) -> bool:
     return name.endswith(".jsonl")
 
 
-def is_older(name: str) -> bool:
-    """Return whether a file has a number, which it gets by a rotation: it does not change any more."""
-    return OLDER.search(PurePosixPath(name).stem) is not None
-
-
-def is_kept(name: str) -> bool:
-    """Return whether a file does not change any more."""
-    return name.endswith(COMPRESSED) or (is_appended(name) and is_older(name))
-
-
 def number_of(name: str) -> int:
-    """Return the number of an older file."""
-    return int(PurePosixPath(name).stem.rpartition("-")[2])
+    """Return the number that an appended file got by its rotation; 0 for the newest file."""
+    match = _APPENDED.fullmatch(name)
+    return int((match and (match["n"] or match["m"])) or 0)
 
 
 def series_of(name: str) -> str:
     """Return what the names of an appended file before and after its rotation have in common."""
-    path = PurePosixPath(name)
-    return f"{path.parent}/{OLDER.sub('', path.stem)}"
+    match = _APPENDED.fullmatch(name)
+    return name if match is None else match["log"] or match["span"]
+
+
+def older_name(series: str, number: int) -> str:
+    """Return the name of the older file of a series with this number."""
+    return f"{series}{'-' if series.startswith('logs/') else '.'}{number:06d}.jsonl"
+
+
+def is_older(name: str) -> bool:
+    """Return whether this is the name of a rotated file, which does not change any more."""
+    return is_appended(name) and number_of(name) > 0
+
+
+def is_kept(name: str) -> bool:
+    """Return whether a file does not change any more."""
+    return name.endswith(COMPRESSED) or is_older(name)
 
 
 def mark_of(name: str, file: BinaryIO) -> str | None:
-    """Return the mark of an open file. None for an appended file that has no whole line yet."""
+    """Return the mark of an open file. None for an appended file that has no whole event yet."""
     if not is_appended(name):
         found = os.fstat(file.fileno())
         return f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
     file.seek(0)
-    first = file.read(MARKED_BYTES)
-    end = first.find(b"\n") + 1
-    if not end and len(first) < MARKED_BYTES:
-        return None
-    return hashlib.sha256(series_of(name).encode() + b"\n" + first[: end or MARKED_BYTES]).hexdigest()[:16]
+    first, end = file.read(MARKED_BYTES), 0
+    for _ in range(2 if name.startswith("spans/") else 1):
+        end = first.find(b"\n", end) + 1
+        if not end:
+            if len(first) < MARKED_BYTES:
+                return None
+            end = MARKED_BYTES
+            break
+    return hashlib.sha256(series_of(name).encode() + b"\n" + first[:end]).hexdigest()[:16]
+
+
+def end_of_lines(file: BinaryIO, size: int) -> int:
+    """Return where the last whole line of the first `size` bytes ends: what follows may still be taken back, if the
+    disk was full. A part of a very long line counts as whole."""
+    start = max(0, size - TAIL_BYTES)
+    file.seek(start)
+    end = file.read(size - start).rfind(b"\n") + 1
+    return start + end if end else size

@@ -19,6 +19,7 @@ from headrace.actors.node_files.pages import (
     Held,
     NodePage,
     Piece,
+    end_of_lines,
     is_appended,
     mark_of,
 )
@@ -57,9 +58,10 @@ def _page(folder: Path, names: list[str], known: Mapping[str, Held], limit_bytes
             if (mark := mark_of(name, file)) is None:
                 continue
             size = file.seek(0, 2)
-            if is_appended(name):
-                files[name] = Held(mark, size)
             have = known.get(_key(name, mark))
+            if is_appended(name):
+                size = size if have is not None and have.size == size else end_of_lines(file, size)
+                files[name] = Held(mark, size)
             offset = 0 if have is None else min(have.size, size)
             if offset == size and have is not None:
                 continue

@@ -17,9 +17,10 @@ import orjson
 from headrace.actors.errors import RunError
 from headrace.actors.observer.text import ShownText, name, shown
 from headrace.actors.observer.trajectory_text import TrajectoryText, read_text
+from headrace.actors.record.log_lines import logs_in
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.serve.observing.retention import is_older_file, kept_files
+from headrace.serve.observing.retention import kept_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -229,7 +230,7 @@ def log_lines(directory: RunDirectory, rollout_id: str) -> tuple[tuple[dict[str,
     """Return the newest lines of the logs that name a rollout, oldest first, and what was not searched."""
     sought, left, found = orjson.dumps(rollout_id), SEARCHED_BYTES, []
     notes: tuple[str, ...] = ()
-    for path in sorted(path for path in directory.logs.glob("*.jsonl") if not is_older_file(path)):
+    for path in logs_in(directory.logs).values():
         for file in reversed(kept_files(path)):
             if left <= 0:
                 notes = (f"Only the newest {SEARCHED_BYTES >> 20} MiB of the logs were searched for its lines.",)

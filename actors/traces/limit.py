@@ -61,7 +61,8 @@ def keep_within(folder: Path, keep_bytes: int, days: float, kept: Callable[[], C
     OSError."""
     store = SpanFolder(folder)
     for path in store.files():
-        if path.name.endswith(SUFFIX) and changed_s(path) < time.time() - LEFT_OVER_S:
+        # Copies from other nodes continue when their node writes again.
+        if path.parent == folder and path.name.endswith(SUFFIX) and changed_s(path) < time.time() - LEFT_OVER_S:
             compress_left_over(path)
     removed: Counter[str] = Counter()
     for path in _ended(store):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 import zstandard
 
+from headrace.actors.record.node_copies import folders_of_nodes
 from headrace.serve.observing.span_files import LOST_SUFFIX, ZSTD
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ _MARGIN_S: Final = 60.0
 
 @dataclass(slots=True)
 class SpanFolder:
-    """The span files below a folder, with those of other nodes in folders of their own. `torn` counts the torn lines
-    that were met."""
+    """The span files in the folder of a run, and in its copies from other nodes. `torn` counts the torn lines that were
+    met."""
 
     path: Path
     torn: int = 0
@@ -53,7 +54,7 @@ class SpanFolder:
     def files(self) -> list[Path]:
         """Return all files that have spans, those that were changed last at the end."""
         found: dict[tuple[Path, str], Path] = {}
-        for path in sorted(self.path.rglob("*.jsonl*")) if self.path.is_dir() else ():
+        for path in self._sorted("*.jsonl*"):
             if path.name.startswith(".") or path.name.endswith(LOST_SUFFIX):
                 continue
             match = _NUMBERED.match(path.name)
@@ -63,6 +64,10 @@ class SpanFolder:
             if known is None or (KEPT in known.name and KEPT not in path.name):
                 found[path.parent, key] = path
         return [path for _, path in sorted((changed_s(path), path) for path in found.values())]
+
+    def _sorted(self, pattern: str) -> list[Path]:
+        folders = folders_of_nodes(self.path).values()
+        return sorted(path for folder in folders if folder.is_dir() for path in folder.rglob(pattern))
 
     def spans(
         self,
@@ -120,7 +125,7 @@ class SpanFolder:
         """Return the number of lost spans by reason: what their processes counted, what was removed to keep the limit,
         and the torn lines that this object has met."""
         counts: Counter[str] = Counter()
-        for path in [*self.path.rglob(f"*{LOST_SUFFIX}"), *self.path.rglob(REMOVED_FILE)] if self.path.is_dir() else ():
+        for path in [*self._sorted(f"*{LOST_SUFFIX}"), *self._sorted(REMOVED_FILE)]:
             try:
                 counts.update({str(reason): int(n) for reason, n in orjson.loads(path.read_bytes()).items()})
             except (OSError, ValueError, AttributeError, TypeError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.actors.traces.store import SpanFolder
 from support.cluster_rig import QUICK, STATE, WORKERS, wait_until
 from support.marks import NEEDS_HOSTS
 
@@ -21,10 +23,11 @@ pytestmark = [
 
 def node_of(cluster: Cluster, number: int) -> str:
     """Return the Ray id of a host's living node."""
-    output = cluster.headrace("node", "list", "--address", cluster.ray.address, "--json", "-")
-    nodes, _ = json.JSONDecoder().raw_decode(output[output.index("[") :])
-    [found] = [node["node"] for node in nodes if node["address"] == cluster.hosts[number].address]
-    return str(found)
+    address = cluster.hosts[number].address
+    here = f"[n['NodeID'] for n in ray.nodes() if n['Alive'] and n['NodeManagerAddress'] == {address!r}]"
+    program = f"import ray; ray.init(log_to_driver=False); print({here})"
+    [node] = ast.literal_eval(cluster.ray.run(cluster.hosts[13], "-c", program).splitlines()[-1])
+    return str(node)
 
 
 def running(cluster: Cluster, run: ClusterRun) -> list[dict[str, Any]]:
@@ -42,9 +45,7 @@ def logged(cluster: Cluster, run: ClusterRun) -> list[dict[str, Any]]:
 
 def spans(run: ClusterRun, node: str) -> list[dict[str, Any]]:
     """Return the spans in the copies from a node."""
-    files = (run.directory.path / "nodes" / node[:12] / "spans").glob("*.jsonl")
-    lines = (line for file in files for line in file.read_bytes().splitlines(keepends=True))
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return list(SpanFolder(run.directory.path / "nodes" / node[:12] / "spans").spans())
 
 
 @pytest.mark.slow

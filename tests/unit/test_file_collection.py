@@ -17,8 +17,10 @@ from headrace.actors.record.running import FOLDER, RunningFile, read_running, wr
 from headrace.actors.runs.file_collection import FileCollection
 from headrace.actors.runs.records import RunId
 from headrace.actors.runtime.nodes import TABLE_FILE, NodeAgent
+from headrace.actors.traces.store import SpanFolder
 from headrace.serve.observing.attempts import working_for
 from headrace.serve.observing.retention import RetentionConfig
+from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from support.gateway_rig import until
 
 if TYPE_CHECKING:
@@ -168,3 +170,31 @@ async def test_a_run_that_the_node_does_not_have_and_strange_names_are_left_out(
     assert list(pages) == [RUNS[0]]
     [piece] = pages[RUNS[0]].pieces
     assert json.loads(piece.data)["message"] == "here"
+
+
+async def test_the_store_reads_spans_of_other_nodes_once_in_whichever_form(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collection, nodes):
+        run, store = RUNS[0], SpanFolder(tmp_path / "state" / RUNS[0] / "spans")
+        for number, node in enumerate(nodes.values()):
+            telemetry = configure(
+                TelemetryConfig(),
+                process="worker-7",
+                spans_dir=node.state / run / "spans",
+                run_id=run,
+                install=False,
+            )
+            for name in ("one", "two"):
+                with telemetry.tracer("tests").start_as_current_span(f"{name} of node {number}"):
+                    pass
+                assert telemetry.flush()
+            await collection.finish(nodes, run)
+            expected = sorted(f"{name} of node {each}" for name in ("one", "two") for each in range(number + 1))
+            assert sorted(span["name"] for span in store.spans()) == expected
+            # Compresses the file.
+            telemetry.shutdown()
+            await collection.finish(nodes, run)
+            spans = list(store.spans())
+            assert sorted(span["name"] for span in spans) == expected
+            assert {span["resource"]["service.instance.id"] for span in spans} == {"worker-7"}
+        found = sorted(path.relative_to(tmp_path / "state" / run).as_posix() for path in store.files())
+        assert found == [f"nodes/{node[:12]}/spans/worker-7.000001.jsonl.zst" for node in NODES]

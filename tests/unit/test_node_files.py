@@ -17,9 +17,9 @@ import orjson
 import pytest
 
 from headrace.actors.node_files.copies import RECEIVED, NodeCopies
-from headrace.actors.node_files.pages import Held, NodePage, Piece
+from headrace.actors.node_files.pages import Held, NodePage, Piece, is_older, number_of, older_name, series_of
 from headrace.actors.node_files.sender import next_page
-from headrace.serve.observing.retention import kept_files, next_older_file, older_files
+from headrace.serve.observing.retention import kept_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,23 +37,28 @@ class Source:
 
     def write(self, name: str, *, size: int = 20) -> None:
         lines = self.written.setdefault(name, [])
-        lines.append(b'{"time": %d, "of": "%s", "x": "%s"}\n' % (len(lines), name.encode(), b"x" * size))
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
+            if name.startswith("spans/") and file.tell() == 0:
+                # The same in all files of a process.
+                lines.append(b'{"resource": {"service.instance.id": "%s"}}\n' % name.encode())
+                file.write(lines[-1])
+            lines.append(b'{"time": %d, "of": "%s", "x": "%s"}\n' % (len(lines), name.encode(), b"x" * size))
             file.write(lines[-1])
 
     def rotate(self, name: str) -> None:
         path = self.folder / name
         if path.exists():
-            path.rename(path.with_name(f"{path.stem}-{self._next(path):06d}.jsonl"))
+            path.rename(self.folder / older_name(series_of(name), max(older(self.folder, name), default=0) + 1))
 
     def compress(self, name: str) -> None:
-        for path in older_files(self.folder / name):
-            staged = path.with_name(f".{path.name}.zst")
-            staged.write_bytes(zlib.compress(path.read_bytes()))
-            staged.rename(path.with_name(f"{path.name}.zst"))
-            path.unlink()
+        for path in older(self.folder, name).values():
+            if path.suffix != ".zst":
+                staged = path.with_name(f".{path.name}.zst.staged")
+                staged.write_bytes(zlib.compress(path.read_bytes()))
+                staged.rename(path.with_name(f"{path.name}.zst"))
+                path.unlink()
 
     def replace(self, name: str, content: bytes) -> None:
         path = self.folder / name
@@ -62,22 +67,24 @@ class Source:
         staged.write_bytes(content)
         staged.replace(path)
 
-    @staticmethod
-    def _next(path: Path) -> int:
-        compressed = len(list(path.parent.glob(f"{path.stem}-*.zst")))
-        return max(compressed + 1, int(next_older_file(path).stem.rpartition("-")[2]))
+
+def older(folder: Path, name: str) -> dict[int, Path]:
+    """Return the rotated files of a series by their numbers, in whichever form."""
+    found: dict[int, Path] = {}
+    for path in (folder / name).parent.glob("*.jsonl*"):
+        other = f"{path.parent.name}/{path.name.removesuffix('.zst')}"
+        if not path.name.startswith(".") and is_older(other) and series_of(other) == series_of(name):
+            assert number_of(other) not in found, f"{path.name} is here in two forms"
+            found[number_of(other)] = path
+    return found
 
 
 def copied(folder: Path, name: str) -> list[bytes]:
     """Return the lines in all copies of a file's series, the oldest first."""
-    path = folder / name
-    parts = {int(each.stem.rpartition("-")[2]): each.read_bytes() for each in older_files(path)}
-    for each in path.parent.glob(f"{path.stem}-*.zst"):
-        number = int(each.name.removesuffix(".jsonl.zst").rpartition("-")[2])
-        assert number not in parts, f"{each.name} is here in two forms"
-        parts[number] = zlib.decompress(each.read_bytes())
-    last = path.read_bytes() if path.exists() else b""
-    return (b"".join(parts[number] for number in sorted(parts)) + last).splitlines(keepends=True)
+    parts = [path.read_bytes() for _, path in sorted(older(folder, name).items())]
+    parts = [part if part.startswith(b"{") else zlib.decompress(part) for part in parts]
+    last = (folder / name).read_bytes() if (folder / name).exists() else b""
+    return b"".join((*parts, last)).splitlines(keepends=True)
 
 
 def catch_up(source: Path, copies: NodeCopies, *, limit_bytes: int = PAGE) -> None:
@@ -114,7 +121,7 @@ def test_files_have_the_same_names_and_content_and_others_are_not_copied(source:
     for name in ("logs/worker-0.jsonl", "spans/worker-7.jsonl"):
         source.write(name)
     source.replace("running/w1.json", b'{"rollouts": 1}')
-    source.replace("spans/worker-7-000001.jsonl.zst", b"compressed")
+    source.replace("spans/worker-7.000001.jsonl.zst", b"compressed")
     for other in ("gateway.json", "logs/.worker-0.jsonl.lock", "sessions/s.jsonl", "logs/engine.log", "running/.w1.7"):
         source.replace(other, b"a secret\n")
     (source.folder / "logs" / "folder").mkdir()
@@ -124,7 +131,7 @@ def test_files_have_the_same_names_and_content_and_others_are_not_copied(source:
     assert sorted(found) == [
         "logs/worker-0.jsonl",
         "running/w1.json",
-        "spans/worker-7-000001.jsonl.zst",
+        "spans/worker-7.000001.jsonl.zst",
         "spans/worker-7.jsonl",
     ]
 
@@ -209,13 +216,36 @@ def test_a_receiver_that_is_killed_at_any_moment_repeats_and_misses_nothing(sour
     assert copied(here, name) == source.written[name]
 
 
-def test_a_line_of_ten_megabytes_and_a_torn_one_are_copied_as_they_are(source: Source, here: Path) -> None:
+def test_a_line_of_ten_megabytes_is_copied_and_a_torn_end_waits(source: Source, here: Path) -> None:
     source.write("logs/a.jsonl", size=10 << 20)
-    with (source.folder / "logs" / "a.jsonl").open("ab") as file:
+    path, copies = source.folder / "logs" / "a.jsonl", NodeCopies(here)
+    size_bytes = path.stat().st_size
+    with path.open("ab") as file:
         file.write(b'{"torn')
-    copies = NodeCopies(here)
     catch_up(source.folder, copies)
-    assert (here / "logs" / "a.jsonl").read_bytes() == (source.folder / "logs" / "a.jsonl").read_bytes()
+    assert (here / "logs" / "a.jsonl").read_bytes() == path.read_bytes()[:size_bytes]
+    # A full disk took only a part of a span, which its writer took back.
+    os.truncate(path, size_bytes)
+    source.write("logs/a.jsonl")
+    catch_up(source.folder, copies)
+    assert copied(here, "logs/a.jsonl") == source.written["logs/a.jsonl"]
+
+
+def test_files_of_a_process_that_begin_with_the_same_line_are_told_apart(source: Source, here: Path) -> None:
+    name, copies = "spans/worker-1234567.jsonl", NodeCopies(here)
+    for _ in range(4):
+        source.write(name)
+        catch_up(source.folder, copies)
+        source.rotate(name)
+    source.write(name)
+    source.compress(name)
+    source.write(name)
+    source.replace("spans/worker-1234567.lost.json", b'{"queue_full":1}')
+    catch_up(source.folder, copies)
+    assert copied(here, name) == source.written[name]
+    assert sorted(path.name for path in (here / "spans").glob("*")) == sorted(
+        path.name for path in (source.folder / "spans").glob("*")
+    )
 
 
 def test_a_file_without_a_whole_line_waits(source: Source, here: Path) -> None:
@@ -238,6 +268,7 @@ def test_a_file_that_lost_its_end_cuts_its_copy_and_goes_on(source: Source, here
     lines = source.written["logs/a.jsonl"]
     os.truncate(source.folder / "logs" / "a.jsonl", len(lines[0]) + 3)
     catch_up(source.folder, copies)
+    assert (here / "logs" / "a.jsonl").read_bytes() == lines[0]
     with (source.folder / "logs" / "a.jsonl").open("ab") as file:
         file.write(b"\n" + lines[2])
     catch_up(source.folder, copies)
@@ -285,13 +316,13 @@ def test_copies_that_were_removed_here_are_not_copied_again(source: Source, here
     source.write(name)
     copies = NodeCopies(here)
     catch_up(source.folder, copies)
-    (here / "spans" / "worker-7-000001.jsonl.zst").unlink()
-    (here / "spans" / "worker-7-000004.jsonl").unlink()
+    (here / "spans" / "worker-7.000001.jsonl.zst").unlink()
+    (here / "spans" / "worker-7.000004.jsonl").unlink()
     for receiver in (copies, NodeCopies(here)):
         catch_up(source.folder, receiver)
         assert sorted(path.name for path in (here / "spans").iterdir()) == [
-            "worker-7-000002.jsonl.zst",
-            "worker-7-000003.jsonl.zst",
+            "worker-7.000002.jsonl.zst",
+            "worker-7.000003.jsonl.zst",
             "worker-7.jsonl",
         ]
 
@@ -315,17 +346,17 @@ def test_what_is_gone_before_it_was_copied_is_counted(
 def test_a_full_disk_here_loses_nothing(source: Source, here: Path) -> None:
     for _ in range(100):
         source.write("logs/a.jsonl", size=100)
-    source.replace("spans/w-000001.jsonl.zst", b"z" * 9000)
+    source.replace("spans/w.000001.jsonl.zst", b"z" * 9000)
     copies = NodeCopies(here)
     with files_of_at_most(5000), pytest.raises(OSError, match=r"large|space"):
         catch_up(source.folder, copies)
     catch_up(source.folder, copies)
     assert copied(here, "logs/a.jsonl") == source.written["logs/a.jsonl"]
-    assert (here / "spans" / "w-000001.jsonl.zst").read_bytes() == b"z" * 9000
+    assert (here / "spans" / "w.000001.jsonl.zst").read_bytes() == b"z" * 9000
 
 
 def test_a_whole_file_appears_only_when_it_is_complete(source: Source, here: Path) -> None:
-    name = "spans/w-000001.jsonl.zst"
+    name = "spans/w.000001.jsonl.zst"
     source.replace(name, b"one" * 1000)
     copies = NodeCopies(here)
     copies.apply(next_page(source.folder, copies.held(), limit_bytes=1000))
@@ -346,9 +377,9 @@ def test_names_outside_of_the_folders_are_refused(here: Path, name: str) -> None
 
 
 def test_a_damaged_record_costs_a_copy_and_not_the_run(source: Source, here: Path) -> None:
-    source.replace("spans/w-000001.jsonl.zst", b"z")
+    source.replace("spans/w.000001.jsonl.zst", b"z")
     catch_up(source.folder, NodeCopies(here))
     for damage in (b"{", b"[]", orjson.dumps({"kept": {"a": 1}, "losses": {}})):
         (here / RECEIVED).write_bytes(damage)
         catch_up(source.folder, NodeCopies(here))
-        assert (here / "spans" / "w-000001.jsonl.zst").read_bytes() == b"z"
+        assert (here / "spans" / "w.000001.jsonl.zst").read_bytes() == b"z"
