@@ -1,5 +1,5 @@
-"""Writes docs/metrics.md from the metric records: every kind with its keys and their docstrings. A test checks that the
-page is up to date."""
+"""Writes docs/metrics.md from the metric records, every kind with its keys and their docstrings, and from the table of
+exported metrics. A test checks that the page is up to date."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
+from headrace.actors.exposition.table import MAX_VALUES, TABLE, Exported
 from headrace.actors.record.metrics import METRICS, Metric, SourceStep, StationMeans
 from headrace.actors.record.service_totals import ServiceTotals
 from headrace.buffer.types import TokenRatios
@@ -33,7 +34,18 @@ print([round(step["reward"], 2) for step in steps])
 ```
 
 To add a key or a kind, change the dataclass in `actors/record/metrics.py` and the place that fills it, and run
-`scripts/metrics_docs.py`, which writes this page.
+`scripts/metrics_docs.py`, which writes this page. What Prometheus gets is [below](#exported-metrics).
+"""
+EXPORTED = f"""## Exported metrics
+
+`/metrics` of a run's page ([monitoring.md](monitoring.md)) has these metrics, in OpenMetrics or the plain format of
+Prometheus. Counters end with `_total`, infos with `_info`; a histogram has `_bucket`, `_sum` and `_count`. Counters and
+histograms come from files that keep their totals, so that neither a restart nor the removal of old files changes a
+count; gauges from `metrics.jsonl` are of the newest record. A label has at most {MAX_VALUES} values: the rest is summed
+into `other`. Buckets have the newest trace as an exemplar. The table is `actors/exposition/table.py`.
+
+| metric | type | labels | source | meaning |
+|---|---|---|---|---|
 """
 
 
@@ -63,6 +75,13 @@ def section(record: type[Metric]) -> list[str]:
     return [f"## {title}", "", about, "", "| key | meaning |", "|---|---|", *rows(record), ""]
 
 
+def exported(metric: Exported) -> str:
+    """Return the table row of an exported metric."""
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    name = metric.name if metric.buckets else metric.sample
+    return f"| `{name}` | {metric.type} | {labels} | {metric.source} | {metric.help} |"
+
+
 def render() -> str:
     """Return the page."""
     nested: dict[str, tuple[tuple[str, type], ...]] = {
@@ -78,7 +97,7 @@ def render() -> str:
         lines += section(record)
         for title, entry in nested.get(record.kind, ()):
             lines += [f"### {title}", "", "| key | meaning |", "|---|---|", *rows(entry), ""]
-    return HEAD + "\n" + "\n".join(lines)
+    return HEAD + "\n" + "\n".join(lines) + "\n" + EXPORTED + "\n".join(map(exported, TABLE)) + "\n"
 
 
 if __name__ == "__main__":

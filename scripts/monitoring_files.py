@@ -23,6 +23,9 @@ rule_files:
 scrape_configs:
   - job_name: headrace
     metrics_path: /metrics
+    # The token of the page (`--key-file`, `telemetry.page_key_file`), which it needs.
+    # authorization:
+    #   credentials_file: /etc/prometheus/headrace.token
     static_configs:
       # One address for each run.
       - targets: ["127.0.0.1:8086"]

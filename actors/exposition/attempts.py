@@ -52,10 +52,6 @@ class EndedAttempt:
         """Seconds with a sandbox: everything but waiting for a place and for the buffer."""
         return sum(seconds for part, seconds in self.parts_s.items() if part not in (QUEUE, OFFER))
 
-    @property
-    def agent_s(self) -> float:
-        return sum(seconds for part, seconds in self.parts_s.items() if is_of_agent(part))
-
     def number(self, label: str) -> float:
         """Return a label that is a number; 0 where it is unknown."""
         value = self.labels.get(label, 0)
@@ -63,14 +59,18 @@ class EndedAttempt:
 
 
 def breakdown_of(breakdown: str | None, phases: str) -> tuple[dict[str, float], dict[str, Label]]:
-    """Return the parts and labels of a row, never negative; of a ledger before schema 6, the phases."""
-    if breakdown is None:
+    """Return the parts and labels of a row, never negative; of a ledger before schema 6, the phases. A damaged
+    breakdown counts as none."""
+    try:
+        if breakdown is not None:
+            document: dict[str, Any] = orjson.loads(breakdown)
+            return {part: max(0.0, seconds) for part, seconds in document["parts_s"].items()}, dict(document["labels"])
         parts: dict[str, float] = {}
         for part, seconds in orjson.loads(phases):
             parts[part] = parts.get(part, 0.0) + max(0.0, seconds)
-        return parts, {}
-    document: dict[str, Any] = orjson.loads(breakdown)
-    return {part: max(0.0, seconds) for part, seconds in document["parts_s"].items()}, document["labels"]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}, {}
+    return parts, {}
 
 
 def count_end(counts: Counts, attempt: EndedAttempt) -> None:
@@ -95,7 +95,7 @@ def count_description(counts: Counts, attempt: EndedAttempt) -> None:
         counts.add(table.HOST_ATTEMPTS, attempt.host, attempt.cause)
     engines = attempt.labels.get("engines")
     for engine in engines if isinstance(engines, list | tuple) else ():
-        counts.add(table.ENGINE_ATTEMPTS, engine)
+        counts.add(table.ENGINE_ATTEMPTS, str(engine))
     for kind, label in (("prompt", "prompt_tokens"), ("cached", "cached_tokens"), ("sampled", "sampled_tokens")):
         counts.add(table.TOKENS_USED, kind, purpose, by=attempt.number(label))
     counts.add(table.RETRACTIONS, by=attempt.number("retractions"))
@@ -104,16 +104,16 @@ def count_description(counts: Counts, attempt: EndedAttempt) -> None:
     if "warm" in attempt.labels:
         counts.add(table.BOOTS, str(bool(attempt.labels["warm"])).lower())
         counts.add(table.BOOT_TRIES, by=attempt.number("boot_tries"))
-    if attempt.agent_s:
-        count_invocation(counts, attempt)
+    if agent_s := sum(seconds for part, seconds in attempt.parts_s.items() if is_of_agent(part)):
+        count_invocation(counts, attempt, agent_s)
 
 
-def count_invocation(counts: Counts, attempt: EndedAttempt) -> None:
-    """Count the agent of an attempt under the names of the GenAI conventions."""
-    agent, trace_id, at_s = attempt.labels.get("agent", ""), attempt.trace_id, attempt.ended_at_s
+def count_invocation(counts: Counts, attempt: EndedAttempt, agent_s: float) -> None:
+    """Count the agent of an attempt, which took `agent_s` seconds, under the names of the GenAI conventions."""
+    agent, trace_id, at_s = str(attempt.labels.get("agent", "")), attempt.trace_id, attempt.ended_at_s
     error = attempt.cause if attempt.cause in _FAILED else ""
     turns = attempt.number("turns") or attempt.turns
-    counts.observe(table.INVOKE_AGENT_S, agent, error, value=attempt.agent_s, trace_id=trace_id, at_s=at_s)
+    counts.observe(table.INVOKE_AGENT_S, agent, error, value=agent_s, trace_id=trace_id, at_s=at_s)
     counts.observe(table.INFERENCE_CALLS, agent, value=turns, trace_id=trace_id, at_s=at_s)
     for kind, label in (("input", "prompt_tokens"), ("output", "sampled_tokens")):
         if label in attempt.labels:

@@ -52,6 +52,7 @@ class Counts:
     def __init__(self, reserved: Mapping[str, Iterable[str]] | None = None) -> None:
         self._reserved = {label: tuple(values) for label, values in (reserved or {}).items()}
         self._known: dict[tuple[str, str], set[str]] = {}
+        self._keys: defaultdict[str, dict[tuple[object, ...], tuple[str, ...]]] = defaultdict(dict)
         self._totals: defaultdict[str, dict[tuple[str, ...], int]] = defaultdict(dict)
         self._values: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
         self._histograms: defaultdict[str, dict[tuple[str, ...], _Histogram]] = defaultdict(dict)
@@ -101,20 +102,27 @@ class Counts:
                 yield plain
 
     def _key(self, metric: Exported, labels: tuple[object, ...]) -> tuple[str, ...]:
+        keys = self._keys[metric.name]
+        if (found := keys.get(labels)) is not None:
+            return found
         if len(labels) != len(metric.labels):
             raise ValueError(f"{metric.name} has the labels {metric.labels}, not {labels}")
-        values = []
+        values, full = [], False
         for label, value in zip(metric.labels, labels, strict=True):
             text = plain_value(str(value))
             known = self._known.get((metric.name, label))
             if known is None:
                 known = self._known[metric.name, label] = set(self._reserved.get(label, ()))
             if text not in known and len(known) >= MAX_VALUES - 1:
-                text = OTHER_VALUE
+                text, full = OTHER_VALUE, True
             else:
                 known.add(text)
             values.append(text)
-        return tuple(values)
+        key = tuple(values)
+        # Only what keeps its name is remembered, of which there is little. Long names are many for one value.
+        if not full and key == labels:
+            keys[labels] = key
+        return key
 
 
 def buckets_of(metric: Exported, histogram: _Histogram) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:

@@ -355,6 +355,20 @@ def verdicts(
         raise typer.Exit(EXIT_DIRTY)
 
 
+@app.command()
+def scrape(
+    json: Json = True,
+    rollouts: Annotated[int, typer.Option(min=64, help="Number of simulated rollouts.")] = 50_000,
+    run: Annotated[Path | None, typer.Option(help="Directory of a run to measure instead.")] = None,
+) -> None:
+    """Measure what a scrape of `/metrics` takes with a long ledger: the first one, later ones, and memory."""
+    from benches.scrape import measure
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, redirect_stdout(sys.stderr):
+        figures = measure(Path(folder), rollouts=rollouts, run_dir=run)
+    _print(figures)
+
+
 def _print(document: dict[str, Any]) -> None:
     write_json(document, Path("-"))
 

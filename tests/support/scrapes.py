@@ -22,7 +22,8 @@ CHANGING = ("headrace_read_seconds", "headrace_disk_", "headrace_oldest_rollout_
 def samples_of(exposition: Exposition) -> list[Sample]:
     """Return the samples of one scrape, parsed from OpenMetrics."""
     text = exposition.render(openmetrics=True).decode()
-    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    families = text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+    return [sample for family in families for sample in family.samples]
 
 
 def scraped(exposition: Exposition) -> dict[Series, float]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.web import Application
+from benches.scrape import measure
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
@@ -398,6 +399,13 @@ async def test_the_format_follows_the_request(simulated: Path) -> None:
                 plain = await answer.text()
             assert "# EOF" not in plain
             assert {family.name for family in parse_plain(plain)} >= {"headrace_attempts", "headrace_part_seconds"}
+
+
+@pytest.mark.slow
+def test_the_bench_of_scrapes_reads_a_simulated_run(tmp_path: Path) -> None:
+    figures = measure(tmp_path, rollouts=128, run_dir=None)
+    assert figures["attempts"] >= 128
+    assert figures["memory_mb"] < 300
 
 
 async def test_many_scrapes_at_once_get_the_same_counts(simulated: Path) -> None:
