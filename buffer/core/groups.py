@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.versions import PolicyVersion
 
+GIVEN_UP = "cancelled before its end: the run or its node was drained"
+
 
 class GroupBook:
     """The side of the buffer that faces the dispatcher."""
@@ -184,6 +186,7 @@ class GroupBook:
             if attempt.offered and version and over:
                 evict(self._state, self._history, attempt.rollout_id, version)
             else:
+                self._state.put(replace(attempt, detail=attempt.detail or GIVEN_UP))
                 self._state.move(attempt.rollout_id, RolloutState.PENDING)
         elif charge is not None:
             self._state.count(f"attempts_{attempt.cause}")

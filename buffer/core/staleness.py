@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headrace.buffer.core.records import RolloutState
@@ -62,8 +62,10 @@ def stalest(tree: VersionTree, trained_at: PolicyVersion, sampled: Iterable[Poli
 
 def evict(state: ReplayState, history: TaskHistory, rollout_id: RolloutId, version: PolicyVersion) -> None:
     """Reissue a rollout that is over the bound at `version`, or end it if it has no reissues left."""
-    rollout, group = state.rollouts[rollout_id], state.group_of(rollout_id)
-    forked = not state.path.prediction.tree.leads_to(state.attempts[rollout_id].version, version)
+    rollout, group, attempt = state.rollouts[rollout_id], state.group_of(rollout_id), state.attempts[rollout_id]
+    forked = not state.path.prediction.tree.leads_to(attempt.version, version)
+    reason = "from undone steps" if forked else f"over the staleness bound at version {version}"
+    state.put(replace(attempt, detail=f"{attempt.detail}; evicted: {reason}".removeprefix("; ")))
     if not forked:
         history.evicted(group.task_id)
         if rollout.evictions >= group.max_evictions:

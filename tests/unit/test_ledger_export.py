@@ -160,6 +160,18 @@ def test_cancelled_attempts_are_exported_with_their_time_and_trace(exported: Pat
     assert all(dict(row["parts_s"]) and len(row["trace_id"]) == 32 and row["image"] for row in begun)
 
 
+def test_an_evicted_attempt_is_exported_with_its_time_and_the_reason(tmp_path: Path) -> None:
+    changes = {"rule": "all", "buffer": {}, "failure": 0.0, "slots": 64, "max_staleness": 1, "learner_s": 20}
+    run = simulated_run(tmp_path / "run", **changes)
+    export(run, tmp_path / "out")
+    attempts = parquet.read_table(tmp_path / "out" / "attempts.parquet").to_pylist()
+    evicted = [row for row in attempts if "evicted: over the staleness bound at version 1." in row["detail"]]
+    assert {row["cause"] for row in evicted} >= {"cancelled"}
+    assert all(row["wall_s"] > 0 and dict(row["parts_s"]) and row["task_id"] for row in evicted)
+    cancelled = [row for row in attempts if row["cause"] == "cancelled"]
+    assert cancelled and all(row["detail"] for row in cancelled)
+
+
 def test_exported_evaluations_and_batches_are_typed(exported: Path) -> None:
     evaluations = parquet.read_table(exported / "out" / "evaluations.parquet").to_pylist()
     assert evaluations and all(row["task_id"] and row["wall_s"] > 0 and dict(row["parts_s"]) for row in evaluations)
