@@ -17,7 +17,7 @@ MAX_CHARACTERS: Final = 20_000
 MAX_NAME: Final = 200
 """Characters of a name, such as that of a tool or a task, that are shown."""
 _HARMFUL: Final = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 """Control characters but tab and newline, invisible and reordering marks, and lone surrogates."""
 

@@ -32,7 +32,7 @@
       main.replaceChildren(...fresh.childNodes);
       main.querySelectorAll(".scroll").forEach((region, number) => { region.scrollLeft = left[number] || 0; });
       document.querySelector(".state").replaceWith(read.querySelector(".state"));
-      said.textContent = "Updated " + new Date().toLocaleTimeString();
+      said.textContent = "Updated " + new Date().toISOString().slice(11, 19) + " UTC";
       document.dispatchEvent(new Event("updated"));
     } catch {
       changed = true;

@@ -2,6 +2,7 @@
 "use strict";
 (() => {
   const HEIGHT = 200;
+  const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6];
   const drawn = new Map();
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const number = (value) => value == null ? "–" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
@@ -22,7 +23,7 @@
       cursor: { y: false, points: { size: 6 } },
       legend: { live: true },
       axes: [
-        { ...axis, grid: { show: false }, size: 28, ...(data.time ? { values: times, space: 80 } : {}) },
+        { ...axis, grid: { show: false }, size: 28, ...(data.time ? { values: times, space: 80 } : { incrs: WHOLE }) },
         { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => number(tick) + (data.unit ? " " + data.unit : "")) },
       ],
       series: [
