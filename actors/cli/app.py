@@ -18,7 +18,6 @@ from headrace.actors.cli.cluster import drain, events, node_app, stop, upgrade
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.dry_run import show_dry_run
 from headrace.actors.cli.engine import serve
-from headrace.actors.cli.engine_table import engine_table
 from headrace.actors.cli.ledger import drop_batch, retry_lost
 from headrace.actors.cli.logs import logs
 from headrace.actors.cli.model import model_app
@@ -31,6 +30,7 @@ from headrace.actors.cli.output import (
     Quiet,
     Steadily,
     console,
+    engine_table,
     result_console,
     say,
     show,

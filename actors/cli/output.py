@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
+from rich.table import Table
 
 from headrace.actors.errors import ActorError, ConfigError, RunError
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
@@ -18,6 +19,11 @@ from headrace.buffer.errors import ReplayError, TaskFileError
 from headrace.policies.errors import LearnerError, PolicyError
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.errors import ServeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from headrace.actors.engine_group.members_file import EngineStatus
 
 EVERY_S = 5.0
 _PIPE_COLUMNS = 1000
@@ -68,6 +74,22 @@ class Steadily:
             say(f"{done} of {total} {self._what}")
 
 
+def engine_table(engines: Iterable[EngineStatus]) -> Table:
+    """Return engines as a table, for the commands that show them."""
+    table = Table("engine", "from", "state", "version", "load", "url", "why not", box=None)
+    for engine in engines:
+        table.add_row(
+            engine.engine_id,
+            engine.origin.value,
+            engine.state.value,
+            engine.version or "-",
+            engine.load,
+            engine.url or "-",
+            engine.reason,
+        )
+    return table
+
+
 def write_json(document: Any, path: Path) -> None:
     """Write a document as JSON to a file, or to standard output if the path is `-`. Raises ConfigError."""
     data = orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
@@ -90,6 +112,7 @@ __all__ = [
     "Json",
     "Quiet",
     "console",
+    "engine_table",
     "say",
     "show",
     "write_json",

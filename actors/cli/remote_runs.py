@@ -26,8 +26,7 @@ import orjson
 import typer
 from rich.table import Table
 
-from headrace.actors.cli.engine_table import engine_table
-from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, EXPECTED, say, show, write_json
+from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, EXPECTED, engine_table, say, show, write_json
 from headrace.actors.errors import ConfigError, RunUnknown
 from headrace.actors.record.absences import Absent
 from headrace.actors.record.log_lines import event_of

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headrace.actors.cli import remote_runs
-from headrace.actors.cli.engine_table import engine_table
-from headrace.actors.cli.output import Json, say, show, write_json
+from headrace.actors.cli.output import Json, engine_table, say, show, write_json
 from headrace.actors.cli.remote_runs import Address, KeyPath, Owner, Url, access
 
 if TYPE_CHECKING:

@@ -79,7 +79,7 @@ class Access:
 
     def expects(self, host: str) -> bool:
         """Return True if a Host header names this server."""
-        name = _without_port(host).lower()
+        name = without_port(host).lower()
         try:
             ipaddress.ip_address(name)
         except ValueError:
@@ -112,7 +112,7 @@ def cookie_name(request: web.Request) -> str:
     return f"{COOKIE}-{port}" if port.isdigit() else COOKIE
 
 
-def _without_port(host: str) -> str:
+def without_port(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]

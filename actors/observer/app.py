@@ -69,7 +69,7 @@ class Pages:
         self.access = access
         self._reader = reader
         self._templates = make_environment()
-        self._static = _static_files()
+        self._static = static_files()
         self._changes = ChangeWatch(reader.mark)
         self._streams = 0
 
@@ -218,9 +218,9 @@ class Pages:
         form = await request.post()
         token, path = form.get("token", ""), form.get("next", "")
         if not isinstance(token, str) or not self.access.knows(token.strip()):
-            text = self._templates.get_template("login.html").render(next=_local(path), wrong=True)
+            text = self._templates.get_template("login.html").render(next=local_path(path), wrong=True)
             return web.Response(text=text, content_type="text/html", status=HTTPStatus.UNAUTHORIZED)
-        answer = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": _local(path)})
+        answer = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": local_path(path)})
         folder = request.path.rpartition("/")[0] + "/"
         answer.set_cookie(cookie_name(request), self.access.cookie, path=folder, httponly=True, samesite="Strict")
         return answer
@@ -266,7 +266,7 @@ def _whole(request: web.Request, key: str) -> int | None:
     return int(given) if given.isascii() and given.isdigit() and len(given) < 10 else None
 
 
-def _local(path: object) -> str:
+def local_path(path: object) -> str:
     """Return a path within this page for a path that a form gave; the overview for anything else."""
     text = str(path)
     # Browsers take `//host` and `/\\host` for other hosts.
@@ -274,7 +274,7 @@ def _local(path: object) -> str:
     return text if harmless else "."
 
 
-def _static_files() -> dict[str, tuple[bytes, str, str]]:
+def static_files() -> dict[str, tuple[bytes, str, str]]:
     """Return content, type and digest of the files of the page, by name."""
     files = {path.name: path.read_bytes() for path in (HERE / "static").iterdir()} | {"waterfall.css": STYLE.encode()}
     return {

@@ -196,7 +196,7 @@ def summary_of(directory: RunDirectory) -> Summary:
             held, parked = "; ".join(outage.reason for outage in condition.outages), len(condition.parked)
     except LedgerRefused as error:
         problem = str(error)
-    session = _last_session(directory.sessions)
+    session = last_session(directory.sessions)
     return Summary(
         name=directory.path.name,
         state=run_state(directory),
@@ -230,7 +230,7 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _last_session(path: Path) -> dict[str, Any]:
+def last_session(path: Path) -> dict[str, Any]:
     try:
         lines = [line for line in path.read_bytes()[-4096:].splitlines() if line.strip()]
         return _table(lambda: orjson.loads(lines[-1]))

@@ -95,9 +95,9 @@ def read_rollout(directory: RunDirectory, asked: str) -> RolloutDetails:
             values=(rollout_id,),
         ).fetchone()
         if found is None:
-            return _evaluated(directory, rows, rollout_id, tuple(damage))
+            return evaluated_rollout(directory, rows, rollout_id, tuple(damage))
         names = ("group", "member", "state", "attempt", "reward", "advantage", "late", "batch", "reason")
-        row = dict(zip(names, found, strict=True)) | _group(rows, found[0]) | _batch(rows, found[7])
+        row = dict(zip(names, found, strict=True)) | group_columns(rows, found[0]) | batch_columns(rows, found[7])
         tries = rows.select("attempts", _ATTEMPT, where="rollout_id = ?", values=(rollout_id,)).fetchall()
     attempts = [dict(zip(_ATTEMPT, each, strict=True)) for each in sorted(tries)]
     last = attempts[-1] if attempts else None
@@ -139,14 +139,14 @@ def find(rows: JoinedRows, asked: str) -> str:
     return found.pop()
 
 
-def _group(rows: JoinedRows, group_id: str) -> dict[str, Any]:
+def group_columns(rows: JoinedRows, group_id: str) -> dict[str, Any]:
     columns = ("task_id", "state", "opened_at_s", "ended_at_s", "rule", "min_members")
     found = rows.select("groups", columns, where="group_id = ?", values=(group_id,)).fetchone()
     names = ("task", "group_state", "group_opened_s", "group_ended_s", "rule", "min_members")
     return dict(zip(names, found, strict=True)) if found else {}
 
 
-def _batch(rows: JoinedRows, batch_id: str | None) -> dict[str, Any]:
+def batch_columns(rows: JoinedRows, batch_id: str | None) -> dict[str, Any]:
     if batch_id is None:
         return {}
     columns = ("version", "committed_at_s", "skipped")
@@ -155,13 +155,15 @@ def _batch(rows: JoinedRows, batch_id: str | None) -> dict[str, Any]:
     return {} if found is None else dict(zip(("trained_version", "trained_at_s", "skipped"), found, strict=True))
 
 
-def _evaluated(directory: RunDirectory, rows: JoinedRows, rollout_id: str, notes: tuple[str, ...]) -> RolloutDetails:
+def evaluated_rollout(
+    directory: RunDirectory, rows: JoinedRows, rollout_id: str, notes: tuple[str, ...]
+) -> RolloutDetails:
     """Return an answer of an evaluation, with the files that it left."""
     columns = ("attempt", "task_id", "tag", "version", "cause", "reward", "solved", "detail", "recorded_at_s", "host")
     tries = rows.select("evaluations", columns, where="rollout_id = ?", values=(rollout_id,)).fetchall()
     attempts = [dict(zip(columns, each, strict=True)) for each in sorted(tries)]
     last = attempts[-1]
-    folder = _folder(directory.evaluations / Path(str(last["tag"])).name, rollout_id)
+    folder = folder_of(directory.evaluations / Path(str(last["tag"])).name, rollout_id)
     lines, more = log_lines(directory, rollout_id)
     if folder is None:
         more = ("The folder of this answer is gone, or was never written.", *more)
@@ -171,15 +173,15 @@ def _evaluated(directory: RunDirectory, rows: JoinedRows, rollout_id: str, notes
         attempts=tuple(attempts[-MAX_ATTEMPTS:]),
         attempts_left_out=max(0, len(attempts) - MAX_ATTEMPTS),
         tag=str(last["tag"]),
-        conversation=() if folder is None else tuple(_conversation(folder / "conversation.jsonl")),
-        evaluator_log=None if folder is None else _beginning(folder / "evaluator.log"),
-        patch=None if folder is None else _beginning(folder / "patch.diff"),
+        conversation=() if folder is None else tuple(conversation_of(folder / "conversation.jsonl")),
+        evaluator_log=None if folder is None else beginning_of(folder / "evaluator.log"),
+        patch=None if folder is None else beginning_of(folder / "patch.diff"),
         lines=lines,
         notes=(*notes, *more),
     )
 
 
-def _folder(evaluation: Path, rollout_id: str) -> Path | None:
+def folder_of(evaluation: Path, rollout_id: str) -> Path | None:
     """Return the folder of an answer, by its line in the results of the evaluation."""
     sought = orjson.dumps(rollout_id)
     try:
@@ -196,16 +198,16 @@ def _folder(evaluation: Path, rollout_id: str) -> Path | None:
     return None
 
 
-def _conversation(path: Path) -> Iterator[Turn]:
+def conversation_of(path: Path) -> Iterator[Turn]:
     try:
         with path.open("rb") as file:
             for line in file.read(MAX_CONVERSATION_BYTES).splitlines()[:MAX_LINES]:
-                yield _turn(line)
+                yield turn_of(line)
     except OSError:
         return
 
 
-def _turn(line: bytes) -> Turn:
+def turn_of(line: bytes) -> Turn:
     """Return a turn; of a line that is cut or damaged, what is there."""
     try:
         # Unlike orjson, it reads lone surrogates.
@@ -218,7 +220,7 @@ def _turn(line: bytes) -> Turn:
         )
 
 
-def _beginning(path: Path) -> ShownText | None:
+def beginning_of(path: Path) -> ShownText | None:
     try:
         with path.open("rb") as file:
             return shown(file.read(MAX_FILE_BYTES).decode(errors="replace"))
@@ -235,11 +237,11 @@ def log_lines(directory: RunDirectory, rollout_id: str) -> tuple[tuple[dict[str,
             if left <= 0:
                 notes = (f"Only the newest {SEARCHED_BYTES >> 20} MiB of the logs were searched for its lines.",)
                 break
-            for line in _lines_with(file, sought, left):
+            for line in lines_with(file, sought, left):
                 try:
                     event = orjson.loads(line)
                     if event.get("rollout") == rollout_id:
-                        found.append(_event(event))
+                        found.append(event_of(event))
                 except (ValueError, AttributeError, TypeError, KeyError):
                     continue
             left -= file.stat().st_size
@@ -249,13 +251,13 @@ def log_lines(directory: RunDirectory, rollout_id: str) -> tuple[tuple[dict[str,
     return tuple(found[-MAX_LINES:]), notes
 
 
-def _event(event: Mapping[str, Any]) -> dict[str, Any]:
+def event_of(event: Mapping[str, Any]) -> dict[str, Any]:
     text = "\n".join(str(event[key]) for key in ("message", "exception") if key in event)
     known = {key: name(event.get(key, ""), 80) for key in ("level", "actor", "attempt")}
     return known | {"time": float(event["time"]), "text": shown(text, 4000)}
 
 
-def _lines_with(path: Path, sought: bytes, limit: int) -> Iterator[bytes]:
+def lines_with(path: Path, sought: bytes, limit: int) -> Iterator[bytes]:
     """Yield the lines of the last `limit` bytes of a file that have these bytes."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - limit))

@@ -82,11 +82,11 @@ def read_text(directory: RunDirectory, rollout_id: str, attempt: int, file_numbe
     found: list[Stretch] = []
     left_out, characters = 0, 0
     for number, row in enumerate(trajectory.rows):
-        for start, end, turn in _stretches(row):
+        for start, end, turn in stretches_of(row):
             if len(found) >= MAX_STRETCHES or characters >= MAX_CHARACTERS:
                 left_out += 1
                 continue
-            found.append(_stretch(row, number, turn, start, end, tokenizer))
+            found.append(stretch_of(row, number, turn, start, end, tokenizer))
             characters += len(found[-1].text.text)
     if left_out:
         missing.append(f"{left_out} more stretches of tokens are not shown; `headrace ledger export` has all of them.")
@@ -100,7 +100,7 @@ def read_text(directory: RunDirectory, rollout_id: str, attempt: int, file_numbe
     )
 
 
-def _stretches(row: Row) -> Iterator[tuple[int, int, int]]:
+def stretches_of(row: Row) -> Iterator[tuple[int, int, int]]:
     """Yield the start, the end and the turn of each stretch of a row."""
     sampled_T = np.zeros(len(row.tokens_T), dtype=np.int64)
     for number, span in enumerate(row.versions, start=1):
@@ -118,7 +118,7 @@ def _stretches(row: Row) -> Iterator[tuple[int, int, int]]:
         yield start, end, turn
 
 
-def _stretch(row: Row, number: int, turn: int, start: int, end: int, tokenizer: Tokenizer | None) -> Stretch:
+def stretch_of(row: Row, number: int, turn: int, start: int, end: int, tokenizer: Tokenizer | None) -> Stretch:
     span = next((span for span in row.versions if span.start <= start < span.end), None)
     ids = [int(token) for token in row.tokens_T[start : min(end, start + MAX_TOKENS)]]
     text = str(tokenizer.decode(ids, skip_special_tokens=False)) if tokenizer else " ".join(map(str, ids))
@@ -146,13 +146,13 @@ def tokenizer_of(directory: RunDirectory) -> tuple[Tokenizer | None, str]:
         path = directory.path
     for folder in (path, *sorted(directory.checkpoints.glob("[0-9]*.[0-9]*"))):
         file = folder / "tokenizer.json"
-        if file.is_file() and (tokenizer := _load(str(file), file.stat().st_mtime_ns)) is not None:
+        if file.is_file() and (tokenizer := load_tokenizer(str(file), file.stat().st_mtime_ns)) is not None:
             return tokenizer, ""
     return None, "The model's tokenizer is not here: numbers of tokens are shown instead of text."
 
 
 @lru_cache(maxsize=1)
-def _load(path: str, _: int) -> Tokenizer | None:
+def load_tokenizer(path: str, _: int) -> Tokenizer | None:
     try:
         return Tokenizer.from_file(path)
     except Exception:  # noqa: BLE001 - the library raises this class itself

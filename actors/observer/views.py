@@ -63,10 +63,10 @@ def overview(records: Records, found: Explained | None) -> dict[str, Any]:
     """Return the figures, the load of the stations, staleness, and the costliest causes of slowness."""
     steps, evaluations = records.of("step"), records.of("evaluation")
     last = records.last("step")
-    recent = [record for record in records.of("stations")[-RECENT_STATIONS:] if _is_whole(record)]
+    recent = [record for record in records.of("stations")[-RECENT_STATIONS:] if is_whole(record)]
     trained: Counter[int] = Counter()
     for step in steps:
-        for staleness, count in _counts(step.get("staleness")):
+        for staleness, count in counts_of(step.get("staleness")):
             trained[staleness] += count
     total = trained.total()
     known_idle = [(number(step, "idle_s"), number(step, "step_s"), number(step, "push_s")) for step in steps]
@@ -93,7 +93,7 @@ def overview(records: Records, found: Explained | None) -> dict[str, Any]:
     }
 
 
-def _is_whole(record: Record) -> bool:
+def is_whole(record: Record) -> bool:
     """Return True for a record of the stations that has what their load is computed from."""
     stations = record.get("stations")
     return (
@@ -105,7 +105,7 @@ def _is_whole(record: Record) -> bool:
     )
 
 
-def _counts(value: object) -> list[tuple[int, int]]:
+def counts_of(value: object) -> list[tuple[int, int]]:
     """Return the pairs of a table of counts in a record, without those that are none."""
     if not isinstance(value, dict):
         return []
@@ -173,20 +173,20 @@ def push_rows(records: Records) -> list[dict[str, Any]]:
     return rows
 
 
-def _thinned(records: Sequence[Record]) -> Sequence[Record]:
+def thinned(records: Sequence[Record]) -> Sequence[Record]:
     stride = -(-len(records) // POINTS)
     return records if stride <= 1 else [*records[::stride], records[-1]]
 
 
-def _by_step(records: Records, kind: str) -> dict[int, Record]:
+def by_step(records: Records, kind: str) -> dict[int, Record]:
     """Return the records of a kind by step, in order. After a return to a checkpoint, the newer one counts."""
     known = {int(step): record for record in records.of(kind) if (step := number(record, "step")) is not None}
-    return {int(record["step"]): record for record in _thinned([known[step] for step in sorted(known)])}
+    return {int(record["step"]): record for record in thinned([known[step] for step in sorted(known)])}
 
 
 def reward_series(records: Records) -> dict[str, Any]:
     """Return mean reward by step, and success on held-out tasks at the steps of the evaluations."""
-    steps, held_out = _by_step(records, "step"), _by_step(records, "evaluation")
+    steps, held_out = by_step(records, "step"), by_step(records, "evaluation")
     xs = sorted({*steps, *held_out})
     rewards = [number(steps.get(x), "reward") for x in xs]
     success = [number(held_out.get(x), "success") for x in xs]
@@ -196,7 +196,7 @@ def reward_series(records: Records) -> dict[str, Any]:
 
 def learner_series(records: Records) -> dict[str, Any]:
     """Return where the learner's time goes, by step, in seconds."""
-    steps = _by_step(records, "step")
+    steps = by_step(records, "step")
     labels = {"step_s": "training", "idle_s": "waiting for a batch", "push_s": "waiting for a push"}
     series = [{"label": name, "y": [number(step, key) for step in steps.values()]} for key, name in labels.items()]
     return {"x": list(steps), "x_label": "step", "time": False, "unit": "s", "series": series}
@@ -204,11 +204,11 @@ def learner_series(records: Records) -> dict[str, Any]:
 
 def staleness_series(records: Records) -> dict[str, Any]:
     """Return the mean and the largest staleness by step, in optimizer steps."""
-    steps = _by_step(records, "step")
+    steps = by_step(records, "step")
     mean: list[float | None] = []
     largest: list[int | None] = []
     for step in steps.values():
-        counts = [(staleness, count) for staleness, count in _counts(step.get("staleness")) if count > 0]
+        counts = [(staleness, count) for staleness, count in counts_of(step.get("staleness")) if count > 0]
         total = sum(count for _, count in counts)
         mean.append(sum(staleness * count for staleness, count in counts) / total if total else None)
         largest.append(max((staleness for staleness, _ in counts), default=None))
@@ -218,7 +218,7 @@ def staleness_series(records: Records) -> dict[str, Any]:
 
 def load_series(records: Records) -> dict[str, Any]:
     """Return rollouts in flight and in each station, over time."""
-    loads = [record for record in _thinned(records.of("stations")) if _is_whole(record)]
+    loads = [record for record in thinned(records.of("stations")) if is_whole(record)]
     names = list(dict.fromkeys(name for record in loads for name in record["stations"]))[:8]
     series = [{"label": "in flight", "y": [number(record, "in_flight") for record in loads]}]
     series += [
