@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE_FILES = tuple(ROOT / "actors" / "observer" / name for name in ("templates", "static"))
 RANKS = {"sandboxes": 0, "buffer": 0, "policies": 1, "serve": 2, "actors": 3}
 PRIMITIVES = "headrace.buffer.primitives"
 """What sandboxes may import of the buffer: file locks and the like, which need nothing else of it."""
@@ -87,7 +88,7 @@ def test_the_wheel_contains_exactly_the_source_tree(tmp_path: Path) -> None:
         f"headrace/{path.relative_to(ROOT)}"
         for package in RANKS
         for path in (ROOT / package).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix == ".py" or path.name == "py.typed" or path.parent in PAGE_FILES
     }
     assert packed == tree
 
