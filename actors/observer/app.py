@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 
     from headrace.actors.observer.explained import Explained
 
-MAX_STREAMS: Final = 16
+MAX_STREAMS: Final = 32
 WRITE_S: Final = 20.0
 MAX_BODY_BYTES: Final = 64 << 10
+MAX_DIGITS: Final = 16
+"""Digits of a number of a change."""
 OPEN: Final = frozenset({"static", "login"})
 """Names of the routes that need no token: they say nothing about the run."""
 RUNNING_ROWS: Final = 200
@@ -184,16 +186,22 @@ class Pages:
         if self._streams >= MAX_STREAMS:
             text = f"{MAX_STREAMS} pages follow this run already: close one, or load the page again to update it\n"
             return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE, text=text, headers={"Retry-After": "10"})
+
+        def is_gone() -> bool:
+            # Nothing else tells of a client that has left before the next write.
+            return request.transport is None or request.transport.is_closing()
+
+        async def next_page(after: int) -> Changes:
+            return await self._changes.after(after, is_gone)
+
         self._streams += 1
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         try:
             given = request.headers.get("Last-Event-ID", "")
-            after = (
-                int(given) if given.isascii() and given.isdigit() and len(given) < 16 else await self._changes.number()
-            )
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+            is_number = given.isascii() and given.isdigit() and len(given) < MAX_DIGITS
+            after = int(given) if is_number else await self._changes.number()
             await response.prepare(request)
-            first = await self._changes.after(after) if given else Changes((), ended=False)
-            async for block in event_stream(first, after, self._changes.after, name="changed"):
+            async for block in event_stream(Changes((), ended=False), after, next_page, name="changed"):
                 async with asyncio.timeout(WRITE_S):
                     await response.write(block)
         except (TimeoutError, ConnectionError):

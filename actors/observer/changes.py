@@ -56,11 +56,12 @@ class ChangeWatch:
             self._seen, self._number = mark, max(self._number + 1, int(time.time() * 1000))
         return self._number
 
-    async def after(self, number: int) -> Changes:
-        """Return the newest change after a number; none if nothing changes for `POLL_S`."""
+    async def after(self, number: int, is_gone: Callable[[], bool] = lambda: False) -> Changes:
+        """Return the newest change after a number; none if nothing changes for `POLL_S`. The answer is the last one if
+        `is_gone` says so, which is asked as often as the files are looked at."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + POLL_S
-        while not self._closing.is_set() and loop.time() < until_s:
+        while not (self._closing.is_set() or is_gone()) and loop.time() < until_s:
             if (newest := await self.number()) > number:
                 return Changes((Change(newest),), ended=False)
             try:
@@ -68,4 +69,4 @@ class ChangeWatch:
                     await self._closing.wait()
             except TimeoutError:
                 continue
-        return Changes((), ended=self._closing.is_set())
+        return Changes((), ended=self._closing.is_set() or is_gone())

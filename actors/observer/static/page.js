@@ -2,7 +2,7 @@
 // seconds, never while something in it has the focus or is selected, and not while updates are paused.
 "use strict";
 (() => {
-  const LEAST_MS = 2000;
+  const LEAST_MS = 2000, AGAIN_MS = 10000;
   const holder = document.getElementById("updates");
   const button = holder.querySelector("button");
   const said = holder.querySelector("[data-updated]");
@@ -42,8 +42,17 @@
     }
   }
 
-  const events = new EventSource(document.body.dataset.events);
-  events.addEventListener("changed", () => { changed = true; update(); });
+  function follow() {
+    const events = new EventSource(document.body.dataset.events);
+    events.addEventListener("changed", () => { changed = true; update(); });
+    // A browser comes again by itself after a cut, and not after a refusal, as when too many pages follow the run.
+    events.addEventListener("error", () => {
+      if (events.readyState === EventSource.CLOSED) setTimeout(follow, AGAIN_MS);
+    });
+    events.addEventListener("end", () => { events.close(); setTimeout(follow, AGAIN_MS); });
+  }
+
+  follow();
   // What is being computed is there a little later, without any change of the files.
   setInterval(() => { changed ||= document.querySelector("[data-pending]") !== null; update(); }, LEAST_MS);
   holder.hidden = false;
