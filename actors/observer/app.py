@@ -85,7 +85,7 @@ class Pages:
             web.get("/engines", self._engines),
             web.get("/pushes", self._pushes),
             web.get("/data/{series}.json", self._data),
-            web.get("/events", self._events),
+            web.get("/events", self._events, allow_head=False),
             web.get("/static/{file}", self._file, name="static"),
             web.post("/login", self._login, name="login"),
         ]
@@ -259,7 +259,8 @@ class Pages:
         return web.Response(body=body, content_type="text/html", charset="utf-8", status=status)
 
     async def _problem(self, request: web.Request, status: HTTPStatus, text: str) -> web.Response:
-        if not _wants_html(request):
+        # Who asks for a file or the form may have no token, and a whole page names the run.
+        if not _wants_html(request) or request.match_info.route.name in OPEN:
             return web.Response(status=status, body=f"{text}\n".encode(errors="replace"), content_type="text/plain")
         return await self._page("problem.html", status=status, problem=text, code=int(status))
 

@@ -92,7 +92,7 @@ class RunReader:
         tail = MetricsTail(directory.metrics)
         self._metrics = self._computed(tail.read, tail.mark)
         self._summary = self._computed(lambda: summary_of(directory), time.monotonic)
-        self._running = self._computed(self._read_running, time.monotonic)
+        self._running = self._computed(self._read_running, self._running_mark)
         self._roster = self._computed(lambda: read_roster(directory.engines), lambda: mark_of(directory.engines))
         self._explained = self._computed(lambda: explained(directory.path), self._ledger_mark)
         self._mark = self._computed(self._read_mark, time.monotonic)
@@ -160,6 +160,10 @@ class RunReader:
         if not has_begun(self.directory.path):
             return []
         return in_flight(self.directory, driven=self.directory.is_driven())
+
+    def _running_mark(self) -> Hashable:
+        # While the run goes on, ages grow without any change of files.
+        return (self._read_mark(), time.monotonic() if self.directory.is_driven() else None)
 
     def _ledger_mark(self) -> Hashable:
         path = self.directory.path

@@ -163,7 +163,7 @@ def evaluated_rollout(
     tries = rows.select("evaluations", columns, where="rollout_id = ?", values=(rollout_id,)).fetchall()
     attempts = [dict(zip(columns, each, strict=True)) for each in sorted(tries)]
     last = attempts[-1]
-    folder = folder_of(directory.evaluations / Path(str(last["tag"])).name, rollout_id)
+    folder = folder_of(directory.evaluations / plain_part(str(last["tag"])), rollout_id)
     lines, more = log_lines(directory, rollout_id)
     if folder is None:
         more = ("The folder of this answer is gone, or was never written.", *more)
@@ -191,11 +191,17 @@ def folder_of(evaluation: Path, rollout_id: str) -> Path | None:
                     document = orjson.loads(line)
                     if document.get("rollout_id") == rollout_id and document.get("folder"):
                         # The folder's name comes from a task's id; it is never used as a path.
-                        folder = evaluation / "rollouts" / Path(document["folder"]).name
+                        folder = evaluation / "rollouts" / plain_part(document["folder"])
                         return folder if folder.is_dir() else None
     except (OSError, ValueError, AttributeError, TypeError):
         return None
     return None
+
+
+def plain_part(text: str) -> str:
+    """Return the last part of a path, which leads to no folder above; `-` if there is none."""
+    part = Path(text).name
+    return "-" if part in ("", "..") else part
 
 
 def conversation_of(path: Path) -> Iterator[Turn]:

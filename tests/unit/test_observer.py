@@ -86,6 +86,20 @@ async def test_without_the_token_nothing_of_the_run_is_told(simulated: Path) -> 
                 assert "simulated" not in text
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "size"),
+    [("GET", "/static/nothing.js", 0), ("POST", "/login", 1_000_000), ("GET", "/static/..%2f..%2fconfig.json", 0)],
+)
+async def test_errors_without_the_token_do_not_name_the_run(simulated: Path, method: str, path: str, size: int) -> None:
+    headers = {"Accept": "text/html"}
+    async with (
+        page_of(simulated) as client,
+        client.request(method, path, data=b"x" * size or None, headers=headers) as answer,
+    ):
+        assert answer.status in (404, 413)
+        assert (await answer.text()).count("\n") == 1
+
+
 async def test_the_form_sets_a_cookie_that_opens_the_page(simulated: Path) -> None:
     async with page_of(simulated) as client:
         form = {"token": TOKEN, "next": "/slow?step=1"}
