@@ -19,7 +19,7 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.record.run_state import RunState, run_state
 from headrace.actors.record.running import read_running
 from support import browser_rig
-from support.browser_rig import SCHEMES, WIDTHS, Screen, browser
+from support.browser_rig import ALL_SCREENS, SCREENS, Screen, browser
 from support.observer_rig import HOSTILE, hostile_run, simulated_run, write_configuration
 from support.run_rig import RECIPE, start_driver
 
@@ -64,23 +64,22 @@ def served(run: Path, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def check(run: Path, folder: Path, *more: str, kind: str) -> None:
-    """Open each view in both schemes and widths, and expect no violation, no error and nothing from elsewhere."""
+    """Open each view in both schemes and both widths, and expect no violation, no error and nothing from elsewhere."""
     with served(run, folder) as (url, token), browser() as driver:
         screen = Screen(driver, url)
         driver.get(f"{url}#token={token}")
         screen.open("")
         # The first answer is the form, which has the status 401.
         assert all("401" in line for line in screen.log())
-        for scheme in SCHEMES:
-            for width in WIDTHS:
-                screen.set(scheme, width)
-                for view in (*VIEWS, *more):
-                    screen.open(view)
-                    where = f"{kind}, /{view}, {scheme}, {width} px"
-                    assert screen.violations() == [], where
-                    # The browser notes the status of a rollout that does not exist.
-                    assert [line for line in screen.log() if "id=none" not in line] == [], where
-                    save(screen, f"{kind}-{view.partition('?')[0] or 'overview'}-{scheme}-{width}")
+        for scheme, width in ALL_SCREENS if kind == "finished" else SCREENS:
+            screen.set(scheme, width)
+            for view in (*VIEWS, *more):
+                screen.open(view)
+                where = f"{kind}, /{view}, {scheme}, {width} px"
+                assert screen.violations() == [], where
+                # The browser notes the status of a rollout that does not exist.
+                assert [line for line in screen.log() if "id=none" not in line] == [], where
+                save(screen, f"{kind}-{view.partition('?')[0] or 'overview'}-{scheme}-{width}")
 
 
 def save(screen: Screen, name: str) -> None:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from selenium.webdriver import Chrome
 
-SCHEMES: Final = ("light", "dark")
-WIDTHS: Final = (1280, 390)
+SCREENS: Final = (("light", 1280), ("dark", 390))
+"""Colour schemes and widths in pixels: each of both at least once."""
+ALL_SCREENS: Final = (*SCREENS, ("dark", 1280), ("light", 390))
 WAIT_S: Final = 60
 _RUN_AXE: Final = """
 const done = arguments[0];
