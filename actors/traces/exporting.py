@@ -50,6 +50,8 @@ nodes send their files every few seconds."""
 MAX_ATTEMPTS: Final = 500
 """Attempts that are decided in one round."""
 BATCH_SPANS: Final = 512
+TRACES_READ: Final = 64
+"""Traces whose spans are in memory at once."""
 SLOW_OR_FAILED, STUCK, MEANWHILE, SHARE = "slow_or_failed", "stuck", "meanwhile", "share"
 
 logger = logging.getLogger(__name__)
@@ -111,11 +113,24 @@ class TraceExport:
             return self._send_open() and self.cursor.through_s >= until_s
 
     def _send_open(self) -> bool:
-        for batch in self._batches():
-            if not self._send(batch):
+        """Send the open traces; return whether the collector took them all."""
+        cursor = self.cursor
+        for batch in batches(self._store, cursor):
+            cursor.sending = list(batch)
+            self._store_cursor()
+            if not self._receiver.send(span for spans in batch.values() for span in spans):
+                # The collector said no, or did not answer; it is asked again in the next round.
+                cursor.sending = []
+                self._store_cursor()
                 return False
+            cursor.spans += sum(map(len, batch.values()))
+            cursor.traces += len(batch)
+            for trace, spans in batch.items():
+                if cursor.open[trace][1] == STUCK:
+                    cursor.stuck[trace] = max(span["end_ns"] for span in spans)
+            self._settle(cursor.sending)
         # What was chosen and has no span in the files (any more).
-        self._settle(list(self.cursor.open))
+        self._settle(list(cursor.open))
         return True
 
     def _decide(self, until_s: float) -> None:
@@ -147,41 +162,6 @@ class TraceExport:
         cursor.open, cursor.through_s = chosen, until_s
         self._store_cursor()
 
-    def _batches(self) -> Iterator[dict[str, list[dict[str, Any]]]]:
-        """Yield the spans of open traces by trace, in batches."""
-        chosen = list(self.cursor.open)
-        for start in range(0, len(chosen), 64):
-            spans: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-            for span in self._store.spans(since_s=self.cursor.since_s, traces=chosen[start : start + 64]):
-                if span["end_ns"] > self.cursor.open[span["trace_id"]][0]:
-                    spans[span["trace_id"]].append(span)
-            batch: dict[str, list[dict[str, Any]]] = {}
-            for trace in chosen[start : start + 64]:
-                if trace in spans:
-                    batch[trace] = spans[trace]
-                if batch and sum(map(len, batch.values())) >= BATCH_SPANS:
-                    yield batch
-                    batch = {}
-            if batch:
-                yield batch
-
-    def _send(self, batch: Mapping[str, list[dict[str, Any]]]) -> bool:
-        cursor = self.cursor
-        cursor.sending = list(batch)
-        self._store_cursor()
-        if not self._receiver.send(span for spans in batch.values() for span in spans):
-            # The collector said no, or did not answer; it is asked again in the next round.
-            cursor.sending = []
-            self._store_cursor()
-            return False
-        cursor.spans += sum(map(len, batch.values()))
-        cursor.traces += len(batch)
-        for trace, spans in batch.items():
-            if cursor.open[trace][1] == STUCK:
-                cursor.stuck[trace] = max(span["end_ns"] for span in spans)
-        self._settle(cursor.sending)
-        return True
-
     def _settle(self, traces: Iterable[str]) -> None:
         for trace in traces:
             self.cursor.open.pop(trace, None)
@@ -190,6 +170,26 @@ class TraceExport:
 
     def _store_cursor(self) -> None:
         replace_file(self._path, orjson.dumps(asdict(self.cursor)))
+
+
+def batches(store: SpanFolder, cursor: Cursor) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """Yield the spans of the open traces by trace, in batches of about `BATCH_SPANS`."""
+    chosen = list(cursor.open)
+    for start in range(0, len(chosen), TRACES_READ):
+        traces = chosen[start : start + TRACES_READ]
+        spans: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        for span in store.spans(since_s=cursor.since_s, traces=traces):
+            if span["end_ns"] > cursor.open[span["trace_id"]][0]:
+                spans[span["trace_id"]].append(span)
+        batch: dict[str, list[dict[str, Any]]] = {}
+        for trace in traces:
+            if trace in spans:
+                batch[trace] = spans[trace]
+            if sum(map(len, batch.values())) >= BATCH_SPANS:
+                yield batch
+                batch = {}
+        if batch:
+            yield batch
 
 
 def stuck_traces(directory: RunDirectory) -> Iterator[tuple[str, float]]:

@@ -142,7 +142,11 @@ class SpanFile(SpanProcessor):
         if self._size + len(data) > self._max_file_bytes and self._size > len(self._header):
             self._close()
         if self._descriptor < 0:
-            self._open()
+            self._lock = FileLock(self._path)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            self._size, self._spans = os.fstat(self._descriptor).st_size, 0
+        if self._size == 0:
+            data = self._header + data
         try:
             written = 0
             while written < len(data):
@@ -152,13 +156,6 @@ class SpanFile(SpanProcessor):
             raise
         self._size += len(data)
         self._spans += spans
-
-    def _open(self) -> None:
-        self._lock = FileLock(self._path)
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._size, self._spans = os.fstat(self._descriptor).st_size, 0
-        if self._size == 0:
-            self._append(self._header)
 
     def _close(self) -> None:
         """End the file and compress it."""
