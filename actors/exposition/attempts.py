@@ -53,9 +53,9 @@ class EndedAttempt:
         return sum(seconds for part, seconds in self.parts_s.items() if part not in (QUEUE, OFFER))
 
     def number(self, label: str) -> float:
-        """Return a label that is a number; 0 where it is unknown."""
+        """Return a label that is a number, never negative; 0 where it is unknown."""
         value = self.labels.get(label, 0)
-        return float(value) if isinstance(value, int | float) else 0.0
+        return max(0.0, float(value)) if isinstance(value, int | float) else 0.0
 
 
 def breakdown_of(breakdown: str | None, phases: str) -> tuple[dict[str, float], dict[str, Label]]:

@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import sqlite3
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -29,14 +28,10 @@ from headrace.actors.exposition.gauges import (
     add_records,
     add_running,
 )
-from headrace.actors.exposition.ledger_counts import LedgerCounts
-from headrace.actors.exposition.ledger_state import file_stamps, state_of
+from headrace.actors.exposition.ledger_reader import LedgerReader
 from headrace.actors.exposition.records import NewestRecords
 from headrace.actors.record.run_directory import identity_of
 from headrace.actors.version import RUNNING
-from headrace.buffer.audit.evidence import begin_with_archive, reading
-from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.buffer.errors import LedgerRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,10 +58,7 @@ class Exposition:
         """`clock` gives Unix time in seconds."""
         self._directory, self._clock = directory, clock
         self._records = NewestRecords(directory.metrics, OF_RECORDS)
-        self._ledger: LedgerCounts | None = None
-        self._of_now = Counts()
-        self._seen: tuple[object, ...] | None = None
-        self._refusal = ""
+        self._ledger = LedgerReader(directory.path)
 
     def render(self, *, openmetrics: bool) -> bytes:
         """Read what is new, and return the text in OpenMetrics, or in the plain format, which has no exemplars."""
@@ -79,7 +71,7 @@ class Exposition:
     def families(self) -> Iterator[Metric]:
         """Read what is new, and yield the metrics."""
         began_s, now_s = time.monotonic(), self._clock()
-        self._read_ledger()
+        self._ledger.update()
         gauges = Counts()
         try:
             self._records.update()
@@ -87,42 +79,19 @@ class Exposition:
             logger.warning("%s cannot be read (%s); its metrics stay as they were", self._directory.metrics, error)
         add_records(gauges, self._records.newest)
         driven = self._directory.is_driven()
-        add_running(gauges, self._directory, self._ledger, driven=driven, now_s=now_s)
+        add_running(gauges, self._directory, self._ledger.counts, driven=driven, now_s=now_s)
         add_engines(gauges, self._directory)
         add_lost_spans(gauges, self._directory)
         add_disks(gauges, self._directory)
         gauges.set(table.RUN, identity_of(self._directory), self._directory.path.name, RUNNING, to=1)
         gauges.set(table.DRIVEN, to=float(driven))
-        gauges.set(table.LEDGER_READABLE, to=float(self._ledger is not None))
+        gauges.set(table.LEDGER_READABLE, to=float(self._ledger.counts is not None))
         gauges.set(table.BAD_LINES, to=self._records.bad_lines)
         gauges.set(table.READ_S, to=time.monotonic() - began_s)
         yield from gauges.families()
-        if self._ledger is not None:
-            yield from self._of_now.families()
-            yield from self._ledger.counts.families()
-
-    def _read_ledger(self) -> None:
-        seen = file_stamps(self._directory.path)
-        if seen is not None and seen == self._seen:
-            return
-        ledger, self._ledger, self._seen = self._ledger, None, None
-        try:
-            with reading(self._directory.path) as (database, archive):
-                attached, damage = begin_with_archive(database, archive)
-                for problem in damage:
-                    logger.warning("%s: %s", self._directory.path, problem)
-                if ledger is None or not ledger.is_continued_by(database):
-                    ledger = LedgerCounts(database)
-                rows = JoinedRows(database, attached=attached)
-                ledger.update(database, rows)
-                self._of_now = state_of(ledger, database, rows)
-        except (LedgerRefused, sqlite3.DatabaseError) as error:
-            # What was half counted is dropped: the next call reads everything again.
-            if str(error) != self._refusal:
-                logger.warning("no metrics of the ledger: %s", error)
-            self._refusal = str(error)
-            return
-        self._ledger, self._seen, self._refusal = ledger, seen, ""
+        if self._ledger.counts is not None:
+            yield from self._ledger.state.families()
+            yield from self._ledger.counts.counts.families()
 
 
 class _Families(Collector):

@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
@@ -22,32 +22,35 @@ from headrace.actors.exposition.attempts import (
     EVALUATION,
     TRAIN,
     UNMEASURED,
-    EndedAttempt,
-    breakdown_of,
     count_description,
     count_end,
 )
 from headrace.actors.exposition.counts import Counts
-from headrace.actors.exposition.ledger_rows import IN_JSON, all_ends, evaluation_attempts, json_of, training_attempts
+from headrace.actors.exposition.ledger_rows import (
+    IN_JSON,
+    EvaluationEnds,
+    all_ends,
+    evaluation_attempts,
+    json_of,
+    training_attempts,
+)
 from headrace.actors.exposition.steps import StepCounts
 from headrace.actors.exposition.typical import TypicalTimes
+from headrace.actors.exposition.waste import WASTED, count_waste
 from headrace.buffer.breakdown import PARTS
-from headrace.buffer.core.records import FINAL, RolloutState
+from headrace.buffer.core.records import FINAL
 from headrace.buffer.ledger.archive import next_numbers
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable
 
     from headrace.actors.exposition.ledger_rows import End, Key
     from headrace.buffer.audit.joined_rows import JoinedRows
 
 GROUPS_AT_ONCE: Final = 512
 ATTEMPTS_AT_ONCE: Final = 512
-_REPEATED: Final = (Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED)
-WASTED: Final = (*_REPEATED, RolloutState.EVICTED, RolloutState.FILTERED)
-"""Reasons for which an attempt was not trained."""
 
 
 @dataclass(slots=True)
@@ -86,8 +89,7 @@ class LedgerCounts:
         self._settled: Counter[str] = Counter()
         self._groups: dict[str, _Group] = {}
         self._next_ordinal = 0
-        self._evaluated: defaultdict[str, set[Key]] = defaultdict(set)
-        self._ended_tags: set[str] = set()
+        self._evaluations = EvaluationEnds()
         self.steps = StepCounts(self.counts)
         self.newest_end_s: float | None = None
         self._identity = _identity(database)
@@ -115,7 +117,7 @@ class LedgerCounts:
             found = self._visit(rows, some)
             # At first, all attempts in order may be too many for memory.
             due += found if begun else ()
-        evaluated = sorted(self._visit_evaluations(rows))
+        evaluated = sorted(self._evaluations.new(rows))
         ends = sorted([*due, *evaluated]) if begun else merge(all_ends(rows), evaluated)
         self._count(rows, ends)
         self.steps.update(rows)
@@ -160,46 +162,11 @@ class LedgerCounts:
             if cause == Cause.CANCELLED and not described and not closed.get(group_id):
                 unfinished.add(group_id)
         ended = {key: (state, last) for key, (group_id, state, last) in rollouts.items() if group_id not in unfinished}
-        self._settle(rows, ended)
+        self._settled.update(state for state, _ in ended.values())
+        count_waste(self.counts, rows, ended)
         for group_id in {*ids} - unfinished:
             del self._groups[group_id]
         return due
-
-    def _settle(self, rows: JoinedRows, ended: Mapping[str, tuple[str, int]]) -> None:
-        """Count the states of rollouts that can no longer change, and their attempts that were not trained. `ended` has
-        state and last attempt by rollout."""
-        self._settled.update(state for state, _ in ended.values())
-        columns = ("rollout_id", "attempt", "cause", "breakdown", "phases_s")
-        for rollout_id, number, cause, breakdown, phases in rows.select(
-            "attempts", columns, where=f"rollout_id {IN_JSON}", values=(json_of(ended),)
-        ):
-            state, last = ended[rollout_id]
-            if number == last and state == RolloutState.TRAINED:
-                continue
-            # An earlier attempt failed, was cancelled, or had a result that became too stale.
-            reason = state if number == last else cause if cause in _REPEATED else RolloutState.EVICTED
-            parts, labels = breakdown_of(breakdown, phases)
-            attempt = EndedAttempt(
-                purpose=TRAIN, cause=cause or "", ended_at_s=0.0, duration_s=0.0, parts_s=parts, labels=labels
-            )
-            self.counts.add(table.WASTED_ATTEMPTS, reason)
-            self.counts.add(table.WASTED_TOKENS, reason, by=attempt.number("sampled_tokens"))
-            self.counts.add(table.WASTED_SANDBOX_S, reason, by=attempt.sandbox_s)
-
-    def _visit_evaluations(self, rows: JoinedRows) -> Iterator[End]:
-        """Yield the answers of evaluations that were not counted yet."""
-        over = {tag for (tag,) in rows.select("ended_evaluations", ("tag",))}
-        tags = over | {tag for (tag,) in rows.select("evaluations", ("DISTINCT tag",))}
-        columns = ("recorded_at_s", "rollout_id", "attempt", "tag")
-        for at_s, rollout_id, attempt, tag in rows.select(
-            "evaluations", columns, where=f"tag {IN_JSON}", values=(json_of(tags - self._ended_tags),)
-        ):
-            if (rollout_id, attempt) not in self._evaluated[tag]:
-                self._evaluated[tag].add((rollout_id, attempt))
-                yield at_s, EVALUATION, rollout_id, attempt, False
-        self._ended_tags |= over
-        for tag in over:
-            self._evaluated.pop(tag, None)
 
     def _count(self, rows: JoinedRows, ends: Iterable[End]) -> None:
         """Count attempts in this order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import orjson
@@ -84,3 +85,27 @@ def evaluation_attempts(rows: JoinedRows, ids: str) -> Iterator[tuple[tuple[str,
                 labels=labels,
             ),
         )
+
+
+class EvaluationEnds:
+    """The answers of evaluations, each once. Of evaluations that have ended only their tags are remembered: nothing
+    more is recorded under them."""
+
+    def __init__(self) -> None:
+        self._evaluated: defaultdict[str, set[Key]] = defaultdict(set)
+        self._ended_tags: set[str] = set()
+
+    def new(self, rows: JoinedRows) -> Iterator[End]:
+        """Yield the answers of evaluations that were not counted yet."""
+        over = {tag for (tag,) in rows.select("ended_evaluations", ("tag",))}
+        tags = over | {tag for (tag,) in rows.select("evaluations", ("DISTINCT tag",))}
+        columns = ("recorded_at_s", "rollout_id", "attempt", "tag")
+        for at_s, rollout_id, attempt, tag in rows.select(
+            "evaluations", columns, where=f"tag {IN_JSON}", values=(json_of(tags - self._ended_tags),)
+        ):
+            if (rollout_id, attempt) not in self._evaluated[tag]:
+                self._evaluated[tag].add((rollout_id, attempt))
+                yield at_s, EVALUATION, rollout_id, attempt, False
+        self._ended_tags |= over
+        for tag in over:
+            self._evaluated.pop(tag, None)

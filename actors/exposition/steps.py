@@ -46,7 +46,8 @@ class StepCounts:
             for sequence, batch_id, skipped, committed_s, rolled_back_by, bound in some:
                 self._counts.add(table.STEPS, "skipped" if skipped else "updated")
                 self._counts.add(table.STEPS_ROLLED_BACK, by=float(rolled_back_by is not None))
-                leased_s, members = leases[batch_id]
+                # A lost archive has taken the batch with it.
+                leased_s, members = leases.get(batch_id, (committed_s, "[]"))
                 for _, _, staleness in orjson.loads(members):
                     self._counts.observe(table.TRAINED_STALENESS, value=staleness)
                 # Between two incarnations of the learner nobody waits.

@@ -302,6 +302,47 @@ def test_counts_do_not_change_when_old_metrics_files_are_removed(simulated: Path
     assert {key: after[key] for key in counts} == counts
 
 
+def test_an_archive_that_was_away_is_counted_when_it_is_back(
+    simulated: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        closing(sqlite3.connect(simulated / "ledger.db")) as source,
+        closing(sqlite3.connect(tmp_path / "ledger.db")) as copy,
+    ):
+        source.backup(copy)
+    seen = fresh(tmp_path)
+    lost = by_label(lasting(seen), "headrace_rollouts", "state")
+    assert "archive.db is missing" in caplog.text
+    shutil.copy(simulated / "archive.db", tmp_path / "archive.db")
+    found = lasting(seen)
+    assert found == lasting(fresh(tmp_path))
+    assert by_label(found, "headrace_rollouts", "state")["trained"] > lost["trained"]
+
+
+@pytest.mark.parametrize(
+    "breakdown",
+    [
+        "{",
+        "[]",
+        '{"parts_s": {"boot": "long"}, "labels": {}}',
+        '{"parts_s": {"boot": NaN}, "labels": {}}',
+        '{"parts_s": {"boot": -1.0}, "labels": {"cpu_s": -5, "engines": [["e"], {}], "agent": ["a"], "warm": null}}',
+        '{"parts_s": {"own": 1.0}, "labels": {"sampled_tokens": "many", "engines": "e", "agent": {}}}',
+    ],
+)
+async def test_a_strange_breakdown_costs_its_own_figures_only(breakdown: str, tmp_path: Path) -> None:
+    async with await ReplayStore.open(tmp_path, cases.SMALL, cases.tasks(2), run_id="r", seed=3) as store:
+        version = await store.open_epoch(None)
+        first, *others = await store.issue(4, version)
+        await store.offer_many([result_of(order, version) for order in (first, *others)])
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as database, database:
+        database.execute("UPDATE attempts SET breakdown = ? WHERE rollout_id = ?", (breakdown, first.rollout_id))
+    values = scraped(fresh(tmp_path))
+    assert by_label(values, "headrace_attempts_total", "cause")["solved"] == 4
+    assert by_label(values, "headrace_part_seconds_count", "part")["engine.decode"] == 3
+    assert min(values.values()) >= 0
+
+
 def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
