@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
 from pydantic import ValidationError
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from headrace.actors.agent_kinds.config import AgentKind
 from headrace.actors.agent_kinds.registry import make_agent, refuse_unrecorded_episodes
@@ -196,6 +197,8 @@ def check_agent(config: RunConfig) -> None:
             refuse_missing_services(judges, config.services, kind=ServiceKind.MODEL, user="agent.loop.judge")
 
 
+ASKED_S: Final = 1.0
+"""Time for which a driver waits for the lock of its run."""
 MACHINE_CHECKS: Final[tuple[Callable[[RunConfig], object], ...]] = (
     lambda _: check_ray_folder(),
     lambda config: refuse_absent_sglang(config.engines),
@@ -409,8 +412,15 @@ def change(path: Path, changes: Sequence[str]) -> None:
 def sole_driver(directory: RunDirectory) -> Iterator[None]:
     """Hold the run's lock, which the kernel releases when this process dies. Raises RunExists if another process is
     driving the run, and ConfigError if the directory cannot be written."""
+    # Whoever asks whether the run is driven has the lock for a moment.
+    asked = retry(
+        retry=retry_if_exception_type(BlockingIOError),
+        wait=wait_fixed(ASKED_S / 20),
+        stop=stop_after_delay(ASKED_S),
+        reraise=True,
+    )
     try:
-        lock = FileLock(directory.lock, blocking=False)
+        lock = asked(FileLock)(directory.lock, blocking=False)
     except BlockingIOError as error:
         raise RunExists(f"{directory.path} is being driven by another process; stop that process first") from error
     except OSError as error:

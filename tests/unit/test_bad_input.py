@@ -7,6 +7,7 @@ import os
 import runpy
 import shutil
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import RunRequest, check_parts, prepare, sole_driver
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.tasks import TaskId, load_tasks, write_tasks
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
@@ -571,6 +573,15 @@ def test_a_live_run_is_not_evaluated(
 ) -> None:
     with sole_driver(RunDirectory(path=run_dir)):
         assert "is being driven by another process" in eval_refused(monkeypatch, capsys, str(run_dir))
+
+
+def test_who_asks_whether_a_run_is_driven_keeps_no_driver_out(run_dir: Path) -> None:
+    asked = FileLock(run_dir / "driver.lock", blocking=False)
+    answered = threading.Timer(0.3, asked.release)
+    answered.start()
+    with sole_driver(RunDirectory(path=run_dir)):
+        assert RunDirectory(path=run_dir).is_driven()
+    answered.join()
 
 
 def test_training_tasks_are_not_evaluated(
