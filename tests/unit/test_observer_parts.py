@@ -22,7 +22,7 @@ from headrace.actors.observer.metrics_tail import KEPT_OF_OTHERS, MetricsTail
 from headrace.actors.observer.rendering import duration, instant, name_of, number, share, size, whole
 from headrace.actors.observer.text import name, shown, visible
 from headrace.actors.observer.views import cut
-from support.observer_rig import simulated_run
+from headrace.buffer.errors import LedgerRefused
 
 ROOT = Path(__file__).parents[2]
 DIGESTS = {
@@ -201,12 +201,13 @@ async def test_changes_are_numbered_upwards_and_nobody_waits_beyond_the_end() ->
 
 
 def test_a_large_run_is_explained_by_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = simulated_run(tmp_path / "run", steps=4)
-    here = explain_here(run)
+    run = ROOT / "tests/golden/ledger_v6"
+    here, time_of_one = explain_here(run), time_here(run, "g000000-0")
+    assert time_of_one is not None
+    assert time_here(run, "none") is None
     monkeypatch.setattr(explained, "LARGE_BYTES", 0)
     assert explained.explained(run) == here
-    assert time_of(run, "g000000-0") == time_here(run, "g000000-0")
-    assert time_of(run, "none") is None
-    (run / "ledger.db").write_bytes(b"not a database at all")
-    with pytest.raises(Exception, match=r"ledger\.db"):
-        explained.explained(run)
+    assert time_of(run, "g000000-0") == time_of_one
+    (tmp_path / "ledger.db").write_bytes(b"not a database at all")
+    with pytest.raises(LedgerRefused, match=r"ledger\.db"):
+        explained.explained(tmp_path)
