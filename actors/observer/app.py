@@ -23,7 +23,8 @@ from headrace.actors.errors import RunError
 from headrace.actors.observer import views
 from headrace.actors.observer.access import NEEDED, Access, add_headers, cookie_name
 from headrace.actors.observer.changes import Changes, ChangeWatch
-from headrace.actors.observer.reader import Busy, RunReader
+from headrace.actors.observer.computed import Busy
+from headrace.actors.observer.reader import RunReader
 from headrace.actors.observer.rendering import HERE, make_environment
 from headrace.actors.observer.rollout_reading import RolloutUnknown
 from headrace.actors.runtime.event_stream import event_stream

@@ -33,6 +33,10 @@ class Reading(Generic[T]):
     at_s: float
 
 
+class Busy(Exception):
+    """Too many readings are in progress; ask again."""
+
+
 class Computed(Generic[T]):
     """A value that `read` reads. `mark` returns something that changes when the value may have changed; both run in
     the executor."""
@@ -48,7 +52,7 @@ class Computed(Generic[T]):
     async def get(self, wait_s: float | None = None) -> Reading[T] | None:
         """Return the value, read again if it is due, or an older one if that takes longer than `wait_s` (None: wait for
         it). None if there is no value yet. Raises what the last reading raised."""
-        if (self._running is None or self._running.done()) and time.monotonic() >= self._due_s:
+        if not self.is_busy and time.monotonic() >= self._due_s:
             self._running = self._executor.submit(self._run)
         if self._running is not None and not self._running.done():
             # Nobody who stops waiting ends the reading: others wait for it.
@@ -56,6 +60,11 @@ class Computed(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._result
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a reading is in progress."""
+        return self._running is not None and not self._running.done()
 
     async def now(self) -> T:
         """Return the value, waiting for the first reading."""
@@ -74,3 +83,25 @@ class Computed(Generic[T]):
             self._error = error.with_traceback(None)
         ended_s = time.monotonic()
         self._due_s = ended_s + max(LEAST_S, REST * (ended_s - begun_s))
+
+
+class ComputedByKey(Generic[T]):
+    """The values of the last `kept` keys that were asked for, of which at most `busy` are read at the same time."""
+
+    def __init__(self, make: Callable[[str], Computed[T]], *, kept: int, busy: int) -> None:
+        assert kept > busy
+        self._make, self._kept, self._busy = make, kept, busy
+        self._values: dict[str, Computed[T]] = {}
+
+    def of(self, key: str) -> Computed[T]:
+        """Return the value of a key. Raises Busy."""
+        value = self._values.pop(key, None)
+        if value is None:
+            if sum(each.is_busy for each in self._values.values()) >= self._busy:
+                raise Busy
+            value = self._make(key)
+        self._values[key] = value
+        if len(self._values) > self._kept:
+            # The oldest one that nobody waits for: what is being read stays bounded.
+            del self._values[next(name for name, each in self._values.items() if not each.is_busy)]
+        return value

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -19,7 +18,7 @@ import orjson
 
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.errors import RunMissing
-from headrace.actors.observer.computed import Computed
+from headrace.actors.observer.computed import Computed, ComputedByKey
 from headrace.actors.observer.explained import explained, time_of
 from headrace.actors.observer.metrics_tail import MetricsTail, Records
 from headrace.actors.observer.rollout_reading import RolloutDetails, read_rollout
@@ -33,7 +32,6 @@ from headrace.buffer.errors import LedgerRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
-    from concurrent.futures import Future
     from pathlib import Path
 
     from headrace.actors.engine_group.members_file import Roster
@@ -44,18 +42,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 THREADS: Final = 4
+EXPLAINING_THREADS: Final = 2
 MAX_ROLLOUTS_READ: Final = 4
 """Rollouts that are read at the same time; more requests are asked to come again."""
 FIRST_WAIT_S: Final = 0.3
 """Time for which a view waits for verdicts, which may take seconds; then it is shown without them."""
 
 TIMES_WAIT_S: Final = 1.5
-TIMES_KEPT: Final = 16
-"""Rollouts whose times beside their cohorts are kept."""
-
-
-class Busy(Exception):
-    """Too many readings are in progress; ask again."""
+ROLLOUTS_KEPT: Final = 16
+"""Rollouts of which the details, and the times beside their cohorts, are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +82,30 @@ class RunReader:
             )
         self.directory = directory
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="observer")
-        self._reading: dict[str, Future[RolloutDetails]] = {}
-        self._times: OrderedDict[str, Computed[RolloutInCohort | None]] = OrderedDict()
+        # Those of large runs are processes of their own with hundreds of megabytes.
+        self._explaining = ThreadPoolExecutor(EXPLAINING_THREADS, thread_name_prefix="observer-explains")
+        self._rollouts = ComputedByKey(
+            lambda asked: self._computed(lambda: read_rollout(directory, asked), self._rollout_mark),
+            kept=ROLLOUTS_KEPT,
+            busy=MAX_ROLLOUTS_READ,
+        )
+        self._times = ComputedByKey(
+            lambda rollout: Computed(self._explaining, lambda: time_of(directory.path, rollout), self._ledger_mark),
+            kept=ROLLOUTS_KEPT,
+            busy=MAX_ROLLOUTS_READ,
+        )
         tail = MetricsTail(directory.metrics)
         self._metrics = self._computed(tail.read, tail.mark)
         self._summary = self._computed(lambda: summary_of(directory), time.monotonic)
         self._running = self._computed(self._read_running, self._running_mark)
         self._roster = self._computed(lambda: read_roster(directory.engines), lambda: mark_of(directory.engines))
-        self._explained = self._computed(lambda: explained(directory.path), self._ledger_mark)
+        self._explained = Computed(self._explaining, lambda: explained(directory.path), self._ledger_mark)
         self._mark = self._computed(self._read_mark, time.monotonic)
 
     def close(self) -> None:
         """End the threads, without waiting for a reading in progress."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._explaining):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Return the result of work that would hold up the event loop, such as rendering a long page."""
@@ -132,26 +138,14 @@ class RunReader:
         """Return something that changes when the files do."""
         return await self._mark.now()
 
-    async def times(self, rollout_id: str) -> Reading[RolloutInCohort | None] | None:
-        """Return the times of a rollout beside its cohort, if they are known soon. Raises LedgerRefused, RunError."""
-        if (times := self._times.pop(rollout_id, None)) is None:
-            times = self._computed(lambda: time_of(self.directory.path, rollout_id), self._ledger_mark)
-        self._times[rollout_id] = times
-        if len(self._times) > TIMES_KEPT:
-            self._times.popitem(last=False)
-        return await times.get(TIMES_WAIT_S)
-
     async def rollout(self, asked: str) -> RolloutDetails:
         """Return a rollout. Raises RolloutUnknown, LedgerRefused, Busy."""
-        running = self._reading.get(asked)
-        if running is None:
-            if len(self._reading) >= MAX_ROLLOUTS_READ:
-                raise Busy
-            running = self._reading[asked] = self._executor.submit(read_rollout, self.directory, asked)
-            loop = asyncio.get_running_loop()
-            running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._reading.pop, asked, None))
-        # Shielded: others may wait for the same reading.
-        return await asyncio.shield(asyncio.wrap_future(running))
+        return await self._rollouts.of(asked).now()
+
+    async def times(self, rollout_id: str) -> Reading[RolloutInCohort | None] | None:
+        """Return the times of a rollout beside its cohort, if they are known soon. Raises LedgerRefused, RunError,
+        Busy."""
+        return await self._times.of(rollout_id).get(TIMES_WAIT_S)
 
     def _computed(self, read: Callable[[], T], mark: Callable[[], Hashable]) -> Computed[T]:
         return Computed(self._executor, read, mark)
@@ -164,6 +158,10 @@ class RunReader:
     def _running_mark(self) -> Hashable:
         # While the run goes on, ages grow without any change of files.
         return (self._read_mark(), time.monotonic() if self.directory.is_driven() else None)
+
+    def _rollout_mark(self) -> Hashable:
+        logs = self.directory.logs
+        return (self._ledger_mark(), tuple(sorted(mark_of(each) for each in logs.glob("*.jsonl"))))
 
     def _ledger_mark(self) -> Hashable:
         path = self.directory.path

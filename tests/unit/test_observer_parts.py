@@ -15,7 +15,7 @@ from markupsafe import Markup
 from headrace.actors.errors import RunError
 from headrace.actors.observer import computed, explained
 from headrace.actors.observer.changes import ChangeWatch
-from headrace.actors.observer.computed import Computed
+from headrace.actors.observer.computed import Busy, Computed, ComputedByKey
 from headrace.actors.observer.drawing import WIDTH, histogram, stacked
 from headrace.actors.observer.explained import explain_here, time_here, time_of
 from headrace.actors.observer.metrics_tail import KEPT_OF_OTHERS, MetricsTail
@@ -137,15 +137,17 @@ class Source:
 
     def __init__(self) -> None:
         self.readings, self.mark = 0, 0
-        self.may_read = threading.Event()
+        self.may_read, self.lock = threading.Event(), threading.Lock()
         self.error: Exception | None = None
 
     def read(self) -> int:
         assert self.may_read.wait(30)
-        self.readings += 1
+        with self.lock:
+            self.readings += 1
+            number = self.readings
         if self.error is not None:
             raise self.error
-        return self.readings
+        return number
 
 
 async def test_many_who_ask_share_one_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +182,31 @@ async def test_an_error_reaches_those_who_ask_until_the_next_reading(monkeypatch
             await value.now()
         source.error = None
         assert await value.now() == 2
+
+
+async def test_readings_by_key_are_bounded() -> None:
+    source = Source()
+    with ThreadPoolExecutor(4) as executor:
+        made: list[str] = []
+
+        def make(key: str) -> Computed[int]:
+            made.append(key)
+            return Computed(executor, source.read, lambda: source.mark)
+
+        values = ComputedByKey(make, kept=3, busy=2)
+        asking = [asyncio.create_task(values.of(key).now()) for key in "ab"]
+        await asyncio.sleep(0)
+        with pytest.raises(Busy):
+            values.of("c")
+        assert values.of("a").is_busy, "what is being read may be waited for"
+        source.may_read.set()
+        assert sorted(await asyncio.gather(*asking)) == [1, 2]
+        for key in "cdef":
+            await values.of(key).now()
+        await values.of("f").now()
+        assert made == list("abcdef")
+        values.of("a")
+        assert made == list("abcdefa"), "the oldest ones are forgotten"
 
 
 async def test_changes_are_numbered_upwards_and_nobody_waits_beyond_the_end() -> None:

@@ -63,8 +63,7 @@
     } catch { /* The next change loads it again. */ }
   }
 
-  const figures = [...document.querySelectorAll(".chart")];
-  const all = () => figures.forEach(load);
+  const all = () => document.querySelectorAll(".chart").forEach(load);
   document.addEventListener("updated", all);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach(({ data }, figure) => draw(figure, data)));
   new ResizeObserver(() => drawn.forEach(({ chart }, figure) => chart.setSize({ width: figure.querySelector(".plot").clientWidth, height: HEIGHT }))).observe(document.getElementById("main"));
