@@ -81,7 +81,8 @@ def measure_load(folder: Path, *, turn_s: float, rollouts: int = 1024, in_flight
     plan = load_plan(rollouts=rollouts, in_flight=in_flight, turn_s=turn_s)
     inline = asyncio.run(run_load(plan, InlineRuntime(), RunDirectory(path=folder / "inline")))
     directory = RunDirectory(path=folder / "ray")
-    start_local_ray(directory.run_id(), object_store_bytes=OBJECT_STORE_BYTES)
+    # The run gets its identity with its configuration, later.
+    start_local_ray("bench", object_store_bytes=OBJECT_STORE_BYTES)
     try:
         over_ray = asyncio.run(run_load(plan, RayRuntime(), directory))
     finally:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from headrace.actors.cli.output import EXIT_DIRTY
+
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(1800)]
 
@@ -90,6 +92,22 @@ def test_gateway_costs_are_within_bounds() -> None:
     assert figures["tokens_2000_sessions"] >= 32_000
     assert figures["cpu_ms_per_turn"] <= figures["full_rerender_ms_per_turn"] / 3
     assert figures["loop_block_max_ms"] <= figures["full_rerender_ms_per_turn"] * 3
+
+
+def test_the_cost_of_tracing_is_reported_in_alternated_pairs() -> None:
+    """Bytes are bounded; ratios of two short pairs are not, since a busy machine changes them by more."""
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    command = [str(BENCH), "tracing", "--json", "--quick", "--pairs", "2"]
+    done = subprocess.run(command, env=environment, timeout=1500, stdout=subprocess.PIPE, check=False)
+    assert done.returncode in (0, EXIT_DIRTY)
+    figures = json.loads(done.stdout)
+    assert figures["bytes_per_turn"] <= 250
+    assert figures["gateway_spans"]["spans"] == 2 * figures["gateway_spans"]["turns"] > 0
+    assert figures["quickstart_spans"]["turns"] > 0
+    assert (done.returncode == EXIT_DIRTY) == bool(figures["misses"])
+    for name in ("quickstart_service_ms_per_rollout", "gateway_cpu_ms_per_turn", "simulated_cpu_ms_per_rollout"):
+        assert len(figures[name]["on"]) == len(figures[name]["off"]) == 2
+    assert figures["collector_down_ratio"] > 0
 
 
 def test_a_run_with_shuffled_rewards_does_not_learn() -> None:
