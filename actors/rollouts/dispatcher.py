@@ -38,8 +38,6 @@ from headrace.serve.observing import span_names as names
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from opentelemetry.util.types import AttributeValue
-
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.rollouts.answers import Answer
@@ -294,8 +292,11 @@ class Dispatcher:
             )
             if self._folders is not None:
                 await asyncio.to_thread(write_summary, self._folders.summary(tag), summary, self._folders.about)
-            if span.is_recording():
-                span.set_attributes(_attributes_of(summary))
+            span.set_attribute(names.EVALUATION_ANSWERS, summary.answers)
+            span.set_attribute(names.EVALUATION_INFRA, summary.infra)
+            span.set_attribute(names.VERSIONS, list(summary.versions))
+            if summary.success is not None:
+                span.set_attribute(names.EVALUATION_SUCCESS, summary.success)
             return summary
 
     async def _evaluate_one(
@@ -339,10 +340,3 @@ class Dispatcher:
         if outcome.reward is not None:
             self._scored += 1
             self._rewards = [*self._rewards[-127:], outcome.reward]
-
-
-def _attributes_of(summary: EvaluationSummary) -> dict[str, AttributeValue]:
-    """Return the result of an evaluation as attributes of its span."""
-    success = {} if summary.success is None else {names.EVALUATION_SUCCESS: summary.success}
-    counts = {names.EVALUATION_ANSWERS: summary.answers, names.EVALUATION_INFRA: summary.infra}
-    return {**counts, **success, names.VERSIONS: list(summary.versions)}

@@ -228,8 +228,11 @@ class RolloutWorker:
     async def _run(self, order: RolloutOrder) -> Outcome:
         # In the context of this rollout's task only.
         ROLLOUT_ATTEMPT.set((order.rollout_id, order.attempt))
+        # The group of an answer is its evaluation.
+        group = names.EVALUATION_TAG if order.purpose is Purpose.EVALUATION else names.GROUP_ID
+        attributes = {names.TASK_ID: order.task_id, names.PURPOSE: order.purpose.value, group: order.group_id}
         run_id = self._parts.observing.run_id
-        span = start_rollout_span(tracer, order.rollout_id, order.attempt, _attributes(order), run_id=run_id)
+        span = start_rollout_span(tracer, order.rollout_id, order.attempt, attributes, run_id=run_id)
         with trace.use_span(span, end_on_exit=True):
             task, folders = self._known_tasks[order.purpose, order.task_id], self._parts.evaluations
             is_evaluation = order.purpose is Purpose.EVALUATION
@@ -267,12 +270,6 @@ class RolloutWorker:
                 )
             )
         return [None] * len(ended)
-
-
-def _attributes(order: RolloutOrder) -> dict[str, str]:
-    """Return the attributes of an attempt's root span. The group of an answer is its evaluation."""
-    group = names.EVALUATION_TAG if order.purpose is Purpose.EVALUATION else names.GROUP_ID
-    return {names.TASK_ID: order.task_id, names.PURPOSE: order.purpose.value, group: order.group_id}
 
 
 def _cancelled(order: RolloutOrder, spent: AttemptTime) -> RolloutResult:

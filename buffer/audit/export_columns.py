@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.buffer.breakdown import Breakdown
@@ -155,23 +156,18 @@ def _of_breakdown(pyarrow: Any) -> list[ExportColumn]:
         tuple: pyarrow.list_(pyarrow.string()),
     }
     parts = pyarrow.map_(pyarrow.string(), pyarrow.float64())
-    return [
-        ExportColumn(name="wall_s", source="breakdown", type=types[float], convert=lambda each: each.wall_s),
-        ExportColumn(name="parts_s", source="breakdown", type=parts, convert=lambda each: list(each.parts_s.items())),
-        *(
-            ExportColumn(name=name, source="breakdown", type=types[kind], convert=_label(name, kind))
-            for name, kind in LABELS.items()
-        ),
-    ]
 
-
-def _label(name: str, kind: type) -> Callable[[Breakdown], object]:
-    """Return the function that reads a label; None where it has another type."""
-
-    def read(breakdown: Breakdown) -> object:
+    def label(breakdown: Breakdown, name: str, kind: type) -> object:
         value = breakdown.labels.get(name)
         if isinstance(value, bool) or kind not in (int, float):
             return value if type(value) is kind else None
         return kind(value) if isinstance(value, int | float) and abs(value) < MAX_WHOLE else None
 
-    return read
+    return [
+        ExportColumn(name="wall_s", source="breakdown", type=types[float], convert=lambda each: each.wall_s),
+        ExportColumn(name="parts_s", source="breakdown", type=parts, convert=lambda each: list(each.parts_s.items())),
+        *(
+            ExportColumn(name=name, source="breakdown", type=types[kind], convert=partial(label, name=name, kind=kind))
+            for name, kind in LABELS.items()
+        ),
+    ]

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.epochs import Epochs
     from headrace.buffer.core.mix.sources import Mix
+    from headrace.buffer.core.records import RolloutRecord
     from headrace.buffer.core.state import ReplayState
     from headrace.buffer.core.task_history import TaskHistory
 
@@ -272,3 +273,14 @@ class BatchBook:
         self._state.put(replace(batch, state=BatchState.COMMITTED, tries=0, failure=""))
         for member in batch.members:
             self._state.move(member.rollout_id, RolloutState.TRAINED)
+
+
+def carried_from(state: ReplayState, rollout: RolloutRecord) -> str:
+    """Return the first batch of a rollout's group, if the rollout was carried over: it was still running when the group
+    was sealed, and is in a later batch. Otherwise return ""."""
+    if not rollout.late:
+        return ""
+    batches = [state.rollouts[member].batch_id for member in state.members[rollout.group_id].values()]
+    # Ids grow with the number, in length first.
+    first = min((each for each in batches if each is not None), key=lambda each: (len(each), each), default=None)
+    return "" if first is None or first == rollout.batch_id else first

@@ -135,16 +135,6 @@ class ReplayState:
             grpo_deviation_sum=float(sums["grpo_deviation_sum"]),
         )
 
-    def carried_from(self, rollout: RolloutRecord) -> str:
-        """Return the first batch of a rollout's group, if the rollout was carried over: it was still running when the
-        group was sealed, and is in a later batch. Otherwise return ""."""
-        if not rollout.late:
-            return ""
-        batches = [self.rollouts[member].batch_id for member in self.members[rollout.group_id].values()]
-        # Ids grow with the number, in length first.
-        first = min((each for each in batches if each is not None), key=lambda each: (len(each), each), default=None)
-        return "" if first is None or first == rollout.batch_id else first
-
     def source_of(self, rollout: RolloutRecord) -> str:
         """Return the name of a rollout's source; empty in a run without sources."""
         return self.source_of_task(self.groups[rollout.group_id].task_id)

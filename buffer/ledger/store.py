@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from headrace.buffer.core.batches import carried_from
 from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import Charge
 from headrace.buffer.core.replay import BufferStatus, ReplayBuffer
@@ -198,7 +199,7 @@ class ReplayStore:
                 scores=self._core.state.attempts[rollout.rollout_id].scores,
                 turn_advantages=rollout.turn_advantages or {},
                 source=source,
-                group_batch=state.carried_from(rollout),
+                group_batch=carried_from(state, rollout),
             )
             for member, rollout, source, trajectory in zip(record.members, rollouts, sources, trajectories, strict=True)
         )

@@ -254,30 +254,25 @@ class Booter:
                 host = self._hosts[choose(views, boot.tried, boot.request.avoid)]
             if not host.has_room(boot.ticket.priority) and boot.ticket.priority is not Priority.WARM:
                 self._make_room(host)
+            limit_s, began_s = boot.request.queue_timeout_s, self._now()
             with boot_spans.queue_span(boot.context, _attributes(boot, host)):
-                if await self._granted(boot, host, again=again):
-                    return host
+                try:
+                    async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s - boot.queue_s)):
+                        if await host.admitted(boot.ticket, again=again):
+                            return host
+                except TimeoutError as error:
+                    boot.refused = True
+                    raise QueueTimeout(
+                        f"no place was free within {limit_s:g} s (host {host.name}, {host.admission.waiting} others "
+                        "waiting): raise sandbox.pool.max_live or lower the load"
+                    ) from error
+                except SandboxError:
+                    boot.refused = True
+                    raise
+                finally:
+                    boot.queue_s += self._now() - began_s
             # The host turned it away: it has been in a queue already, so another queue takes it even when full.
             again = True
-
-    async def _granted(self, boot: _Boot, host: Host, *, again: bool) -> bool:
-        """Wait in a host's queue. Returns False if the host stops accepting boots. Raises CapacityExceeded,
-        QueueTimeout."""
-        limit_s, began_s = boot.request.queue_timeout_s, self._now()
-        try:
-            async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s - boot.queue_s)):
-                return await host.admitted(boot.ticket, again=again)
-        except TimeoutError as error:
-            boot.refused = True
-            raise QueueTimeout(
-                f"no place was free within {limit_s:g} s (host {host.name}, {host.admission.waiting} others "
-                "waiting): raise sandbox.pool.max_live or lower the load"
-            ) from error
-        except SandboxError:
-            boot.refused = True
-            raise
-        finally:
-            boot.queue_s += self._now() - began_s
 
     async def _create(self, boot: _Boot, host: Host) -> SandboxRef:
         """Record the intent and create the sandbox on one host. Raises SandboxError."""
