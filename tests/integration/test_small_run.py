@@ -100,6 +100,26 @@ def test_an_attempts_trace_has_the_documented_span_tree(finished_run: RunDirecto
     assert finish["attributes"]["headrace.session.rows"] == 1
 
 
+def test_steps_pushes_and_evaluations_are_traces_that_lead_to_rollouts(finished_run: RunDirectory) -> None:
+    spans = [span for trace in spans_of(finished_run).values() for span in trace]
+    roots = {span["span_id"]: span for span in spans if span["name"] == "rollout"}
+    steps = [span for span in spans if span["name"] == "step" and span.get("links")]
+    assert len(steps) == 6
+    for step in steps:
+        assert len(step["links"]) == step["attributes"]["headrace.step.rollouts"]
+        for link in step["links"]:
+            root = roots[link["span_id"]]
+            assert root["trace_id"] == link["trace_id"]
+            assert root["attributes"]["headrace.rollout.id"] == link["attributes"]["headrace.rollout.id"]
+            assert link["attributes"]["headrace.step.staleness"] >= 0
+    pushes = [span["attributes"] for span in spans if span["name"] == "push"]
+    assert {push["headrace.push.version"] for push in pushes} == {f"1.{step}" for step in range(7)}
+    tags = {span["attributes"]["headrace.evaluation.tag"] for span in spans if span["name"] == "evaluation"}
+    answers = [each["attributes"] for each in roots.values()]
+    assert {"base", "final"} <= tags
+    assert {each.get("headrace.evaluation.tag") for each in answers} - {None} == tags
+
+
 def test_the_parts_of_every_attempt_add_up_and_little_is_unexplained(finished_run: RunDirectory) -> None:
     evidence = read_evidence(finished_run.path)
     found = [one.breakdown for one in evidence.attempts if one.cause in ("solved", "failed")]
