@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.cluster.probe import living_nodes
@@ -101,7 +101,12 @@ class ClusterNodes:
         places = await asyncio.gather(*(_nodes_of(record.run_id) for record in live))
         return tuple(
             NodeStatus(
-                **asdict(node),
+                node=node.node,
+                address=node.address,
+                role=node.role,
+                cpus=node.cpus,
+                gpus=node.gpus,
+                memory_bytes=node.memory_bytes,
                 free_disk_bytes=None if report is None else report.free_disk_bytes,
                 free_memory_bytes=None if report is None else report.free_memory_bytes,
                 runs=tuple(record.run_id for record, place in zip(live, places, strict=True) if node.node in place),

@@ -66,6 +66,8 @@ class RayHosts:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_ENABLE_AUTO_CONNECT": "0",
+            # A busy machine needs more than Ray's 30 s.
+            "RAY_raylet_start_wait_time_s": "120",
         }
         self._redis: subprocess.Popen[bytes] | None = None
         self._started: dict[str, subprocess.Popen[bytes]] = {}
