@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
+    from headrace.actors.node_files.pages import Held
     from headrace.actors.runs.records import RunId
     from headrace.actors.runtime.nodes import NodeAgent
 
@@ -83,14 +84,15 @@ class FileCollection:
         """Copy what a node has until nothing is left, or it does not answer."""
         try:
             while runs:
-                copies: dict[str, NodeCopies] = {}
+                copies: dict[RunId, NodeCopies] = {}
                 for run in runs:
                     copies[run] = await asyncio.to_thread(self._copies_of, run, node)
-                held = {run: one.held() for run, one in copies.items()}
+                held: dict[str, dict[str, Held]] = {run: one.held() for run, one in copies.items()}
                 async with asyncio.timeout(AGENT_TIMEOUT_S):
                     pages = await agent.file_pages(held, PAGE_BYTES)
-                for run, page in pages.items():
-                    await asyncio.to_thread(copies[run].apply, page)
+                for run in runs:
+                    if run in pages:
+                        await asyncio.to_thread(copies[run].apply, pages[run])
                 runs = [run for run in runs if run in pages and not pages[run].is_end]
         except (ActorError, TimeoutError, OSError, ValueError) as error:
             if node not in self._failing:
