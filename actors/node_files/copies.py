@@ -141,10 +141,12 @@ class NodeCopies:
             if wanted is None and (name in page.files or (not is_older(name) and self._new_compressed(name, page))):
                 # The original is gone, and another file may have its name: as if it had been rotated first.
                 wanted = self._unused_name(name, page)
-            if wanted is not None and wanted != name:
-                if wanted in self._held:
-                    self._rename(wanted, self._unused_name(wanted, page))
-                self._rename(name, wanted)
+            taken = self._held.get(wanted or name)
+            if wanted is None or wanted == name or (taken is not None and taken.mark == one.mark):
+                continue
+            if taken is not None:
+                self._rename(wanted, self._unused_name(wanted, page))
+            self._rename(name, wanted)
 
     def _is_compressed(self, name: str, page: NodePage) -> bool:
         """Return whether a file that is gone may be one of those whose compressed form has not been copied yet."""

@@ -54,7 +54,7 @@ def _page(folder: Path, names: list[str], known: Mapping[str, Held], limit_bytes
     pieces: list[Piece] = []
     left_bytes, is_end = limit_bytes, True
     for name in names:
-        with suppress(FileNotFoundError), (folder / name).open("rb") as file:
+        with suppress(FileNotFoundError, IsADirectoryError), (folder / name).open("rb") as file:
             if (mark := mark_of(name, file)) is None:
                 continue
             size = file.seek(0, 2)

@@ -93,7 +93,9 @@ class FileCollection:
                 for run in runs:
                     if run in pages:
                         await asyncio.to_thread(copies[run].apply, pages[run])
-                runs = [run for run in runs if run in pages and not pages[run].is_end]
+                # A page that changes nothing is asked for again later, and not at once.
+                going = (run for run in runs if run in pages and not pages[run].is_end)
+                runs = [run for run in going if copies[run].held() != held[run]]
         except (ActorError, TimeoutError, OSError, ValueError) as error:
             if node not in self._failing:
                 logger.warning("the files of node %s are not copied at present: %r", node, error)

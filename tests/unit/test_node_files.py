@@ -376,6 +376,20 @@ def test_names_outside_of_the_folders_are_refused(here: Path, name: str) -> None
     assert not here.exists()
 
 
+def test_a_second_copy_that_somebody_made_is_left_alone(source: Source, here: Path) -> None:
+    for _ in range(2):
+        source.write("logs/a.jsonl")
+    copies = NodeCopies(here)
+    catch_up(source.folder, copies)
+    (here / "logs" / "a-000007.jsonl").write_bytes((here / "logs" / "a.jsonl").read_bytes())
+    copies = NodeCopies(here)
+    source.write("logs/a.jsonl")
+    for _ in range(5):
+        copies.apply(next_page(source.folder, copies.held(), limit_bytes=PAGE))
+    assert (here / "logs" / "a.jsonl").read_bytes() == b"".join(source.written["logs/a.jsonl"])
+    assert (here / "logs" / "a-000007.jsonl").read_bytes() == b"".join(source.written["logs/a.jsonl"][:2])
+
+
 def test_a_damaged_record_costs_a_copy_and_not_the_run(source: Source, here: Path) -> None:
     source.replace("spans/w.000001.jsonl.zst", b"z")
     catch_up(source.folder, NodeCopies(here))
