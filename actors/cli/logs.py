@@ -86,7 +86,8 @@ def _print(
         raise RunRefused(f"no log of an actor {wanted.actor[:100]!r}; actors with a log on this node: {listed}")
     printer = _Printer(json, limit_bytes)
     with _output(json) as file:
-        printer.print(RunLogs(directory.logs, wanted), file, until=_ended(directory) if follow else _at_once)
+        is_over = (lambda: not directory.is_driven()) if follow else _at_once
+        printer.print(RunLogs(directory.logs, wanted), file, until=is_over)
         if not printer.count and wanted.rollout is not None and not follow:
             whole = _whole_id(directory, wanted.rollout)
             if whole != wanted.rollout:
@@ -126,11 +127,6 @@ class _Printer:
 
 def _at_once() -> bool:
     return True
-
-
-def _ended(directory: RunDirectory) -> Callable[[], bool]:
-    """Return a function that says whether no process drives the run any more."""
-    return lambda: not directory.is_driven()
 
 
 def _whole_id(directory: RunDirectory, given: str) -> str:
