@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -26,12 +27,14 @@ def slow(
     """Name the rollouts that took far longer than their cohort, the costliest first: the part that held each up, the
     factor that slow ones have in common, the seconds by which it delayed a step, and what to change. It reads the
     run directory only, so it works for runs that are over, killed or copied."""
-    from headrace.actors.run.launch import reopen
+    from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.slowness.reading import read_times
     from headrace.actors.slowness.told import chosen, slow_lines
     from headrace.actors.slowness.verdicts import explain
 
-    report = explain(read_times(reopen(run_dir)[1].path))
+    # A long run has millions of values and no cycles among them, which collections would search again and again.
+    gc.disable()
+    report = explain(read_times(RunDirectory.at(run_dir).path))
     verdicts = chosen(report, since=since, step=step)
     if json is not None:
         write_json(report.to_json() | {"verdicts": [asdict(verdict) for verdict in verdicts[:top]]}, json)
@@ -51,12 +54,12 @@ def show_rollout(
 ) -> None:
     """Draw where the time of one rollout went, beside what is typical of its cohort, and say why if it was slow."""
     from headrace.actors.errors import ConfigError
-    from headrace.actors.run.launch import reopen
+    from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.slowness.reading import read_times
     from headrace.actors.slowness.told import place_of_rollout, waterfall, waterfall_lines
     from headrace.actors.slowness.waterfall_html import waterfall_page
 
-    times = read_times(reopen(run_dir)[1].path)
+    times = read_times(RunDirectory.at(run_dir).path)
     row, typical, verdict = waterfall(times, place_of_rollout(times, rollout))
     if html is not None:
         try:
@@ -72,13 +75,34 @@ def show_rollout(
 
 
 @trace_app.command()
+def diff(
+    run_dir: RunPath,
+    a: Annotated[str, typer.Argument(metavar="A", help="Id of a rollout, or a range of steps such as 100-150.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same for the other side.")],
+    json: Json = None,
+) -> None:
+    """Compare two rollouts, or the rollouts of two ranges of steps: the seconds of each part and the labels, side by
+    side."""
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.slowness.comparison import compare
+    from headrace.actors.slowness.reading import read_times
+
+    comparison = compare(read_times(RunDirectory.at(run_dir).path), a, b)
+    if json is not None:
+        write_json(comparison.to_json(), json)
+        return
+    for line in comparison.lines():
+        typer.echo(line)
+
+
+@trace_app.command()
 def running(run_dir: RunPath, json: Json = None) -> None:
     """List the rollouts that have not ended, the oldest against its cohort first: in which part each is, and for how
     long. Of a killed run it lists what was interrupted, with the last known part."""
-    from headrace.actors.run.launch import reopen
+    from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.slowness.in_flight import in_flight
 
-    directory = reopen(run_dir)[1]
+    directory = RunDirectory.at(run_dir)
     rows = in_flight(directory, driven=directory.is_driven())
     if json is not None:
         write_json([row.to_json() for row in rows], json)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 
 from headrace.actors.slowness.rows import in_order
-from headrace.actors.slowness.samples import Sample, quantiles_without
+from headrace.actors.slowness.samples import columns_without, durations_without, quantiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -75,6 +75,7 @@ class Cohorts:
         self._steps = np.array([row.step for row in rows], dtype=np.int64)
         self._of_recipe = of_recipe
         self._recipes: dict[tuple[str, str, int], Places] = {}
+        self._borrowed: dict[tuple[tuple[str, str, int], tuple[float, ...]], Floats] = {}
 
     @cached_property
     def seconds(self) -> Floats:
@@ -88,45 +89,59 @@ class Cohorts:
     def limits(self) -> tuple[Floats, Floats, Places]:
         """Return the median and the 95th percentile of each rollout's cohort, infinite where too few have ended, and
         its number of other members."""
+        ranks = (0.5, 0.95)
         quantiles, counts = np.full((len(self.rows), 2), np.inf), np.zeros(len(self.rows), dtype=np.int64)
-        borrowed: dict[tuple[str, str, int], Floats] = {}
+        shapes: defaultdict[tuple[int, int], list[_Group]] = defaultdict(list)
         for group in self._groups:
-            n = len(group.near) - 1
-            weight = 0.0 if self._of_recipe else min(1.0, n / ENOUGH)
-            own = self._sample(group.near).without(np.arange(group.begin, group.end), (0.5, 0.95))
+            shapes[len(group.near), len(group.here)].append(group)
+        borrowed: dict[tuple[str, str, int], Floats] = {}
+        for (members, _), some in shapes.items():
+            near, here = np.stack([group.near for group in some]), np.stack([group.here for group in some])
+            at = np.array([group.begin for group in some])[:, None] + np.arange(here.shape[1])
+            weight = 0.0 if self._of_recipe else min(1.0, (members - 1) / ENOUGH)
+            own = durations_without(self.totals[near], self.finished[near], at, ranks)
             if weight < 1:
-                if group.recipe not in borrowed:
-                    borrowed[group.recipe] = self._sample(self._recipe(group.recipe)).quantiles((0.5, 0.95))
-                own = _blend(own, borrowed[group.recipe], weight)
-            quantiles[group.here], counts[group.here] = own, n
+                for group in some:
+                    if group.recipe not in borrowed:
+                        others = self._recipe(group.recipe)
+                        borrowed[group.recipe] = quantiles_of(self.totals[others], self.finished[others], ranks)
+                own = _blend(own, np.stack([borrowed[group.recipe] for group in some])[:, None], weight)
+            quantiles[here], counts[here] = own, members - 1
         return quantiles[:, 0], quantiles[:, 1], counts
 
-    def part_quantiles(
-        self, places: Places, ranks: Sequence[float], parts: Sequence[str] | None = None
-    ) -> tuple[Floats, Places]:
+    def part_quantiles(self, places: Places, ranks: Sequence[float]) -> tuple[Floats, Places]:
         """Return quantiles of each part over the finished rollouts of the cohorts, of shape (places, ranks, parts), and
         the numbers of other members. Rollouts that still run have no parts yet."""
-        columns = np.array([self.column[part] for part in (self.parts if parts is None else parts)], dtype=np.int64)
-        seconds = self.seconds[:, columns]
-        result, counts = np.zeros((len(places), len(ranks), len(columns))), np.zeros(len(places), dtype=np.int64)
-        borrowed: dict[tuple[str, str, int], Floats] = {}
+        size = (len(places), len(ranks), len(self.parts))
+        result, counts = np.zeros(size), np.zeros(len(places), dtype=np.int64)
         order = np.argsort(self._group_of[places], kind="stable")
-        for at in np.split(order, np.nonzero(np.diff(self._group_of[places[order]]))[0] + 1) if len(places) else ():
-            group, here = self._groups[self._group_of[places[at[0]]]], places[at]
+        numbers, begins = np.unique(self._group_of[places[order]], return_index=True)
+        shapes: defaultdict[tuple[int, int], list[tuple[Places, Places, _Group]]] = defaultdict(list)
+        for number, at in zip(numbers.tolist(), np.split(order, begins[1:]), strict=True) if len(places) else ():
+            group = self._groups[number]
             members = group.near[self.finished[group.near]]
-            counts[at] = n = len(members) - self.finished[here]
-            weight = np.zeros(len(at)) if self._of_recipe else np.minimum(1.0, n / ENOUGH)
-            own = quantiles_without(np.sort(seconds[members], axis=0), seconds[here], self.finished[here], ranks)
+            shapes[len(members), len(at)].append((members, at, group))
+        for (count, _), some in shapes.items():
+            members, at = np.stack([each[0] for each in some]), np.stack([each[1] for each in some])
+            here = places[at]
+            own = columns_without(self.seconds[members], self.seconds[here], self.finished[here], ranks)
+            counts[at] = n = count - self.finished[here]
+            weight = np.zeros(n.shape) if self._of_recipe else np.minimum(1.0, n / ENOUGH)
             if (weight < 1).any():
-                if group.recipe not in borrowed:
-                    others = self._recipe(group.recipe)
-                    others = others[self.finished[others]]
-                    none = np.zeros((len(ranks), len(columns)))
-                    borrowed[group.recipe] = np.quantile(seconds[others], ranks, axis=0) if len(others) else none
-                shares = weight[:, None, None]
-                own = shares * own + (1 - shares) * borrowed[group.recipe]
+                borrowed = np.stack([self._part_quantiles_of_recipe(group.recipe, tuple(ranks)) for *_, group in some])
+                shares = weight[:, :, None, None]
+                own = shares * own + (1 - shares) * borrowed[:, None]
             result[at] = own
         return result, counts
+
+    def _part_quantiles_of_recipe(self, key: tuple[str, str, int], ranks: tuple[float, ...]) -> Floats:
+        """Return quantiles of each part over the finished rollouts of a recipe, of shape (ranks, parts)."""
+        if (key, ranks) not in self._borrowed:
+            others = self._recipe(key)
+            others = others[self.finished[others]]
+            none = np.zeros((len(ranks), len(self.parts)))
+            self._borrowed[key, ranks] = np.quantile(self.seconds[others], ranks, axis=0) if len(others) else none
+        return self._borrowed[key, ranks]
 
     def typical_parts(self, place: int) -> dict[str, Typical]:
         """Return what is typical of each part for a rollout's cohort."""
@@ -181,9 +196,6 @@ class Cohorts:
             first, last = np.searchsorted(steps, ((block - 1) * NEAR_STEPS, (block + 2) * NEAR_STEPS))
             self._recipes[key] = places[first:last] if last - first > ENOUGH else places
         return self._recipes[key]
-
-    def _sample(self, places: Places) -> Sample:
-        return Sample(self.totals[places], self.finished[places])
 
 
 def _blend(own: Floats, recipe: Floats, weight: float) -> Floats:

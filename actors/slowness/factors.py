@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from headrace.actors.slowness.cohort import Cohorts
     from headrace.actors.slowness.rows import Interval, RolloutTime
+    from headrace.buffer.breakdown import Label
 
     Floats = NDArray[np.float64]
     Places = NDArray[np.int64]
@@ -47,8 +49,8 @@ LONG: Final = "long"
 HIGH: Final = 0.9
 """A number counts as high above this quantile over the run."""
 NUMBERS: Final = ("turns", "prompt_tokens", "sampled_tokens", "cached_tokens", "memory_bytes")
-COUNTS: Final = ("boot_tries", "retractions")
-"""Numbers that are usually 1 or 0; they also count as high only above that."""
+COUNTS: Final[Mapping[str, float]] = {"boot_tries": 1.0, "retractions": 0.0}
+"""Numbers that nearly all rollouts have in common; they count as high above that."""
 UNTESTED: Final = frozenset({*NUMBERS, *COUNTS, "cpu_s", "versions", "agent", "sandbox"})
 """Labels whose single values are not tested: numbers, and ids that no two rollouts share."""
 CPU_SHARE: Final = 0.1
@@ -104,46 +106,57 @@ class Held:
 Carriers = dict[tuple[str, str], "Places"]
 
 
-def carriers_of(rows: Sequence[RolloutTime]) -> Carriers:
-    """Return the places of the rollouts that have each (label, value)."""
-    found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    numbers: defaultdict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
-    for place, row in enumerate(rows):
-        for name, value in row.labels.items():
-            if name in UNTESTED:
-                if isinstance(value, (int, float)) and (name in NUMBERS or name in COUNTS):
-                    places, values = numbers[name]
-                    places.append(place)
-                    values.append(value)
-            elif isinstance(value, str):
-                if value:
-                    found[name, value].append(place)
-            elif isinstance(value, (tuple, list)):
-                for each in dict.fromkeys(value):
-                    found[name, str(each)].append(place)
-            elif isinstance(value, bool):
-                found[name, str(value).lower()].append(place)
-        cpu_s = row.labels.get("cpu_s")
-        if isinstance(cpu_s, (int, float)):
-            busy_s = sum(seconds for part, seconds in row.parts_s.items() if part.startswith(TOOL))
-            if busy_s > 0:
-                places, values = numbers["cpu_share"]
-                places.append(place)
-                values.append(cpu_s / busy_s)
-    carriers = {key: np.array(places, dtype=np.int64) for key, places in found.items()}
-    for name, (places, values) in numbers.items():
-        at, known = np.array(places, dtype=np.int64), np.array(values, dtype=np.float64)
-        if name == "cpu_share":
-            limit = min(float(np.quantile(known, CPU_SHARE)), float(np.median(known)) / 2)
-            carriers[name, "low"] = at[known <= limit]
-        elif name in COUNTS:
-            # Most rollouts have the usual count, so the quantile may be that of a common one.
-            limit = {"boot_tries": 1.0, "retractions": 0.0}[name]
-            carriers[name, f"above {limit:g}"] = at[known > limit]
-        else:
-            limit = float(np.quantile(known, HIGH))
-            carriers[name, f"above {limit:g}"] = at[known > limit]
-    return carriers
+def carriers_of(rows: Sequence[RolloutTime], tool_s: Floats) -> Carriers:
+    """Return the places of the rollouts that have each (label, value), without values that too few rollouts have to be
+    a factor. `tool_s` are the seconds of tools of each rollout."""
+    labels = [row.labels for row in rows]
+    carriers: Carriers = {}
+    for name in dict.fromkeys(name for some in labels for name in some):
+        values = [some.get(name) for some in labels]
+        if name in NUMBERS or name in COUNTS:
+            carriers |= _high(name, _numbers(values))
+        elif name not in UNTESTED:
+            carriers |= {(name, value): places for value, places in _by_value(values).items()}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = _numbers([some.get("cpu_s") for some in labels]) / np.where(tool_s > 0, tool_s, np.nan)
+    if (known := shares[np.isfinite(shares)]).size:
+        limit = min(float(np.quantile(known, CPU_SHARE)), float(np.median(known)) / 2)
+        carriers["cpu_share", "low"] = np.nonzero(shares <= limit)[0]
+    return {key: places for key, places in carriers.items() if len(places) >= LEAST_SUPPORT}
+
+
+def _numbers(values: Sequence[Label | None]) -> Floats:
+    """Return values as numbers; NaN where there is none."""
+    return np.array([each if isinstance(each, (int, float)) else math.nan for each in values], dtype=np.float64)
+
+
+def _high(name: str, values: Floats) -> Carriers:
+    """Return the places at which a number is high."""
+    known = values[np.isfinite(values)]
+    if not known.size:
+        return {}
+    # Most rollouts have the usual count, so the quantile may be that of a common one.
+    limit = COUNTS[name] if name in COUNTS else float(np.quantile(known, HIGH))
+    return {(name, f"above {limit:g}"): np.nonzero(values > limit)[0]}
+
+
+def _by_value(values: Sequence[Label | None]) -> dict[str, Places]:
+    """Return the places of each text, of each flag, and of each member of a list."""
+    codes: dict[object, int] = {}
+    at = np.array(
+        [codes.setdefault(tuple(each) if type(each) is list else each, len(codes)) for each in values], dtype=np.int64
+    )
+    order = np.argsort(at, kind="stable")
+    begins = np.searchsorted(at[order], np.arange(len(codes)))
+    found: defaultdict[str, list[Places]] = defaultdict(list)
+    for value, places in zip(codes, np.split(order, begins[1:]), strict=True):
+        if isinstance(value, bool):
+            found[str(value).lower()].append(places)
+        elif isinstance(value, (str, tuple)):
+            for each in dict.fromkeys(value if isinstance(value, tuple) else [value]):
+                if each != "":
+                    found[str(each)].append(places)
+    return {value: np.sort(np.concatenate(some)) for value, some in found.items()}
 
 
 def beside(held: Held, meanwhile: Iterable[Interval]) -> Carriers:
@@ -174,17 +187,19 @@ def beside(held: Held, meanwhile: Iterable[Interval]) -> Carriers:
 
 
 def common_factors(
-    rows: Sequence[RolloutTime], held_up: Mapping[str, Held], meanwhile: Sequence[Interval], comparable: Flags
-) -> dict[str, list[tuple[Factor, Places]]]:
-    """Return the factors of each part with the rollouts that have them, the most convincing first. `comparable` says
-    which rollouts ended by themselves; those that were held up are compared too."""
-    labels = carriers_of(rows)
+    cohorts: Cohorts, held_up: Mapping[str, Held], meanwhile: Sequence[Interval]
+) -> dict[str, list[tuple[Factor, frozenset[int]]]]:
+    """Return the factors of each part with the rollouts that have them, the most convincing first. Compared are the
+    rollouts that ended by themselves, and those that were held up."""
+    rows = cohorts.rows
+    tools = [column for part, column in cohorts.column.items() if part.startswith(TOOL)]
+    labels = carriers_of(rows, cohorts.seconds[:, tools].sum(axis=1))
     found: defaultdict[str, list[_Tested]] = defaultdict(list)
     least: list[float] = []
     for part, held in held_up.items():
         if len(held.places) < LEAST_SUPPORT:
             continue
-        population, slow = comparable.copy(), np.zeros(len(rows), dtype=np.bool_)
+        population, slow = cohorts.finished.copy(), np.zeros(len(rows), dtype=np.bool_)
         population[held.places] = slow[held.places] = True
         nearest = NEAREST.get(stage_of(part), ())
         for names, places in _distinct(part, labels | beside(held, meanwhile), population):
@@ -269,7 +284,7 @@ def discovery_limit(probabilities: Iterable[float], least: Sequence[float]) -> f
     return max(accepted, default=-1.0)
 
 
-def _independent(part: str, found: Sequence[_Tested], limit: float) -> Iterator[tuple[Factor, Places]]:
+def _independent(part: str, found: Sequence[_Tested], limit: float) -> Iterator[tuple[Factor, frozenset[int]]]:
     """Yield the factors of a part, the most convincing first, each if it still stands among the rollouts that no
     factor before it has."""
     stage = stage_of(part)
@@ -289,7 +304,7 @@ def _independent(part: str, found: Sequence[_Tested], limit: float) -> Iterator[
         factor, each = best
         again = each.factor(explained)
         if again is not None and again.p <= limit:
-            yield factor, each.places
+            yield factor, frozenset(each.places.tolist())
             explained = np.union1d(explained, each.places)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Places = NDArray[np.int64]
-    Factors = Mapping[str, Sequence[tuple[Factor, Places]]]
+    Factors = Mapping[str, Sequence[tuple[Factor, frozenset[int]]]]
 
 RATIO: Final = 1.5
 """A slow rollout takes longer than this many times the median of its cohort."""
@@ -52,9 +53,9 @@ class Found:
 
     def causes(self) -> tuple[str, ...]:
         """Return the part with the most excess, or two if it has less than half of all excess."""
-        by_excess = sorted(self.excess_s, key=lambda part: (-self.excess_s[part], in_order(part)))
-        enough = 2 * self.excess_s[by_excess[0]] >= sum(self.excess_s.values())
-        return tuple(by_excess[: 1 if enough else 2])
+        most = nsmallest(2, self.excess_s.items(), key=lambda item: (-item[1], in_order(item[0])))
+        enough = 2 * most[0][1] >= sum(self.excess_s.values())
+        return tuple(part for part, _ in most[: 1 if enough else 2])
 
 
 def against_cohort(cohorts: Cohorts, medians: Floats, places: Places, against: str) -> dict[int, Found]:
@@ -112,13 +113,16 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
     candidates = np.nonzero(cohorts.finished & longer)[0]
     typical = cohorts.part_quantiles(candidates, (0.5,))[0][:, 0]
     windows, held_up = Windows(cohorts), {}
+    caused: defaultdict[str, list[int]] = defaultdict(list)
+    for place, each in found.items():
+        caused[each.causes()[0]].append(place)
     for name, parts in groups.items():
         above_s = spent_s[name][candidates] - typical[:, columns[name]].sum(axis=1)
         held = above_s > least_s[candidates]
         excess_s = dict(zip(candidates[held].tolist(), above_s[held].tolist(), strict=True))
-        for place, each in found.items():
-            if (part := each.causes()[0]) in parts:
-                excess_s.setdefault(place, each.excess_s[part])
+        for part in parts:
+            for place in caused[part]:
+                excess_s.setdefault(place, found[place].excess_s[part])
         if len(excess_s) >= LEAST_SUPPORT:
             begin_s, end_s = windows.of(name)
             held_up[name] = Held(
@@ -141,7 +145,7 @@ def slow_by_factor(
         place
         for part, some in factors.items()
         for _, places in some
-        for place in np.intersect1d(held_up[part].places, places).tolist()
+        for place in places.intersection(held_up[part].places.tolist())
         if cohorts.totals[place] > RATIO * medians[place]
     }
     hidden = np.array(sorted(carriers - found.keys()), dtype=np.int64)

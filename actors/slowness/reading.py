@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from headrace.actors.record.metrics import each_metric
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.slowness.rows import (
     BUFFER_WAIT,
@@ -34,12 +33,15 @@ from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.breakdown import OTHER, Label
 from headrace.buffer.types import Cause
+from headrace.serve.observing.retention import kept_files
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 ENDED: Final = frozenset({Cause.SOLVED, Cause.FAILED, Cause.BUDGET, Cause.INVALID, Cause.EVALUATOR})
 """Causes of attempts that ended by themselves."""
+PUSH: Final = b'{"kind":"push"'
+LIMIT: Final = b'"rollout_limit":'
 _ATTEMPT: Final = (
     "rollout_id",
     "attempt",
@@ -249,7 +251,7 @@ def _intervals_of_metrics(path: Path) -> Iterator[Interval]:
     """Yield pushes, quarantines of engines (until the next push), and periods in which pacing lowered its limit."""
     quarantined_s: float | None = None
     limit: int | None = None
-    for record in each_metric(path, ("push", "stations")):
+    for record in _pushes_and_limits(path):
         at_s = record["time_s"]
         if record["kind"] == "push":
             yield Interval("push", at_s - record["total_s"], at_s)
@@ -262,3 +264,18 @@ def _intervals_of_metrics(path: Path) -> Iterator[Interval]:
             limit = new
     if quarantined_s is not None:
         yield Interval("quarantine", quarantined_s, float("inf"))
+
+
+def _pushes_and_limits(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the metrics of pushes, and those of stations that name pacing's limit. A long run has a hundred thousand
+    others, which are not parsed."""
+    for file_path in kept_files(path):
+        with file_path.open("rb") as file:
+            for line in file:
+                if line.startswith(PUSH) or LIMIT in line:
+                    try:
+                        record = orjson.loads(line)
+                    except orjson.JSONDecodeError:
+                        continue
+                    if isinstance(record, dict) and record.get("kind") in ("push", "stations"):
+                        yield record

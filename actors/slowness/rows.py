@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
 from headrace.buffer.breakdown import OF_EVALUATION, Label, place_of
@@ -77,6 +78,7 @@ def is_of_evaluation(part: str) -> bool:
     return part in OF_EVALUATION or part == "evaluate"
 
 
+@lru_cache(maxsize=4096)
 def in_order(part: str) -> tuple[int, int, str]:
     """Return a key that sorts parts in the order of a rollout, those of the ledger first."""
     if part in LEDGER_PARTS:

@@ -1,12 +1,13 @@
 """Quantiles of samples without one of their own members: what is typical of a rollout does not depend on it.
 
-Invariant: a quantile without a member equals the quantile of the sample from which it was removed; the members are
-removed all at once, since removing them one by one takes seconds in a long run.
+Arrays have a first dimension of samples of equal size, since a long run has thousands of small ones.
+
+Invariant: a quantile without a member equals the quantile of the sample from which it was removed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -19,83 +20,87 @@ if TYPE_CHECKING:
     Flags = NDArray[np.bool_]
     Places = NDArray[np.int64]
 
-
-class Sample:
-    """Durations, of shape (n,), of which some have not ended. With all of them ended a quantile is interpolated; else
-    it is that of the survival curve (`survival.SurvivalCurve`), infinite if too few have ended to say it."""
-
-    def __init__(self, seconds: Floats, ended: Flags) -> None:
-        self._all_ended = bool(ended.all())
-        # At equal times, ends come before durations that were still at risk then.
-        order = np.argsort(seconds) if self._all_ended else np.lexsort((~ended, seconds))
-        self._seconds, self._ended, self._order = seconds[order], ended[order], order
-
-    def quantiles(self, ranks: Sequence[float]) -> Floats:
-        """Return quantiles of the whole sample, of shape (ranks,)."""
-        if not self._ended.any():
-            return np.full(len(ranks), np.inf)
-        if self._all_ended:
-            whole: Floats = np.quantile(self._seconds, ranks)
-            return whole
-        at_risk = np.arange(len(self._seconds), 0, -1)
-        return _of_curve(self._seconds, (1 - self._ended / at_risk)[None], ranks)[0]
-
-    def without(self, members: Places, ranks: Sequence[float]) -> Floats:
-        """Return quantiles of the sample without each of these members, of shape (members, ranks)."""
-        count = len(self._seconds)
-        if count < 2:
-            return np.full((len(members), len(ranks)), np.inf)
-        position = np.empty(count, dtype=np.int64)
-        position[self._order] = np.arange(count)
-        at = position[members]
-        if self._all_ended:
-            return _interpolated(self._seconds, at, ranks)
-        # Those before the removed member have one less at risk beside them.
-        numbers = np.arange(count)
-        at_risk = count - numbers - (numbers < at[:, None])
-        factors = np.where(numbers == at[:, None], 1.0, 1 - self._ended / np.maximum(1, at_risk))
-        found = _of_curve(self._seconds, factors, ranks)
-        if int(self._ended.sum()) == count - 1:
-            alone = ~self._ended[at]
-            found[alone] = _interpolated(self._seconds, at[alone], ranks)
-        return found
+AT_ONCE: Final = 4_000_000
+"""Largest number of comparisons that are held in memory."""
 
 
-def quantiles_without(ordered: Floats, values: Floats, members: Flags, ranks: Sequence[float]) -> Floats:
-    """Return quantiles of each column of a sample, of shape (values, ranks, columns), without each row of `values` that
-    is one of its `members`. `ordered` has shape (n, columns), each column ascending; without any row left the quantiles
-    are 0."""
-    result = np.zeros((len(values), len(ranks), ordered.shape[1]))
-    if len(ordered) and not members.all():
-        result[~members] = np.quantile(ordered, ranks, axis=0)
-    if len(ordered) > 1 and members.any():
-        # Of equal values it does not matter which one is removed.
-        at = (ordered[None] < values[members][:, None]).sum(axis=1)
-        columns = np.arange(ordered.shape[1])
-        for number, rank in enumerate(ranks):
-            exact = (len(ordered) - 2) * rank
-            low, high = int(np.floor(exact)), int(np.ceil(exact))
-            below, above = ordered[low + (low >= at), columns], ordered[high + (high >= at), columns]
-            result[members, number] = below + (above - below) * (exact - low)
+def quantiles_of(seconds: Floats, ended: Flags, ranks: Sequence[float]) -> Floats:
+    """Return quantiles of one sample of durations, of shape (n,), of which some have not ended."""
+    if ended.all() and len(ended):
+        whole: Floats = np.quantile(seconds, ranks)
+        return whole
+    order = np.lexsort((~ended, seconds))
+    at_risk = np.arange(len(seconds), 0, -1)
+    return _of_curve(seconds[order], 1 - ended[order] / at_risk, ranks)
+
+
+def durations_without(seconds: Floats, ended: Flags, members: Places, ranks: Sequence[float]) -> Floats:
+    """Return quantiles of durations, of shape (samples, members, ranks), without each of `members` (samples, members),
+    places in `seconds` and `ended` (samples, n). With all of a sample ended a quantile is interpolated; else it is that
+    of the survival curve (`survival.SurvivalCurve`), infinite if too few have ended to say it."""
+    samples, count = seconds.shape
+    if count < 2:
+        return np.full((samples, members.shape[1], len(ranks)), np.inf)
+    # At equal times, ends come before durations that were still at risk then.
+    order = np.lexsort((~ended, seconds), axis=-1)
+    ordered, done = np.take_along_axis(seconds, order, 1), np.take_along_axis(ended, order, 1)
+    at = np.take_along_axis(np.argsort(order, axis=1), members, 1)
+    interpolated = np.stack(
+        [_interpolated(ordered[:, :, None], at[:, :, None], count - 1, rank)[:, :, 0] for rank in ranks], axis=2
+    )
+    all_ended = done.sum(axis=1)[:, None] - np.take_along_axis(done, at, 1) == count - 1
+    if all_ended.all():
+        return interpolated
+    numbers = np.arange(count)
+    # Those before the removed member have one less at risk beside them.
+    at_risk = count - numbers - (numbers < at[:, :, None])
+    removed = numbers == at[:, :, None]
+    factors = np.where(removed, 1.0, 1 - done[:, None] / np.maximum(1, at_risk))
+    curves = _of_curve(np.broadcast_to(ordered[:, None], factors.shape), factors, ranks)
+    return np.where(all_ended[:, :, None], interpolated, curves)
+
+
+def columns_without(sample: Floats, values: Floats, members: Flags, ranks: Sequence[float]) -> Floats:
+    """Return quantiles of each column of `sample` (samples, n, columns), of shape (samples, values, ranks, columns),
+    without each row of `values` (samples, values, columns) that is one of its `members` (samples, values). Without any
+    row left the quantiles are 0."""
+    count, result = sample.shape[1], np.zeros((*values.shape[:2], len(ranks), sample.shape[2]))
+    ordered = np.sort(sample, axis=1)
+    step = max(1, AT_ONCE // max(1, values.shape[1] * sample.shape[1] * sample.shape[2]))
+    for first in range(0, len(sample), step):
+        some, given, own = ordered[first : first + step], values[first : first + step], members[first : first + step]
+        # Of equal values it does not matter which one is removed; nothing lies behind the last.
+        at = np.where(own[:, :, None], (some[:, None] < given[:, :, None]).sum(axis=2), count)
+        for removed in (True, False):
+            left = count - removed
+            if left:
+                chosen = own if removed else ~own
+                for number, rank in enumerate(ranks):
+                    result[first : first + step, :, number][chosen] = _interpolated(some, at, left, rank)[chosen]
     return result
 
 
-def _interpolated(ordered: Floats, at: Places, ranks: Sequence[float]) -> Floats:
-    """Return quantiles (linear interpolation) of an ordered sample without the element at each place."""
-    exact = (len(ordered) - 2) * np.asarray(ranks)
-    low, high = np.floor(exact).astype(np.int64), np.ceil(exact).astype(np.int64)
-    below, above = ordered[low + (low >= at[:, None])], ordered[high + (high >= at[:, None])]
+def _interpolated(ordered: Floats, at: Places, left: int, rank: float) -> Floats:
+    """Return a quantile (linear interpolation) of ordered samples (samples, n, columns) of which `left` elements are
+    left without those at `at` (samples, removed, columns)."""
+    exact = (left - 1) * rank
+    low, high = int(np.floor(exact)), int(np.ceil(exact))
+    last = ordered.shape[1] - 1
+    below = np.take_along_axis(ordered, np.minimum(last, low + (low >= at)), 1)
+    above = np.take_along_axis(ordered, np.minimum(last, high + (high >= at)), 1)
     result: Floats = below + (above - below) * (exact - low)
     return result
 
 
 def _of_curve(seconds: Floats, factors: Floats, ranks: Sequence[float]) -> Floats:
-    """Return the quantiles of survival curves, of shape (curves, ranks); `factors`, of shape (curves, n), are the
-    shares that survive each of the ascending durations."""
-    ended = 1 - np.cumprod(factors, axis=1)
-    found = np.full((len(factors), len(ranks)), np.inf)
+    """Return the quantiles of survival curves, of shape (..., ranks); `factors`, of shape (..., n), are the shares that
+    survive each of the ascending durations."""
+    ended = 1 - np.cumprod(factors, axis=-1)
+    found = np.full((*factors.shape[:-1], len(ranks)), np.inf)
     for number, rank in enumerate(ranks):
         reached = ended >= rank - 1e-12
-        some = reached.any(axis=1)
-        found[some, number] = seconds[np.argmax(reached[some], axis=1)]
+        first = np.argmax(reached, axis=-1)[..., None] if factors.shape[-1] else None
+        if first is not None:
+            value = np.take_along_axis(seconds, first, -1)[..., 0]
+            found[..., number] = np.where(reached.any(axis=-1), value, np.inf)
     return found

@@ -90,9 +90,9 @@ class RunCause:
         factor = "no common factor" if self.factor is None else self.factor.text()
         evidence = ""
         if self.factor is not None:
-            evidence = (
-                f" (lift {self.factor.lift:.1f}, {self.factor.support} of {self.factor.slow}, p {self.factor.p:.1g})"
-            )
+            same = f"; the same rollouts have {', '.join(self.factor.same)}" if self.factor.same else ""
+            of_slow = f"{self.factor.support} of {self.factor.slow}"
+            evidence = f" (lift {self.factor.lift:.1f}, {of_slow}, p {self.factor.p:.1g}{same})"
         return (
             f"{self.part}, {factor}{evidence}: {self.rollouts} rollouts, {self.excess_s:.1f} s more than typical, "
             f"steps delayed by {self.cost_s:.1f} s; {self.advice}"
@@ -123,7 +123,7 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
     slow = np.nonzero((cohorts.totals > highs) & (cohorts.totals > RATIO * medians))[0]
     found = against_cohort(cohorts, medians, slow, "cohort") | slow_tasks(cohorts)
     held_up = held_up_by_part(cohorts, medians, found)
-    factors = common_factors(times.rows, held_up, times.meanwhile, cohorts.finished)
+    factors = common_factors(cohorts, held_up, times.meanwhile)
     found |= slow_by_factor(cohorts, medians, held_up, factors, found)
     places = np.array(sorted(found), dtype=np.int64)
     typical, finished = cohorts.part_quantiles(places, (0.5, 0.9))

@@ -17,6 +17,8 @@ from pydantic import ValidationError
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import explain
 from headrace.actors.simulation.plan import Mode, SimulationPlan, apply_setting
+from headrace.actors.slowness.reading import read_times
+from headrace.actors.slowness.verdicts import explain as explain_slow
 from headrace.actors.tuning.candidates import Candidate, Space, candidates
 from headrace.actors.tuning.duration_fit import Fit, fit
 from headrace.actors.tuning.picture import page, pareto_png
@@ -56,6 +58,8 @@ class Prepared:
     fit: Fit
     base: SimulationPlan
     candidates: tuple[Candidate, ...]
+    outside_agent: float | None = None
+    """Share of the time that slow rollouts took above typical and spent outside the agent; None if unknown."""
 
 
 def prepare_tuning(request: TuneRequest) -> Prepared:
@@ -93,7 +97,10 @@ def prepare_tuning(request: TuneRequest) -> Prepared:
             (request.out / JSON).touch()
         except OSError as error:
             raise ConfigError(f"--out {request.out}: cannot be written ({error.strerror}); name a folder") from error
-    return Prepared(request=request, recording=recording, fit=fitted, base=base, candidates=found)
+    outside = explain_slow(read_times(source)).outside_agent if source.is_dir() else None
+    return Prepared(
+        request=request, recording=recording, fit=fitted, base=base, candidates=found, outside_agent=outside
+    )
 
 
 def run_tuning(prepared: Prepared, say: Callable[[int, int, int], None]) -> TuningResult:
@@ -101,7 +108,13 @@ def run_tuning(prepared: Prepared, say: Callable[[int, int, int], None]) -> Tuni
     request = prepared.request
     effort = Effort(steps=request.steps, processes=request.processes or os.cpu_count() or 1, within=request.within)
     searched = search(prepared.candidates, prepared.base, effort, say)
-    tuned = TuningResult(recording=prepared.recording, fit=prepared.fit, base=prepared.base, searched=searched)
+    tuned = TuningResult(
+        recording=prepared.recording,
+        fit=prepared.fit,
+        base=prepared.base,
+        searched=searched,
+        outside_agent=prepared.outside_agent,
+    )
     if request.out is not None:
         write(tuned, request.out)
     return tuned

@@ -32,6 +32,8 @@ class TuningResult:
     fit: Fit
     base: SimulationPlan
     searched: SearchResult
+    outside_agent: float | None = None
+    """Share of the time that slow rollouts took above typical and spent outside the agent; None if unknown."""
 
     @property
     def chosen(self) -> Trial:
@@ -67,7 +69,13 @@ class TuningResult:
         attempts = f"{fit.finished} attempts finished and {fit.unfinished} did not, on {fit.tasks} tasks"
         means = f"mean {fit.mean_s:.3g} s ({fit.naive_mean_s:.3g} s if only finished ones count)"
         chosen = f"chosen ({self.chosen.candidate.label()}): {_spread(after)} per step predicted"
-        lines = [
+        lines = []
+        if self.outside_agent is not None:
+            lines.append(
+                f"{self.outside_agent:.0%} of the time that slow rollouts took above typical was spent outside the "
+                f"agent, where no acceptance rule helps: see `headrace trace slow {self.recording.source}`"
+            )
+        lines += [
             f"{attempts}: {means}; {fit.durations.task_share:.0%} of the variance is due to the task",
             f"recorded setting ({recorded.candidate.label()}): {_spread(before)} per step predicted{measured}",
             f"{chosen}, {before.step_s / after.step_s:.2f} times as fast",
@@ -105,6 +113,7 @@ class TuningResult:
         return {
             "source": self.recording.source,
             "fit": self.fit.to_json(),
+            "outside_agent": self.outside_agent,
             "recorded_step_s": self.recording.step_s,
             "recorded": self.searched.recorded.to_json(),
             "recorded_prediction": asdict(self.searched.recorded_prediction),

@@ -369,6 +369,23 @@ def scrape(
     _print(figures)
 
 
+@app.command()
+def slow(
+    json: Json = True,
+    rollouts: Annotated[int, typer.Option(min=1000, help="Number of rollouts.")] = 50_000,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of a rollout.")] = 90,
+) -> None:
+    """Generate a long simulated run, and measure the time and memory of `headrace trace slow` over it. Exit code 3: it
+    takes longer than its bound (on an idle machine)."""
+    from benches.verdicts.scale import measure, misses
+
+    with tempfile.TemporaryDirectory(prefix="headrace-slow-") as folder:
+        figures = measure(Path(folder), rollouts=rollouts, turns=turns, say=say)
+    _print({**figures, "misses": misses(figures)})
+    if misses(figures):
+        raise typer.Exit(EXIT_DIRTY)
+
+
 def _print(document: dict[str, Any]) -> None:
     write_json(document, Path("-"))
 

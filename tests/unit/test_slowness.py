@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.actors.slowness.cohort import Cohorts, Typical
-from headrace.actors.slowness.factors import upper_tail
+from headrace.actors.slowness.factors import discovery_limit, upper_tail
 from headrace.actors.slowness.reading import RunTimes, StepTime
 from headrace.actors.slowness.rows import RUNNING, Interval, RolloutTime
 from headrace.actors.slowness.survival import SurvivalCurve
@@ -199,7 +199,8 @@ def test_typical_parts_equal_those_of_the_others_computed_one_by_one(seed: int) 
     rows[5] = replace(rows[5], finished=False)
     cohorts = Cohorts(rows)
     places = np.arange(0, 640, 7)
-    quantiles, counts = cohorts.part_quantiles(places, (0.5, 0.9), ["tool.bash", "own"])
+    quantiles, counts = cohorts.part_quantiles(places, (0.5, 0.9))
+    columns = [cohorts.column[part] for part in ("tool.bash", "own")]
     for number, place in enumerate(places.tolist()):
         others = [
             one
@@ -207,7 +208,7 @@ def test_typical_parts_equal_those_of_the_others_computed_one_by_one(seed: int) 
             if at != place and one.finished and one.task == rows[place].task and abs(one.step - rows[place].step) <= 10
         ]
         assert counts[number] == len(others) >= 8
-        for column, part in enumerate(("tool.bash", "own")):
+        for column, part in zip(columns, ("tool.bash", "own"), strict=True):
             expected = np.quantile([one.parts_s[part] for one in others], (0.5, 0.9))
             assert quantiles[number, :, column] == pytest.approx(expected)
 
@@ -273,3 +274,75 @@ def test_clocks_that_disagree_are_reported() -> None:
     rows[3] = replace(rows[3], clock_s=7.5, labels={"node": "node-b"})
     (line,) = explain(RunTimes(rows=tuple(rows))).missing
     assert "7.5 s" in line and "node-b" in line
+
+
+def test_pushes_that_all_rollouts_meet_are_named_by_their_seconds() -> None:
+    pushes = [Interval("push", 1000.0 + 15 * number, 1000.0 + 15 * number + 1) for number in range(170)]
+    pushes += [Interval("push", 1200.0 + 400 * number, 1260.0 + 400 * number) for number in range(6)]
+
+    def gated(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+        agent_s = at_s + parts["boot"] + parts["prepare"]
+        for push in pushes:
+            if push.start_s < agent_s + 30.0 and push.end_s > agent_s:
+                parts["gate"] = parts.get("gate", 0.0) + push.end_s - max(agent_s, push.start_s)
+
+    report = explain(RunTimes(rows=tuple(many(7, gated)), meanwhile=tuple(pushes)))
+    assert only(report) == ("gate", "push")
+    # The labels of the run do not matter, and neither does a kind of event that is always there.
+    always = (*pushes, Interval("evaluation", 0.0, 1e9))
+    assert only(explain(RunTimes(rows=tuple(many(7, gated)), meanwhile=always))) == ("gate", "push")
+
+
+def test_stragglers_are_not_explained_by_the_events_that_they_meet_because_they_are_long() -> None:
+    pushes = tuple(Interval("push", 1000.0 + 150 * number, 1002.0 + 150 * number) for number in range(40))
+
+    def straggling(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+        if int(at_s * 1000) % 10 == 0:
+            parts["engine.decode"] *= 5
+            parts["tool.bash"] *= 5
+
+    causes = explain(RunTimes(rows=tuple(many(3, straggling)), meanwhile=pushes)).causes
+    assert causes
+    assert {cause.factor for cause in causes} == {None}
+
+
+def test_a_factor_of_half_of_all_rollouts_is_found() -> None:
+    def halved(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+        labels["node"] = "a" if int(labels["host"][-1]) < 2 else "b"
+        if labels["node"] == "a" and int(at_s * 1000) % 4 == 0:
+            parts["boot"] += 60
+
+    assert only(explain(RunTimes(rows=tuple(many(5, halved))))) == ("boot", "node a")
+
+
+def test_labels_that_the_same_rollouts_have_are_named_together() -> None:
+    def alias(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+        labels["node"] = f"node-{labels['host'][-1]}"
+        slow_host(labels, parts, at_s)
+
+    (factor, *_) = [cause.factor for cause in explain(RunTimes(rows=tuple(many(1, alias)))).causes if cause.factor]
+    assert (factor.text(), factor.same) == ("host host-1", ("node node-1",))
+
+
+def test_a_factor_shows_the_slow_rollouts_that_their_own_p95_hides() -> None:
+    report = explain(RunTimes(rows=tuple(many(2, retried_boot))))
+    hidden = [verdict for verdict in report.verdicts if verdict.against == "factor"]
+    assert hidden
+    assert all(verdict.total_s <= verdict.p95_s and verdict.total_s > 1.5 * verdict.p50_s for verdict in hidden)
+    assert {verdict.part for verdict in hidden} == {"boot"}
+
+
+def test_a_label_with_a_value_for_each_rollout_is_no_factor() -> None:
+    def unique(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+        labels["session"] = f"session-{at_s}"
+        slow_engine(labels, parts, at_s)
+
+    assert only(explain(RunTimes(rows=tuple(many(1, unique))))) == ("engine.decode", "engines engine-3")
+
+
+def test_tests_that_cannot_succeed_are_not_counted() -> None:
+    # 0.01 / (1 + 1/2) / 2 for two tests; the other ninety cannot have a probability below 0.5.
+    assert discovery_limit([0.003], [1e-6, 1e-6, *[0.5] * 90]) == 0.003
+    assert discovery_limit([0.004], [1e-6, 1e-6, *[0.5] * 90]) == -1.0
+    assert discovery_limit([0.003], [1e-6] * 92) == -1.0
+    assert discovery_limit([], []) == -1.0

@@ -8,14 +8,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from headrace.actors.cli.trace import trace_app
 from headrace.actors.errors import ConfigError
 from headrace.actors.slowness import advice
+from headrace.actors.slowness.comparison import compare
 from headrace.actors.slowness.reading import read_times
 from headrace.actors.slowness.told import chosen, place_of_rollout, slow_lines, waterfall, waterfall_lines
 from headrace.actors.slowness.verdicts import explain
 from headrace.actors.slowness.waterfall_html import WIDTH, waterfall_fragment, waterfall_page
 from headrace.buffer.breakdown import Breakdown
+from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
 from support import replay_cases as cases
 
@@ -128,6 +132,52 @@ async def test_the_bars_of_a_waterfall_stay_within_the_drawing(run: Path) -> Non
         ends = [float(box["x"] or "") + float(box["width"] or "") for box in boxes]
         assert boxes
         assert max(ends) <= WIDTH + 2.1, "a part that took hardly any time is 2 wide"
+
+
+async def test_two_rollouts_and_two_ranges_are_compared_by_part_and_label(run: Path) -> None:
+    times = read_times(run)
+    found = compare(times, "g000000-0", "g000000-1")
+    parts = {each.part: each for each in found.parts}
+    assert (parts["boot"].a_p50_s, parts["boot"].b_p50_s, parts["boot"].difference_s) == (20.0, 2.0, -18.0)
+    assert found.labels["image"] == ("slow\x1b[2J", "quick")
+    assert not any("\x1b" in line for line in found.lines())
+    assert any(line.startswith("image") and line.endswith("differs") for line in found.lines())
+    same = compare(times, "0-0", "0-7")
+    assert (same.a_rollouts, same.b_rollouts, same.total.difference_s) == (64, 64, 0.0)
+    assert same.labels["image"] == ("quick (92%)", "quick (92%)")
+    assert same.to_json()["parts"][0]["difference_s"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "line"),
+    [
+        ("0-1", "g000000-1", "name two rollouts, or two ranges of steps"),
+        ("5-1", "0-1", "5-1: the first step is above the last; write 1-5"),
+        ("0-0", "100-150", "no rollout of these steps has ended; those that ended were issued at steps 0 to 0"),
+        ("g999999-0", "g000000-1", "the run has none of this id"),
+    ],
+)
+async def test_what_cannot_be_compared_is_refused_in_one_line(run: Path, a: str, b: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(line)) as refused:
+        compare(read_times(run), a, b)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("command", ["slow", "running"])
+def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path, command: str) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        found = CliRunner().invoke(trace_app, [command, str(folder)])
+        assert isinstance(found.exception, LedgerRefused)
+        assert "name the directory of a run" in str(found.exception)
+
+
+async def test_an_html_file_that_cannot_be_written_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
+    found = CliRunner().invoke(trace_app, ["show", str(run), "g000000-0", "--html", str(tmp_path / "no" / "w.html")])
+    assert isinstance(found.exception, ConfigError)
+    assert "cannot be written (No such file or directory); name a file" in str(found.exception)
+    found = CliRunner().invoke(trace_app, ["show", str(run), "g000000-0", "--html", str(tmp_path / "w.html")])
+    assert found.exit_code == 0
+    assert (tmp_path / "w.html").read_text().startswith("<!doctype html>")
 
 
 async def test_unknown_and_ambiguous_rollouts_are_refused_in_one_line(run: Path) -> None:

@@ -61,7 +61,7 @@ def measure(folder: Path, *, rollouts: int, turns: int, say: Callable[[str], Non
     seconds, processor_s, peaks_mb, report = [], [], [], {}
     for _ in range(REPEATS):
         before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-        output = subprocess.run([*command, "--json"], check=True, capture_output=True, timeout=600).stdout
+        output = subprocess.run([*command, "--json", "-"], check=True, capture_output=True, timeout=600).stdout
         seconds.append(time.monotonic() - began_s)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         processor_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
