@@ -9,8 +9,10 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +166,35 @@ def test_the_command_prints_the_lines_of_a_rollout_and_of_an_attempt(run: Path) 
     assert [line.rpartition(" INFO ")[2] for line in both] == ["worker-0 event of worker-0", "pool event of pool"]
     assert command(str(run), "--rollout", "g1-0.1", "--attempt", "1").splitlines() == both[1:]
     assert command(str(run), "pool", "--rollout", "g1-0.1").splitlines() == both[1:]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "answer"),
+    [
+        ("nosuch", "none of this id"),
+        ("g00000", "rollouts begin with this"),
+        ("g000008-0", "nothing was logged for g000008-0"),
+    ],
+)
+def test_a_rollout_without_lines_gives_one_line_that_says_why(tmp_path: Path, rollout: str, answer: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(CONFIG.parent / "ledger_v6", run)
+    shutil.copyfile(CONFIG, run / "config.json")
+    result = CliRunner().invoke(app, ["logs", str(run), "--rollout", rollout])
+    assert answer in f"{result.output}{result.exception}".replace("\n", "")
+
+
+def test_the_beginning_of_an_id_is_enough(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(CONFIG.parent / "ledger_v6", run)
+    shutil.copyfile(CONFIG, run / "config.json")
+    with closing(sqlite3.connect(run / "ledger.db")) as ledger, ledger:
+        ledger.execute("UPDATE rollouts SET rollout_id = 'h000001-0' WHERE rollout_id = 'g000008-0'")
+    with working_for(("h000001-0", 1)):
+        ActorLog(run / "logs", "pool").say("boots")
+    whole, beginning = (command(str(run), "--rollout", name) for name in ("h000001-0", "h"))
+    assert whole.endswith("boots\n")
+    assert beginning == whole
 
 
 def test_an_attempt_without_its_rollout_is_refused(run: Path) -> None:
