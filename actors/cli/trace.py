@@ -37,7 +37,7 @@ def slow(
     report = explain(read_times(RunDirectory.at(run_dir).path))
     verdicts = chosen(report, since=since, step=step)
     if json is not None:
-        write_json(report.to_json() | {"verdicts": [asdict(verdict) for verdict in verdicts[:top]]}, json)
+        write_json(report.to_json(verdicts[:top]), json)
         return
     for line in slow_lines(report, verdicts, top):
         typer.echo(line)

@@ -143,9 +143,8 @@ def _high(name: str, values: Floats) -> Carriers:
 def _by_value(values: Sequence[Label | None]) -> dict[str, Places]:
     """Return the places of each text, of each flag, and of each member of a list."""
     codes: dict[object, int] = {}
-    at = np.array(
-        [codes.setdefault(tuple(each) if type(each) is list else each, len(codes)) for each in values], dtype=np.int64
-    )
+    keys = (tuple(each) if isinstance(each, (tuple, list)) else each for each in values)
+    at = np.array([codes.setdefault(key, len(codes)) for key in keys], dtype=np.int64)
     order = np.argsort(at, kind="stable")
     begins = np.searchsorted(at[order], np.arange(len(codes)))
     found: defaultdict[str, list[Places]] = defaultdict(list)

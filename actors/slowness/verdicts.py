@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,8 +111,10 @@ class SlowReport:
     missing: tuple[str, ...]
     outside_agent: float | None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"slow": len(self.verdicts)}
+    def to_json(self, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+        """Return the report with these verdicts of it: all those of a long run take seconds to convert."""
+        shown = {"verdicts": [asdict(verdict) for verdict in verdicts], "slow": len(self.verdicts)}
+        return asdict(replace(self, verdicts=())) | shown
 
 
 def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool = False) -> SlowReport:

@@ -124,9 +124,9 @@ def test_a_planted_cause_is_named_with_its_factor(change: Any, part: str, factor
 
 
 def test_runs_without_a_cause_have_no_common_factor() -> None:
-    found = [explain(RunTimes(rows=tuple(many(1000 + seed)), meanwhile=EVALUATIONS)).causes for seed in range(200)]
-    assert sum(bool(causes) for causes in found) > 150  # some rollouts are slow by chance
-    assert sum(any(cause.factor for cause in causes) for causes in found) <= 4
+    found = [explain(RunTimes(rows=tuple(many(1000 + seed)), meanwhile=EVALUATIONS)).causes for seed in range(60)]
+    assert sum(bool(causes) for causes in found) > 45  # some rollouts are slow by chance
+    assert sum(any(cause.factor for cause in causes) for causes in found) <= 2
 
 
 def test_a_rollout_is_not_in_its_own_cohort() -> None:

@@ -62,6 +62,8 @@ async def test_slow_rollouts_are_named_with_part_factor_and_advice(run: Path) ->
     assert not any("\x1b" in line for line in lines)
     assert chosen(report, since=1, step=None) == []
     assert slow_lines(report, [], 1)[0] == "none of 64 rollouts was slow"
+    document = report.to_json(verdicts[:1])
+    assert (document["slow"], len(document["verdicts"]), document["verdicts"][0]["causes"]) == (5, 1, ("boot",))
 
 
 async def test_a_waterfall_stands_beside_its_cohort(run: Path) -> None:
