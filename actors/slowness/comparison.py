@@ -77,7 +77,7 @@ def compare(times: RunTimes, a: str, b: str) -> Comparison:
     included; the step of a rollout is that of the version at which it was issued). Raises ConfigError."""
     if bool(RANGE.fullmatch(a)) != bool(RANGE.fullmatch(b)):
         raise ConfigError(f"{a} and {b}: name two rollouts, or two ranges of steps such as 100-150")
-    (name_a, some), (name_b, others) = _side(times, a), _side(times, b)
+    (name_a, some), (name_b, others) = side_of(times, a), side_of(times, b)
     parts = sorted({part for row in (*some, *others) for part in row.parts_s}, key=in_order)
     names = dict.fromkeys(name for row in (*some, *others) for name in row.labels)
     return Comparison(
@@ -94,7 +94,7 @@ def compare(times: RunTimes, a: str, b: str) -> Comparison:
     )
 
 
-def _side(times: RunTimes, name: str) -> tuple[str, Sequence[RolloutTime]]:
+def side_of(times: RunTimes, name: str) -> tuple[str, Sequence[RolloutTime]]:
     """Return the rollouts of a side, and what it is in words. Raises ConfigError."""
     if (steps := RANGE.fullmatch(name)) is None:
         row = times.rows[place_of_rollout(times, name)]

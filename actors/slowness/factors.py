@@ -114,9 +114,9 @@ def carriers_of(rows: Sequence[RolloutTime], tool_s: Floats) -> Carriers:
     for name in dict.fromkeys(name for some in labels for name in some):
         values = [some.get(name) for some in labels]
         if name in NUMBERS or name in COUNTS:
-            carriers |= _high(name, _numbers(values))
+            carriers |= high_places(name, _numbers(values))
         elif name not in UNTESTED:
-            carriers |= {(name, value): places for value, places in _by_value(values).items()}
+            carriers |= {(name, value): places for value, places in places_by_value(values).items()}
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = _numbers([some.get("cpu_s") for some in labels]) / np.where(tool_s > 0, tool_s, np.nan)
     if (known := shares[np.isfinite(shares)]).size:
@@ -130,7 +130,7 @@ def _numbers(values: Sequence[Label | None]) -> Floats:
     return np.array([each if isinstance(each, (int, float)) else math.nan for each in values], dtype=np.float64)
 
 
-def _high(name: str, values: Floats) -> Carriers:
+def high_places(name: str, values: Floats) -> Carriers:
     """Return the places at which a number is high."""
     known = values[np.isfinite(values)]
     if not known.size:
@@ -140,7 +140,7 @@ def _high(name: str, values: Floats) -> Carriers:
     return {(name, f"above {limit:g}"): np.nonzero(values > limit)[0]}
 
 
-def _by_value(values: Sequence[Label | None]) -> dict[str, Places]:
+def places_by_value(values: Sequence[Label | None]) -> dict[str, Places]:
     """Return the places of each text, of each flag, and of each member of a list."""
     codes: dict[object, int] = {}
     keys = (tuple(each) if isinstance(each, (tuple, list)) else each for each in values)
@@ -201,7 +201,7 @@ def common_factors(
         population, slow = cohorts.finished.copy(), np.zeros(len(rows), dtype=np.bool_)
         population[held.places] = slow[held.places] = True
         nearest = NEAREST.get(stage_of(part), ())
-        for names, places in _distinct(part, labels | beside(held, meanwhile), population):
+        for names, places in distinct_sets(part, labels | beside(held, meanwhile), population):
             kinds = [kind for kind, _ in names]
             order = sorted(range(len(names)), key=lambda at: (kinds[at] in LAST, _rank(nearest, kinds[at])))
             each = _Tested(part, tuple(names[at] for at in order), places, slow, population)
@@ -209,10 +209,10 @@ def common_factors(
             if (factor := each.factor()) is not None:
                 found[part].append(replace(each, whole=factor))
     limit = discovery_limit([each.whole.p for some in found.values() for each in some if each.whole], least)
-    return {part: list(_independent(part, some, limit)) for part, some in found.items()}
+    return {part: list(independent_factors(part, some, limit)) for part, some in found.items()}
 
 
-def _distinct(part: str, carriers: Carriers, population: Flags) -> Iterator[tuple[list[tuple[str, str]], Places]]:
+def distinct_sets(part: str, carriers: Carriers, population: Flags) -> Iterator[tuple[list[tuple[str, str]], Places]]:
     """Yield the sets of rollouts that factors have, each with the names of all of them: factors that the same rollouts
     have are one hypothesis."""
     found: defaultdict[bytes, list[tuple[str, str]]] = defaultdict(list)
@@ -283,7 +283,7 @@ def discovery_limit(probabilities: Iterable[float], least: Sequence[float]) -> f
     return max(accepted, default=-1.0)
 
 
-def _independent(part: str, found: Sequence[_Tested], limit: float) -> Iterator[tuple[Factor, frozenset[int]]]:
+def independent_factors(part: str, found: Sequence[_Tested], limit: float) -> Iterator[tuple[Factor, frozenset[int]]]:
     """Yield the factors of a part, the most convincing first, each if it still stands among the rollouts that no
     factor before it has."""
     stage = stage_of(part)

@@ -251,7 +251,7 @@ def _intervals_of_metrics(path: Path) -> Iterator[Interval]:
     """Yield pushes, quarantines of engines (until the next push), and periods in which pacing lowered its limit."""
     quarantined_s: float | None = None
     limit: int | None = None
-    for record in _pushes_and_limits(path):
+    for record in pushes_and_limits(path):
         at_s = record["time_s"]
         if record["kind"] == "push":
             yield Interval("push", at_s - record["total_s"], at_s)
@@ -266,7 +266,7 @@ def _intervals_of_metrics(path: Path) -> Iterator[Interval]:
         yield Interval("quarantine", quarantined_s, float("inf"))
 
 
-def _pushes_and_limits(path: Path) -> Iterator[dict[str, Any]]:
+def pushes_and_limits(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the metrics of pushes, and those of stations that name pacing's limit. A long run has a hundred thousand
     others, which are not parsed."""
     for file_path in kept_files(path):

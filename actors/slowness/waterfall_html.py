@@ -110,7 +110,7 @@ def _fragment(row: RolloutTime, typical: Mapping[str, Typical], verdict: Verdict
         f"issued at step {row.step}.</p>"
     )
     if verdict is not None:
-        yield _verdict(verdict)
+        yield verdict_text(verdict)
     yield (
         "<table><caption>Seconds of each part in its order. The upper bar is this rollout, in another colour beyond "
         "the median of its cohort; the lower one is the cohort, thick up to its median and thin up to its p90."
@@ -132,9 +132,10 @@ def _fragment(row: RolloutTime, typical: Mapping[str, Typical], verdict: Verdict
     for part, begin in zip(parts, begins, strict=True):
         seconds, each = row.parts_s.get(part, 0.0), typical.get(part)
         beside = "" if each is None else f"p50 {each.p50_s:.2f}, p90 {each.p90_s:.2f}, n {each.n}"
+        bar = bar_of(begin, seconds, each, scale)
         named = ' class="cause"' if part in causes else ""
         yield (
-            f'<tr{named}><th scope="row">{_isolated(part)}</th><td class="bar">{_bar(begin, seconds, each, scale)}</td>'
+            f'<tr{named}><th scope="row">{_isolated(part)}</th><td class="bar">{bar}</td>'
             f'<td>{seconds:.2f} s</td><td class="cohort">{beside}</td></tr>'
         )
     yield "</tbody></table>"
@@ -149,7 +150,7 @@ def _fragment(row: RolloutTime, typical: Mapping[str, Typical], verdict: Verdict
         yield "</dl>"
 
 
-def _verdict(verdict: Verdict) -> str:
+def verdict_text(verdict: Verdict) -> str:
     causes = " and ".join(_isolated(cause) for cause in verdict.causes)
     factor = "no common factor" if verdict.factor is None else f"common factor {_isolated(verdict.factor.text())}"
     cost = f" It delayed its step by {verdict.cost_s:.1f} s." if verdict.cost_s else ""
@@ -160,7 +161,7 @@ def _verdict(verdict: Verdict) -> str:
     )
 
 
-def _bar(begin_s: float, seconds: float, typical: Typical | None, scale: float) -> str:
+def bar_of(begin_s: float, seconds: float, typical: Typical | None, scale: float) -> str:
     """Return the drawing of one part: its seconds above, the cohort's median and p90 below."""
     p50_s, p90_s = (seconds, 0.0) if typical is None else (typical.p50_s, typical.p90_s)
     boxes = [
