@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from html import escape
 from typing import TYPE_CHECKING, Final
 
@@ -63,6 +64,7 @@ STYLE: Final = """
     --typical: #8b949e; }
 }
 """
+_KEY: Final = re.compile("`([^`<>]*)`")
 PAGE_STYLE: Final = """
 :root { color-scheme: light dark; }
 body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: #fff; }
@@ -145,7 +147,9 @@ def _fragment(row: RolloutTime, typical: Mapping[str, Typical], verdict: Verdict
     if row.labels:
         yield "<dl>"
         yield from (
-            f"<dt>{_isolated(name)}</dt><dd>{_isolated(shown(value))}</dd>" for name, value in row.labels.items()
+            f"<dt>{_isolated(name)}</dt><dd>{_isolated(shown(value))}</dd>"
+            for name, value in row.labels.items()
+            if value not in ("", [], ())
         )
         yield "</dl>"
 
@@ -154,10 +158,11 @@ def verdict_text(verdict: Verdict) -> str:
     causes = " and ".join(_isolated(cause) for cause in verdict.causes)
     factor = "no common factor" if verdict.factor is None else f"common factor {_isolated(verdict.factor.text())}"
     cost = f" It delayed its step by {verdict.cost_s:.1f} s." if verdict.cost_s else ""
+    advice = _KEY.sub(r"<code>\1</code>", _text(verdict.advice))
     typical = f"{verdict.p50_s:.1f} s are typical (p95 {verdict.p95_s:.1f} s, cohort of {verdict.n})"
     return (
         f'<p class="verdict">Slow: {verdict.total_s:.1f} s where {typical}. Cause: {causes}; {factor}.{cost}<br>'
-        f"{_text(verdict.advice)}</p>"
+        f"{advice}</p>"
     )
 
 
