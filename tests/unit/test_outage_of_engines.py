@@ -62,7 +62,7 @@ def test_a_ten_minute_engine_outage_parks_and_charges_no_task(tmp_path):
 
 def test_the_events_of_a_rollout_name_it_and_its_attempt(tmp_path):
     log = tmp_path / "logs" / "worker-0.jsonl"
-    handler = LogFile(log, RetentionConfig(), EventFormatter({"actor": "worker-0"}, Redaction({})))
+    handler = LogFile(log, RetentionConfig(), EventFormatter({"actor": "worker-0", "run": "r"}, Redaction({})))
     logger = logging.getLogger("headrace.actors.rollouts.rollout")
     logger.addHandler(handler)
     try:
