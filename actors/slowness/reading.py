@@ -38,6 +38,8 @@ from headrace.serve.observing.retention import kept_files
 if TYPE_CHECKING:
     from pathlib import Path
 
+_SECONDS: Final = {"push": "total_s", "stations": "seconds"}
+"""Fields of metrics that hold the length of what ended at their time."""
 ENDED: Final = frozenset({Cause.SOLVED, Cause.FAILED, Cause.BUDGET, Cause.INVALID, Cause.EVALUATOR})
 """Causes of attempts that ended by themselves."""
 PUSH: Final = b'{"kind":"push"'
@@ -250,7 +252,7 @@ def _intervals_of_ledger(rows: JoinedRows, steps: Sequence[StepTime]) -> Iterato
 def _intervals_of_metrics(path: Path) -> Iterator[Interval]:
     """Yield pushes, quarantines of engines (until the next push), and periods in which pacing lowered its limit."""
     quarantined_s: float | None = None
-    limit: int | None = None
+    limit: float | None = None
     for record in pushes_and_limits(path):
         at_s = record["time_s"]
         if record["kind"] == "push":
@@ -258,7 +260,7 @@ def _intervals_of_metrics(path: Path) -> Iterator[Interval]:
             if quarantined_s is not None:
                 yield Interval("quarantine", quarantined_s, at_s)
             quarantined_s = at_s if record.get("quarantined") else None
-        elif (new := record.get("rollout_limit")) is not None:
+        elif isinstance(new := record.get("rollout_limit"), float | int):
             if limit is not None and new < limit:
                 yield Interval("pacing", at_s - record["seconds"], at_s)
             limit = new
@@ -277,5 +279,7 @@ def pushes_and_limits(path: Path) -> Iterator[dict[str, Any]]:
                         record = orjson.loads(line)
                     except orjson.JSONDecodeError:
                         continue
-                    if isinstance(record, dict) and record.get("kind") in ("push", "stations"):
+                    # A record without its numbers was written by something else.
+                    span = _SECONDS.get(str(record.get("kind"))) if isinstance(record, dict) else None
+                    if span and all(isinstance(record.get(key), float | int) for key in ("time_s", span)):
                         yield record

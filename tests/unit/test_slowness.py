@@ -6,17 +6,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 import pytest
 
 from headrace.actors.slowness.cohort import Cohorts, Typical
 from headrace.actors.slowness.factors import discovery_limit, upper_tail
-from headrace.actors.slowness.reading import RunTimes, StepTime
+from headrace.actors.slowness.reading import RunTimes, StepTime, pushes_and_limits
 from headrace.actors.slowness.rows import RUNNING, Interval, RolloutTime
 from headrace.actors.slowness.survival import SurvivalCurve
 from headrace.actors.slowness.verdicts import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
 TYPICAL_S = {"boot": 2.0, "prepare": 0.5, "engine.decode": 20.0, "tool.bash": 10.0, "own": 1.0, "evaluate.check": 4.0}
 STEP_S = 60.0
@@ -346,3 +348,16 @@ def test_tests_that_cannot_succeed_are_not_counted() -> None:
     assert discovery_limit([0.004], [1e-6, 1e-6, *[0.5] * 90]) == -1.0
     assert discovery_limit([0.003], [1e-6] * 92) == -1.0
     assert discovery_limit([], []) == -1.0
+
+
+def test_records_without_their_numbers_are_left_out(tmp_path: Path) -> None:
+    good = [
+        {"kind": "push", "time_s": 5.0, "total_s": 1.0},
+        {"kind": "stations", "time_s": 9, "rollout_limit": 8, "seconds": 2},
+    ]
+    bad = [b"[]", b'{"kind":"push"}', b'{"kind":"push","time_s":5.0,"total_s":null}', b"\xff\x00"]
+    bad += [b'{"kind":["push"],"rollout_limit":1}', b'{"kind":"push","time_s":"now","total_s":1}']
+    bad += [b'{"kind":"push","time_s":1,"tot']
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join([*bad, *map(orjson.dumps, good), *bad]) + b"\n")
+    assert list(pushes_and_limits(path)) == good
