@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
     from support.collectors import Collected
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.namespaces,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("ray_cluster"),
+]
 HANG_S = 240.0
 
 
@@ -56,7 +61,9 @@ def ids(spans: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 async def test_an_observer_killed_in_a_run_sends_each_span_once_and_serves_the_page(tmp_path: Path) -> None:
     with http_collector() as (url, collected):
-        overrides = (f"telemetry.otlp_endpoint={url}", "telemetry.otlp_share=1", "telemetry.page=127.0.0.1:0")
+        # Long enough that the observer is back before the end: its successor begins at a call of the service.
+        more = ("training.steps=60",)
+        overrides = (*more, f"telemetry.otlp_endpoint={url}", "telemetry.otlp_share=1", "telemetry.page=127.0.0.1:0")
         async with runs.open_service(tmp_path, "observed", *overrides) as (service, directory):
             running = asyncio.create_task(service.run())
             page = directory.path / FOLDER / "page.json"
