@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.exposition import table
 from headrace.actors.record.running import FOLDER, STUCK, read_running
+from headrace.actors.slowness.in_flight import SILENT_S
 from headrace.actors.traces.store import FOLDER as SPANS
 from headrace.actors.traces.store import SpanFolder
 from headrace.serve.observing.span_files import NOT_WRITTEN, QUEUE_FULL, REMOVED
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from headrace.actors.record.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
-
-SILENT_S: Final = 20.0
-"""Time without a word of a worker after which its rollouts no longer count as running."""
 
 
 def add_records(gauges: Counts, newest: Mapping[str, Mapping[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from opentelemetry import context, trace
 
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 from headrace.serve.observing.retention import RotatingFile
-from headrace.serve.observing.tracing import trace_id_for
+from headrace.serve.observing.tracing import trace_id_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -105,7 +105,7 @@ class EventFormatter(logging.Formatter):
         if (current := ROLLOUT_ATTEMPT.get()) is not None:
             event["rollout"], event["attempt"] = current
             # Computed, since a process without spans of its own, such as the pool, works for attempts too.
-            event["trace"] = f"{trace_id_for(str(self._origin['run']), *current):032x}"
+            event["trace"] = trace_id_text(str(self._origin["run"]), *current)
         elif (span := trace.get_current_span().get_span_context()).is_valid:
             event["trace"] = f"{span.trace_id:032x}"
         if record.exc_info:

@@ -15,7 +15,7 @@ from headrace.actors.slowness.verdicts import explain
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.types import Cause
-from headrace.serve.observing.tracing import trace_id_for
+from headrace.serve.observing.tracing import trace_id_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +54,7 @@ def ended_attempts(run_dir: Path, since_s: float = 0.0) -> list[EndedAttempt]:
             found += rows.select(table, columns, where=f"{time} >= ?", values=(since_s,)).fetchall()
     attempts = [
         EndedAttempt(
-            trace_id=f"{trace_id_for(run_id, rollout_id, attempt):032x}",
+            trace_id=trace_id_text(run_id, rollout_id, attempt),
             rollout_id=rollout_id,
             attempt=attempt,
             cause=cause or Cause.CANCELLED,
@@ -66,9 +66,14 @@ def ended_attempts(run_dir: Path, since_s: float = 0.0) -> list[EndedAttempt]:
     return sorted(attempts, key=lambda each: (each.ended_at_s, each.trace_id))
 
 
+def slow_traces(run_dir: Path) -> frozenset[str]:
+    """Return the traces of the attempts that `headrace trace slow` lists. Raises LedgerRefused."""
+    run_id = identity_of(RunDirectory.at(run_dir))
+    return frozenset(
+        trace_id_text(run_id, each.rollout_id, each.attempt) for each in explain(read_times(run_dir)).verdicts
+    )
+
+
 def slow_or_failed(run_dir: Path) -> frozenset[str]:
     """Return the traces of all slow and failed attempts. Raises LedgerRefused."""
-    run_id = identity_of(RunDirectory.at(run_dir))
-    verdicts = explain(read_times(run_dir)).verdicts
-    slow = {f"{trace_id_for(run_id, each.rollout_id, each.attempt):032x}" for each in verdicts}
-    return frozenset(slow | {each.trace_id for each in ended_attempts(run_dir) if each.failed})
+    return slow_traces(run_dir) | {each.trace_id for each in ended_attempts(run_dir) if each.failed}

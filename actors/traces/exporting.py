@@ -22,12 +22,13 @@ import orjson
 
 from headrace.actors.record.run_directory import RunDirectory, identity_of
 from headrace.actors.slowness.in_flight import in_flight
-from headrace.actors.traces.attempts import ended_attempts, slow_or_failed
+from headrace.actors.traces.attempts import ended_attempts, slow_traces
+from headrace.actors.traces.receiver import BATCH_SPANS
 from headrace.actors.traces.store import FOLDER as SPANS
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.serve.observing import span_names as names
-from headrace.serve.observing.tracing import trace_id_for
+from headrace.serve.observing.tracing import trace_id_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +50,6 @@ GRACE_S: Final = 15.0
 nodes send their files every few seconds."""
 MAX_ATTEMPTS: Final = 500
 """Attempts that are decided in one round."""
-BATCH_SPANS: Final = 512
 TRACES_READ: Final = 64
 """Traces whose spans are in memory at once."""
 SLOW_OR_FAILED, STUCK, MEANWHILE, SHARE = "slow_or_failed", "stuck", "meanwhile", "share"
@@ -143,10 +143,10 @@ class TraceExport:
             attempts = [each for each in attempts if each.ended_at_s < until_s] or attempts
         if until_s <= cursor.through_s:
             return
-        special = slow_or_failed(self._directory.path) if attempts else frozenset()
+        slow = slow_traces(self._directory.path) if attempts else frozenset()
         chosen: dict[str, tuple[int, str]] = {}
         for each in attempts:
-            if each.trace_id in special or each.trace_id in cursor.stuck:
+            if each.failed or each.trace_id in slow or each.trace_id in cursor.stuck:
                 chosen[each.trace_id] = cursor.stuck.pop(each.trace_id, 0), SLOW_OR_FAILED
             elif int(each.trace_id[:8], 16) < self._share * 2**32:
                 chosen[each.trace_id] = 0, SHARE
@@ -197,4 +197,4 @@ def stuck_traces(directory: RunDirectory) -> Iterator[tuple[str, float]]:
     run_id = identity_of(directory)
     for row in in_flight(directory, driven=directory.is_driven()):
         if row.stuck and not row.interrupted:
-            yield f"{trace_id_for(run_id, row.rollout_id, row.attempt):032x}", row.age_s
+            yield trace_id_text(run_id, row.rollout_id, row.attempt), row.age_s

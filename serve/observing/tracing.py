@@ -37,6 +37,11 @@ def trace_id_for(run_id: str, rollout_id: str, attempt: int) -> int:
     return int.from_bytes(_digest(run_id, rollout_id, attempt)[:16], "big") or 1
 
 
+def trace_id_text(run_id: str, rollout_id: str, attempt: int) -> str:
+    """Return the same id in hexadecimal, as ledgers, logs and span files have it."""
+    return f"{trace_id_for(run_id, rollout_id, attempt):032x}"
+
+
 def root_span_id_for(run_id: str, rollout_id: str, attempt: int) -> int:
     """Return the 64-bit id of the root span of one attempt of a run; never 0."""
     return int.from_bytes(_digest(run_id, rollout_id, attempt)[16:24], "big") or 1
