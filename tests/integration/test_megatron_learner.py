@@ -8,11 +8,10 @@ import math
 import os
 import pickle
 import random
-import resource
 import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,10 +46,11 @@ from headrace.policies.learners import checkpoints
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron import MegatronLearner
 from headrace.policies.models.model_files import weight_files
+from support.full_disks import files_of_at_most
 from support.tiny_model import QWEN2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
 
     from headrace.buffer.types import CheckpointRef
 
@@ -466,17 +466,6 @@ async def test_a_kill_during_a_save_leaves_the_previous_checkpoint_usable(
         await learner.step(batches[1])
         assert (await learner.save()).batch_ids == ("b19",)
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["1.1", "2.2"]
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """Let every longer write of this process fail, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def truncate_state(checkpoint: Path) -> None:

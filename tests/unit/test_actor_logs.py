@@ -6,12 +6,10 @@ import asyncio
 import json
 import logging
 import os
-import resource
 import socket
 import subprocess
 import sys
 import uuid
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,9 +26,9 @@ from headrace.actors.runtime.batching import Batcher
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 from headrace.serve.observing.retention import RetentionConfig, kept_files, older_files
 from headrace.serve.observing.tracing import trace_id_for
+from support.full_disks import files_of_at_most
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 SMALL = RetentionConfig(file_bytes=4096, log_bytes=8192)
@@ -52,17 +50,6 @@ def opened(
 def events_in(path: Path) -> list[dict[str, Any]]:
     """Return the events of all files, of which each line must be one."""
     return [json.loads(line) for file in kept_files(path) for line in file.read_bytes().splitlines()]
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """Let every longer write of this process fail, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import zlib
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 import pytest
@@ -20,9 +17,7 @@ from headrace.actors.node_files.copies import RECEIVED, NodeCopies
 from headrace.actors.node_files.pages import Held, NodePage, Piece, is_older, number_of, older_name, series_of
 from headrace.actors.node_files.sender import next_page
 from headrace.serve.observing.retention import kept_files
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from support.full_disks import files_of_at_most
 
 PAGE = 1 << 20
 GUARD_S = 60
@@ -94,17 +89,6 @@ def catch_up(source: Path, copies: NodeCopies, *, limit_bytes: int = PAGE) -> No
         copies.apply(page)
         if page.is_end:
             return
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """Let every longer write of this process fail, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture

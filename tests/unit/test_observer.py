@@ -6,9 +6,8 @@ import asyncio
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from headrace.actors.observer import app as application
 from headrace.actors.observer.access import HEADERS
 from headrace.actors.observer.app import build_app
 from headrace.actors.observer.server import ObserveOptions, observe
+from support.html_elements import Elements
 from support.observer_rig import (
     HOSTILE,
     MARKUP,
@@ -28,9 +28,6 @@ from support.observer_rig import (
     when_known,
     write_configuration,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VIEWS = ("/", "/running", "/slow", "/steps", "/engines", "/pushes")
@@ -47,25 +44,6 @@ def empty(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
     write_configuration(tmp_path / "run")
     return tmp_path / "run"
-
-
-class Tags(HTMLParser):
-    """Elements of a page with their attributes, and its visible text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def of(self, tag: str) -> Iterator[dict[str, str | None]]:
-        return (attributes for name, attributes in self.found if name == tag)
 
 
 async def test_without_the_token_nothing_of_the_run_is_told(simulated: Path) -> None:
@@ -163,7 +141,7 @@ async def test_every_answer_has_the_headers_of_a_strict_page(simulated: Path) ->
 async def test_links_are_relative_so_any_prefix_serves(simulated: Path) -> None:
     async with page_of(simulated) as client:
         for path in VIEWS:
-            tags = Tags(await read(client, path))
+            tags = Elements(await read(client, path))
             for tag, name in (("a", "href"), ("link", "href"), ("script", "src"), ("form", "action")):
                 for attributes in tags.of(tag):
                     assert not str(attributes.get(name)).startswith(("/", "http")), attributes
@@ -172,24 +150,24 @@ async def test_links_are_relative_so_any_prefix_serves(simulated: Path) -> None:
 async def test_a_run_with_a_slow_host_is_explained(simulated: Path) -> None:
     async with page_of(simulated) as client:
         text = await when_known(client, "/slow")
-        assert "host host-1" in Tags(text).text
-        assert "drain this host" in Tags(text).text
+        assert "host host-1" in Elements(text).text
+        assert "drain this host" in Elements(text).text
         ids = re.findall(r'href="rollout\?id=([^"]+)"', text)
-        overview = Tags(await read(client, "/"))
+        overview = Elements(await read(client, "/"))
         assert "Why rollouts were slow" in overview.text
         assert "host host-1" in overview.text
         rollout = await read(client, f"/rollout?id={ids[0]}")
         assert 'class="waterfall"' in rollout
-        assert "Slow:" in Tags(rollout).text
+        assert "Slow:" in Elements(rollout).text
         only = await read(client, "/slow?part=nothing")
         assert "No slow rollout fits the filter" in only
 
 
 async def test_steps_pushes_and_series_are_shown(simulated: Path) -> None:
     async with page_of(simulated) as client:
-        assert Tags(await read(client, "/steps")).text.count("UTC") == 0
+        assert Elements(await read(client, "/steps")).text.count("UTC") == 0
         assert 'href="slow?step=8"' in await read(client, "/steps")
-        assert "1.8" in Tags(await read(client, "/pushes")).text
+        assert "1.8" in Elements(await read(client, "/pushes")).text
         for series in ("reward", "learner", "staleness", "load"):
             document = json.loads(await read(client, f"/data/{series}.json"))
             assert all(len(one["y"]) == len(document["x"]) for one in document["series"]), series
@@ -210,7 +188,7 @@ async def test_a_rollout_is_named_by_a_beginning_that_only_it_has(simulated: Pat
             ("%27%20OR%201=1", "the run has none of this id"),
         ):
             assert line in await read(client, f"/rollout?id={asked}", status=404, accept="*/*")
-            assert line.split(":")[-1] in Tags(await read(client, f"/rollout?id={asked}", status=404)).text
+            assert line.split(":")[-1] in Elements(await read(client, f"/rollout?id={asked}", status=404)).text
 
 
 async def test_what_agents_write_is_text_and_nothing_else(tmp_path: Path) -> None:
@@ -218,7 +196,7 @@ async def test_what_agents_write_is_text_and_nothing_else(tmp_path: Path) -> Non
     async with page_of(run) as client:
         for path in ("/rollout?id=g000000-0", "/slow", "/running", "/"):
             text = await read(client, path)
-            tags = Tags(text)
+            tags = Elements(text)
             assert not list(tags.of("img"))
             assert {attributes.get("src") for attributes in tags.of("script")} <= {
                 "static/page.js",
@@ -227,7 +205,7 @@ async def test_what_agents_write_is_text_and_nothing_else(tmp_path: Path) -> Non
             }
             assert not set("\x00\x1b\u202e\u200b") & set(text)
             assert "49" not in re.findall(r"\{\{ 7|49(?= \}\})", text)
-        rollout = Tags(await read(client, "/rollout?id=g000000-0")).text
+        rollout = Elements(await read(client, "/rollout?id=g000000-0")).text
         assert MARKUP in rollout
         assert "\\u202eright to left" in rollout
         assert "\\x00\\x1b[2J" in rollout
@@ -239,7 +217,7 @@ async def test_turns_have_versions_and_masks(tmp_path: Path) -> None:
     run = await hostile_run(tmp_path)
     async with page_of(run) as client:
         text = await read(client, "/rollout?id=g000000-0")
-    tags = Tags(text)
+    tags = Elements(text)
     assert [item["class"] for item in tags.of("li") if item.get("class") in ("given", "trained", "masked")] == [
         "given",
         "trained",
@@ -296,7 +274,7 @@ async def test_the_answers_of_an_evaluation_are_shown_with_the_evaluators_log(si
     (folder / "conversation.jsonl").write_text(f"{turn}\n{{cut")
     async with page_of(run) as client:
         text = await read(client, "/rollout?id=base/t/0")
-    assert f"failed: {MARKUP}" in Tags(text).text
+    assert f"failed: {MARKUP}" in Elements(text).text
     assert "lone \\ud800 surrogate" in text
     assert "9\u202f980\u202f000 more characters are not shown" in text
     assert "This line of conversation.jsonl is cut or damaged" in text
@@ -315,7 +293,7 @@ async def test_runs_of_older_ledgers_without_metrics_are_shown(name: str) -> Non
         for path in VIEWS:
             await read(client, path)
         text = await when_known(client, "/slow")
-        assert "no metrics.jsonl: evaluations, pushes and pacing are not compared" in Tags(text).text
+        assert "no metrics.jsonl: evaluations, pushes and pacing are not compared" in Elements(text).text
         assert ("no attempt has a breakdown" in text) is (name != "ledger_v6")
         for rollout in ("g000000-0", "g000001-1"):
             assert "Attempts" in await read(client, f"/rollout?id={rollout}")
@@ -331,7 +309,7 @@ async def test_a_newer_ledger_is_one_clear_line(simulated: Path, tmp_path: Path)
     database.close()
     async with page_of(run) as client:
         for path in ("/", "/steps", "/slow"):
-            text = Tags(await read(client, path)).text
+            text = Elements(await read(client, path)).text
             assert "The ledger cannot be read" in text
             assert "99" in text
         line = await read(client, "/running", status=503, accept="*/*")

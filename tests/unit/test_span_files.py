@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +19,7 @@ from headrace.actors.traces.limit import keep_within, make_room
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.serve.observing.telemetry import TelemetryConfig, TelemetryHandle, configure
+from support.full_disks import files_of_at_most
 
 WRITER = """
 import sys
@@ -82,18 +81,11 @@ def test_a_full_disk_loses_nothing_if_it_is_freed_in_time(tmp_path: Path, before
     path = tmp_path / "worker-0-123456.jsonl"
     end_spans(telemetry, range(before))
     assert telemetry.flush()
-    # A process that exceeds its file size limit gets EFBIG, after a part of the data, as on a full disk.
-    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     size = path.stat().st_size if path.exists() else 0
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, previous[1]))
+    with files_of_at_most(size + 100):
         end_spans(telemetry, range(before, 10))
         assert not telemetry.flush()
         assert path.stat().st_size == size, "no half of a batch remains"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
-        signal.signal(signal.SIGXFSZ, handler)
     assert telemetry.flush()
     telemetry.shutdown()
     assert names(tmp_path) == [f"span-{number}" for number in range(10)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
 from support import replay_cases as cases
+from support.html_elements import Elements
 
 ROOT = Path(__file__).parents[2]
 CONFIG = cases.SMALL.model_copy(update={"group_size": 8, "batch_size": 64, "max_staleness": 4})
@@ -80,22 +80,6 @@ async def test_a_waterfall_stands_beside_its_cohort(run: Path) -> None:
     assert "common factor: image slow?[2J" in lines[-2]
 
 
-class Page(HTMLParser):
-    """Elements of a page, with their attributes, and its text."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 HOSTILE = '<script>alert(1)</script>\x00\u202e" onload=x'
 
 
@@ -109,20 +93,20 @@ async def test_a_waterfall_is_one_html_file_in_which_texts_of_an_agent_do_nothin
         labels={HOSTILE: HOSTILE, "tools": (HOSTILE, "x" * 10_000_000)},
     )
     page = waterfall_page(hostile, typical, verdict, run="<b>")
-    parsed = Page(page)
-    names = {name for name, _ in parsed.elements}
+    parsed = Elements(page)
+    names = {name for name, _ in parsed.found}
     assert {"main", "table", "svg", "rect", "bdi"} <= names
     assert not names & {"script", "b", "img", "link", "a", "iframe", "object"}
-    attributes = {name for _, attrs in parsed.elements for name in attrs}
+    attributes = {name for _, attrs in parsed.found for name in attrs}
     assert not attributes & {"src", "href", "style", "onload"}
     assert len(page) < 20_000
     assert "\x00" not in page
     assert "\u202e" not in page
     assert "alert(1)" in parsed.text
     assert "Cause: boot; common factor image slow?[2J" in parsed.text
-    assert [attrs["class"] for name, attrs in parsed.elements if name == "tr" and attrs] == ["cause"]
-    fragment = Page(waterfall_fragment(hostile, typical))
-    assert fragment.elements[0] == ("div", {"class": "waterfall"})
+    assert [attrs["class"] for name, attrs in parsed.found if name == "tr" and attrs] == ["cause"]
+    fragment = Elements(waterfall_fragment(hostile, typical))
+    assert fragment.found[0] == ("div", {"class": "waterfall"})
     assert "Cause" not in fragment.text
 
 
@@ -130,7 +114,7 @@ async def test_the_bars_of_a_waterfall_stay_within_the_drawing(run: Path) -> Non
     times = read_times(run)
     for place in range(0, 64, 7):
         row, typical, _ = waterfall(times, place)
-        boxes = [attrs for name, attrs in Page(waterfall_fragment(row, typical)).elements if name == "rect"]
+        boxes = [attrs for name, attrs in Elements(waterfall_fragment(row, typical)).found if name == "rect"]
         ends = [float(box["x"] or "") + float(box["width"] or "") for box in boxes]
         assert boxes
         assert max(ends) <= WIDTH + 2.1, "a part that took hardly any time is 2 wide"
