@@ -24,10 +24,8 @@ from headrace.actors.exposition.app import PATH, metrics_handler
 from headrace.actors.exposition.exposition import Exposition
 from headrace.actors.observer.app import build_app
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.services.local_server import key_of
 from headrace.buffer.primitives.durable_files import replace_file
-from headrace.policies.processes.engine_keys import is_loopback
-from headrace.sandboxes.errors import SecretRefused
-from headrace.sandboxes.key_files import read_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -36,6 +34,9 @@ if TYPE_CHECKING:
 CLOSE_S: Final = 0.5
 """Time for the requests in progress to end when the server stops."""
 TOKEN_BYTES: Final = 32
+DANGER: Final = (
+    "other hosts could read the run, with everything that its agents wrote; name a private file with a token"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,26 +59,12 @@ class ObserveOptions:
             return None
         return token if isinstance(token, str) and token else None
 
-    def read_key(self) -> str | None:
-        """Return the key of the file. Raises ConfigError, also if other hosts could reach the page without one."""
-        if self.key_file is None:
-            if not is_loopback(self.host):
-                raise ConfigError(
-                    f"--host {self.host}: other hosts could read the run, with everything that its agents wrote; name "
-                    "a private file with a token (--key-file FILE), or bind 127.0.0.1"
-                )
-            return None
-        try:
-            return read_key(self.key_file, "--key-file")
-        except SecretRefused as error:
-            raise ConfigError(str(error)) from error
-
 
 @asynccontextmanager
 async def page_server(run_dir: Path, options: ObserveOptions) -> AsyncIterator[str]:
     """Serve the page and the metrics of a run during the block; gives the URL, whose fragment has the token unless that
     is a key of the user's. Raises ConfigError if the address cannot be used, and RunMissing."""
-    key = options.read_key()
+    key = key_of(options.key_file, options.host, danger=DANGER)
     token = key or options.known_token() or secrets.token_urlsafe(TOKEN_BYTES)
     app = build_app(run_dir, token, hosts=(options.host, socket.gethostname()))
     app.router.add_get(PATH, metrics_handler(Exposition(RunDirectory.at(run_dir))))

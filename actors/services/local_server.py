@@ -38,6 +38,9 @@ CLOSE_S: Final = 0.5
 """Time for the requests in progress to end when the server stops."""
 
 
+DANGER: Final = "other hosts could use the service; name a file with a key"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
     """Command-line options of a server."""
@@ -52,24 +55,24 @@ class ListenOptions:
     def prepare(self) -> str | None:
         """Prepare the process, before anything is loaded; return the key that requests must carry, or None. Raises
         ConfigError."""
-        key = self._read_key()
+        key = key_of(self.key_file, self.host, danger=DANGER)
         if self.parent_pid is not None:
             die_with_parent(self.parent_pid)
         return key
 
-    def _read_key(self) -> str | None:
-        """Return the key of the file. Raises ConfigError, also if other hosts could use a server without a key."""
-        if self.key_file is None:
-            if not is_loopback(self.host):
-                raise ConfigError(
-                    f"--host {self.host}: other hosts could use the service; name a file with a key (--key-file FILE), "
-                    "or bind 127.0.0.1"
-                )
-            return None
-        try:
-            return read_key(self.key_file, "--key-file")
-        except SecretRefused as error:
-            raise ConfigError(str(error)) from error
+
+def key_of(key_file: Path | None, host: str, *, danger: str) -> str | None:
+    """Return the key of the file, which the requests to a server on `host` must carry; None if it needs none. Raises
+    ConfigError, also if other hosts could reach the server without a key: `danger` says what they could do, and what
+    to name."""
+    if key_file is None:
+        if not is_loopback(host):
+            raise ConfigError(f"--host {host}: {danger} (--key-file FILE), or bind 127.0.0.1")
+        return None
+    try:
+        return read_key(key_file, "--key-file")
+    except SecretRefused as error:
+        raise ConfigError(str(error)) from error
 
 
 class LocalServer(ABC):
