@@ -126,13 +126,13 @@ def export(
     from headrace.actors.traces.attempts import slow_or_failed
     from headrace.actors.traces.files import write_parquet, write_perfetto
     from headrace.actors.traces.receiver import send_all
-    from headrace.actors.traces.store import FOLDER, SpanFolder
+    from headrace.actors.traces.store import SpanFolder
 
     targets = [target for target in (otlp, perfetto, parquet) if target is not None]
     if len(targets) != 1:
         raise ConfigError("name one target: --otlp URL, --perfetto FILE or --parquet DIR")
     directory = reopen(run_dir)[1]
-    store = SpanFolder(directory.path / FOLDER)
+    store = SpanFolder.of_run(directory.path)
     spans = store.spans(traces=slow_or_failed(directory.path) if slow else None)
     if perfetto is not None:
         number = write_perfetto(perfetto, spans)

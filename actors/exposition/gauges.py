@@ -13,7 +13,6 @@ from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.exposition import table
 from headrace.actors.record.running import FOLDER, STUCK, read_running
 from headrace.actors.slowness.in_flight import SILENT_S
-from headrace.actors.traces.store import FOLDER as SPANS
 from headrace.actors.traces.store import SpanFolder
 from headrace.serve.observing.span_files import NOT_WRITTEN, QUEUE_FULL, REMOVED
 
@@ -148,7 +147,7 @@ def add_engines(gauges: Counts, directory: RunDirectory) -> None:
 
 def add_lost_spans(gauges: Counts, directory: RunDirectory) -> None:
     """Add the spans that were lost, with a 0 for the reasons that a process may find."""
-    lost = SpanFolder(directory.path / SPANS).lost()
+    lost = SpanFolder.of_run(directory.path).lost()
     for reason in sorted({*lost, QUEUE_FULL, NOT_WRITTEN, REMOVED}):
         gauges.add(table.SPANS_LOST, reason, by=lost[reason])
 

@@ -9,7 +9,7 @@ from headrace.actors.record.active_time import read_driven_time
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.push_costs import push_costs
 from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads
-from headrace.actors.traces.store import FOLDER, SpanFolder
+from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.verify import audit
 from headrace.sandboxes.leftovers import sandboxes_left
@@ -121,7 +121,7 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         engine_stall_share=None if costs is None else costs.stall_share,
         learner_idle_share=times[0] / sum(times) if sum(times) else 0.0,
         utilisation={str(load.station): load.utilisation for load in loads if load.utilisation is not None},
-        spans_lost=dict(SpanFolder(directory.path / FOLDER).lost()),
+        spans_lost=dict(SpanFolder.of_run(directory.path).lost()),
         held_up_by=None if slowest is None else str(slowest.station),
         train_wall_s=driven.within_s(started_s, max(commits_s)) if commits_s and started_s is not None else None,
         total_wall_s=driven.total_s(),

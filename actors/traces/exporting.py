@@ -24,7 +24,6 @@ from headrace.actors.record.run_directory import RunDirectory, identity_of
 from headrace.actors.slowness.in_flight import in_flight
 from headrace.actors.traces.attempts import ended_attempts, slow_traces
 from headrace.actors.traces.receiver import BATCH_SPANS
-from headrace.actors.traces.store import FOLDER as SPANS
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.serve.observing import span_names as names
@@ -89,7 +88,7 @@ class TraceExport:
         """Continue where the run's last export ended. Raises OSError, ValueError for a damaged cursor."""
         self._directory = RunDirectory.at(run_dir)
         self._receiver, self._share = receiver, share
-        self._store = SpanFolder(self._directory.path / SPANS)
+        self._store = SpanFolder.of_run(self._directory.path)
         self._path = self._directory.path / FOLDER / CURSOR
         self._path.parent.mkdir(exist_ok=True)
         self._one = Lock()

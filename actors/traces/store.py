@@ -13,7 +13,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import orjson
 import zstandard
@@ -50,6 +50,11 @@ class SpanFolder:
     path: Path
     torn: int = 0
     _resources: dict[bytes, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> Self:
+        """Return the span files of the run with this state folder."""
+        return cls(run_dir / FOLDER)
 
     def files(self) -> list[Path]:
         """Return all files that have spans, those that were changed last at the end."""

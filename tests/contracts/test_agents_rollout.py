@@ -24,7 +24,7 @@ from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
-from headrace.actors.traces.store import FOLDER, SpanFolder
+from headrace.actors.traces.store import SpanFolder
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import write_tasks
@@ -181,7 +181,7 @@ def test_a_recipe_selects_its_agent_by_name(agent: str, tmp_path: Path) -> None:
     assert driver.returncode == 0, said
     out = json.loads((tmp_path / "out.json").read_text())
     assert (out["steps"], out["problems"], out["evaluation_infra"], out["sandboxes_leaked"]) == (1, [], 0, 0)
-    ended = [span["attributes"] for span in SpanFolder(tmp_path / "run" / FOLDER).spans() if span["name"] == "agent"]
+    ended = [span["attributes"] for span in SpanFolder.of_run(tmp_path / "run").spans() if span["name"] == "agent"]
     codes = [attributes.get("headrace.agent.exit_code") for attributes in ended]
     assert codes.count(0) >= 4, ended
 

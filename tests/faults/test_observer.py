@@ -14,7 +14,6 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from headrace.actors.traces.exporting import CURSOR, FOLDER, Cursor
-from headrace.actors.traces.store import FOLDER as SPANS
 from headrace.actors.traces.store import SpanFolder
 from support import run_rig as runs
 from support.collectors import http_collector
@@ -81,7 +80,7 @@ async def test_an_observer_killed_in_a_run_sends_each_span_once_and_serves_the_p
     assert len(set(ids(spans))) == len(spans), "no span is sent twice"
     cursor = Cursor.read(directory.path / FOLDER / CURSOR)
     assert (cursor.open, cursor.sending) == ({}, []), "the end of the run sends what is left"
-    recorded = list(SpanFolder(directory.path / SPANS).spans())
+    recorded = list(SpanFolder.of_run(directory.path).spans())
     roots = [span["trace_id"] for span in recorded if span["name"] == "rollout"]
     sent = {span["trace_id"] for span in spans}
     assert len(set(roots) - sent) <= cursor.unconfirmed

@@ -18,7 +18,7 @@ from headrace.actors.run.launch import drain_on_interrupt, run_guarded
 from headrace.actors.runtime.interrupts import Interrupts
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
-from headrace.actors.traces.store import FOLDER, SpanFolder
+from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.versions import PolicyVersion
@@ -138,7 +138,7 @@ async def test_an_interrupt_while_the_service_is_down_drains_the_run(tmp_path: P
 @pytest.mark.usefixtures("ray_cluster")
 async def test_a_run_survives_a_kill_of_one_of_its_two_workers(tmp_path: Path) -> None:
     directory = await run_and_kill(tmp_path, {3: "worker-1"}, "service.workers=2")
-    processes = {span["resource"]["service.instance.id"] for span in SpanFolder(directory.path / FOLDER).spans()}
+    processes = {span["resource"]["service.instance.id"] for span in SpanFolder.of_run(directory.path).spans()}
     assert len({process for process in processes if process.startswith("worker-")}) >= 3
 
 

@@ -30,7 +30,7 @@ from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.service import NO_SERVICES, ServiceDown
 from headrace.actors.services.started import resolved, running_services, stop_services
-from headrace.actors.traces.store import FOLDER, SpanFolder
+from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.datasets.facts import Fact, write_corpus
 from headrace.buffer.sanitizer import plain_scores
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
@@ -194,7 +194,7 @@ async def test_tool_calls_are_answered_by_tool_messages(
     assert report.stop is StopReason.FINISHED
     assert report.commands == ("repeat 1", "repeat 2", "respond Please stop")
     telemetry.shutdown()
-    spans = SpanFolder(tmp_path / FOLDER).spans()
+    spans = SpanFolder.of_run(tmp_path).spans()
     assert [span["attributes"][names.TOOL_NAME] for span in spans] == ["repeat", "repeat", "respond"]
     assert "Help Go." in prompts[0]
     assert '"name": "repeat"' in prompts[0]

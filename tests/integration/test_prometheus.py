@@ -19,7 +19,6 @@ from monitoring.rules import ALERTS, RECORDINGS
 
 from headrace.actors.exposition import table
 from headrace.actors.exposition.app import exposition_app
-from headrace.actors.traces.store import FOLDER as SPANS
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.verify import verify
 from support.loopback import on_loopback
@@ -158,5 +157,5 @@ async def test_every_query_has_rows_or_a_reason_and_exemplars_lead_to_traces(ray
         rows = "SELECT trace_id FROM {0}.attempts UNION SELECT trace_id FROM {0}.evaluations"
         known = {trace for (trace,) in database.execute(f"{rows.format('main')} UNION {rows.format('archive')}")}
     assert traces <= known
-    recorded = {span["trace_id"] for span in SpanFolder(directory.path / SPANS).spans(traces=traces)}
+    recorded = {span["trace_id"] for span in SpanFolder.of_run(directory.path).spans(traces=traces)}
     assert recorded == traces

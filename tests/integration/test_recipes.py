@@ -21,7 +21,7 @@ from headrace.actors.record.metrics import read_metrics
 from headrace.actors.run.launch import RunRequest, dry_run, prepare
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
-from headrace.actors.traces.store import FOLDER, SpanFolder
+from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.evidence import read_evidence, read_trajectories
 from headrace.policies.miniatures import names
 from headrace.policies.miniatures.building import write
@@ -72,7 +72,7 @@ def miniatures(short_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def spans_of(directory: RunDirectory) -> dict[str, list[dict[str, Any]]]:
     """All spans of all processes, by name."""
     spans = defaultdict(list)
-    for span in SpanFolder(directory.path / FOLDER).spans():
+    for span in SpanFolder.of_run(directory.path).spans():
         spans[span["name"]].append(span)
     return spans
 

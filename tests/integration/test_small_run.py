@@ -20,7 +20,7 @@ from headrace.actors.run.launch import reopen
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.runs.log_pages import read_logs
-from headrace.actors.traces.store import FOLDER, SpanFolder
+from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.evidence import read_evidence, read_only
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.tasks import load_tasks, tasks_digest
@@ -58,7 +58,7 @@ def test_no_child_process_has_a_token_or_a_key(finished_run: RunDirectory) -> No
 def spans_of(directory: RunDirectory) -> dict[str, list[dict[str, Any]]]:
     """All spans of all processes by trace."""
     traces: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for span in SpanFolder(directory.path / FOLDER).spans():
+    for span in SpanFolder.of_run(directory.path).spans():
         traces[span["trace_id"]].append(span)
     return traces
 

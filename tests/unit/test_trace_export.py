@@ -156,7 +156,7 @@ async def test_a_share_of_ordinary_traces_is_sent_whole(tmp_path: Path) -> None:
         spans = collected.spans()
     assert len({span["trace_id"] for span in spans if span["name"] == "rl.sample"}) == 59
     wanted = ids(
-        span for span in SpanFolder(tmp_path / FOLDER).spans() if span["trace_id"] in {s["trace_id"] for s in spans}
+        span for span in SpanFolder.of_run(tmp_path).spans() if span["trace_id"] in {s["trace_id"] for s in spans}
     )
     assert sorted(ids(spans)) == sorted(wanted)
 
