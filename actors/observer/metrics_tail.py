@@ -1,22 +1,21 @@
 """The metrics of a run, read incrementally.
 
 Invariants:
-- A line is read once, however often the page is loaded; rotated files are found again by their inode.
+- A line is read once, however often the page is loaded.
 - At most as many records of a kind are kept as `KEPT` says, the newest; `left_out` counts the others.
-- A line that is not a record is skipped, and a line without an end is read once it has one.
+- A line that is not a record is skipped.
 - Only the keys in `KINDS` are kept of a record; one that it lacks is None.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from headrace.serve.observing.retention import kept_files
+from headrace.serve.observing.retention import Tail, kept_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 KEPT: Final = {"step": 20_000}
 """Number of records that are kept of a kind."""
 KEPT_OF_OTHERS: Final = 2_000
-READ_BYTES: Final = 1 << 20
 KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "step": (
         "step",
@@ -80,36 +78,24 @@ class Records:
         return records[-1] if records else None
 
 
-@dataclass(slots=True)
 class MetricsTail:
     """Reader of a run's `metrics.jsonl` and its older files. One thread at a time may call `read`."""
 
-    path: Path
-    _kept: dict[str, deque[Record]] = field(default_factory=dict)
-    _counts: dict[str, int] = field(default_factory=dict)
-    _offsets: dict[int, int] = field(default_factory=dict)
+    def __init__(self, path: Path) -> None:
+        self._path, self._tail = path, Tail(path)
+        self._kept: dict[str, deque[Record]] = {}
+        self._counts: dict[str, int] = {}
 
     def mark(self) -> tuple[tuple[int, int], ...]:
         """Return what changes when there are new lines. Raises OSError."""
-        return tuple((found.st_ino, found.st_size) for found in (path.stat() for path in kept_files(self.path)))
+        return tuple((found.st_ino, found.st_size) for found in (path.stat() for path in kept_files(self._path)))
 
     def read(self) -> Records:
         """Read the new lines of all files, and return all kept records. Raises OSError."""
-        for path in kept_files(self.path):
-            self._continue(path)
+        for line in self._tail.lines():
+            self._add(line)
         by_kind = {kind: tuple(records) for kind, records in self._kept.items()}
         return Records(by_kind, {kind: self._counts[kind] - len(records) for kind, records in by_kind.items()})
-
-    def _continue(self, path: Path) -> None:
-        with path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            file.seek(self._offsets.get(inode, 0))
-            rest = b""
-            while block := file.read(READ_BYTES):
-                *lines, rest = (rest + block).split(b"\n")
-                for line in lines:
-                    self._add(line)
-            self._offsets[inode] = file.tell() - len(rest)
 
     def _add(self, line: bytes) -> None:
         try:

@@ -14,7 +14,8 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.buffer.primitives.file_lock import FileLock
 
 DAY_S = 86400.0
+LINE_BYTES = 1 << 24
+"""Length from which a line without an end is no longer waited for: no record is that long."""
 OLDER = re.compile(r"-\d{6,}$")
 
 
@@ -120,3 +123,43 @@ def remove_oldest(paths: Iterable[Path], keep_bytes: int, keep_days: float) -> t
         except FileNotFoundError:
             continue
     return tuple(removed)
+
+
+class Tail:
+    """New lines of a file that is rotated, and of its older files, each once: a rotation between two readings loses and
+    repeats nothing. Of the files that exist at first, only the `newest` are read (None: all)."""
+
+    def __init__(self, path: Path, *, newest: int | None = None) -> None:
+        self._path, self._newest = path, newest
+        self._offsets: dict[int, int] = {}
+        self._listed: set[int] = set()
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield what was written since the last call, line by line. A line without its end comes when it is complete,
+        unless it has `LINE_BYTES`. Raises OSError."""
+        files = []
+        for path in kept_files(self._path):
+            with suppress(FileNotFoundError):
+                found = path.stat()
+                files.append((path, found.st_ino, found.st_size))
+        if not self._offsets and self._newest is not None:
+            self._offsets = {number: size for _, number, size in files[: -self._newest]}
+        listed = {number for _, number, _ in files}
+        # A removed file's number may be that of a new one; a file that is renamed now is in no list, but in the next.
+        known = {number: offset for number, offset in self._offsets.items() if number in listed | self._listed}
+        self._offsets, self._listed = dict.fromkeys(listed, 0) | known, listed
+        for path, number, _ in files:
+            # A file that has vanished since was removed, or renamed: the next call finds it.
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != number:
+                    # A rotation since the list was made: the next call continues from here.
+                    return
+                if found.st_size < self._offsets[number]:
+                    self._offsets[number] = 0
+                file.seek(self._offsets[number])
+                while line := file.readline(LINE_BYTES):
+                    if not line.endswith(b"\n") and len(line) < LINE_BYTES:
+                        break
+                    self._offsets[number] += len(line)
+                    yield line

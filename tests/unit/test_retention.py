@@ -22,7 +22,7 @@ from headrace.actors.record.metrics import (
 )
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.summary import EvaluationSummary
-from headrace.serve.observing.retention import DAY_S, RetentionConfig, kept_files, older_files
+from headrace.serve.observing.retention import DAY_S, RetentionConfig, RotatingFile, Tail, kept_files, older_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,3 +149,30 @@ def test_ended_evaluations_lose_their_rollouts_and_keep_their_results(tmp_path: 
     assert (tmp_path / "step-0" / "results.jsonl").exists()
     assert (tmp_path / "step-3" / "rollouts").exists(), "it has not ended"
     assert len(thin_out_evaluations(tmp_path, SMALL, now_s=1.8e9 + 31 * DAY_S)) == 2
+
+
+def test_a_tail_reads_each_line_once_over_rotations_and_removals(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail, read = Tail(path), []
+    log = RotatingFile(path, SMALL)
+    for number in range(4000):
+        log.append(b"%06d %s\n" % (number, b"x" * (number % 97)))
+        if number % 37 == 0:
+            read += [int(line[:6]) for line in tail.lines()]
+    read += [int(line[:6]) for line in tail.lines()]
+    assert read == list(range(4000))
+    assert len(older_files(path)) > 1
+
+
+def test_a_tail_waits_for_the_end_of_a_line_and_begins_at_the_newest_files(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for number in range(1, 4):
+        (tmp_path / f"metrics-00000{number}.jsonl").write_bytes(b"older %d\n" % number)
+    path.write_bytes(b"new\nhal")
+    tail = Tail(path, newest=2)
+    assert list(tail.lines()) == [b"older 3\n", b"new\n"]
+    with path.open("ab") as file:
+        file.write(b"f\n")
+    assert list(tail.lines()) == [b"half\n"]
+    path.write_bytes(b"cut\n")
+    assert list(tail.lines()) == [b"cut\n"]
