@@ -132,6 +132,7 @@ def _at_once() -> bool:
 def _whole_id(directory: RunDirectory, given: str) -> str:
     """Return the id of the rollout in the ledger that is, or begins with, the given one. Raises ConfigError if there is
     none, or more than one, and LedgerRefused."""
+    from headrace.actors.slowness.told import whole_id
     from headrace.buffer.audit.evidence import begin_with_archive, reading
     from headrace.buffer.audit.joined_rows import JoinedRows
 
@@ -139,14 +140,7 @@ def _whole_id(directory: RunDirectory, given: str) -> str:
         attached, _ = begin_with_archive(database, archive)
         tables = JoinedRows(database, attached=attached)
         ids = {row[0] for table in ("rollouts", "evaluations") for row in tables.select(table, ["rollout_id"])}
-    found = [given] if given in ids else sorted(one for one in ids if one.startswith(given))
-    if not found:
-        raise ConfigError(f"rollout {given}: the run has none of this id; `headrace trace slow RUN` lists ids")
-    if len(found) > 1:
-        raise ConfigError(
-            f"rollout {given}: {len(found)} rollouts begin with this ({', '.join(found[:3])}, ...); name one of them"
-        )
-    return found[0]
+    return whole_id(given, sorted(ids))
 
 
 @contextmanager

@@ -68,18 +68,23 @@ def verdict_lines(verdict: Verdict) -> Iterable[str]:
     yield f"    {verdict.advice}"
 
 
-def place_of_rollout(times: RunTimes, rollout_id: str) -> int:
-    """Return the place of a rollout by its id or an unambiguous beginning of it. Raises ConfigError."""
-    exact = [place for place, row in enumerate(times.rows) if row.rollout_id == rollout_id]
-    found = exact or [place for place, row in enumerate(times.rows) if row.rollout_id.startswith(rollout_id)]
+def whole_id(given: str, ids: Iterable[str]) -> str:
+    """Return the id of a rollout by itself or an unambiguous beginning of it. Raises ConfigError."""
+    found = [each for each in ids if each.startswith(given)]
+    if given in found:
+        return given
     if not found:
-        raise ConfigError(f"rollout {rollout_id}: the run has none of this id; `headrace trace slow RUN` lists ids")
+        raise ConfigError(f"rollout {given}: the run has none of this id; `headrace trace slow RUN` lists ids")
     if len(found) > 1:
-        some = ", ".join(times.rows[place].rollout_id for place in found[:3])
-        raise ConfigError(
-            f"rollout {rollout_id}: {len(found)} rollouts begin with this ({some}, ...); name one of them"
-        )
+        some = ", ".join(found[:3])
+        raise ConfigError(f"rollout {given}: {len(found)} rollouts begin with this ({some}, ...); name one of them")
     return found[0]
+
+
+def place_of_rollout(times: RunTimes, given: str) -> int:
+    """Return the place of a rollout by its id or an unambiguous beginning of it. Raises ConfigError."""
+    ids = [row.rollout_id for row in times.rows]
+    return ids.index(whole_id(given, ids))
 
 
 def waterfall(times: RunTimes, place: int) -> tuple[RolloutTime, dict[str, Typical], Verdict | None]:
